@@ -21,7 +21,7 @@ from tests.search.problems import S, planned_problem, problem_of, two_layers
 EXACT = {"search_mode": "dynamic_programming"}
 
 
-def test_changing_a_layout_costs_what_its_collectives_cost():
+def test_resharding_cost_is_that_of_its_collectives():
     grid = MeshModel.on(resolve("h100:4"), (("a", 4),))
     labels = value_labels((8, 8), grid.sizes)  # whole, rows, columns
     sent, seconds = resharding_cost(labels, labels, 256.0, grid)
@@ -33,7 +33,7 @@ def test_changing_a_layout_costs_what_its_collectives_cost():
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 2), (2, 4), (2, 2, 2)])
-def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
+def test_resharding_cost_of_every_pair_is_what_the_program_sends(sizes):
     """Also where XLA finds no short road: two dims that change their axes are gathered whole."""
     axes = tuple(zip("abc", sizes, strict=False))
     problem = planned_problem(jnp.sin, S((64, 64), jnp.float32), device=f"h100:{math.prod(sizes)}")
@@ -48,7 +48,7 @@ def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
         assert (seconds[i, j] > 0) == (cost.communication_s > 0)
 
 
-def test_two_axes_that_change_places_are_exchanged_and_moved():
+def test_resharding_cost_of_swapped_axes_is_an_all_to_all_and_a_permute():
     """As XLA does it, which compiles an exchange over the eight and a permute of all (seen for 512 CPU devices)."""
     grid = MeshModel.on(resolve("h100:512"), (("a", 64), ("b", 8)))
     swapped, moved = (
@@ -57,7 +57,7 @@ def test_two_axes_that_change_places_are_exchanged_and_moved():
     assert (swapped, moved) == (7 / 8 + 1, 7 / 8)
 
 
-def test_on_many_axes_codes_are_sorted():
+def test_resharding_cost_on_many_axes_is_that_of_each_pair():
     grid = MeshModel.on(resolve("h100:16"), tuple((name, 2) for name in "abcd"))
     labels = np.array([[0, 1, -1, -1], [-1, 0, 1, 2]])
     sent, _ = resharding_cost(labels, labels, 16.0, grid)
@@ -65,7 +65,7 @@ def test_on_many_axes_codes_are_sorted():
     assert sent.diagonal().tolist() == [0, 0] and sent[0, 1] == alone.item() > 0
 
 
-def test_twelve_axes_move_as_the_one_they_make():
+def test_resharding_cost_of_twelve_axes_is_that_of_the_one_they_make():
     """The numbers of their layouts do not fit into one word."""
     many = MeshModel.on(resolve("h100:4096"), tuple((name, 2) for name in "abcdefghijkl"))
     labels = np.array([[0] * 12, [-1] * 12, [1] * 12, [0] * 6 + [1] * 6, [1] * 6 + [0] * 6])
@@ -77,7 +77,7 @@ def test_twelve_axes_move_as_the_one_they_make():
 
 
 @pytest.mark.parametrize(("device", "part"), [("tpu-v5e:2x2", 0.5), ("h100:4", 1.0)])
-def test_on_a_tpu_f32_is_gathered_for_products_in_half_the_bytes(device, part):
+def test_labels_of_f32_matmuls_on_a_tpu_gather_half_the_bytes(device, part):
     problem = problem_of(lambda x, w: jnp.tanh(x) @ w, (S((64, 64), jnp.float32), S((64, 64), jnp.float32)), device)
     space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 4),)), {}, {}, {}, None, problem.facts)
     assert max(edge.sent[np.isfinite(edge.sent)].max() for edge in space.reshardings) == part * 3 / 4 * 64 * 64 * 4
@@ -85,7 +85,7 @@ def test_on_a_tpu_f32_is_gathered_for_products_in_half_the_bytes(device, part):
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("make", [mlp.make, attention.make], ids=["mlp", "attention"])
-def test_the_plan_is_never_worse_than_the_simple_policys(make, level):
+def test_exact_plan_is_no_worse_than_propagation(make, level):
     function, args = abstract(make)
     options = {"device": "h100:8", "level": level}
     simple = shardfn.plan(function, *args, search_mode="sharding_propagation", **options)
@@ -95,7 +95,7 @@ def test_the_plan_is_never_worse_than_the_simple_policys(make, level):
     assert exact == shardfn.plan(function, *args, **EXACT, **options)  # deterministic
 
 
-def test_parameters_are_cut_for_memory_and_whole_for_time():
+def test_exact_plan_shards_parameters_for_memory_and_not_for_time():
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     least, fastest = (shardfn.plan(two_layers, *args, level=level, device="tpu-v5e:8", **EXACT) for level in (1, 2))
     assert all(np.prod(d.strategy) == 8 for d in least.inputs)
@@ -103,14 +103,14 @@ def test_parameters_are_cut_for_memory_and_whole_for_time():
     assert least.cost.time_s > fastest.cost.time_s
 
 
-def test_what_is_proved_is_said():
+def test_exact_plan_says_that_it_is_proved():
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     made = shardfn.plan(two_layers, *args, level=2, device="h100:8", **EXACT)
     assert "proved optimal under the cost model" in made.policy
     assert made.gap == 0
 
 
-def test_a_users_cut_is_kept_and_the_values_are_right():
+def test_exact_plan_keeps_an_entry_and_the_values():
     x, w1, w2 = jnp.ones((16, 8)), jnp.ones((8, 32)) * 0.1, jnp.ones((32, 8))
     function = shardfn.shard(two_layers, (shardfn.AUTO, (1, 4), shardfn.AUTO), **EXACT)
     np.testing.assert_allclose(function(x, w1, w2), two_layers(x, w1, w2), rtol=1e-5)
@@ -119,7 +119,7 @@ def test_a_users_cut_is_kept_and_the_values_are_right():
     assert made.decision("w1").source == "you"
 
 
-def test_a_users_grid_is_kept():
+def test_exact_plan_keeps_a_mesh():
     args = (S((64, 8), jnp.float32), S((8, 64), jnp.float32), S((64, 8), jnp.float32))
     grid = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
     made = shardfn.plan(two_layers, *args, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
@@ -129,7 +129,7 @@ def test_a_users_grid_is_kept():
 
 
 @pytest.mark.parametrize("devices", [6, 7, 12])
-def test_any_number_of_devices(devices):
+def test_exact_plan_on_any_number_of_devices_spreads_the_work(devices):
     args = (S((84, 36), jnp.float32), S((36, 84), jnp.float32), S((84, 36), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **EXACT)
     whole = shardfn.plan(two_layers, *args, device="h100:1")
@@ -137,7 +137,7 @@ def test_any_number_of_devices(devices):
     assert np.prod(made.mesh.axis_sizes) == devices
 
 
-def test_a_tiny_time_limit_still_answers():
+def test_every_mode_with_a_tiny_time_limit_answers():
     function, args = abstract(mlp.make, batch=8192, d_in=1024, d_hidden=4096, d_out=1024, train=True)
     for mode in ("dynamic_programming", "recursive_programming", "auto"):
         made = shardfn.plan(function, *args, device="h100:8", level=2, search_mode=mode, time_limit=1e-3)
@@ -145,7 +145,7 @@ def test_a_tiny_time_limit_still_answers():
         assert any(np.prod(d.strategy) > 1 for d in made.inputs)
 
 
-def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():
+def test_exact_plan_of_a_checkpointed_block_shards_each_array_in_its_own_way():
     """An optimization barrier passes several arrays on: one axis may cut all of them."""
 
     def loss(w, x):

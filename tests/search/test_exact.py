@@ -17,7 +17,7 @@ WIDE = {"gpt2", "gpt2 scanned", "llama", "vit", "moe", "t5"}
 @pytest.mark.parametrize("axes", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_of_small_programs(name, level, axes):
+def test_solve_of_small_programs_is_the_optimum(name, level, axes):
     labels = choices(problem_of(*PROGRAMS[name], level=level), axes)
     found = solve(labels)
     assert found.proved
@@ -25,7 +25,7 @@ def test_of_small_programs(name, level, axes):
 
 
 @pytest.mark.parametrize("start", range(0, 200, 20))
-def test_of_200_random_programs(start):
+def test_solve_of_200_random_programs_is_the_optimum(start):
     for seed in range(start, start + 20):
         function, args, steps = random_program(seed)
         problem = problem_of(function, args, level=2 * (seed % 3 != 0))
@@ -37,7 +37,7 @@ def test_of_200_random_programs(start):
 
 
 @pytest.mark.parametrize(("name", "grid"), [(n, g) for n in FAMILIES for g in GRIDS if g == "4" or n not in WIDE])
-def test_of_every_familys_tiny_size(name, grid):
+def test_solve_of_every_family_is_the_optimum(name, grid):
     problem = problem_of(*FAMILIES[name].on_paper(FAMILIES[name].tiny))
     labels = choices(problem, GRIDS[grid])
     found = solve(labels)

@@ -28,14 +28,14 @@ def dense(x, w):
     return jax.nn.relu(x @ w)
 
 
-def test_without_rules_nothing_is_left_out():
+def test_filters_without_rules_leave_nothing_out():
     one = labelling([[1, 2], [3, 1]], tables=[((0, 1), [0, 4, 1, 0])])
     assert filters.forbid(one, {}).costs == one.costs
     assert filters.drop_dominated(one, 1e-9)[1] <= 1e-9 * 2
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
-def test_fully_use_devices_cuts_what_is_cheaper_whole(mode):
+def test_fully_use_devices_shards_what_is_cheaper_unsharded(mode):
     options = HERE | {"search_mode": mode, "out_strategy": ((1, 1),)}
     idle = shardfn.plan(dense, X, W, **options)
     shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
@@ -44,7 +44,7 @@ def test_fully_use_devices_cuts_what_is_cheaper_whole(mode):
     assert full.cost.time_s > idle.cost.time_s, "else the rule was not what decided"
 
 
-def test_a_users_cut_is_kept_and_told():
+def test_fully_use_devices_keeps_an_entry_and_warns():
     shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
     with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is sharded over axis b of 4"):
         made = shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 1)), device="h100:8")
@@ -52,7 +52,7 @@ def test_a_users_cut_is_kept_and_told():
     assert any("fully_use_devices" in text for text in made.diagnostics)
 
 
-def test_an_op_that_cannot_use_all_devices_is_free_of_the_rule():
+def test_fully_use_devices_exempts_an_op_that_cannot():
     shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
     with pytest.warns(UserWarning, match="1 of 8 devices would do"):
         made = shardfn.plan(dense, S((3, 5), jnp.float32), S((5, 7), jnp.float32), **HERE)
@@ -73,7 +73,7 @@ def slices(made):
                     yield partitioned.local_shape(value)[-1]
 
 
-def test_slices_of_products_are_aligned():
+def test_tensor_slice_align_makes_shards_of_matmuls_multiples():
     args = S((1, 512), jnp.float32), S((512, 8192), jnp.float32)  # one row: only the last dims are worth a cut
     free = shardfn.plan(dense, *args, **HERE)
     assert set(slices(free)) == {1024}
@@ -90,7 +90,7 @@ def test_slices_of_products_are_aligned():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_nearness_loses_is_bounded(seed):
+def test_drop_dominated_loses_no_more_than_it_says(seed):
     random = np.random.default_rng(seed)
     sizes = random.integers(2, 5, 5)
     pairs = list(itertools.combinations(range(5), 2))
@@ -105,7 +105,7 @@ def test_what_nearness_loses_is_bounded(seed):
     assert lost <= 0.3 * best
 
 
-def test_nearness_drops_labels_and_says_so():
+def test_algo_approxi_keeps_a_bounded_gap():
     function, args = abstract(mlp.make)
     options = HERE  # where the flow keeps the model's promise: else there is no gap
     exact = shardfn.plan(function, *args, **options)
@@ -116,7 +116,7 @@ def test_nearness_drops_labels_and_says_so():
     assert rough.cost.time_s <= 3 * exact.cost.time_s
 
 
-def test_the_rules_are_part_of_what_a_plan_is_kept_by():
+def test_algo_parameters_are_part_of_the_cache_key_of_a_plan():
     function = shardfn.shard(dense, **HERE, out_strategy=((1, 1),))
     before = function.plan(X, W)
     shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
@@ -125,7 +125,7 @@ def test_the_rules_are_part_of_what_a_plan_is_kept_by():
     assert function.plan(X, W) == before
 
 
-def test_the_names_are_those_of_the_context():
+def test_algorithm_fields_are_those_of_the_context():
     assert Algorithm() == Algorithm(
         **{n: shardfn.mindspore.get_algo_parameters(n) for n in Algorithm.__dataclass_fields__}
     )

@@ -28,7 +28,7 @@ def pooled(x, k):
 
 @pytest.mark.parametrize("row", [[0, 1], [1, 0], [2, 0], [0, -1], [-1, -1], [1, 1]], ids=str)
 @pytest.mark.parametrize("function", [convolved, pooled])
-def test_borders_cost_what_flows_send_for_them(function, row):
+def test_halo_cost_is_what_the_program_sends(function, row):
     problem = shardfn.plan(function, IMAGES, KERNEL, device="h100:16")._study.problem
     axes, whole = (("a", 8), ("b", 2)), np.full((1, 2), -1)
     index, op = next((i, op) for i, op in enumerate(problem.graph.ops) if op.window_dims)
@@ -56,7 +56,7 @@ def step(params, x):
 
 
 @pytest.mark.parametrize(("level", "batch"), [(0, 2), (1, 4), (2, 2)])
-def test_no_convolution_is_planned_that_xla_gets_wrong(level, batch):
+def test_plan_of_convolutions_avoids_those_that_xla_gets_wrong(level, batch):
     """Few and large images: their height has to be cut for all devices to work, and kernels lie in pieces."""
     params = [S((3, 3, 4, 64), jnp.float32), S((3, 3, 64, 64), jnp.float32)]
     args = params, S((batch, 512, 512, 4), jnp.float32)
@@ -66,7 +66,7 @@ def test_no_convolution_is_planned_that_xla_gets_wrong(level, batch):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_such_a_plan_computes_what_the_function_does(level):
+def test_plan_of_convolutions_computes_the_values_of_the_function(level):
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(3, 3, c, 16)).astype("f") / 6 for c in (4, 16)]
     x = rng.normal(size=(2, 64, 16, 4)).astype("f")

@@ -22,7 +22,7 @@ def updated(table, rows):
 
 
 @pytest.mark.parametrize(("device", "more"), [("tpu-v5e:2x4", (4, 5)), ("h100:8", (0.99, 1.01))])
-def test_rows_that_a_tpu_pads_take_as_long_to_read_as_whole_lanes(device, more):
+def test_labels_of_padded_rows_on_a_tpu_take_as_long_as_full_lanes(device, more):
     """What is scattered to is read and written row by row: columns cut 8 ways are 8 of 128 lanes."""
     problem = problem_of(updated, (S((65536, 64), jnp.float32), S((64,), jnp.int32)), device)
     space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
@@ -39,7 +39,7 @@ def stacked(w, x):
     return jax.grad(loss)(w)
 
 
-def test_what_a_loop_slices_of_an_argument_is_gathered_in_each_loop():
+def test_labels_of_an_argument_sliced_by_two_loops_gather_in_each():
     """Forward and backward are two loops: weights in pieces are gathered in both, and their gradient is summed into pieces."""
     problem = problem_of(stacked, (S((4, 256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8")
     weights, batch = problem.inputs
@@ -52,7 +52,7 @@ def test_what_a_loop_slices_of_an_argument_is_gathered_in_each_loop():
 
 
 @pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))])
-def test_what_is_given_in_pieces_is_gathered_once_for_all_that_read_it(spec):
+def test_labels_of_a_sharded_weight_gather_once_for_all_readers(spec):
     problem = problem_of(
         lambda w, x: jnp.tanh(x @ w) @ w.T, (S((256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8"
     )
@@ -63,7 +63,7 @@ def test_what_is_given_in_pieces_is_gathered_once_for_all_that_read_it(spec):
     assert totals(space, found.choice).sent == pytest.approx(7 / 8 * 256 * 256 * 4, rel=0.01)
 
 
-def test_a_sum_is_not_left_in_pieces_inside_those_of_a_later_axis():
+def test_labels_of_a_partial_sum_keep_the_order_of_axes():
     """Gradients of columns that the second axis cuts are summed over the first into pieces of rows: in pieces of those
     columns they would lie the other way round than a layout says."""
     problem = problem_of(lambda x, g: x.T @ g, (S((64, 32), jnp.float32), S((64, 128), jnp.float32)), "h100:8")
@@ -79,7 +79,7 @@ def test_a_sum_is_not_left_in_pieces_inside_those_of_a_later_axis():
 
 @pytest.mark.parametrize("ends", ["--", "rr", "r-", "-r", "-c", "rc", "cr"])
 @pytest.mark.parametrize("op", ["product", "sum"])
-def test_a_sum_in_pieces_costs_what_its_flow_sends(op, ends):
+def test_labels_of_a_scattered_sum_cost_what_the_program_sends(op, ends):
     """XLA adds up over some of the axes, cuts, and adds up over the others: a reduce-scatter is only there over all of them;
     of what is no product all devices have the sum first."""
     if op == "product":
@@ -103,7 +103,7 @@ def test_a_sum_in_pieces_costs_what_its_flow_sends(op, ends):
     assert space.nodes[node].sent[at] == pytest.approx(made.cost.bytes_sent)
 
 
-def test_what_a_reshape_cannot_keep_cut_is_gathered():
+def test_labels_of_a_reshape_gather_a_minor_dimension():
     """Of two dims that become one only the major one can stay cut."""
     problem = problem_of(lambda x: x.reshape(64, 256), (S((64, 16, 16), jnp.float32),), "h100:8")
     (x,), (result,) = problem.inputs, problem.graph.outputs
@@ -125,7 +125,7 @@ LINALG = {
 
 @pytest.mark.parametrize("device", ["cpu:8", "h100:16"])
 @pytest.mark.parametrize("function", LINALG.values(), ids=LINALG)
-def test_ops_with_several_results_are_planned(function, device):
+def test_plan_of_ops_with_several_results_uses_each_axis_once(function, device):
     """Results may ask for one axis along different dims: no layout of an operand has it twice."""
     made = shardfn.plan(function, S((64, 128, 128), jnp.float32), device=device)
     for spec in made.partitioned.specs:
@@ -133,7 +133,7 @@ def test_ops_with_several_results_are_planned(function, device):
         assert len(used) == len(set(used))
 
 
-def test_the_search_counts_the_flops_that_plans_report():
+def test_plan_of_a_sort_counts_its_flops():
     made = shardfn.plan(lambda x: jnp.sort(x, axis=1), S((4096, 4096), jnp.float32), device="h100:8", level=2)
     assert made.gap == 0 and made.cost.flops > 4096 * 4096
 
@@ -147,7 +147,7 @@ def softmaxed(w, x):
 
 
 @pytest.mark.parametrize("device", ["h100:8", "tpu-v5e:2x4"])
-def test_uncut_the_ops_take_as_long_as_the_kernels_that_they_are_in(device):
+def test_labels_of_an_unsharded_program_take_as_long_as_its_kernels(device):
     """What several kernels compute is read by each; what one of them reads twice, once."""
     problem = problem_of(softmaxed, (S((256, 256), jnp.float32), S((8192, 256), jnp.float32)), device)
     space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)

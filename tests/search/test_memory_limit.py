@@ -54,7 +54,7 @@ def test_bytes_of_another_type_is_a_problem_of_type(value):
     assert isinstance(found, Problem) and found.is_type
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_options_that_are_numpy_numbers_are_numbers():
     given = {
         "level": np.int32(2),
         "memory_limit": np.int64(2**30),
@@ -71,7 +71,7 @@ def test_numbers_of_numpy_are_numbers():
 
 @pytest.mark.parametrize("mode", ["auto", "dynamic_programming", "recursive_programming"])
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_limit_that_data_parallel_does_not_keep(mode, level):
+def test_memory_limit_below_data_parallel_is_kept(mode, level):
     parallel = shardfn.plan(step, *STEP, in_strategy=((1, 1), (1, 1), (8, 1)), level=level, **TRAINED)
     limit = int(0.6 * parallel.cost.memory.peak)
     made = shardfn.plan(step, *STEP, level=level, search_mode=mode, memory_limit=limit, **TRAINED)
@@ -80,7 +80,7 @@ def test_a_limit_that_data_parallel_does_not_keep(mode, level):
 
 
 @pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
-def test_a_limit_that_nothing_keeps(mode):
+def test_memory_limit_that_nothing_keeps_names_the_least(mode):
     with pytest.raises(ShardError, match=r"fits in 1,000,000 bytes per device") as error:
         shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit="1MB", device="h100:8")
     text, least = str(error.value), least_of(error)
@@ -91,7 +91,7 @@ def test_a_limit_that_nothing_keeps(mode):
 
 
 @pytest.mark.parametrize("options", [{}, {"compile_candidates": 2}, {"search_mode": "recursive_programming"}], ids=str)
-def test_a_limit_without_its_unit_is_refused(options):
+def test_memory_limit_without_its_unit_is_refused(options):
     with pytest.raises(ShardError, match=r'no plan fits in 14 bytes per device(.|\n)*as in "14GiB"') as error:
         shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
     assert (
@@ -100,7 +100,7 @@ def test_a_limit_without_its_unit_is_refused(options):
     )
 
 
-def test_what_holds_most_is_told_with_its_shape_and_line():
+def test_memory_limit_error_lists_the_largest_arrays_with_shape_and_line():
     """Sums of gradients have no line of their own: the one of what they add is told."""
 
     def both(w, x):
@@ -115,7 +115,7 @@ def test_what_holds_most_is_told_with_its_shape_and_line():
     assert all(re.fullmatch(rf"\w+ f32\[64,64\] {line}", text) for text in largest[1:3]) and len(largest) == 4
 
 
-def test_what_lies_in_the_memory_inside_a_chip_is_not_told_as_held():
+def test_memory_limit_error_leaves_out_arrays_in_vector_memory():
     """On a TPU with nothing in between: arguments and results alone."""
 
     def chain(w, x):
@@ -141,7 +141,7 @@ def least_of(error):
     ("level", "share"),
     [pytest.param(0, 0.9, marks=pytest.mark.slow), (1, 0.1), pytest.param(2, 0.9, marks=pytest.mark.slow)],
 )
-def test_the_limit_that_an_error_names_is_kept(level, share):
+def test_memory_limit_that_an_error_names_is_kept(level, share):
     """Far below what can be kept, and near it, where much else is tried."""
     function, args = abstract(mlp.make, batch=64, train=True)
     options = {"level": level, "device": "cpu:8"}
@@ -155,18 +155,18 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
     assert f"memory_limit={least}" in str(error.value)
 
 
-def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():
+def test_memory_limit_weakens_no_entry():
     with pytest.raises(ShardError, match="memory_limit"):
         shardfn.plan(two_layers, *ARGS, in_strategy=((8, 1), (1, 1), (1, 1)), memory_limit="20MB", device="h100:8")
 
 
-def test_what_the_device_has_is_a_finding_not_an_error():
+def test_memory_of_the_device_is_a_diagnostic_and_no_error():
     args = S((64, 2**17), jnp.float32), S((2**17, 2**18), jnp.float32), S((2**18, 2**17), jnp.float32)
     made = shardfn.plan(two_layers, *args, level=2, device="h100:2")
     assert any("it may not fit" in finding for finding in made.diagnostics)
 
 
-def test_a_function_that_only_captures_arrays_is_told_of_as_others_are():
+def test_memory_limit_error_of_captured_arrays_names_them():
     """It has no arguments of its own, and what it captures comes first in its graph."""
     told = []
 

@@ -24,7 +24,7 @@ def cut_of_batch(config):
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
-def test_one_seed_gives_every_block_tensor_and_data_parallel(train):
+def test_propagation_of_one_seed_gives_every_block_tensor_and_data_parallel(train):
     function, args = program(mindspore.TRANSFORMER, train)
     made = shardfn.plan(
         function, *args, parameter_plan=SEED, search_mode="sharding_propagation", level=2, device=DEVICE
@@ -38,7 +38,7 @@ def test_one_seed_gives_every_block_tensor_and_data_parallel(train):
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
-def test_the_other_modes_keep_a_seed_and_choose_what_is_cheapest_around_it(mode):
+def test_search_mode_with_a_seed_keeps_it_and_is_faster_than_propagation(mode):
     function, args = program(mindspore.TRANSFORMER, train=False)
     options = {"parameter_plan": SEED, "level": 2, "device": DEVICE}
     made = shardfn.plan(function, *args, search_mode=mode, **options)
@@ -47,7 +47,7 @@ def test_the_other_modes_keep_a_seed_and_choose_what_is_cheapest_around_it(mode)
     assert made.cost.time_s < spread.cost.time_s / 1.5 and made.cost.bytes_sent < spread.cost.bytes_sent / 10
 
 
-def test_every_block_is_cut_in_any_mode_where_every_block_is_named():
+def test_plan_with_every_block_named_shards_every_block():
     function, args = program(mindspore.TRANSFORMER, train=False)
     made = shardfn.plan(function, *args, parameter_plan={"params/*/q": (1, 4)}, level=2, device=DEVICE)
     assert [made.decision(f"params/{i}/q").strategy for i in range(4)] == [(1, 4)] * 4
@@ -56,7 +56,7 @@ def test_every_block_is_cut_in_any_mode_where_every_block_is_named():
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("config", [mindspore.MLP, mindspore.TRANSFORMER], ids=["mlp", "transformer"])
 @pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
-def test_without_a_seed_no_more_is_sent_than_by_data_parallel(mode, config, train):
+def test_plan_without_a_seed_sends_no_more_than_data_parallel(mode, config, train):
     function, args = program(config, train)
     whole = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])
     data_parallel = shardfn.plan(function, *args, in_strategy=(whole, cut_of_batch(config)), device=DEVICE)

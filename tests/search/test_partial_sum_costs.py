@@ -23,7 +23,7 @@ def kernel_gradient(x, y):
 
 @pytest.mark.parametrize("cut", [[0, 1], [1, 0], [0, 0]], ids=str)
 @pytest.mark.parametrize("made", [[-1, -1], [2, -1], [-1, 2], [2, 3], [2, 2]], ids=str)
-def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
+def test_partial_sum_cost_of_a_convolution_is_what_the_program_sends(cut, made):
     """Over batch and height they are two sums, of which the last may be left in pieces."""
     args = S((16, 64, 8, 16), jnp.float32), S((16, 64, 8, 32), jnp.float32)
     problem = shardfn.plan(kernel_gradient, *args, device="h100:16")._study.problem
@@ -50,7 +50,7 @@ def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
 @pytest.mark.parametrize(
     ("device", "whole", "pieces"), [("h100:8", 0.5, 0.0625), ("tpu-v5e:2x4", 0.125, 1.0), ("cpu:8", 0.0, 1.0)]
 )
-def test_a_sum_that_is_merged_with_others_has_its_share_of_a_launch(device, whole, pieces):
+def test_reduction_cost_of_a_merged_sum_is_a_share_of_the_latency(device, whole, pieces):
     """By its result's bytes, of those of a full one: 30 MiB on GPUs, 120 MiB on TPUs, of which only all-reduces are merged."""
     grid = MeshModel.on(resolve(device), (("a", 8),))
     partial, here, none = np.array([15.0 * 2**20]), np.array([[True]]), np.array([[False]])

@@ -21,7 +21,7 @@ def step(x, w1, w2):
 
 
 @pytest.mark.parametrize("devices", [6, 7, 12, 64])
-def test_any_number_of_devices(devices):
+def test_recursive_plan_on_any_number_of_devices_spreads_the_work(devices):
     args = (S((5376, 192), jnp.float32), S((192, 5376), jnp.float32), S((5376, 192), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **RECURSIVE)
     whole = shardfn.plan(two_layers, *args, device="h100:1")
@@ -29,7 +29,7 @@ def test_any_number_of_devices(devices):
     assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
 
 
-def test_the_users_grid_stays():
+def test_recursive_plan_keeps_a_mesh():
     grid = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
     made = shardfn.plan(two_layers, *WIDE, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **RECURSIVE)  # fmt: skip
@@ -40,7 +40,7 @@ def test_the_users_grid_stays():
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("devices", [8, 64])
 @pytest.mark.parametrize("make", [mlp.make, attention.make], ids=["mlp", "attention"])
-def test_never_worse_than_data_parallel(make, devices, level):
+def test_recursive_plan_is_no_worse_than_data_parallel(make, devices, level):
     sizes = {"batch": 64, "train": True} if make is mlp.make else {"batch": 64}
     function, args = abstract(make, **sizes)
     options = {"device": f"h100:{devices}", "level": level}
@@ -55,7 +55,7 @@ def test_never_worse_than_data_parallel(make, devices, level):
 
 
 @pytest.mark.parametrize("program", [two_layers, step], ids=["forward", "gradients"])
-def test_no_collapse_to_data_parallel(program):
+def test_recursive_plan_of_wide_weights_is_tensor_parallel(program):
     made = shardfn.plan(program, *WIDE, device="h100:8", level=2, **RECURSIVE)
     parallel = shardfn.plan(program, *WIDE, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8", level=2)
     assert made.decision("w1").strategy == (1, 8)
@@ -63,7 +63,7 @@ def test_no_collapse_to_data_parallel(program):
     assert made.cost.time_s < parallel.cost.time_s / 2
 
 
-def test_level_0_does_not_collapse_to_data_parallel():
+def test_recursive_plan_at_level_0_sends_no_gradients_of_wide_weights():
     """One division after the other sends least where all but the batch is whole: the divisions for level 2 do better."""
 
     def step(params, x):

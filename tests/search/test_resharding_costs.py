@@ -23,7 +23,7 @@ def moves(draw):
 
 @given(moves())
 @example(((64, 4), (-1, 1), (2, 0)))
-def test_it_takes_the_road_that_shardy_and_xla_take(move):
+def test_resharding_path_is_that_of_the_partitioner(move):
     """Of the dims themselves, with a whole one behind them: how many of them lie between the others does not count."""
     sizes, *rows = move
     parts = [[f"{axis}:{at}" for at in range(len(primes(n)))] for axis, n in enumerate(sizes)]
@@ -41,7 +41,7 @@ def test_it_takes_the_road_that_shardy_and_xla_take(move):
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4), (8, 2)])
-def test_every_pair_costs_what_it_costs_alone(sizes):
+def test_resharding_cost_of_a_table_is_that_of_each_pair(sizes):
     on = MeshModel.on(CHIPS["h100"].pod(int(np.prod(sizes))), tuple(zip("abc", sizes, strict=False)))
     every = np.array(list(itertools.product(range(-1, 3), repeat=len(sizes))))
     sent, seconds = resharding_cost(every, every, 1e6, on)

@@ -23,7 +23,7 @@ def init(key):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_what_is_made_of_a_key_is_cut(level):
+def test_result_made_of_a_key_is_sharded(level):
     """No argument has a dim to cut, and propagation alone would leave everything whole."""
     made = shardfn.plan(drawn, KEY, level=level, device="cpu:8")
     by_hand = shardfn.plan(drawn, KEY, level=level, device="cpu:8", out_strategy=((8, 1),))
@@ -36,7 +36,7 @@ def test_what_is_made_of_a_key_is_cut(level):
         assert "proved" in made.policy
 
 
-def test_it_is_compiled_as_it_was_priced(tmp_path):
+def test_result_shardings_are_compiled_as_planned(tmp_path):
     sharded = shardfn.shard(init, level=1)
     found, made = sharded(KEY), sharded.plan(KEY)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, init(KEY))
@@ -49,7 +49,7 @@ def test_it_is_compiled_as_it_was_priced(tmp_path):
     assert [d.spec for d in again.outputs] == [d.spec for d in made.outputs]
 
 
-def test_a_limit_that_cut_results_keep_is_kept():
+def test_memory_limit_that_sharded_results_keep_is_kept():
     whole = 64 * 32 * 4
     made = shardfn.plan(drawn, KEY, memory_limit=int(0.6 * whole), device="cpu:8")
     assert made.cost.memory.peak <= 0.6 * whole
@@ -57,7 +57,7 @@ def test_a_limit_that_cut_results_keep_is_kept():
         shardfn.plan(drawn, KEY, memory_limit=100, level=1, device="cpu:8")
 
 
-def test_a_function_without_arguments():
+def test_result_of_a_function_without_arguments_is_sharded():
     made = shardfn.plan(lambda: jnp.zeros((64, 64)) + 1.0, level=1, device="cpu:8")
     assert made.outputs[0].local_bytes == 64 * 64 * 4 // 8
 
@@ -69,7 +69,7 @@ def mixed(x, w):
 ARGS = S((64, 128), "float32"), S((128, 256), "float32")
 
 
-def test_with_all_arguments_given_a_result_is_searched_only_where_that_is_said():
+def test_result_beside_given_arguments_is_searched_only_where_asked():
     given = {"in_strategy": ((8, 1), (1, 1)), "level": 2, "device": "cpu:8"}
     followed = shardfn.plan(mixed, *ARGS, **given)
     asked = shardfn.plan(mixed, *ARGS, out_strategy=(AUTO, AUTO), **given)
@@ -79,7 +79,7 @@ def test_with_all_arguments_given_a_result_is_searched_only_where_that_is_said()
     assert asked.cost.time_s < followed.cost.time_s
 
 
-def test_a_result_that_takes_an_arguments_place_lies_as_it():
+def test_result_that_takes_the_place_of_an_argument_is_sharded_as_it():
     def step(params, x):
         grads = jax.grad(lambda p: ((x @ p["w"]) ** 2).mean() + p["b"].sum())(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), x @ params["w"]

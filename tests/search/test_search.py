@@ -57,7 +57,7 @@ def seeds(draw):
 
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(seeds(), st.sampled_from(MODES), st.sampled_from([0, 1, 2]))
-def test_a_users_cut_is_never_overruled(seed, mode, level):
+def test_every_mode_keeps_random_entries_and_the_values(seed, mode, level):
     name, cuts = seed
     function, args = PROGRAMS[name]
     sharded = shardfn.shard(function, parameter_plan=cuts, search_mode=mode, level=level)
@@ -72,13 +72,13 @@ def test_a_users_cut_is_never_overruled(seed, mode, level):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_result_that_is_given_is_kept(mode):
+def test_every_mode_keeps_a_given_result(mode):
     made = shardfn.plan(two_layers, S((16, 8), jnp.float32), S((8, 32), jnp.float32), S((32, 8), jnp.float32),
                         out_strategy=((2, 4),), search_mode=mode, device="h100:8", level=2)  # fmt: skip
     assert (made.outputs[0].strategy, made.outputs[0].source) == ((2, 4), "you")
 
 
-def test_auto_is_exact_and_follows_where_nothing_is_open():
+def test_auto_is_exact_and_propagates_where_nothing_is_open():
     args = tuple(S(a.shape, a.dtype) for a in PROGRAMS["two layers"][1].values())
     open_ = shardfn.plan(two_layers, *args, device="h100:8", level=2)
     assert open_ == shardfn.plan(two_layers, *args, device="h100:8", level=2, search_mode="dynamic_programming")
@@ -88,7 +88,7 @@ def test_auto_is_exact_and_follows_where_nothing_is_open():
     assert all(d.strategy == (1, 1) for d in alone.inputs)
 
 
-def test_a_search_of_ones_own():
+def test_registered_search_is_asked_and_kept():
     seen = []
 
     def rows(problem):
@@ -119,7 +119,7 @@ def test_a_search_of_ones_own():
         shardfn.plan(two_layers, *args, search_mode="rows")
 
 
-def test_what_a_search_gives_must_be_an_answer():
+def test_registered_search_that_returns_no_answer_is_refused():
     search.register("nothing", lambda problem: None)
     try:
         with pytest.raises(ContextTypeError, match="the search 'nothing' returned None"):
@@ -128,7 +128,7 @@ def test_what_a_search_gives_must_be_an_answer():
         search.forget("nothing")
 
 
-def test_names_that_cannot_be_registered():
+def test_register_of_a_bad_name_is_refused():
     for name in ("auto", "no name", "", 3, None):
         with pytest.raises(ContextError, match="cannot be registered"):
             search.register(name, search.MODES["auto"])
@@ -156,7 +156,7 @@ for mode in ("auto", "recursive_programming", "sharding_propagation"):
 """
 
 
-def test_every_process_makes_the_same_plan():
+def test_plans_of_two_processes_are_the_same():
     root = pathlib.Path(__file__).parent.parent.parent
     texts = set()
     for seed in ("1", "2"):
@@ -173,7 +173,7 @@ WIDE = (S((4096, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 102
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_given(mode):
+def test_named_mode_with_all_arguments_given_shards_the_ops_inside(mode):
     follows = shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN)
     assert follows.policy == "every sharding was given" and not follows.constraints
     made = shardfn.plan(two_layers, *WIDE, device="h100:8", search_mode=mode, **ALL_GIVEN)
@@ -189,13 +189,13 @@ def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_g
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_result_that_is_given_stays_where_only_the_inside_is_searched(level):
+def test_named_mode_with_all_arguments_given_keeps_a_given_result(level):
     options = ALL_GIVEN | {"level": level, "out_strategy": ((1, 4),), "device": "h100:8"}
     made = shardfn.plan(two_layers, *WIDE, search_mode="dynamic_programming", **options)
     assert [d.strategy for d in (*made.inputs, *made.outputs)] == [(2, 1), (1, 1), (1, 1), (1, 4)]
 
 
-def test_auto_follows_the_cuts_by_its_name_too():
+def test_auto_by_name_with_all_arguments_given_propagates():
     for options in ({"search_mode": "auto"}, {}):
         assert (
             shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN, **options).policy

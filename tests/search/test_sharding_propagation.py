@@ -34,7 +34,7 @@ def cuts(made):
     return [d.strategy for d in made.inputs]
 
 
-def test_the_seed_of_the_first_layer_reaches_the_last():
+def test_propagation_of_a_seed_reaches_the_last_layer():
     x, params = shapes(3)
     made = shardfn.plan(ffn, x, params, parameter_plan={"params/0/0": (1, 4)}, **HERE)
     assert cuts(made) == [(2, 1)] + [(1, 4), (4, 1)] * 3
@@ -43,14 +43,14 @@ def test_the_seed_of_the_first_layer_reaches_the_last():
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8])
-def test_a_seed_in_the_middle_is_kept_and_the_work_spread(rows):
+def test_propagation_of_a_seed_in_the_middle_spreads_the_work(rows):
     x, params = shapes(3)
     made = shardfn.plan(ffn, x, params, parameter_plan={"params/1/1": (rows, 1)}, **HERE)
     assert made.decision("params/1/1").strategy == (rows, 1)
     assert made.cost.flops <= 1.01 * 3 * 2 * 2 * 8192 * 1024 * 4096 / 8
 
 
-def test_data_parallel_stays_data_parallel():
+def test_propagation_of_data_parallel_stays_data_parallel():
     x, params = shapes(2)
     made = shardfn.plan(ffn, x, params, in_strategy=((8, 1), AUTO), **HERE)
     assert cuts(made) == [(8, 1)] + [(1, 1), (1, 1)] * 2
@@ -58,7 +58,7 @@ def test_data_parallel_stays_data_parallel():
 
 
 @pytest.mark.parametrize("seed", [{"x": (8, 1)}, {"x": (2, 1), "params/0": (1, 1, 4)}, {"params/1": (1, 4, 2)}])
-def test_loops(seed):
+def test_propagation_through_a_loop_spreads_the_work(seed):
     x, params = shapes(1)
     stacked = jax.tree.map(lambda leaf: S((4, *leaf.shape), leaf.dtype), tuple(params[0]))
     made = shardfn.plan(looped, x, stacked, parameter_plan=seed, **HERE)
@@ -67,7 +67,7 @@ def test_loops(seed):
     assert made.cost.flops < 1.1 * 4 * 2 * 2 * 8192 * 1024 * 4096 / 8, "the work is spread over all devices"
 
 
-def test_the_answer_is_never_worse_than_following_the_classes():
+def test_propagation_is_no_worse_than_the_default_policy():
     asked = []
 
     def both(problem):
@@ -92,7 +92,7 @@ def test_the_answer_is_never_worse_than_following_the_classes():
     assert any(mine < plain for mine, plain in asked), "spreading is of some use"
 
 
-def test_values_are_right_and_plans_the_same_each_time():
+def test_propagation_gives_the_values_and_the_same_plan_each_time():
     key = jax.random.key(0)
     x = jax.random.normal(key, (16, 32))
     params = [(jax.random.normal(key, (32, 64)) / 8, jax.random.normal(key, (64, 32)) / 8)] * 2

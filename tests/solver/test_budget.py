@@ -47,7 +47,7 @@ def tight(seed: int, nodes: int = 24):
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_slow_clock_changes_no_plan(case, monkeypatch):
+def test_plan_under_a_slow_clock_is_the_same(case, monkeypatch):
     module, options = PLANS[case]
     function, args = abstract(module.make, batch=64)
     plan = lambda: shardfn.plan(function, *args, device="h100:8", **options)  # noqa: E731
@@ -57,7 +57,7 @@ def test_a_slow_clock_changes_no_plan(case, monkeypatch):
     assert loose(plan()) == first
 
 
-def test_no_clock_is_read_without_a_time_limit(monkeypatch):
+def test_solve_without_a_time_limit_reads_no_clock(monkeypatch):
     def stopped():
         raise AssertionError("the clock was read")
 
@@ -67,7 +67,7 @@ def test_no_clock_is_read_without_a_time_limit(monkeypatch):
         solve(tight(1), Budget(3e6, seconds=60.0))
 
 
-def test_work_ends_a_search_at_the_same_step_each_time():
+def test_solve_within_a_budget_ends_at_the_same_step_and_improves_with_it():
     bounds = []
     for work in (1e5, 1e7, 1e8):
         whole = Budget(2 * work)
@@ -79,7 +79,7 @@ def test_work_ends_a_search_at_the_same_step_each_time():
     assert bounds == sorted(bounds, reverse=True) and bounds[0] > bounds[-1]
 
 
-def test_every_part_of_the_solver_counts_its_work():
+def test_budget_counts_the_work_of_every_part():
     problem = tight(3)
     for run in (
         lambda b: solve(problem, b, Effort(rounds=1, steps=2, parts=0)),

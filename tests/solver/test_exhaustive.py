@@ -24,7 +24,7 @@ def drawn(seed, limit):
 
 
 @pytest.mark.parametrize("limit", [None, 40, 30])
-def test_it_finds_what_listing_all_of_them_finds(limit):
+def test_exhaustive_finds_what_listing_all_finds(limit):
     found = []
     for seed in range(40):
         one = drawn(seed, limit)
@@ -40,7 +40,7 @@ def test_it_finds_what_listing_all_of_them_finds(limit):
     assert any(found)
 
 
-def test_too_large_is_refused():
+def test_exhaustive_of_a_large_problem_is_refused():
     with pytest.raises(ShardError, match="6 nodes is too large to try everything"):
         exhaustive(drawn(0, None), most=3)
     with pytest.raises(ShardError, match="a table of 3 nodes cannot be tried"):

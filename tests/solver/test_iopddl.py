@@ -43,14 +43,14 @@ def planted(seed: int, slack: float, nodes: int = 600):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_labelling_that_hardly_fits_is_found_among_forbidden_pairs(seed):
+def test_solve_with_a_limit_hardly_kept_finds_a_labelling(seed):
     problem = planted(seed, 1.0)
     found = solve(problem, Budget(2e8))
     assert found.feasible and peak_of(problem, found.choice) <= problem.limit
     assert found.cost == total_cost(problem, found.choice) and found.bound <= found.cost
 
 
-def test_a_limit_below_the_least_is_told_with_the_least():
+def test_solve_with_a_limit_below_the_least_tells_the_least():
     problem = planted(0, 0.8)
     found = solve(problem, Budget(3e8))
     assert found.proved and not found.feasible and found.least_peak is not None
@@ -58,12 +58,12 @@ def test_a_limit_below_the_least_is_told_with_the_least():
     assert peak_of(problem, found.least_peak.choice) == found.least_peak.peak
 
 
-def test_the_least_peak_is_found_where_the_messages_suggest_forbidden_pairs():
+def test_least_peak_among_forbidden_pairs_is_found():
     found = least_peak(planted(1, 1.0), Budget(3e8))
     assert found is not None and found.peak == 6
 
 
-def test_many_nodes_without_tables_share_a_limit_almost_fully():
+def test_solve_of_many_nodes_without_tables_is_nearly_optimal():
     rng = np.random.default_rng(4)
     usages = [np.sort(rng.integers(1, 100, 12) ** 2)[::-1] for _ in range(1000)]
     costs = [np.sort(rng.integers(0, 1000, 12)) for _ in usages]
@@ -75,7 +75,7 @@ def test_many_nodes_without_tables_share_a_limit_almost_fully():
 
 
 @pytest.mark.parametrize("arity", [3, 4])
-def test_tables_of_many_nodes_stay_about_as_large_as_they_were(arity):
+def test_contract_of_tables_of_many_nodes_keeps_their_size(arity):
     rng = np.random.default_rng(arity)
     ends = [(i, i + 1) for i in range(59)] + [tuple(range(i, i + arity)) for i in range(0, 54, 3)]
     tables = [(nodes, rng.integers(0, 900, 5 ** len(nodes)).tolist()) for nodes in ends]
@@ -90,7 +90,7 @@ def test_tables_of_many_nodes_stay_about_as_large_as_they_were(arity):
     assert found.feasible and found.gap < 0.15
 
 
-def test_the_exam_says_what_does_not_fit(tmp_path, capsys):
+def test_iopddl_says_what_does_not_fit(tmp_path, capsys):
     data = {"problem": {"name": "over", "usage_limit": 5, "edges": {"nodes": [[0, 1]], "costs": [[NEVER, 1, 1, NEVER]]},
                         "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1, 2], [3, 4]], "usages": [[4, 2], [4, 3]]}}}  # fmt: skip
     file, out = tmp_path / "over.json.gz", tmp_path / "out.json"
@@ -103,7 +103,7 @@ def test_the_exam_says_what_does_not_fit(tmp_path, capsys):
     assert "please report" not in said
 
 
-def test_a_files_time_is_that_of_its_letter():
+def test_iopddl_time_of_a_file_is_that_of_its_letter():
     cases = {"V.json": 300, "asplos-2025-iopddl-S.json.gz": 240, "asplos-2025-iopddl-H.json.gz": 120, "mine.json": 60}
     for name, seconds in cases.items():
         assert iopddl.seconds_for(pathlib.Path(name), None) == pytest.approx(0.9 * seconds)

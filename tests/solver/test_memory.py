@@ -36,7 +36,7 @@ def peaks(problem, choice) -> float:
 
 
 @pytest.mark.parametrize("block", range(6))
-def test_what_is_held_at_many_times_counts_at_each(block):
+def test_peak_of_usage_at_many_times_counts_each(block):
     feasible = 0
     for seed in range(20 * block, 20 * block + 20):
         problem = with_held(seed)
@@ -52,7 +52,7 @@ def test_what_is_held_at_many_times_counts_at_each(block):
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_the_least_peak_is_bounded_by_that_of_enumeration(block):
+def test_least_peak_bounds_that_of_enumeration(block):
     close = 0
     for seed in range(20 * block, 20 * block + 20):
         problem = with_held(seed)
@@ -68,7 +68,7 @@ def test_the_least_peak_is_bounded_by_that_of_enumeration(block):
     assert close >= 15
 
 
-def test_an_infeasible_limit_is_answered_with_the_least_peak():
+def test_solve_of_an_infeasible_limit_gives_the_least_peak():
     problem = labelling([[0, 1], [0, 1]], held=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4]), (1, 7, 9, [3, 7])], limit=7)
     found = solve(problem)
     assert found.proved and not found.feasible and math.isinf(found.bound)
@@ -77,7 +77,7 @@ def test_an_infeasible_limit_is_answered_with_the_least_peak():
     assert found.least_peak.bound == pytest.approx(8, rel=1e-5)
 
 
-def test_a_label_that_forbidden_pairs_settle_holds_what_it_holds():
+def test_solve_of_a_label_settled_by_forbidden_pairs_counts_its_usage():
     never = [NEVER, 0, NEVER, NEVER]  # only labels 0 and 1 together
     problem = labelling([[1, 1], [1, 1], [5, 1]], [[2, 9], [2, 9], [1, 6]], None, [((0, 1), never)], limit=12)
     found = solve(problem)
@@ -87,7 +87,7 @@ def test_a_label_that_forbidden_pairs_settle_holds_what_it_holds():
 @pytest.mark.parametrize(
     "row", [(5, 0, 1, [1, 2]), (0, 0, 1, [1]), (0, 0, 1, [-1, 2])], ids=["node", "labels", "negative"]
 )
-def test_a_malformed_row_of_what_is_held_is_refused(row):
+def test_labelling_with_a_malformed_usage_is_refused(row):
     with pytest.raises(ValueError, match="usage"):
         labelling([[1, 2]], held=[row])
 

@@ -49,7 +49,7 @@ def enumerated(problem) -> float:
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_the_optimum_is_that_of_enumeration(block):
+def test_solve_is_the_optimum_of_enumeration(block):
     for seed in range(25 * block, 25 * block + 25):
         problem = random_problem(seed)
         found, best = solve(problem), enumerated(problem)
@@ -86,7 +86,7 @@ def test_solve_of_tables_too_large_to_eliminate_finds_the_optimum(seed, limited)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_bound_holds_when_stopped(seed):
+def test_solve_stopped_early_has_a_valid_bound(seed):
     problem = dense_problem(seed, whole=True)
     best = enumerated(problem)
     for effort in (Effort(1, 1, 0, 0), Effort(1, 5, 1, 1), Effort(3, 5, 2, 3)):
@@ -95,20 +95,20 @@ def test_the_bound_holds_when_stopped(seed):
         assert not found.feasible or found.cost >= best
 
 
-def test_a_time_limit_answers_and_the_same_problem_gives_the_same_answer():
+def test_solve_with_a_time_limit_answers_and_is_deterministic():
     problem = dense_problem(3, whole=False)
     assert math.isfinite(solve(problem, Budget(seconds=0.0)).cost)
     first, second = solve(problem), solve(problem)
     assert first.choice == second.choice and first.bound == second.bound
 
 
-def test_contracting_finds_that_nothing_is_possible():
+def test_solve_of_contradictory_tables_is_infeasible():
     table = [NEVER] * 4
     found = solve(labelling([[0, 0], [0, 0]], tables=[((0, 1), table)]))
     assert not found.feasible and found.proved and math.isinf(found.bound)
 
 
-def test_the_least_possible_usage_over_the_limit_is_infeasible():
+def test_solve_of_usage_over_the_limit_is_infeasible():
     found = solve(labelling([[0, 1], [0, 1]], [[5, 4], [5, 4]], [(0, 2), (1, 3)], limit=7))
     assert not found.feasible and found.proved
     assert solve(labelling([[0, 1], [0, 1]], [[5, 4], [5, 4]], [(0, 1), (1, 3)], limit=5)).cost == 0  # half-open
@@ -126,7 +126,7 @@ def ladder(length: int, labels: int, held: bool):
     return labelling(costs, usages, [(i // 2, i // 2 + 3) for i in range(2 * length)], tables, 10**6)
 
 
-def test_deep_networks_are_solved_exactly_and_fast():
+def test_solve_of_deep_networks_is_exact_and_fast():
     for problem in (ladder(1000, 16, held=False), ladder(500, 16, held=True)):
         begin = time.process_time()
         found = solve(problem)
@@ -144,7 +144,7 @@ def test_deep_networks_are_solved_exactly_and_fast():
         (dict(costs=[[1, math.nan]]), "not a number"),
     ],
 )
-def test_a_malformed_problem_is_refused(arguments, message):
+def test_labelling_that_is_malformed_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         labelling(**arguments)
 
@@ -160,7 +160,7 @@ EXAMPLE = {
 }  # fmt: skip
 
 
-def test_the_benchmark_reads_solves_and_checks_a_file(tmp_path, capsys):
+def test_iopddl_reads_solves_and_checks_a_file(tmp_path, capsys):
     file, out = tmp_path / "tiny.json.gz", tmp_path / "out.json"
     file.write_bytes(gzip.compress(json.dumps(EXAMPLE).encode()))
     assert iopddl.main([str(file), "--json", str(out)]) == 0
@@ -173,7 +173,7 @@ def test_the_benchmark_reads_solves_and_checks_a_file(tmp_path, capsys):
     assert "tiny" in capsys.readouterr().out
 
 
-def test_the_benchmarks_own_check_agrees_with_the_problem():
+def test_iopddl_check_agrees_with_the_problem():
     for seed in range(20):
         problem = random_problem(seed)
         data = {
