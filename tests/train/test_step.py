@@ -27,24 +27,15 @@ def zero(level, **more):
     }
 
 
-RUNS = {
-    "stand alone": {"mode": "stand_alone"},
-    "stand alone, micro-batches": {"mode": "stand_alone", "micro_batches": 4},
-    "data": {"mode": "data_parallel"},
-    "hybrid": {"mode": "hybrid_parallel"},
-    "semi-auto, nothing said": {"mode": "semi_auto_parallel"},
-    "semi-auto, tensor parallel": {"mode": "semi_auto_parallel", **TENSOR},
+RUNS = {  # beside the rows of test_pairs.py
     "auto": {"mode": "auto_parallel"},
     "auto, fastest": {"mode": "auto_parallel", "level": 2},
-    "data, micro-batches": {"mode": "data_parallel", "micro_batches": 4},
+    "semi-auto, tensor parallel": {"mode": "semi_auto_parallel", **TENSOR},
     "tensor, micro-batches": {"mode": "semi_auto_parallel", "micro_batches": 4, **TENSOR},
     "tensor, cross batch": {"mode": "semi_auto_parallel", "cross_batch": True, **TENSOR},
-    "data, level 1": {"mode": "data_parallel", **zero(1)},
-    "data, level 2": {"mode": "data_parallel", **zero(2)},
     "data, level 3": {"mode": "data_parallel", **zero(3)},
     "data, groups of 4": {"mode": "data_parallel", **zero(2, optimizer_weight_shard_size=4)},
-    "data, sums in pieces": {"mode": "data_parallel", "micro_batches": 2, **zero(2, gradient_accumulation_shard=True)},
-    "tensor, level 2": {"mode": "semi_auto_parallel", **TENSOR, **zero(2)},
+    "data, sums sharded": {"mode": "data_parallel", "micro_batches": 2, **zero(2, gradient_accumulation_shard=True)},
     "tensor, level 3": {"mode": "semi_auto_parallel", **TENSOR, **zero(3)},
 }
 
