@@ -8,6 +8,7 @@ import pytest
 from shardfn.errors import ShardError
 from shardfn.solver.labelling import labelling, peak_of, total_cost
 from tests.solver.exhaustive import exhaustive
+from tests.solver.test_solve import enumerated
 
 
 def drawn(seed, limit):
@@ -28,8 +29,7 @@ def test_exhaustive_finds_what_listing_all_finds(limit):
     found = []
     for seed in range(40):
         one = drawn(seed, limit)
-        every = itertools.product(*(range(len(cost)) for cost in one.costs))
-        wanted = min((total_cost(one, c) for c in every if peak_of(one, c) <= one.limit), default=np.inf)
+        wanted = enumerated(one)
         best = exhaustive(one)
         assert best.cost == pytest.approx(wanted)
         assert exhaustive(one, below=wanted).choice == ()

@@ -1,16 +1,15 @@
 """Nodes that hold several values at different times, limits that can't be kept, and the least peak."""
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
 import pytest
 
-from shardfn.solver.labelling import UsageInterval, labelling, peak_of, total_cost
+from shardfn.solver.labelling import UsageInterval, labelling, peak_of
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, solve
-from tests.solver.test_solve import NEVER, dense_problem, enumerated, random_problem
+from tests.solver.test_solve import NEVER, dense_problem, enumerated, every_labelling, random_problem
 
 
 def with_held(seed: int):
@@ -28,21 +27,14 @@ def with_held(seed: int):
     return dataclasses.replace(problem, usage_intervals=tuple(rows), limit=problem.limit + 8 * len(rows) * rng.random())
 
 
-def peaks(problem, choice) -> float:
-    """Counted time by time, in the plainest way."""
-    rows = [(v, s, e, u) for v, ((s, e), u) in enumerate(zip(problem.intervals.tolist(), problem.usages, strict=True))]
-    rows += [(each.node, each.start, each.end, each.usage) for each in problem.usage_intervals]
-    return max(sum(u[choice[v]] for v, s, e, u in rows if s <= t < e) for t in range(40))
-
-
 @pytest.mark.parametrize("block", range(6))
 def test_peak_of_usage_at_many_times_counts_each(block):
     feasible = 0
     for seed in range(20 * block, 20 * block + 20):
         problem = with_held(seed)
-        every = list(itertools.product(*(range(len(cost)) for cost in problem.costs)))
-        for choice in every[:: max(1, len(every) // 5)]:
-            assert peak_of(problem, choice) == pytest.approx(peaks(problem, choice))
+        _, peak = every_labelling(problem)
+        for at in range(0, peak.size, max(1, peak.size // 5)):
+            assert peak_of(problem, np.unravel_index(at, peak.shape)) == pytest.approx(peak.flat[at])
         found, best = solve(problem), enumerated(problem)
         assert found.proved and found.feasible == math.isfinite(best), seed
         if found.feasible:
@@ -56,10 +48,9 @@ def test_least_peak_bounds_that_of_enumeration(block):
     close = 0
     for seed in range(20 * block, 20 * block + 20):
         problem = with_held(seed)
-        every = itertools.product(*(range(len(cost)) for cost in problem.costs))
-        least = min((peak_of(problem, c) for c in every if math.isfinite(total_cost(problem, c))), default=None)
-        found = least_peak(problem)
-        if least is None:
+        cost, peak = every_labelling(problem)
+        least, found = peak[np.isfinite(cost)].min(initial=math.inf), least_peak(problem)
+        if math.isinf(least):
             assert found is None or math.isinf(found.peak)
             continue
         assert found is not None and found.bound <= least + 1e-9, seed
