@@ -21,8 +21,8 @@ help:  ## this list
 demo: $(VENV)/.has-core  ## a small training run on 8 virtual devices, with its report
 	$(DEVICES) $(PY) -m shardfn demo
 
-# What LLVM makes better, and XLA's newer emitters, are half of the tests' time, and nothing that they look at; `make slow` has it.
-test: FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+# What LLVM makes better is a third of the tests' time, and nothing that they look at; `make slow` has it. `conftest.py` adds to it.
+test: FLAGS := --xla_backend_optimization_level=0
 test: $(VENV)/.has-test  ## the tests, slow ones left out
 	$(DEVICES) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices and a clean context for every test and doctest, wherever pytest is started."""
 
+import importlib.metadata
 import os
 import sys
 
@@ -10,6 +11,14 @@ os.environ["NPROC"] = "32"  # JAX before 0.12 can deadlock with fewer threads th
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {flags}".strip()
+
+# Half of the time of a compilation is XLA's fusion emitters, which change no value; JAX 0.10 can do without. Not in `make slow`.
+NO_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+is_quick = (
+    "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"] and NO_EMITTERS not in os.environ["XLA_FLAGS"]
+)
+if is_quick and importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += f" {NO_EMITTERS}"
 
 import hypothesis
 import pytest

@@ -16,14 +16,14 @@ from shardfn.cost.schedule import combine_collectives
 from tests.partition.test_dot_general import STEP, drawn
 from tests.partition.test_dot_general import step as mlp_step
 
-from .programs import array
+from .programs import AS_RELEASED, array
 
 
 def both(fn, args, entries=None, **options):
     """The plan, and the compiled program."""
     whole = tuple(jax.tree.map(lambda a: (1,) * a.ndim, arg) for arg in args)
     function = shardfn.shard(fn, entries or whole, device=jax.devices()[:8], **options)
-    return function.plan(*args), compiled.read(function.lower(*args).compile())
+    return function.plan(*args), compiled.read(function.lower(*args).compile(AS_RELEASED))
 
 
 def products(plan):

@@ -11,7 +11,20 @@ from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_memory import at_peak
 from shardfn.cost.memory.live_ranges import memory
 
-from .programs import HEADS, LAYERS, WEIGHTS, X_SMALL, X, array, attention, mlp, scanned, scanned_step, step
+from .programs import (
+    AS_RELEASED,
+    HEADS,
+    LAYERS,
+    WEIGHTS,
+    X_SMALL,
+    X,
+    array,
+    attention,
+    mlp,
+    scanned,
+    scanned_step,
+    step,
+)
 
 BATCH, WHOLE = (8, 1), (1, 1)
 COLUMNS = {"w1": (1, 8), "w2": (8, 1)}
@@ -26,7 +39,7 @@ def both(fn, args, entries, **options):
     leaves = [jax.tree.leaves(a) for a in args]
     firsts = [sum(len(x) for x in leaves[:i]) for i in range(len(args))]
     positions = [firsts[i] + j for i in donated for j in range(len(leaves[i]))]
-    return memory(plan.partitioned, positions), compiled.read(function.lower(*args).compile())
+    return memory(plan.partitioned, positions), compiled.read(function.lower(*args).compile(AS_RELEASED))
 
 
 @pytest.mark.parametrize(
