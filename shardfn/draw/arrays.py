@@ -107,8 +107,8 @@ class _Columns:
     def of(cls, rows: Sequence[_Row], width: float) -> _Columns:
         """The columns that fit the texts of some rows."""
         room, is_narrow = width - 2 * MARGIN, width < ONE_LINE
-        size = max((text_width(bytes_text(row.local_bytes)) for row in rows), default=0) + 4
-        strategy = min(room * 0.25, max((text_width(row.strategy) for row in rows), default=0))
+        size = max([text_width("per device", 11), *(text_width(bytes_text(row.local_bytes)) for row in rows)])
+        strategy = min(room * 0.25, max([text_width("strategy", 11), *(text_width(row.strategy) for row in rows)]))
         longest = max((text_width(row.label) for row in rows), default=0)
         return cls(
             width, room - size - strategy - 24 if is_narrow else min(room * 0.36, longest), strategy, size, is_narrow
@@ -129,7 +129,7 @@ def _head_of(title: str, decisions: Sequence[Decision], columns: _Columns, y: fl
     if decisions:
         right = columns.width - MARGIN
         yield text(right, y, "per device", size=11, anchor="end", fill="muted")
-        at = right - max(columns.size, text_width("per device", 11)) - 12
+        at = right - columns.size - 12
         yield text(at, y, "strategy", size=11, anchor="end", fill="muted")
 
 
@@ -144,7 +144,7 @@ def _bar(plan: Plan, row: _Row, colour: dict[str, str], longest: int, y: float, 
     yield text(MARGIN, at, fitted(row.name, columns.name - text_width(count)) + count, title=title)
     yield text(right, at, bytes_text(row.local_bytes), anchor="end")
     strategy = fitted(row.strategy, columns.strategy)
-    yield text(right - max(columns.size, text_width("per device", 11)) - 12, at, strategy, anchor="end", fill="muted")
+    yield text(right - columns.size - 12, at, strategy, anchor="end", fill="muted")
     left, room = columns.bar
     length = max(2.0, room * row.bytes / longest) if longest else 2.0
     yield from _lanes(plan, d, colour, left, y + (18 if columns.is_narrow else 3), length, title)

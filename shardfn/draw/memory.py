@@ -20,7 +20,7 @@ from shardfn.planning.plan import Plan
 from shardfn.search.memory_limit import source_line
 from shardfn.units import bytes_text
 
-BANDS = 5
+BANDS = 6
 """Temporaries that have a colour of their own."""
 MOST_ROWS = 9
 """Rows below the area."""
@@ -56,7 +56,7 @@ def memory_picture(plan: Plan, width: float) -> Picture:
     elements, y = head(width, title, notes)
     elements += _chart(plan, live, groups, limit, limit_text, y, width)
     y += HEIGHT + 44
-    elements.append(text(MARGIN, y, "At the peak", is_bold=True))
+    elements.append(text(MARGIN, y, "At the peak" if groups else "At the peak: no bytes", is_bold=True))
     for group in groups[:MOST_ROWS]:
         y += _ROW
         elements += _row(group, y, width)
@@ -157,13 +157,16 @@ def _chart(
         yield _area(across, up, [*ticks, live.last_tick + 1], base, values, colour, name)
         base = values
     if is_near:
+        yield line([(left, up(limit)), (right, up(limit))], "paper", width=4)
         yield line([(left, up(limit)), (right, up(limit))], "limit", width=1.5, dash="6 4")
         label = fitted(f"limit {limit_text}", right - left - 8, 11)
         is_above = up(limit) - y > 22
-        yield text(right - 4, up(limit) + (-5 if is_above else 14), label, size=11, anchor="end", fill="limit")
+        yield text(
+            right - 4, up(limit) + (-7 if is_above else 16), label, size=11, anchor="end", fill="limit", has_halo=True
+        )
     yield from _peak_mark(plan, live, across, up, left, right)
     count = len(live.partitioned.graph.ops)
-    name = fitted(f"the program's {count:,} ops in the order in which they run", right - left)
+    name = fitted(f"the program: {count:,} op{'s'[: count != 1]} in order →", right - left, 11)
     yield text(left, y + HEIGHT + 17, name, size=11, fill="muted")
 
 

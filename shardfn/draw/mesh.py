@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from shardfn.draw.palette import COLOURS, soft
+from shardfn.draw.palette import COLOURS, soft, strong
 from shardfn.draw.picture import Picture, head, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrapped
 from shardfn.planning.plan import Decision, Plan
@@ -21,10 +21,14 @@ MOST_DEVICES = 512
 """Of a larger mesh the first devices are drawn, and of more shards the first."""
 MOST_COLUMNS = 32
 """Devices side by side."""
+SIDE_BY_SIDE = 560
+"""Pixels from which the devices may be beside the array."""
 GAP = 32.0
 """Between the array and the devices."""
 HIGHEST = 560.0
 """Pixels of all rows together: more of them have less text, and at last none."""
+WITH_TITLES = 15
+"""Rows of an array from which they say where they begin."""
 _LINE = 15.0
 
 
@@ -52,6 +56,10 @@ class _Grid:
         """The width of the grid where all cells show some of their texts."""
         return self.label_width + max(_widest(self, name) for name in texts) * max(map(len, self.cells))
 
+    def left(self, width: float) -> float:
+        """The room for the titles of rows in a grid of a width."""
+        return min(self.label_width, width * 0.3)
+
     @property
     def label_width(self) -> float:
         """The width of the titles of rows."""
@@ -62,6 +70,37 @@ def _widest(grid: _Grid, name: str) -> float:
     """The width of a cell in which a text of every cell fits; the longest text stands for all."""
     longest = sorted((getattr(cell, name) for row in grid.cells for cell in row), key=len)[-8:]
     return max(text_width(text, 11) for text in longest) + 8
+
+
+def _texts(grid: _Grid, width: float) -> tuple[bool, bool]:
+    """Whether the cells of a grid show their slices, and their label."""
+    cell, rows = (width - grid.left(width)) / max(map(len, grid.cells)), len(grid.cells)
+    has_slices, has_label = _widest(grid, "slices") <= cell, _widest(grid, "label") <= cell
+    if rows * (_LINE + 3) > HIGHEST:
+        return False, False
+    if rows * (2 * _LINE + 8) > HIGHEST:  # one line at most
+        has_slices = has_slices and not has_label
+    return has_slices, has_label
+
+
+@dataclasses.dataclass(frozen=True)
+class _Colours:
+    """The colours of an array's shards, by the number of shards; with a tone of `palette`."""
+
+    shards: int
+    tone: Callable[[int], str]
+
+    def of(self, shard: int) -> tuple[str, float]:
+        """The colour and the opacity of a shard: neighbours share a hue where there are more shards than hues.
+
+        >>> _Colours(4, soft).of(3), _Colours(16, soft).of(1)
+        (('soft3', 1.0), ('soft0', 0.65))
+        """
+        if self.shards == 1:
+            return "pale", 1.0
+        per_hue = -(-self.shards // COLOURS)
+        hue, step = divmod(shard, per_hue)
+        return self.tone(hue), 1.0 - 0.7 * step / per_hue
 
 
 def mesh_picture(plan: Plan, path: str | None, width: float) -> Picture:
@@ -94,21 +133,17 @@ def mesh_picture(plan: Plan, path: str | None, width: float) -> Picture:
     elements, y = head(width, name, notes)
     array, devices = _array_grid(plan, shown), _device_grid(plan, shown)
     room = width - 2 * MARGIN
-    half = (room - GAP) / 2
-    narrow = min(half, max(array.width_with("label", "slices"), room / 4))
-    if room >= 560 and devices.width_with("slices") <= room - GAP - narrow:
-        left = min(max(narrow, room * 0.36), half, room - GAP - devices.width_with("slices"))
-        drawn, bottoms = zip(
-            _grid(array, MARGIN, y, left, count, _array_height(shown, left)),
-            _grid(devices, MARGIN + left + GAP, y, room - left - GAP, count), strict=True,
-        )  # fmt: skip
-        elements += itertools.chain.from_iterable(drawn)
-        return picture(width, max(bottoms) + MARGIN, elements, name, notes)
-    for grid, height in ((array, _array_height(shown, room) / 2), (devices, 0.0)):
-        drawn_one, bottom = _grid(grid, MARGIN, y, room, count, height)
-        elements += drawn_one
-        y = bottom + 18
-    return picture(width, y - 18 + MARGIN, elements, name, notes)
+    beside = min((room - GAP) / 2, max(array.width_with("label", "slices"), 0.36 * room))
+    lines = {w: _texts(devices, w) for w in (room, room - GAP - beside)}
+    tone = soft if any(lines[room]) or any(_texts(array, room)) else strong  # text is on soft colours only
+    colours = _Colours(count, tone)
+    if room >= SIDE_BY_SIDE and lines[room] == lines[room - GAP - beside]:
+        left, bottom_left = _grid(array, MARGIN, y, beside, colours, _array_height(shown, beside))
+        right, bottom_right = _grid(devices, MARGIN + beside + GAP, y, room - beside - GAP, colours)
+        return picture(width, max(bottom_left, bottom_right) + MARGIN, [*elements, *left, *right], name, notes)
+    above, y = _grid(array, MARGIN, y, room, colours, _array_height(shown, room) / 2)
+    below, y = _grid(devices, MARGIN, y + 18, room, colours)
+    return picture(width, y + MARGIN, [*elements, *above, *below], name, notes)
 
 
 def shard_of_device(d: Decision, axes: Sequence[tuple[str, int]]) -> np.ndarray:
@@ -163,7 +198,17 @@ def _array_grid(plan: Plan, d: Decision) -> _Grid:
     if len(cells) < math.prod(d.strategy):
         notes.append(f"the first {len(cells):,} of {math.prod(d.strategy):,} shards are drawn")
     rows = tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
-    return _Grid("The array", tuple(notes or ["not sharded"]), ("",) * len(rows), (), rows)
+    return _Grid("The array", tuple(notes or ["not sharded"]), _row_titles(d, across, len(rows)), (), rows)
+
+
+def _row_titles(d: Decision, across: int | None, rows: int) -> tuple[str, ...]:
+    """Where the rows of many shards begin, as their cells have no text; of few shards nothing."""
+    if rows < WITH_TITLES:
+        return ("",) * rows
+    down = [i for i, n in enumerate(d.strategy) if n > 1 and i != across]
+    places = itertools.islice(np.ndindex(*(d.strategy[i] for i in down)), rows)
+    starts = (zip(place, down, strict=True) for place in places)
+    return tuple(", ".join(str(n * d.local_shape[i]) for n, i in start) for start in starts)
 
 
 def _device_grid(plan: Plan, d: Decision) -> _Grid:
@@ -215,7 +260,9 @@ def _array_height(d: Decision, width: float) -> float:
     return min(width, max(width / 3, width * rows / columns))
 
 
-def _grid(grid: _Grid, x: float, y: float, width: float, shards: int, height: float = 0) -> tuple[list[str], float]:
+def _grid(
+    grid: _Grid, x: float, y: float, width: float, colours: _Colours, height: float = 0
+) -> tuple[list[str], float]:
     """The elements of a grid and the `y` below it; with a `height` its rows share it, else they are as high as their text."""
     elements = [text(x, y + 12, fitted(grid.title, width, 12, True), is_bold=True)]
     y += 12
@@ -224,14 +271,9 @@ def _grid(grid: _Grid, x: float, y: float, width: float, shards: int, height: fl
             y += _LINE
             elements.append(text(x, y, row, size=11, fill="muted"))
     y += 8
-    left = min(grid.label_width, width * 0.3)
+    left = grid.left(width)
     cell, rows = (width - left) / max(map(len, grid.cells)), len(grid.cells)
-    fits = {name: _widest(grid, name) <= cell for name in ("slices", "label")}
-    has_slices, has_label = fits["slices"], fits["label"]
-    if rows * (2 * _LINE + 8) > HIGHEST:  # one line at most
-        has_slices = has_slices and not has_label
-    if rows * (_LINE + 3) > HIGHEST:
-        has_slices = has_label = False
+    has_slices, has_label = _texts(grid, width)
     lines = has_slices + has_label
     least = lines * _LINE + (8 if lines == 2 else 3) if lines else min(18.0, max(6.0, cell))
     tall = min(max(least, height / rows), max(HIGHEST / rows, 36.0 if rows < 3 else 0.0))
@@ -257,15 +299,15 @@ def _grid(grid: _Grid, x: float, y: float, width: float, shards: int, height: fl
                 )
             )
         for c, each in enumerate(row):
-            elements += _cell(each, x + left + c * cell, top, cell, tall, shards, has_slices, has_label)
+            elements += _cell(each, x + left + c * cell, top, cell, tall, colours, has_slices, has_label)
     return elements, y + tall * len(grid.cells)
 
 
 def _cell(
-    cell: _Cell, x: float, y: float, width: float, height: float, shards: int, has_slices: bool, has_label: bool
+    cell: _Cell, x: float, y: float, width: float, height: float, colours: _Colours, has_slices: bool, has_label: bool
 ) -> Iterator[str]:
-    gap = 1.0 if min(width, height) >= 12 else 0.25
-    hue, opacity = shard_colour(cell.shard, shards)
+    gap = 1.0 if min(width, height) >= 12 else 0.03 * min(width, height)
+    hue, opacity = colours.of(cell.shard)
     yield rectangle(x + gap, y + gap, width - 2 * gap, height - 2 * gap, hue, opacity=opacity,
                     radius=2 if gap == 1 else 0, title=cell.title)  # fmt: skip
     middle, at = x + width / 2, y + height / 2 + 4
@@ -274,19 +316,6 @@ def _cell(
         yield text(middle, at + 8, cell.slices, size=11, anchor="middle")
     elif has_slices or has_label:
         yield text(middle, at, cell.slices if has_slices else cell.label, size=11, anchor="middle")
-
-
-def shard_colour(shard: int, shards: int) -> tuple[str, float]:
-    """The hue and the opacity of a shard: neighbours share a hue where there are more shards than hues.
-
-    >>> shard_colour(3, 4), shard_colour(1, 16)
-    (('soft3', 1.0), ('soft0', 0.65))
-    """
-    if shards == 1:
-        return "pale", 1.0
-    per_hue = -(-shards // COLOURS)
-    hue, step = divmod(shard, per_hue)
-    return soft(hue), 1.0 - 0.7 * step / per_hue
 
 
 def _shown_titles(titles: Sequence[str], cell: float) -> list[int]:

@@ -108,7 +108,7 @@ def pipeline_picture(schedule: PipelineSchedule, width: float = WIDTH) -> Pictur
     room = width - MARGIN - left
     wide = max(WITH_TEXT, text_width(str(s.micro_size - 1), 11) + 4)
     columns = _columns(len(ticks), room, wide)
-    cell = min(26.0, room / len(columns))
+    cell = min(max(26.0, wide), room / len(columns))
     has_text = cell >= wide
     if has_text:
         notes.append("A number is a micro-batch" + ("; a lighter colour is a later chunk." if s.chunks > 1 else "."))
@@ -132,7 +132,7 @@ def pipeline_picture(schedule: PipelineSchedule, width: float = WIDTH) -> Pictur
             place = (device, columns, left, y, cell, high)
             elements += _units(s, ticks, *place) if has_text else _runs(ticks, *place)
         y += high if device >= 0 else _ROW
-    elements += _ticks(columns, left, y, cell, width)
+    elements += _ticks(columns, left, y, cell)
     return picture(width, y + 20 + MARGIN / 2, elements, title, notes)
 
 
@@ -186,12 +186,14 @@ def _runs(
         yield bars_of(spans, y, high - high / 8, strong(kind != FORWARD), title=title)
 
 
-def _ticks(columns: Sequence[int], left: float, y: float, cell: float, width: float) -> Iterator[str]:
-    """The numbers of ticks below the rows, and what is left out."""
-    edge = -1.0
+def _ticks(columns: Sequence[int], left: float, y: float, cell: float) -> Iterator[str]:
+    """The numbers of ticks below the rows, in equal steps, and what is left out."""
+    widest = text_width(str(max(columns)), 11) + 10
+    step = next(n * 10**k for k in range(9) for n in (1, 2, 5) if n * 10**k * cell >= widest)
+    hidden = [i for i, tick in enumerate(columns) if tick < 0]
     for i, tick in enumerate(columns):
-        label = "…" if tick < 0 else str(tick)
-        middle, half = left + (i + 0.5) * cell, text_width(label, 11) / 2
-        if middle - half > edge and middle + half <= width - 4:
-            yield text(middle, y + 13, label, size=11, anchor="middle", fill="muted")
-            edge = middle + half + 10
+        is_apart = not hidden or abs(i - hidden[1]) * cell > widest
+        if tick % step == 0 and tick >= 0 and is_apart:
+            yield text(left + (i + 0.5) * cell, y + 13, str(tick), size=11, anchor="middle", fill="muted")
+    if hidden:
+        yield text(left + (hidden[1] + 0.5) * cell, y + 13, "…", size=11, anchor="middle", fill="muted")

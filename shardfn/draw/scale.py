@@ -42,7 +42,7 @@ class Scale:
             first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
             step = max(1, math.ceil((last - first) / (most - 1)))
             return [0.0, *(2.0**k for k in range(first, last + 1, step))]
-        step = 2.0 ** math.ceil(math.log2((self.high - self.low) / most))
+        step = 2.0 ** max(0, math.ceil(math.log2((self.high - self.low) / most)))
         return [k * step for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 

@@ -34,10 +34,10 @@ def search_picture(plan: Plan, width: float) -> Picture:
     notes = [
         f"{count} candidates evaluated; the objective is {objective}."
         if count > 1
-        else f"One candidate: every sharding was given or follows. The objective would be {objective}."
+        else "One candidate: every sharding was given, or follows from those that were."
     ]
     elements, y = head(width, title, notes)
-    y += 8
+    y += 14
     elements += _scatter(candidates, limit, y, width)
     y += HEIGHT + 56
     elements += _table_head(y, width)
@@ -175,11 +175,11 @@ def _row(number: int, candidate: Candidate, limit: float, y: float, width: float
         "time": time_text(f.time_s),
         "mesh": _mesh(candidate),
     }
-    room = columns[-1][1] - columns[-1][2] - MARGIN - 28
+    room = columns[-1][1] - columns[-1][2] - MARGIN - 42
     yield rectangle(MARGIN, y - 10, 11, 11, strong(1) if not number else _colour(candidate, limit), radius=5)
     if number:
         yield text(MARGIN + 16, y, str(number), size=11, fill="muted")
-    yield text(MARGIN + 34, y, fitted(candidate.name, room), title=_said(candidate))
+    yield text(MARGIN + 38, y, fitted(candidate.name, room), title=_said(candidate))
     for column, right, wide in columns:
         over = column == "memory" and f.memory > limit
         yield text(right, y, fitted(texts[column], wide), anchor="end", fill="limit" if over else "ink")

@@ -36,6 +36,11 @@ class TimePart:
     seconds: float
     count: int = 1
 
+    @property
+    def group(self) -> str:
+        """What bounds the ops, or communication."""
+        return f"{self.kind}-bound" if self.kind in ("compute", "memory") else "communication"
+
 
 def time_picture(plan: Plan, width: float) -> Picture:
     """The modelled time of one call on one device, by kind and source line."""
@@ -50,19 +55,17 @@ def time_picture(plan: Plan, width: float) -> Picture:
     elements, y = head(width, title, notes)
     elements += _stack(parts, total, y, width)
     y += _BAR + 22
-    longest = max((part.seconds for part in parts), default=0.0)
-    shown = parts if len(parts) <= MOST_ROWS else sorted(parts, key=lambda part: -part.seconds)[: MOST_ROWS - 1]
-    for part in sorted(shown, key=lambda part: -part.seconds):
+    ordered = sorted(parts, key=lambda part: -part.seconds)
+    most = MOST_ROWS if len(parts) <= MOST_ROWS else MOST_ROWS - 1
+    for part in ordered[:most]:
         y += _ROW
-        elements += _row(part, total, longest, y, width)
-    if rest := [part for part in parts if part not in shown]:
+        elements += _row(part, total, ordered[0].seconds, y, width)
+    if rest := ordered[most:]:
         y += _ROW
-        listed = "; ".join(f"{part.kind} {part.detail} {part.where} {time_text(part.seconds)}" for part in rest)
-        count = sum(part.count for part in rest)
-        elements.append(text(MARGIN + 18, y, f"… and {count} smaller parts", fill="muted", title=listed))
-        elements.append(
-            text(width - MARGIN - 40, y, time_text(sum(part.seconds for part in rest)), anchor="end", fill="muted")
-        )
+        listed = "; ".join(f"{_described(part)} {part.where} {time_text(part.seconds)}" for part in rest)
+        left, right = MARGIN + 18, width - MARGIN - 40
+        elements.append(text(left, y, f"… and {sum(part.count for part in rest)} smaller", fill="muted", title=listed))
+        elements.append(text(right, y, time_text(sum(part.seconds for part in rest)), anchor="end", fill="muted"))
     return picture(width, y + MARGIN, elements, title, notes)
 
 
@@ -90,18 +93,16 @@ def time_parts(plan: Plan) -> list[TimePart]:
         TimePart(kind, detail, pathlib.PurePath(where).name, sum(each), len(each))
         for (kind, detail, where), each in found.items()
     ]
-    rank = {"compute": 0, "memory": 1}
-    return sorted(
-        parts, key=lambda part: (rank.get(part.kind, 2), part.kind if part.kind in rank else "", -part.seconds)
-    )
+    return sorted(parts, key=lambda part: (_GROUPS.index(part.group), -part.seconds))
 
 
-_MEANING = {"compute": "compute-bound ops", "memory": "memory-bound ops"}
+_GROUPS = ("compute-bound", "memory-bound", "communication")
+"""The groups of parts in the order of the bar."""
 
 
 def _described(part: TimePart, has_detail: bool = True) -> str:
-    if part.kind in _MEANING:
-        return f"{_MEANING[part.kind]} ({part.count})"
+    if part.group != "communication":
+        return f"{part.group}{' ops' if has_detail else ''} ({part.count})"
     detail = f" {part.detail}" if has_detail else ""
     return f"{part.kind}{detail}{f' × {part.count}' if part.count > 1 else ''}"
 
@@ -113,25 +114,19 @@ def _stack(parts: Sequence[TimePart], total: float, y: float, width: float) -> I
         yield rectangle(x, y, room, _BAR, "pale", radius=2)
         yield text(x + 8, y + 19, "nothing takes time", fill="muted")
         return
-    shares: dict[str, float] = {}
     for part in parts:
-        shares[part.kind] = shares.get(part.kind, 0.0) + part.seconds
         length = room * part.seconds / total
         gap = 1 if length > 3 else 0
         title = f"{_described(part)}{f' at {part.where}' if part.where else ''}: {time_text(part.seconds)}"
         yield rectangle(x, y, length - gap, _BAR, _COLOUR[part.kind], title=title)
         x += length
     x = MARGIN
-    for group, name in (
-        (("compute",), "compute-bound"),
-        (("memory",), "memory-bound"),
-        (tuple(set(shares) - {"compute", "memory"}), "communication"),
-    ):
-        share = sum(shares.get(kind, 0.0) for kind in group) / total
-        label, length = f"{name} {percent(share)}", room * share
-        if share and text_width(label, 11) <= length:
+    for group in _GROUPS:
+        share = sum(part.seconds for part in parts if part.group == group) / total
+        label = f"{group} {percent(share)}"
+        if share and text_width(label, 11) <= room * share:
             yield text(x, y + _BAR + 15, label, size=11, fill="muted")
-        x += length
+        x += room * share
 
 
 def _row(part: TimePart, total: float, longest: float, y: float, width: float) -> Iterator[str]:

@@ -94,7 +94,7 @@ class Schedule:
           StrategyError: the width is too small or too large.
 
         >>> schedule("1f1b", 2, 3).draw()
-        <Picture 'Pipeline schedule 1f1b: 2 devices, 3 micro-batches', 760 x ...>
+        <Picture 'Pipeline schedule 1f1b', 760 x ...>
         """
         return pipeline_picture(self, width)
 
