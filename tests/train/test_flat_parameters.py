@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfn.train.pipelines.flat_parameters import flat_layout, pack, stage_buffers, stage_leaves, unpack
+from shardfn.train.pipelines.flat_parameters import flat_layout, pack, unpack
 
 PARAMS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -28,24 +28,9 @@ def test_there_and_back(devices, chunks, cuts, ways):
         np.testing.assert_array_equal(np.asarray(back[name], np.float32), np.asarray(array, np.float32))
 
 
-def test_a_row_is_as_long_as_the_longest_stage_needs():
-    params = {"big": np.zeros((100, 50), np.float32), "small": np.zeros(7, np.float32)}
-    layout = flat_layout(params, ("big", "small"), (0, 1), (-1, -1), 2, 1, 1)
-    assert pack(layout, params).buffers["float32"].shape == (2, 1, 5120)  # not 5,007 and another for small
-
-
 def test_pieces_lie_together():
     """Each way's part of every leaf is one run of the row, so that no device needs another's."""
     layout = flat_layout({"w": PARAMS["a"]}, ("w",), (0,), (1,), 1, 1, 2)
     row = pack(layout, {"w": PARAMS["a"]}).buffers["float32_sharded"][0, 0]
     np.testing.assert_array_equal(row[0, :6].reshape(3, 2), PARAMS["a"][:, :2])
     np.testing.assert_array_equal(row[1, :6].reshape(3, 2), PARAMS["a"][:, 2:])
-
-
-def test_gradients_go_the_same_way():
-    layout = flat_layout(PARAMS, PATHS, (0, 1, 1, 0, -1), (-1,) * 5, 2, 1, 1)
-    row = stage_buffers(layout, 1, [PARAMS["b"], PARAMS["c"]], lambda d: jnp.promote_types(d, jnp.float32))
-    assert {k: x.dtype for k, x in row.items()} == {"float32": np.float32, "bfloat16": np.float32}
-    b, c = stage_leaves(layout, 1, row)
-    np.testing.assert_array_equal(b, PARAMS["b"])
-    np.testing.assert_array_equal(c, np.asarray(PARAMS["c"], np.float32))

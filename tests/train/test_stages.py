@@ -40,30 +40,6 @@ def test_marks():
     assert {found.jaxpr.avals[v].shape for v in first.sends} == {(4, D), ()}
 
 
-def test_an_op_without_mark_stays_with_its_data():
-    found = made(marks=(0, None, None, 1))
-    assert found.stage_of_leaf == (0, 0, 0, 1)
-
-
-def test_a_tied_weight_has_no_home():
-    def tied(ws, x):
-        return (jnp.tanh(x @ ws[0]) @ ws[1] @ ws[0].T).sum()
-
-    found = made(tied, marks=(0, 1), leaves=2)
-    assert found.stage_of_leaf == (-1, 1)
-    assert [0 in stage.leaves for stage in found.stages] == [True, True]
-
-
-def test_what_skips_a_stage_is_handed_on():
-    def skip(ws, x):
-        first = x @ ws[0]
-        second = first @ ws[1]
-        return (second @ ws[2] + first).sum()
-
-    found = made(skip, 3, (0, 1, 2), leaves=3)
-    assert [len(s.sends) for s in found.stages] == [1, 2, 0]
-
-
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_balance_is_the_best_contiguous_cut(count):
     """Uneven layers: no contiguous cut of the same ops is better by more than the slack."""
@@ -83,16 +59,6 @@ def test_balance_is_the_best_contiguous_cut(count):
     )
     assert found.bound_s == pytest.approx(best)
     assert best <= found.longest_s <= 1.021 * best
-
-
-def test_a_list_longer_than_stages_is_cut_between_its_functions():
-    def listed(ws, x):
-        for i, w in enumerate(ws):
-            x = train.staged(lambda w, x: jnp.tanh(x @ w) if x.shape else x, i)(w, x)
-        return x.mean()
-
-    found = made(listed, 2, (None,) * 6, layers=6, leaves=6)
-    assert found.stage_of_leaf == (0, 0, 0, 1, 1, 1)
 
 
 def test_other_shapes_are_cut_alike():
