@@ -124,8 +124,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(decode.explain(params, cache, tokens, position, compiled=True))
 
 prompt = np.asarray(sequences(jax.random.key(99)))[:batch, :prompt_length]
-empty = [{name: jnp.zeros(a.shape, device=plan.sharding(f"cache/{i}/{name}")) for name, a in kept.items()}
-         for i, kept in enumerate(cache)]  # fmt: skip
+empty = jax.tree.map(lambda a, sharding: jnp.zeros(a.shape, device=sharding), cache, plan.in_shardings[1])
 served = greedy(decode, weights, empty, prompt)
 alone = greedy(jax.jit(serve, donate_argnames="cache"), on_one, empty_cache(), prompt)
 np.testing.assert_array_equal(served, alone)

@@ -51,7 +51,7 @@ def shard(
     in_strategy: Any = None,
     out_strategy: Any = None,
     device: Any = None,
-    level: int | str = 0,
+    level: int | str | None = None,
     **options: Unpack[More],
 ) -> ShardedFunction[P, R]: ...
 @overload
@@ -60,7 +60,7 @@ def shard(
     in_strategy: Any = None,
     out_strategy: Any = None,
     device: Any = None,
-    level: int | str = 0,
+    level: int | str | None = None,
     **options: Unpack[More],
 ) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
 def shard(
@@ -68,19 +68,8 @@ def shard(
     in_strategy: Any = None,
     out_strategy: Any = None,
     device: Any = None,
-    level: int | str = 0,
-    *,
-    parameter_plan: Mapping[str, Any] | None = None,
-    search_mode: str | None = None,
-    memory_limit: int | float | str | None = None,
-    compile_candidates: int = 0,
-    time_limit: float | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
-    layout: Any = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    level: int | str | None = None,
+    **options: Unpack[More],
 ) -> Any:
     """Shard a function by integers: the number of shards of each dimension of each argument.
 
@@ -99,7 +88,9 @@ def shard(
         leaves the results to propagation.
       device: "CPU", "GPU", "TPU", a list of devices, a `jax.sharding.Mesh`, or hardware to plan for ("tpu-v5e:4x8").
       level: the objective of the search: "communication" (0), the fewest bytes sent with the work evenly spread; "memory"
-        (1), the smallest peak per device; or "time" (2), the shortest modelled step.
+        (1), the smallest peak per device; or "time" (2), the shortest modelled step. None is that of the layout file, or
+        else "communication".
+      options: the options below, by keyword.
       parameter_plan: entries by path or glob, `{"params/layers/*/w1": (1, 4)}`. They override `in_strategy`.
       search_mode: the name of a search: "auto", "sharding_propagation", "dynamic_programming", "recursive_programming" or
         one of `register_search`. If named, and not "auto", it also chooses the shardings of ops when no argument is open.
@@ -126,15 +117,11 @@ def shard(
     >>> dense(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
     (2, 4)
     """
-    options = Options(
-        in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, compile_candidates,
-        time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
-        layout,
-        dict(compiler_options) if isinstance(compiler_options, Mapping) else compiler_options,
-    )  # fmt: skip
-    if fn is None:
-        return functools.partial(_sharded, options=options)
-    return _sharded(fn, options)
+    for name in options.keys() - set(_OPTION_NAMES):
+        fail(StrategyTypeError, f"`shard` has no option `{name}`", where=f"{name} = {short(options[name])}",
+             why=f"its options are {', '.join(_OPTION_NAMES)}", fix=nearest(name, _OPTION_NAMES))  # fmt: skip
+    made = Options(in_strategy, out_strategy, device, level, **options)
+    return functools.partial(_sharded, options=made) if fn is None else _sharded(fn, made)
 
 
 def plan(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
@@ -276,11 +263,6 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
              where=f"{unknown[0]} = {short(rest[unknown[0]])}", why=f"the function's arguments are {', '.join(parameters)}",
              fix=nearest(unknown[0], [*parameters, *_OPTION_NAMES]))  # fmt: skip
     return function, rest
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    """One number or name, or a sequence of them, as a tuple; checked later."""
-    return tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
 
 
 def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:

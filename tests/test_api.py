@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn
 from shardfn import AUTO, explain, plan, reshard, shard
+from shardfn.errors import DeviceError
 from shardfn.mindspore import Layout
 
 RNG = np.random.default_rng(0)
@@ -135,7 +136,7 @@ def test_sharded_equals_unsharded(function, args, kwargs, ins, outs, options):
     made = sharded.plan(*args, **kwargs)
     assert len(sharded._entries) == 1
     for array, decision in zip(jax.tree.leaves(result), made.outputs, strict=True):
-        assert array.sharding.is_equivalent_to(made.sharding(decision.path), array.ndim)
+        assert array.sharding.is_equivalent_to(NamedSharding(made.mesh, decision.partition_spec), array.ndim)
         assert array.sharding.shard_shape(array.shape) == decision.local_shape
 
 
@@ -170,7 +171,7 @@ def test_a_sharded_function_is_copied_and_pickled_by_what_it_was_made_of(again):
 def test_donation(options, donated):
     sharded = shard(lambda a, b: (a + b, a * b), ((8, 1), (8, 1)), ((8, 1), (8, 1)), **options)
     wanted = X + X, X * X
-    a, b = (jax.device_put(np.array(X), sharded.plan(X, X).sharding(name)) for name in "ab")
+    a, b = jax.device_put((np.array(X), np.array(X)), sharded.plan(X, X).in_shardings)
     close(sharded(a, b), wanted)
     assert [a.is_deleted(), b.is_deleted()] == donated
 
@@ -365,6 +366,28 @@ def test_a_level_is_a_word_or_a_number(word, level):
     assert shard(dense, level=word).options.level == level
 
 
+@pytest.mark.parametrize("asked", ["communication", 0, None])
+def test_an_explicit_level_goes_before_that_of_the_layout(asked):
+    layout = plan(dense, X, W, level="memory")
+    assert shard(dense, layout=layout, level=asked).plan(X, W).level == (1 if asked is None else 0)
+
+
+@pytest.mark.parametrize("misspelt", [{"static_argnum": 0}, {"memory": 1}])
+def test_a_misspelt_option_is_told(misspelt):
+    with pytest.raises(
+        shardfn.ShardError, match=r"`shard` has no option (.|\n)*did you mean (static_argnums|memory_limit)"
+    ):
+        shard(dense, **misspelt)
+
+
+@pytest.mark.parametrize(
+    ("device", "fix"), [("tpu-v9:8", "did you mean"), ("h100:4x4", "h100:16"), ("tpu-v5e", "tpu-v5e:8")]
+)
+def test_a_target_that_is_none_is_refused_by_shard(device, fix):
+    with pytest.raises(DeviceError, match=fix):
+        shard(dense, device=device)
+
+
 def test_a_plan_is_used_by_jax_alone():
     def mlp(p, x, n):
         return {"y": jnp.tanh(x @ p["w"] + p["b"]) ** n}
@@ -376,7 +399,7 @@ def test_a_plan_is_used_by_jax_alone():
         result = jitted(*args, 2)
         close(result, mlp(PARAMS, X, 2))
         assert result["y"].sharding.is_equivalent_to(made.out_shardings["y"], 2)
-    assert args[0]["w"].sharding.is_equivalent_to(made.sharding("p/w"), 2)
+    assert args[0]["w"].sharding.is_equivalent_to(made.in_shardings[0]["w"], 2)
 
 
 @pytest.mark.parametrize("entry", [(4, AUTO), (AUTO, 2), (AUTO, 1)], ids=str)

@@ -21,6 +21,7 @@ from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
 from shardfn.search.refinement import fully_sharded, refine
+from shardfn.units import bytes_text
 
 
 def answers(
@@ -154,8 +155,8 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
       StrategyError: it does not. The limit ranks first, so no other candidate fits either.
     """
     if winner.peak > limit:
-        fail(StrategyError, f"none of {count} plans fits, as compiled, in {limit:,.0f} bytes per device",
-             where=f"memory_limit = {limit:,.0f}", why=f"the least is {winner.peak:,} bytes: {winner.name}",
+        fail(StrategyError, f"none of {count} plans fits, as compiled, in {bytes_text(limit)} per device",
+             where=f"memory_limit = {limit:,.0f}", why=f"the least is {bytes_text(winner.peak)}: {winner.name}",
              fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
                  f"arguments, jax.checkpoint for what the backward pass keeps, or memory_limit={winner.peak}")  # fmt: skip
 

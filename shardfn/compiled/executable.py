@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 from jax.stages import Compiled as Executable
 
-from shardfn.compiled.hlo import COLLECTIVES, REDUCERS, Computation, Instruction, Module, called, modules
+from shardfn.compiled.hlo import (
+    COLLECTIVES,
+    REDUCERS,
+    Computation,
+    Instruction,
+    Module,
+    called,
+    modules,
+    replica_groups,
+)
 from shardfn.cost.collectives import bytes_sent
 from shardfn.ir.model import Collective
 
@@ -189,7 +198,7 @@ def _collective(module: Module, name: str, key: str, trips: int, caller: str) ->
     elif opcode == "send":  # to the host
         return
     else:
-        size = _group_size(it.attributes, module.devices)
+        size = max(map(len, replica_groups(it.attributes, module.devices)))
     shapes = [s for operand in it.operands[:counted] for s in _operand_shapes(computation, operand)]
     if not shapes:
         yield f"{key}: its operands have no shape in the text, so its bytes are not counted"
@@ -204,19 +213,6 @@ def _collective(module: Module, name: str, key: str, trips: int, caller: str) ->
         trips=trips,
         where=_where(module, it) or _nearby(module, computation, key) or caller,
     )
-
-
-def _group_size(attributes: str, devices: int) -> int:
-    """Devices in a group: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `mesh['a'=2,'b'=4] {'b'}`; none written means all."""
-    if size := _number(r", replica_groups=\[\d+,(\d+)\]", attributes):
-        return size
-    if mesh := re.search(r", replica_groups=mesh\[([^]]*)\].*? \{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])  # 'a':(2)4 is a part of 'a', of size 4
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    if listed := re.search(r", replica_groups=\{(\{.*?\})\}", attributes):
-        return max(group.count(",") + 1 for group in listed[1].split("},{"))
-    return devices
 
 
 def _linked(pairs: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax import tree_util
@@ -37,36 +37,40 @@ def bind(
     Raises:
       TypeError: the call does not fit the signature, in Python's own words.
     """
-    kinds = inspect.Parameter
-    parameters = list(signature.parameters.values()) if signature is not None else []
+    rows = list(_bound(signature, args, kwargs))
+    slots = tuple(
+        Slot(name, keyword, declared, name in static_argnames or declared in static_argnums)
+        for name, keyword, declared, _ in rows
+    )
+    return slots, [value for *_, value in rows]
+
+
+def _bound(
+    signature: inspect.Signature | None, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, str | None, int | None, Any]]:
+    """Name, keyword, declared position and value of each argument, in the order of `bind`."""
     if signature is None:
-        slots = [Slot(f"arg{i}", None, i, i in static_argnums) for i in range(len(args))]
-        slots += [Slot(k, k, None, k in static_argnames) for k in sorted(kwargs)]
-        return tuple(slots), [*args, *(kwargs[k] for k in sorted(kwargs))]
+        yield from ((f"arg{i}", None, i, value) for i, value in enumerate(args))
+        yield from ((name, name, None, value) for name, value in sorted(kwargs.items()))
+        return
     given = signature.bind(*args, **kwargs).arguments
-    slots, values = [], []
-    late: list[tuple[Slot, Any]] = []
-    position = 0
-    skipped = False
-    for p in parameters:
-        if p.kind is kinds.VAR_KEYWORD:
-            late += [(Slot(k, k, None, k in static_argnames), v) for k, v in sorted(given.get(p.name, {}).items())]
-        elif p.kind is kinds.VAR_POSITIONAL:
-            for i, v in enumerate(given.get(p.name, ())):
-                slots.append(Slot(f"{p.name}/{i}", None, position, position in static_argnums))
-                values.append(v)
+    late: list[tuple[str, str, None, Any]] = []
+    position, is_skipped = 0, False
+    for p in signature.parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            late += [(name, name, None, value) for name, value in sorted(given.get(p.name, {}).items())]
+        elif p.kind is p.KEYWORD_ONLY:
+            late += [(p.name, p.name, None, given[p.name])] if p.name in given else []
+        elif p.kind is p.VAR_POSITIONAL:
+            for i, value in enumerate(given.get(p.name, ())):
+                yield f"{p.name}/{i}", None, position, value
                 position += 1
         else:
-            only = p.kind is kinds.KEYWORD_ONLY
-            static = p.name in static_argnames or (not only and position in static_argnums)
             if p.name in given:
-                keyword = p.name if only or skipped else None
-                slot = Slot(p.name, keyword, None if only else position, static)
-                (late.append((slot, given[p.name])) if only else (slots.append(slot), values.append(given[p.name])))
-            else:
-                skipped = True
-            position += not only
-    return (*slots, *(s for s, _ in late)), [*values, *(v for _, v in late)]
+                yield p.name, p.name if is_skipped else None, position, given[p.name]
+            is_skipped |= p.name not in given
+            position += 1
+    yield from late
 
 
 def split(slots: Sequence[Slot], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -82,20 +86,23 @@ class Call:
     slots: tuple[Slot, ...]
     values: Sequence[Any]
     stateful: bool
-    write: Callable[[dict[str, Any]], None] | None = None
-    """Puts changed arrays, by path, back into the callee's objects, where it has any: the compiled function then returns them
-    beside its result."""
+    returns_changes: bool = False
+    """Whether the compiled function returns, beside its result, the arrays of the callee's objects that the call changed."""
 
     @property
     def dynamic(self) -> tuple[Any, ...]:
         """What `jax.jit` traces: the state and the arguments that are not static."""
         return (*self.values[: self.stateful], *(v for v, s in self._pairs() if not s.is_static))
 
-    @property
-    def shapes(self) -> list[Any]:
-        """`values` with shapes in the place of arrays."""
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, without the state."""
+        return {slot.name: value for value, slot in self._pairs()}
+
+    def of_shapes(self) -> Call:
+        """The call with shapes in the place of arrays."""
         static = self.statics
-        return [v if i in static else tree_util.tree_map(shaped, v) for i, v in enumerate(self.values)]
+        values = [v if i in static else tree_util.tree_map(shaped, v) for i, v in enumerate(self.values)]
+        return dataclasses.replace(self, values=values)
 
     @property
     def statics(self) -> tuple[int, ...]:

@@ -12,16 +12,15 @@ import copy
 import dataclasses
 import functools
 import inspect
-import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import tree_util
 
 from shardfn.errors import StrategyError, fail, warn
 from shardfn.frontend import nnx_objects
-from shardfn.frontend.arguments import Slot
+from shardfn.frontend.arguments import Call, Slot
 from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import shape_of
@@ -84,15 +83,14 @@ class Callee:
         own = None if self.adapter is None else self.adapter.fixed(self.owner)
         return (own, nnx_objects.fixed(self.objects.nodes)) if self.objects else own
 
-    def frozen(self, shapes: State, arguments: State) -> Callee:
+    def frozen(self, call: Call) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.
 
         Args:
-          shapes: of the owner's arrays, by path.
-          arguments: the call's arguments by name, with shapes in the place of arrays.
+          call: the call, with shapes in the place of arrays.
         """
-        owner = self.owner if self.adapter is None else self.adapter.rebuild(self.owner, shapes)
-        objects = self.objects.filled(arguments)[0] if self.objects else self.objects
+        owner = self.owner if self.adapter is None else self.adapter.rebuild(self.owner, call.values[0])
+        objects = self.objects.filled(call.arguments())[0] if self.objects else self.objects
         return dataclasses.replace(self, owner=owner, objects=objects)
 
     def write(self, changed: State) -> None:
@@ -179,14 +177,24 @@ def _is_holder(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type) and bool(_cell_read(value))
 
 
-def _is_container(value: Any) -> bool:
-    return _is_cell(value) or isinstance(value, list | tuple | dict) or not tree_util.all_leaves([value])
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
 
 
-def _numbered(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """The items of a list or tuple with their keys: numbers, or the names of a named tuple."""
-    for i, child in enumerate(value):
-        yield tree_util.GetAttrKey(value._fields[i]) if hasattr(value, "_fields") else tree_util.SequenceKey(i), child  # type: ignore[attr-defined]
+def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
+    """Key, path and value of each item of the object itself (at the empty path), a Cell, a list, a tuple or a dict; None for
+    what is none of these."""
+    if _is_cell(value) or not path:
+        items, entry = vars(value).items(), tree_util.GetAttrKey
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)  # of a named tuple
+        items = enumerate(value) if fields is None else zip(fields, value, strict=True)
+        entry = tree_util.SequenceKey if fields is None else tree_util.GetAttrKey
+    elif isinstance(value, dict):
+        items, entry = value.items(), tree_util.DictKey
+    else:
+        return None
+    return [(key, join(path, (entry(key),)), item) for key, item in items]
 
 
 def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
@@ -195,45 +203,42 @@ def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
-        for key, child in vars(value).items():
-            _walk(child, join(path, (tree_util.GetAttrKey(key),)), found, seen)
-    elif isinstance(value, list | tuple):
-        for key, child in _numbered(value):
-            _walk(child, join(path, (key,)), found, seen)
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            _walk(child, join(path, (tree_util.DictKey(key),)), found, seen)
+    if (items := _items(value, path)) is not None:
+        for _, inside, item in items:
+            _walk(item, inside, found, seen)
     elif _is_array(value):
         found[path] = value
     elif not tree_util.all_leaves([value]):
-        for key, leaf in tree_util.tree_flatten_with_path(value)[0]:
-            if _is_array(leaf):
-                found[join(path, key)] = leaf
+        found |= {join(path, key): leaf for key, leaf in tree_util.tree_flatten_with_path(value)[0] if _is_array(leaf)}
 
 
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
+def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool) -> Any:
+    """A nest with the arrays of `state`.
 
-
-def _replace(value: Any, path: str, state: State, made: dict[int, Any] | None = None) -> Any:
-    """A copy of a nest of Cells and containers with other arrays; `made` holds the copy of each Cell."""
-    made = {} if made is None else made
+    Args:
+      value: a nest of Cells and containers.
+      path: where it stands.
+      state: arrays by path.
+      met: for each Cell, by its id, what it became.
+      in_place: whether Cells are changed themselves, and containers without new arrays kept; else all is copied.
+    """
+    items = _items(value, path)
     if _is_cell(value) or not path:
-        if id(value) in made:
-            return made[id(value)]
-        new = made[id(value)] = copy.copy(value)
-        for key, child in vars(value).items():
-            if _is_container(child) or _is_array(child):
-                new.__dict__[key] = _replace(child, join(path, (tree_util.GetAttrKey(key),)), state, made)
-        return new
-    if isinstance(value, list | tuple):
-        items = [_replace(c, join(path, (key,)), state, made) for key, c in _numbered(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update((k, _replace(c, join(path, (tree_util.DictKey(k),)), state, made)) for k, c in value.items())
-        return new
-    if _is_array(value):
+        if id(value) not in met:
+            new = met[id(value)] = value if in_place else copy.copy(value)
+            for key, inside, item in items or ():
+                new.__dict__[key] = _with_state(item, inside, state, met, in_place=in_place)
+        return met[id(value)]
+    if items is not None:
+        changed = {key: _with_state(item, inside, state, met, in_place=in_place) for key, inside, item in items}
+        if in_place and all(changed[key] is item for key, _, item in items):
+            return value
+        if isinstance(value, dict):
+            new = copy.copy(value)
+            new.update(changed)
+            return new
+        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+    if _is_array(value) or tree_util.all_leaves([value]):
         return state.get(path, value)
     return tree_util.tree_map_with_path(lambda key, leaf: state.get(join(path, key), leaf), value)
 
@@ -250,24 +255,18 @@ def _cell_fixed(owner: Any) -> Any:
     met: dict[int, int] = {}
 
     def walk(value: Any, path: str) -> None:
+        items = _items(value, path)
         if _is_cell(value) or not path:
             is_new = id(value) not in met
             leaves.append((path, type(value), met.setdefault(id(value), len(met))))
-            if not is_new:
-                return
-            for key, child in vars(value).items():
-                walk(child, f"{path}/{key}")
-        elif isinstance(value, list | tuple):
-            leaves.append((path, type(value), len(value)))
-            for i, child in enumerate(value):
-                walk(child, f"{path}/{i}")
-        elif isinstance(value, dict):
-            leaves.append((path, type(value), len(value)))
-            for key, child in value.items():
-                walk(child, f"{path}/{key}")
+            items = items if is_new else []
+        elif items is not None:
+            leaves.append((path, type(value), len(items)))
         elif not _is_array(value):
             inside, structure = tree_util.tree_flatten(value)
             leaves.append((path, structure, *(type(leaf) if _is_array(leaf) else _hashed(leaf) for leaf in inside)))
+        for _, inside, item in items or ():
+            walk(item, inside)
 
     walk(owner, "")
     return tuple(leaves)
@@ -281,35 +280,13 @@ def _hashed(value: Any) -> Any:
     return type(value), value
 
 
+def _cell_rebuild(owner: Any, state: State) -> Any:
+    return _with_state(owner, "", state, {}, in_place=False)
+
+
 def _cell_write(owner: Any, state: State) -> None:
     """Arrays that are attributes are set; those in lists, dicts and pytrees are replaced with their container."""
-    seen: set[int] = set()
-
-    def put(value: Any, path: str) -> Any:
-        """`value` itself where nothing in it has changed."""
-        if _is_cell(value) or not path:
-            if id(value) not in seen:
-                seen.add(id(value))
-                for key, child in list(vars(value).items()):
-                    value.__dict__[key] = put(child, join(path, (tree_util.GetAttrKey(key),)))
-            return value
-        if isinstance(value, list | tuple):
-            items = [put(c, join(path, (key,))) for key, c in _numbered(value)]
-            if all(map(operator.is_, items, value)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict):
-            changed = {k: put(c, join(path, (tree_util.DictKey(k),))) for k, c in value.items()}
-            if all(changed[k] is c for k, c in value.items()):
-                return value
-            new = copy.copy(value)
-            new.update(changed)
-            return new
-        if _is_array(value) or tree_util.all_leaves([value]):
-            return state.get(path, value)
-        return tree_util.tree_map_with_path(lambda key, leaf: state.get(join(path, key), leaf), value)
-
-    put(owner, "")
+    _with_state(owner, "", state, {}, in_place=True)
 
 
 def _tree_read(owner: Any) -> State:
@@ -331,7 +308,7 @@ def _tree_write(owner: Any, state: State) -> None:
 
 ADAPTERS: tuple[Adapter, ...] = (
     Adapter(nnx_objects.is_module, nnx_objects.read, nnx_objects.fixed, nnx_objects.rebuild, nnx_objects.write),
-    Adapter(_is_cell, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),
+    Adapter(_is_cell, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
     Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
-    Adapter(_is_holder, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),
+    Adapter(_is_holder, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
 )

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
-from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import Problem, warn
 from shardfn.frontend.arguments import Call
@@ -22,7 +21,6 @@ from shardfn.frontend.strategy import (
     leaves_of,
     match,
     shape_of,
-    without_mesh,
 )
 from shardfn.frontend.validation import check_all
 
@@ -56,8 +54,7 @@ def input_leaves(
     leaves += match(positional, strategy, name, problems)
     for argument in late:
         leaves += leaves_of(argument, problems)
-    leaves = apply_parameter_plan(leaves, options.parameter_plan, problems)
-    return leaves if isinstance(options.device, Mesh | AbstractMesh) else without_mesh(leaves)
+    return apply_parameter_plan(leaves, options.parameter_plan, problems)
 
 
 def output_leaves(
@@ -65,7 +62,6 @@ def output_leaves(
 ) -> list[Leaf]:
     """The leaves of the result, with the entries of `out_strategy`, or what the context puts in their place."""
     said = _matched(result, options.out_strategy, problems)
-    said = said if isinstance(options.device, Mesh | AbstractMesh) else without_mesh(said)
     if options.out_strategy is None or current.honours_out_strategy:
         return said
     check_all(said, devices, problems)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from shardfn import search
 from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
-from shardfn.frontend.levels import OBJECTIVES
-from shardfn.frontend.options import Options
+from shardfn.frontend.options import OBJECTIVES, Options
 from shardfn.frontend.strategy import apply_parameter_plan, match, short
 from shardfn.frontend.validation import any_of
 
@@ -22,14 +21,15 @@ MOST_COMPILED = 64
 
 def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:
     """All of it; `signature` is the function's, where it has one."""
-    return [*_of_any_function(options), *_of_the_arguments(options, signature), *_of_the_mode(options.search_mode)]
+    refused = (problem for error in _refusals(options) for problem in error.problems)
+    return [*_of_any_function(options), *_of_the_arguments(options, signature), *refused]
 
 
 def check(options: Options, signature: inspect.Signature | None) -> None:
-    """Raise one error that holds all `problems`; of an unknown search alone it is a ContextError."""
-    found = problems(options, signature)
-    if options.search_mode is not None and found == _of_the_mode(options.search_mode):
-        search.select(options.search_mode)
+    """Raise one error that holds all `problems`; of an unknown search or device alone it is a ContextError or a DeviceError."""
+    found, refusals = problems(options, signature), list(_refusals(options))
+    if len(refusals) == 1 and found == [*refusals[0].problems] and not found[0].is_type:
+        raise refusals[0]
     raise_problems(found)
 
 
@@ -95,7 +95,7 @@ def _of_any_function(options: Options) -> list[Problem]:
     problems: list[Problem] = []
     level = options.level
     is_type = isinstance(level, bool) or not isinstance(level, int | str)
-    if is_type or level not in (0, 1, 2):
+    if level is not None and (is_type or level not in (0, 1, 2)):
         what = f"`level` is {a(level)}" if is_type else f"`level` is {short(level)}, which is no objective"
         fix = f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2"
         why = "the level is the objective of the search"
@@ -112,12 +112,6 @@ def _of_any_function(options: Options) -> list[Problem]:
             problems += [p for p in found if p.is_type]
     apply_parameter_plan((), options.parameter_plan, found := [])
     problems += [p for p in found if p.is_type]
-    device = options.device
-    if isinstance(device, bool | int | float):
-        try:
-            hardware.resolve(device)
-        except hardware.DeviceTypeError as error:
-            problems += error.problems
     return problems
 
 
@@ -142,10 +136,16 @@ def _of_the_compiler(given: Any) -> Iterator[Problem]:
                       'write {"xla_cpu_enable_fast_math": True}, or leave it out', is_type=True)  # fmt: skip
 
 
-def _of_the_mode(mode: str | None) -> list[Problem]:
-    try:
-        if mode is not None:
-            search.select(mode)
-    except ShardError as error:
-        return list(error.problems)
-    return []
+def _refusals(options: Options) -> Iterator[ShardError]:
+    """The errors of an unknown search, and of a device that is none whatever devices are here."""
+    device, lookups = options.device, list[Callable[[], object]]()
+    if options.search_mode is not None:
+        lookups.append(lambda: search.select(options.search_mode))
+    is_target = isinstance(device, str) and (":" in device or device.strip().lower() in hardware.CHIPS.keys() - {"cpu"})
+    if is_target or isinstance(device, bool | int | float):
+        lookups.append(lambda: hardware.resolve(device))
+    for lookup in lookups:
+        try:
+            lookup()
+        except ShardError as error:
+            yield error

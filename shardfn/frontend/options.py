@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
-from shardfn.frontend.levels import level_of
 from shardfn.search.problem import Algorithm
+
+OBJECTIVES = ("communication", "memory", "time")
+"""By level: the fewest bytes sent with the work evenly spread, the smallest peak per device, the shortest modelled step."""
+
+
+def level_of(objective: Any) -> Any:
+    """The level of a word; any other value as it is.
+
+    >>> level_of("memory"), level_of(2), level_of("speed")
+    (1, 2, 'speed')
+    """
+    return OBJECTIVES.index(objective) if isinstance(objective, str) and objective in OBJECTIVES else objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +48,22 @@ class SearchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `shard` as the user gave them."""
+    """The options of `shard`, in one form: numbers are Python's own, several positions or names are a tuple."""
 
     in_strategy: Any = None
     out_strategy: Any = None
     device: Any = None
-    level: Any = 0
-    """0, 1, 2, or a word of `OBJECTIVES`, which is kept as its number."""
+    level: Any = None
+    """0, 1, 2, or a word of `OBJECTIVES`, which is kept as its number; None is the layout file's, or else 0."""
     parameter_plan: Any = None
     search_mode: str | None = None
     memory_limit: int | float | str | None = None
     compile_candidates: int = 0
     time_limit: float | None = None
-    static_argnums: tuple[int, ...] = ()
-    static_argnames: tuple[str, ...] = ()
-    donate_argnums: tuple[int, ...] = ()
-    donate_argnames: tuple[str, ...] = ()
+    static_argnums: Any = ()
+    static_argnames: Any = ()
+    donate_argnums: Any = ()
+    donate_argnames: Any = ()
     layout: Any = None
     compiler_options: Any = None
 
@@ -59,19 +71,25 @@ class Options:
         for name in ("level", "memory_limit", "compile_candidates", "time_limit"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         object.__setattr__(self, "level", level_of(self.level))
+        for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
+            value = getattr(self, name)
+            several = tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
+            object.__setattr__(self, name, several)
+        if isinstance(self.compiler_options, Mapping):
+            object.__setattr__(self, "compiler_options", dict(self.compiler_options))
 
     def for_search(self, defaults: Defaults, layout_level: int | None = None) -> SearchOptions:
         """The search options of a call, once `shard` has checked these options.
 
         Args:
           defaults: the settings in force.
-          layout_level: the level that the layout file names, for a call without one of its own.
+          layout_level: the level that the layout file names, if there is one.
         """
         limit = None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
         assert not isinstance(limit, Problem)
         mode = self.search_mode or defaults.search_mode or "auto"
         return SearchOptions(
-            level=self.level or layout_level or 0,
+            level=next(level for level in (self.level, layout_level, 0) if level is not None),
             mode=mode,
             memory_limit=limit,
             time_limit_s=math.inf if self.time_limit is None else self.time_limit,

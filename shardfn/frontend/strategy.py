@@ -155,37 +155,31 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     `strategy` None leaves all of them AUTO. The number of entries must be the number of arguments.
     """
     per_argument = [leaves_of(a, problems) for a in arguments]
+    if strategy is not None and (problem := _misfit(arguments, strategy, name)):
+        problems.append(problem)
+        strategy = None
     if strategy is None:
-        return [leaf for leaves in per_argument for leaf in leaves]
-    if not isinstance(strategy, tuple) or isinstance(strategy, PartitionSpec):
-        problems.append(
-            Problem(
-                f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is "
-                f"{strategy if isinstance(strategy, NamedEntry) else a(strategy)}",
-                where=f"{name} = {short(strategy)}",
-                why=_COUNTS[name],
-                fix=_as_tuple(strategy, name),
-                is_type=True,
-            )
-        )
-        return [leaf for leaves in per_argument for leaf in leaves]
-    if len(strategy) != len(arguments):
-        names = ", ".join(a.name for a in arguments) or "none"
-        problems.append(
-            Problem(
-                f"`{name}` has {count(len(strategy), 'entry', 'entries')} for "
-                f"{count(len(arguments), _NOUN[name], _NOUN[name] + 's')}",
-                where=f"{name} = {short(strategy)}; {_NOUN[name]}s: {names}",
-                why=_COUNTS[name],
-                fix=_fix_count(strategy, arguments, name),
-            )
-        )
         return [leaf for leaves in per_argument for leaf in leaves]
     found: list[Leaf] = []
     for i, (argument, leaves, entry) in enumerate(zip(arguments, per_argument, strategy, strict=True)):
         entries = _spread(entry, argument.value, f"{name}[{i}]", argument.label, problems)
         found += [_with_entry(leaf, e, w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
     return found
+
+
+def _misfit(arguments: Sequence[Argument], strategy: Any, name: str) -> Problem | None:
+    """The problem of a strategy that is no tuple, or has another number of entries than there are arguments."""
+    noun = _NOUN[name]
+    if not isinstance(strategy, tuple) or isinstance(strategy, PartitionSpec):
+        kind = strategy if isinstance(strategy, NamedEntry) else a(strategy)
+        return Problem(f"`{name}` must be a tuple with one entry for each {noun}, but it is {kind}",
+                       f"{name} = {short(strategy)}", _COUNTS[name], _as_tuple(strategy, name), is_type=True)  # fmt: skip
+    if len(strategy) == len(arguments):
+        return None
+    entries, wanted = count(len(strategy), "entry", "entries"), count(len(arguments), noun, noun + "s")
+    names = ", ".join(argument.name for argument in arguments) or "none"
+    return Problem(f"`{name}` has {entries} for {wanted}", f"{name} = {short(strategy)}; {noun}s: {names}", _COUNTS[name],
+                   _fix_count(strategy, arguments, name))  # fmt: skip
 
 
 _NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument",
@@ -255,14 +249,14 @@ def has_open_dims(entry: Any) -> bool:
     return bool(given) and all(isinstance(e, int | np.integer) for e in given)
 
 
-def without_mesh(leaves: Sequence[Leaf]) -> list[Leaf]:
+def without_mesh(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     """The leaves of a call without a mesh: there, a `PartitionSpec` that names no axis means REPLICATED."""
-    return [
+    return tuple(
         dataclasses.replace(leaf, entry=(1,) * len(leaf.shape))
         if isinstance(leaf.entry, PartitionSpec) and not any(leaf.entry) and len(leaf.entry) <= len(leaf.shape)
         else leaf
         for leaf in leaves
-    ]
+    )
 
 
 def _with_entry(leaf: Leaf, entry: Entry, where: str) -> Leaf:
@@ -375,70 +369,39 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
     if plan is None:
         return list(leaves)
     if not isinstance(plan, dict):
-        problems.append(
-            Problem(
-                f"`parameter_plan` must be a dict from path to entry, but it is {a(plan)}",
-                where=f"parameter_plan = {short(plan)}",
-                why="it gives single arrays entries, by their paths",
-                fix='write it as parameter_plan={"params/w1": (1, 4)}',
-                is_type=True,
-            )
-        )
+        problems.append(Problem(f"`parameter_plan` must be a dict from path to entry, but it is {a(plan)}",
+                                f"parameter_plan = {short(plan)}", "it gives single arrays entries, by their paths",
+                                'write it as parameter_plan={"params/w1": (1, 4)}', is_type=True))  # fmt: skip
         return list(leaves)
-    full = [normal(leaf.path) for leaf in leaves]
-    globs: list[str] = []
+    full, globs = [normal(leaf.path) for leaf in leaves], list[str]()
+    where = {pattern: f"parameter_plan[{pattern!r}]" for pattern in plan}
+    said = {pattern: f"{where[pattern]} = {short(entry)}" for pattern, entry in plan.items()}
     for pattern, entry in plan.items():
-        where = f"parameter_plan[{pattern!r}]"
         if not isinstance(pattern, str):
-            problems.append(
-                Problem(
-                    f"a key of `parameter_plan` is {a(pattern)}",
-                    where=f"{where} = {short(entry)}",
-                    why="a key is the path of an array, or a glob of paths",
-                    fix='write a string there, such as "params/w1"',
-                    is_type=True,
-                )
-            )
-            continue
-        if not is_entry(entry) or isinstance(entry, str | int | float):
+            problems.append(Problem(f"a key of `parameter_plan` is {a(pattern)}", said[pattern],
+                                    "a key is the path of an array, or a glob of paths",
+                                    'write a string there, such as "params/w1"', is_type=True))  # fmt: skip
+        elif not is_entry(entry) or isinstance(entry, str | int | float):
             likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
-            problems.append(
-                Problem(
-                    f"a value of `parameter_plan` is {a(entry)}",
-                    where=f"{where} = {short(entry)}",
-                    why=ENTRY_KINDS,
-                    fix=f"write {where} = {likely!r}",
-                    is_type=True,
-                )
-            )
-            continue
-        globs.append(pattern)
+            problems.append(Problem(f"a value of `parameter_plan` is {a(entry)}", said[pattern], ENTRY_KINDS,
+                                    f"write {where[pattern]} = {likely!r}", is_type=True))  # fmt: skip
+        else:
+            globs.append(pattern)
     found = ruled(globs, full, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_cell)
     for pattern in (globs[rule] for rule in found.missing):
         close = near(pattern, full)
-        problems.append(
-            Problem(
-                f"`parameter_plan` names `{pattern}`, which is no array of this call",
-                where=f"parameter_plan[{pattern!r}] = {short(plan[pattern])}",
-                why=f"the arrays are {listed(full)}",
-                fix=f"did you mean {' or '.join(map(repr, close))}?"
-                if close
-                else "use one of these paths, or a glob that meets them: * stands for any part",
-            )
-        )
+        fix = "use one of these paths, or a glob that meets them: * stands for any part"
+        fix = f"did you mean {' or '.join(map(repr, close))}?" if close else fix
+        problems.append(Problem(f"`parameter_plan` names `{pattern}`, which is no array of this call", said[pattern],
+                                f"the arrays are {listed(full)}", fix))  # fmt: skip
     for i, one, two in found.clashes:
-        said = (f"parameter_plan[{globs[rule]!r}] = {short(plan[globs[rule]])}" for rule in (one, two))
-        problems.append(
-            Problem(
-                f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
-                where=" and ".join(said),
-                why="an array has one entry, and no rule comes before the other",
-                fix="make one of the globs narrower, or name the path itself",
-            )
-        )
+        problems.append(Problem(f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
+                                f"{said[globs[one]]} and {said[globs[two]]}",
+                                "an array has one entry, and no rule comes before the other",
+                                "make one of the globs narrower, or name the path itself"))  # fmt: skip
     rule_of = {i: globs[rule] for i, rule in found.rules.items()}
     return [
-        _with_entry(leaf, plan[rule_of[i]], f"parameter_plan[{rule_of[i]!r}]") if i in rule_of else leaf
+        _with_entry(leaf, plan[rule_of[i]], where[rule_of[i]]) if i in rule_of else leaf
         for i, leaf in enumerate(leaves)
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shardfn.errors import ContextError, ContextTypeError, Problem
+from shardfn.errors import ContextError, Problem, raise_problems
 from shardfn.frontend.value_checks import (
     Check,
     boolean,
@@ -59,13 +59,11 @@ class TrainingSettings:
         False
         """
         values = {name: value for name, value in values.items() if value is not None}
-        problems = [
+        raise_problems((
             dataclasses.replace(problem, where=f"{caller}({name}={clipped(value)})")
             for name, value in values.items()
             for problem in CHECKS[name](name, value)
-        ]
-        if problems:
-            raise (ContextTypeError if all(p.is_type for p in problems) else ContextError)(problems)
+        ), ContextError)  # fmt: skip
         for name, default in (("comm_fusion", FUSION), ("parallel_optimizer_config", OPTIMIZER)):
             if name in values:
                 values[name] = {**default, **values[name]}

@@ -44,14 +44,7 @@ def check_strategy(leaf: Leaf, strategy: Any, devices: int, problems: list[Probl
     Returns:
       The tuple. None if a dimension is AUTO, or if `problems` has grown.
     """
-    found = _check_entry(leaf, strategy)
-    if not found:
-        same_rank = len(strategy) == len(leaf.shape)
-        found = [] if same_rank else [_rank_problem(leaf, strategy)]
-        for dim, ways in enumerate(strategy):
-            if ways is not AUTO:
-                found += _check_dim(leaf, dim, ways, leaf.shape[dim] if same_rank else 0, devices)
-    found = found or _check_product(leaf, [ways for ways in strategy if ways is not AUTO], devices)
+    found = list(_refusals(leaf, strategy, devices))
     problems.extend(found)
     return None if found or has_open_dims(strategy) else tuple(map(int, strategy))
 
@@ -72,31 +65,41 @@ def completions(leaf: Leaf, devices: int) -> Iterator[tuple[int, ...]]:
     yield from sorted(even, key=lambda one: (math.prod(one), one))
 
 
-def _check_entry(leaf: Leaf, strategy: Any) -> list[Problem]:
-    if isinstance(strategy, tuple):
-        return []
-    likely = fitting([strategy] if type(strategy) is int else [], leaf.shape)
-    what = f"the entry of {leaf.label} is {a(strategy)}"
-    return [
-        Problem(what, leaf.source, ENTRY_KINDS, f"write one int for each dimension, such as {likely}", is_type=True)
-    ]
+def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
+    """What is wrong with a strategy: its type, or else its rank and its numbers, or else their product."""
+    if not isinstance(strategy, tuple):
+        likely = fitting([strategy] if type(strategy) is int else [], leaf.shape)
+        yield Problem(f"the entry of {leaf.label} is {a(strategy)}", leaf.source, ENTRY_KINDS,
+                      f"write one int for each dimension, such as {likely}", is_type=True)  # fmt: skip
+        return
+    has_rank = len(strategy) == len(leaf.shape)
+    found = [] if has_rank else [_rank_problem(leaf, strategy)]
+    for dim, ways in enumerate(strategy):
+        if ways is not AUTO:
+            found += _of_dimension(leaf, dim, ways, leaf.shape[dim] if has_rank else 0, devices)
+    yield from found
+    if found:
+        return
+    product = math.prod(int(ways) for ways in strategy if ways is not AUTO)
+    if devices > 1 and devices % product:
+        fitting_products = [p for p in divisors(devices) if math.prod(leaf.shape) % p == 0]
+        yield Problem(f"{leaf.label} has {product} shards, which {devices} devices cannot hold evenly", leaf.source,
+                      f"the product of the numbers must divide the device count: {devices} is not divisible by {product}",
+                      f"choose numbers with a product of {any_of(fitting_products)}")  # fmt: skip
 
 
-def _check_dim(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> list[Problem]:
+def _of_dimension(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> Iterator[Problem]:
     """What is wrong with the number of shards of one dimension."""
-    what, where = f"{leaf.label} cannot be sharded {ways} ways along dimension {dim}", leaf.source
+    what = f"{leaf.label} cannot be sharded {ways} ways along dimension {dim}"
     if isinstance(ways, bool | np.bool_) or not isinstance(ways, int | np.integer):
-        what = f"{leaf.label} has {a(ways)} as its number of shards along dimension {dim}"
-        why = "the number of shards is an int, or AUTO"
-        return [Problem(what, where, why, f"write {_positive_int(ways)} there", is_type=True)]
-    if ways < 1:
-        why = "the number of shards is at least 1, for an unsharded dimension"
-        return [Problem(what, where, why, "write 1 to leave the dimension unsharded, or AUTO as the entry")]
-    if size % ways:
-        return [
-            Problem(what, where, f"{size} is not divisible by {ways}", _fix_divides(leaf, size, int(ways), devices))
-        ]
-    return []
+        yield Problem(f"{leaf.label} has {a(ways)} as its number of shards along dimension {dim}", leaf.source,
+                      "the number of shards is an int, or AUTO", f"write {_positive_int(ways)} there", is_type=True)  # fmt: skip
+    elif ways < 1:
+        yield Problem(what, leaf.source, "the number of shards is at least 1, for an unsharded dimension",
+                      "write 1 to leave the dimension unsharded, or AUTO as the entry")  # fmt: skip
+    elif size % ways:
+        fix = _fix_divides(leaf, size, int(ways), devices)
+        yield Problem(what, leaf.source, f"{size} is not divisible by {ways}", fix)
 
 
 def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
@@ -135,20 +138,6 @@ def _fix_divides(leaf: Leaf, size: int, ways: int, devices: int) -> str:
     return fix + (
         f", or pad that dimension to {-(-size // ways) * ways}" if devices % ways == 0 or devices == 1 else ""
     )
-
-
-def _check_product(leaf: Leaf, strategy: Sequence[Any], devices: int) -> list[Problem]:
-    product = math.prod(int(c) for c in strategy)
-    if devices == 1 or devices % product == 0:
-        return []
-    return [
-        Problem(
-            f"{leaf.label} has {product} shards, which {devices} devices cannot hold evenly",
-            where=leaf.source,
-            why=f"the product of the numbers must divide the device count: {devices} is not divisible by {product}",
-            fix=f"choose numbers with a product of {any_of([p for p in divisors(devices) if math.prod(leaf.shape) % p == 0])}",
-        )
-    ]
 
 
 def any_of(numbers: Sequence[int | str]) -> str:

@@ -218,7 +218,8 @@ def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str =
     pool, size = _pool(devices)
     problems: list[Problem] = []
     leaves = leaves_of(Argument(root, f"the tree `{root}`" if root else "the tree", tree), problems)
-    axes, entries = rule_entries(layout, leaves, size, problems, complete=True)
+    layout = dataclasses.replace(layout, every_array_ruled=True)
+    axes, entries = rule_entries(layout, leaves, size, problems)
     if problems:
         raise LayoutFileError(problems)
     found = [_sharding(entry, axes, layout.order, pool, size, len(leaf.shape))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import Problem, nearest
-from shardfn.frontend.levels import OBJECTIVES, level_of
+from shardfn.frontend.options import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import (

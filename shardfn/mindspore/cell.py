@@ -61,7 +61,7 @@ class Cell:
         out_strategy: Any = None,
         parameter_plan: Any = None,
         device: Any = None,
-        level: int | str = 0,
+        level: int | str | None = None,
         **options: Any,
     ) -> Any:
         """Shard the calls of this instance from now on.

@@ -18,7 +18,7 @@ def shard(
     out_strategy: Any = None,
     parameter_plan: Any = None,
     device: Any = None,
-    level: Any = 0,
+    level: Any = None,
     **options: Any,
 ) -> Any:
     """`shardfn.shard` with the order of arguments of MindSpore 2.x.

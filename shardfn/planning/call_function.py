@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import keyword
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import tree_util
@@ -15,11 +15,13 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend import nnx_objects
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
+from shardfn.frontend.meshes import abstract_mesh
+from shardfn.frontend.trace import Traced, trace
 from shardfn.ir.model import Axes
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.tags import constrain_tags
-from shardfn.planning.workarounds import WrongOp, replicate_wrong_ops
+from shardfn.planning.workarounds import WrongOp, replicate_wrong_ops, separate_windows
 
 
 class OtherCall(Exception):
@@ -31,59 +33,61 @@ class CallFunction:
     """A call as a pure function of its values; `on` gives it with its constraints on a mesh."""
 
     pure: Callable[..., Any]
-    shapes: Sequence[Any]
-    """The values of the call, with shapes in the place of arrays."""
-    static_argnums: tuple[int, ...]
+    callee: Callee
+    call: Call
+    """The call, with shapes in the place of arrays."""
     donate_argnums: tuple[int, ...]
+    separates_windows: bool = False
+    """Whether each window gets an array of its own (`separate_windows`)."""
     tags: Mapping[str, LayoutRule] = dataclasses.field(default_factory=dict)
     """The layout file's rules for tagged activations."""
     tag_axes: Axes = ()
     """The mesh axes of these rules."""
-    separates_windows: bool = False
-    """Whether `pure` gives each window an array of its own (`separate_windows`)."""
     wrong: tuple[WrongOp, ...] = ()
     """Ops that need a workaround for an XLA bug."""
 
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
-        function = self.pure
+        function, statics = self.pure, self.call.statics
+        if self.separates_windows:
+            function = separate_windows(function, statics)
         if self.tags:
-            function = constrain_tags(function, self.tags, self.tag_axes, mesh.mesh, mesh.parts, self.static_argnums)
-        return replicate_wrong_ops(function, mesh.mesh, self.wrong, self.static_argnums) if self.wrong else function
+            function = constrain_tags(function, self.tags, self.tag_axes, mesh, statics)
+        return replicate_wrong_ops(function, mesh.mesh, self.wrong, statics) if self.wrong else function
+
+    def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
+        """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
+        mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
+        return trace(self.on(mesh), self.call.values, self.call.statics, platform)
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     """The call as a function of its values in order. It returns the changed arrays too where the call writes them back.
 
+    Args:
+      callee: what is called (`Callee.frozen`).
+      call: the call, with shapes in the place of arrays (`Call.of_shapes`).
+
     It has the user's names, which JAX's errors, profiles and HLO show, and keeps none of the call's arrays alive.
     """
-    shapes, statics, slots, stateful, has_state = (
-        call.shapes,
-        call.statics,
-        call.slots,
-        call.stateful,
-        call.write is not None,
-    )
-    slot_names = [s.name for s in slots]
-    frozen = callee.frozen(shapes[0] if stateful else {}, dict(zip(slot_names, shapes[stateful:], strict=True)))
-    expected = signature(shapes, statics)
+    slots, statics, stateful, expected = call.slots, call.statics, call.stateful, signature(call.values, call.statics)
 
     def pure(*flat: Any) -> Any:
         if signature(flat, statics) != expected:
             raise OtherCall
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
-        given = dict(zip(slot_names, rest, strict=True))
-        objects, given, before = frozen.objects.filled(given) if frozen.objects else (frozen.objects, given, {})
+        given = dict(zip((slot.name for slot in slots), rest, strict=True))
+        objects, given, before = callee.objects.filled(given) if callee.objects else (callee.objects, given, {})
         kept = {name: _custom_nodes(value) for name, value in given.items() if name not in objects.places}
-        result, changed = frozen.call(state, *split(slots, [*given.values()]))
+        result, changed = callee.call(state, *split(slots, [*given.values()]))
         for name, nodes in kept.items():
             _refuse_lost_changes(name, nodes)
         if objects:
-            changed |= frozen.changed(before, nnx_objects.read(objects.nodes))
-        return (result, changed) if has_state else result
+            changed |= callee.changed(before, nnx_objects.read(objects.nodes))
+        return (result, changed) if call.returns_changes else result
 
     kind = inspect.Parameter.POSITIONAL_ONLY
-    names = ["self"] * stateful + slot_names
+    names = ["self"] * stateful + [slot.name for slot in slots]
     found = [n if n.isidentifier() and not keyword.iskeyword(n) else f"argument_{i}" for i, n in enumerate(names)]
     pure.__name__ = pure.__qualname__ = callee.name
     pure.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in found])  # type: ignore[attr-defined]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.meshes import partition_spec
+from shardfn.frontend.paths import few
 from shardfn.ir.model import Spec
+from shardfn.render.html import to_html
+from shardfn.render.parts import Table
+from shardfn.render.text import Shown, terminal_width, to_text
+from shardfn.units import bytes_text, signed, time_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +106,19 @@ class Figures:
             self.flops - other.flops,
         )
 
+    def texts(self) -> tuple[str, str, str]:
+        """Time, bytes sent and memory."""
+        return time_text(self.time_s), bytes_text(self.bytes_sent), bytes_text(self.memory)
+
+    def signed_texts(self) -> tuple[str, str, str]:
+        """The texts of a difference.
+
+        >>> Figures(1.5e-6, 2048, 0, 0.0).signed_texts()
+        ('+1.5 µs', '+2 KiB', '0 B')
+        """
+        time, sent, memory = map(signed, self.texts())
+        return time, sent, memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -120,7 +139,7 @@ class Alternative:
     more: Figures
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Alternatives:
     """The costs of other shardings of one array, best first at the plan's level. Print it, or show it in a notebook.
 
@@ -137,3 +156,51 @@ class Alternatives:
     rows: tuple[Alternative, ...]
     left_out: tuple[tuple[int, ...], ...] = ()
     paths: tuple[str, ...] = ()
+
+    def table(self) -> Table:
+        """One row for each sharding, the plan's own first."""
+        d = self.planned
+        name = f"{few(self.paths, 3)} ({len(self.paths)} arrays)" if self.paths else d.path
+        rows = [(f"{d.strategy} as planned", str(d.partition_spec), *self.figures.texts(), "", "", "")]
+        rows += [
+            (str(row.strategy), str(partition_spec(row.spec)), *row.figures.texts(), *row.more.signed_texts())
+            for row in self.rows
+        ]
+        notes = [] if self.rows else ["the mesh allows no other sharding of it"]
+        if self.left_out:
+            shown = ", ".join(map(str, self.left_out[:4])) + (" …" if len(self.left_out) > 4 else "")
+            notes.append(
+                f"{len(self.left_out)} more strategies were not evaluated: {shown}; raise `most` to evaluate more"
+            )
+        title = f"Other shardings of {name}, {d.dtype}{list(d.shape)} ({d.source}), everything else as planned"
+        columns = ("strategy", "spec", "time", "sent", "memory", "more time", "more sent", "more memory")
+        return Table(title, columns, tuple(rows), "; ".join(notes))
+
+    def __str__(self) -> str:
+        return to_text([self.table()], terminal_width())
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return Shown([self.table()])
+
+    def _repr_html_(self) -> str:
+        return to_html([self.table()], f"Other shardings of {few(self.paths, 3) or self.planned.path}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One line of a diff: the property that differs, its text in both plans, and the paths of the arrays concerned."""
+
+    what: str
+    first: str
+    second: str
+    paths: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What differs, and of how many arrays."""
+        return self.what + (f" ({len(self.paths)} arrays)" if len(self.paths) > 1 else "")
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.first} -> {self.second}"

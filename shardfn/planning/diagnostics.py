@@ -177,7 +177,7 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
     ]
     found = []
     for d, spec in tries[:most]:
-        partitioned = study.partitioned_with(plan, (d.path,), spec)
+        partitioned = study.partitioned_with((d.path,), spec)
         if is_gone(partitioned):
             paid = estimate_cost(partitioned, plan.hardware, study.problem.donated)
             if paid.bytes_sent < plan.cost.bytes_sent:

@@ -28,7 +28,10 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     partitioned, cost = problem.partitioned_of(answer), problem.evaluate_answer(answer)
     inputs = _inputs(posed, answer)
     outputs, changed = _outputs(posed, answer, partitioned)
-    made = Plan(
+    # Without the partitioned programs that the search kept, which are large.
+    uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
+    answered = AnsweredCall(uncached, answer)
+    plan = Plan(
         function=call.name,
         hardware=call.hardware,
         level=problem.level,
@@ -48,9 +51,10 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         candidates=candidates(problem, answer, cost),
         activations=call.layout.activations if call.layout is not None else (),
         memory_limit=call.search.memory_limit,
+        _answered=answered,
     )
     diagnostics = (
-        *advice(made, AnsweredCall(posed, answer)),
+        *advice(plan, answered),
         *file_constraints(posed, answer.axes)[1],
         *changed,
         *(near_limit_note(cost.memory, problem.memory_limit) if call.search.is_limit_strict else ()),
@@ -58,7 +62,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         *of_program(call.traced, call.hardware, call.inputs, answer.axes),
         *not_predicted(call.traced.graph, partitioned),
     )
-    return dataclasses.replace(made, diagnostics=diagnostics)
+    return dataclasses.replace(plan, diagnostics=diagnostics)
 
 
 def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:

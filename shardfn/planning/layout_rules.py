@@ -117,6 +117,10 @@ class LayoutFile:
     sources: tuple[DecisionSource, ...] = ()
     name: str = "layout"
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
+    every_rule_matches: bool = True
+    """Whether a rule that matches no array is an error."""
+    every_array_ruled: bool = False
+    """Whether an argument that no rule matches is an error."""
 
     def __eq__(self, other: object) -> bool:
         converted = getattr(other, "_as_layout_file", None)  # a plan
@@ -127,7 +131,7 @@ class LayoutFile:
 
     def _key(self) -> tuple[Any, ...]:
         ordered = sorted(self.constraints, key=lambda c: (c.number, repr(c)))  # a file groups equal ones
-        skipped = ("name", "lines", "constraints")
+        skipped = ("name", "lines", "constraints", "every_rule_matches", "every_array_ruled")
         return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped), ordered)
 
     def with_mesh(self, **sizes: int) -> LayoutFile:
@@ -177,7 +181,7 @@ def mesh_axes(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes
 
 
 def match_rules(
-    layout: LayoutFile, section: str, leaves: Sequence[Leaf], problems: list[Problem], strict: bool = True
+    layout: LayoutFile, section: str, leaves: Sequence[Leaf], problems: list[Problem]
 ) -> dict[int, LayoutRule]:
     """The rule of each leaf that one matches, by the leaf's position. An exact path takes precedence over a glob.
 
@@ -185,13 +189,12 @@ def match_rules(
       layout: the layout file.
       section: "arguments", "results" or "activations".
       leaves: the arrays.
-      problems: receives rules that match no array (if `strict`), and arrays that two rules match.
-      strict: whether a rule must match an array.
+      problems: receives rules that match no array, and arrays that two rules match.
     """
     rules: tuple[LayoutRule, ...] = getattr(layout, section)
     paths = [normal(leaf.path) for leaf in leaves]
     found = ruled([rule.glob for rule in rules], paths, lambda one, two: rules[one].sharding == rules[two].sharding)
-    if strict:
+    if layout.every_rule_matches:
         missing = [rules[i] for i in found.missing if not rules[i].optional]
         _report((_no_match(rule, paths, section, layout.name) for rule in missing), len(missing),
                 "rules that match no array", layout.name, problems)  # fmt: skip
@@ -213,43 +216,32 @@ def _report(found: Iterable[Problem], total: int, what: str, name: str, problems
     """Add the first of some problems, and how many more there are."""
     problems += itertools.islice(found, MAX_REPORTED)
     if total > MAX_REPORTED:
-        problems.append(
-            Problem(f"there are {total - MAX_REPORTED} more {what}", where=name, fix="fix those above first")
-        )
+        problems.append(Problem(f"there are {total - MAX_REPORTED} more {what}", name, fix="fix those above first"))
 
 
 def _no_match(rule: LayoutRule, paths: Sequence[str], section: str, name: str) -> Problem:
     close = near(rule.glob, paths)
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the path."
-    return Problem(
-        f"a rule of {name} matches no array: `{printable(rule.glob)}`",
-        where=f"{at_line(name, rule.line)}: [{section}]",
-        why=f"the arrays are {listed(paths)}",
-        fix=f"{fix} Or remove the rule, or add optional = true to it",
-    )
+    return Problem(f"a rule of {name} matches no array: `{printable(rule.glob)}`", f"{at_line(name, rule.line)}: [{section}]",
+                   f"the arrays are {listed(paths)}", f"{fix} Or remove the rule, or add optional = true to it")  # fmt: skip
 
 
 def _two_rules(leaf: Leaf, one: LayoutRule, two: LayoutRule, section: str, name: str) -> Problem:
-    return Problem(
-        f"two rules of {name} match `{leaf.path}`",
-        where=f"{one.where(name, section)} and {two.where(name, section).removeprefix(name).lstrip(': ')}",
-        why="an array has one sharding, and neither glob takes precedence",
-        fix="make one glob narrower, or add a rule for the exact path: it takes precedence over every glob",
-    )
+    where = f"{one.where(name, section)} and {two.where(name, section).removeprefix(name).lstrip(': ')}"
+    return Problem(f"two rules of {name} match `{leaf.path}`", where,
+                   "an array has one sharding, and neither glob takes precedence",
+                   "make one glob narrower, or add a rule for the exact path: it takes precedence over every glob")  # fmt: skip
 
 
 def report_uncovered(leaves: Sequence[Leaf], name: str, problems: list[Problem]) -> None:
     """Report the arrays that no rule matches."""
     found = (
-        Problem(
-            f"no rule of {name} matches `{leaf.path}`",
-            where=leaf.text,
-            why="here the layout file alone decides: no search shards the other arrays",
-            fix=f'add a rule: "{escaped(leaf.path)}" = [{", ".join("1" for _ in leaf.shape)}], '
-            'or others = "replicated" for all of them',
-        )
+        Problem(f"no rule of {name} matches `{leaf.path}`", leaf.text,
+                "here the layout file alone decides: no search shards the other arrays",
+                f'add a rule: "{escaped(leaf.path)}" = [{", ".join("1" for _ in leaf.shape)}], '
+                'or others = "replicated" for all of them')
         for leaf in leaves
-    )
+    )  # fmt: skip
     _report(found, len(leaves), "arrays without a rule", name, problems)
 
 
@@ -294,12 +286,10 @@ def _expanded(sharding: Sequence[RuleDim], ndim: int) -> list[RuleDim] | None:
 
 def _rank(rule: LayoutRule, leaf: Leaf) -> Problem:
     have = len(rule.dims) if rule.dims else len(rule.sharding or ()) - (ELLIPSIS in (rule.sharding or ()))
-    return Problem(
-        f"{leaf.label} has {count(len(leaf.shape), 'dimension', 'dimensions')}, but its rule has {have}",
-        where=leaf.source,
-        why='a rule has one entry for each dimension; "..." stands for any number of unsharded ones',
-        fix=f"write {len(leaf.shape)} entries, or narrow the glob {rule.glob!r} so that it does not match this array",
-    )
+    what = f"{leaf.label} has {count(len(leaf.shape), 'dimension', 'dimensions')}, but its rule has {have}"
+    return Problem(what, leaf.source, 'a rule has one entry for each dimension; "..." stands for any number of unsharded ones',
+                   f"write {len(leaf.shape)} entries, or narrow the glob {rule.glob!r} so that it does not match this "
+                   "array")  # fmt: skip
 
 
 def _spec(dims: Sequence[RuleDim], leaf: Leaf, sizes: dict[str, int], problems: list[Problem]) -> Spec | None:
@@ -311,26 +301,16 @@ def _spec(dims: Sequence[RuleDim], leaf: Leaf, sizes: dict[str, int], problems: 
             name = written.removesuffix("?")
             if name not in sizes:
                 close = difflib.get_close_matches(name, list(sizes), 1, 0.5)
-                problems.append(
-                    Problem(
-                        f"{leaf.label} is sharded over `{name}`, which is no mesh axis",
-                        where=leaf.source,
-                        why=f"the axes are {', '.join(sizes) or 'none'}",
-                        fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or 1 for unsharded",
-                    )
-                )
+                fix = f"did you mean {close[0]!r}?" if close else "use one of these axes, or 1 for unsharded"
+                problems.append(Problem(f"{leaf.label} is sharded over `{name}`, which is no mesh axis", leaf.source,
+                                        f"the axes are {', '.join(sizes) or 'none'}", fix))  # fmt: skip
                 return None
             if written != name and size % math.prod([sizes[name], *(sizes[a] for a in kept)]):
                 continue
             if name in used:
-                problems.append(
-                    Problem(
-                        f"two dimensions of {leaf.label} use the axis `{name}`",
-                        where=leaf.source,
-                        why="a mesh axis shards at most one dimension of an array",
-                        fix=f"give dimension {d} another axis, or leave it unsharded",
-                    )
-                )
+                problems.append(Problem(f"two dimensions of {leaf.label} use the axis `{name}`", leaf.source,
+                                        "a mesh axis shards at most one dimension of an array",
+                                        f"give dimension {d} another axis, or leave it unsharded"))  # fmt: skip
                 return None
             used.add(name)
             kept.append(name)
@@ -344,8 +324,8 @@ def as_layout(spec: Spec, axes: Axes, order: Sequence[int] | None) -> MeshLayout
 
 
 def rule_entries(
-    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, complete: bool,
-    section: str = "arguments", strict: bool = True, given: Sequence[str] = (),
+    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], section: str = "arguments",
+    given: Sequence[str] = (),
 ) -> tuple[Axes, list[tuple[Any, str]]]:  # fmt: skip
     """The mesh axes, and for each leaf the entry that the file gives it (as `rule_entry`) and its place in the file.
 
@@ -354,14 +334,12 @@ def rule_entries(
       leaves: the arrays.
       devices: the device count.
       problems: receives everything that does not fit.
-      complete: whether an array without a rule, or with an open one, is a problem.
       section: "arguments" or "results".
-      strict: whether a rule that matches no array is a problem.
       given: the names of the arguments that are data: `batch` applies to those none of whose arrays has a rule.
     """
     axes = mesh_axes(layout, devices, problems)
     count = math.prod(size for _, size in axes) if axes else devices  # a mesh that does not fit is reported once
-    rules = match_rules(layout, section, leaves, problems, strict)
+    rules = match_rules(layout, section, leaves, problems)
     owners = [next((name for name in given if f"{leaf.path}/".startswith(f"{name}/")), None) for leaf in leaves]
     ruled = {owners[i] for i in rules}
     entries: list[tuple[Any, str]] = []
@@ -375,7 +353,7 @@ def rule_entries(
                 rule = LayoutRule("batch", sharding, line=layout.lines.get("batch", 0))
             elif layout.others is not None:
                 rule = LayoutRule("others", layout.others, line=layout.lines.get("others", 0))
-        if complete and (rule is None or rule.sharding is None):
+        if section == "arguments" and layout.every_array_ruled and (rule is None or rule.sharding is None):
             bare.append(leaf)
         if rule is None:
             entries.append((AUTO, ""))
@@ -393,14 +371,12 @@ def rule_entries(
 
 
 def with_layout(
-    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, section: str = "arguments",
-    strict: bool = True, given: Sequence[str] = (), complete: bool = False,
+    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], section: str = "arguments",
+    given: Sequence[str] = (),
 ) -> list[Leaf]:  # fmt: skip
     """The arrays of a call, or its results; the file gives an entry to each that has none. Arguments as `rule_entries`."""
     before = len(problems)
-    axes, entries = rule_entries(
-        layout, leaves, devices, problems, complete=complete, section=section, strict=strict, given=given
-    )
+    axes, entries = rule_entries(layout, leaves, devices, problems, section, given)
     if len(problems) > before or (axes and devices != math.prod(size for _, size in axes)):
         return list(leaves)
     found = []

@@ -146,6 +146,11 @@ def finest(axes: Sequence[tuple[str, int]]) -> tuple[tuple[tuple[str, int], ...]
     return tuple(fine), parts
 
 
+def split_axes(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
+    """A spec over the finer axes that make up each of its own."""
+    return tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec)
+
+
 def expresses(axes: Sequence[tuple[str, int]], other: Sequence[int]) -> bool:
     """Whether each axis of a mesh of sizes `other` is a product of axes of the mesh `axes`.
 

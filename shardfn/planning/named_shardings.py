@@ -56,15 +56,11 @@ def place_named(
             specs.append((tuple(name for name, _ in mesh_axes), *((),) * (len(strategy) - 1)))
         else:
             specs.append(None)
-            problems.append(
-                Problem(
-                    f"{leaf.label} is sharded by integers and {first.label} by named axes",
-                    where=f"{leaf.source}; {first.source}",
-                    why="integers leave the choice of mesh axes open, and named shardings fix them",
-                    fix=f"write integers for all, {_all_as_strategies(leaves, mesh_axes)}, or named shardings for all",
-                    is_type=True,
-                )
-            )
+            problems.append(Problem(
+                f"{leaf.label} is sharded by integers and {first.label} by named axes", f"{leaf.source}; {first.source}",
+                "integers leave the choice of mesh axes open, and named shardings fix them",
+                f"write integers for all, {_all_as_strategies(leaves, mesh_axes)}, or named shardings for all",
+                is_type=True))  # fmt: skip
     if len(problems) > before or devices == 1:
         return Placement((), tuple(None if s is None else ((),) * len(s) for s in specs))
     order = next((tuple(leaf.entry.rank_list) for leaf in leaves if isinstance(leaf.entry, MeshLayout)), None)
@@ -76,30 +72,6 @@ def mesh_of(entries: Iterable[Any]) -> Mesh | None:
     for entry in entries:
         if isinstance(entry, NamedSharding) and isinstance(entry.mesh, Mesh):
             return entry.mesh
-    return None
-
-
-def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
-    """The problem of a NamedSharding whose devices or memory are not those of the call."""
-    mesh, kind = leaf.entry.mesh, leaf.entry.memory_kind
-    if used is None or not isinstance(mesh, Mesh):
-        return None
-    own = list(mesh.devices.flat)
-    if len(own) == len(used) and own != list(used):
-        what = "the devices in another order" if set(own) == set(used) else "other devices"
-        return Problem(
-            f"the mesh of {leaf.label} has {what} than this call",
-            where=leaf.source,
-            why="a call has one device order, that of device= or of the first NamedSharding",
-            fix="use one mesh for all NamedShardings of a call, and no other devices in device=",
-        )
-    if kind is not None and kind != own[0].default_memory().kind:
-        return Problem(
-            f"{leaf.label} has memory_kind={kind!r}",
-            where=leaf.source,
-            why="shardfn shards only the memory that a device computes from",
-            fix=f"leave memory_kind out, or write {own[0].default_memory().kind!r}",
-        )
     return None
 
 
@@ -132,71 +104,63 @@ def _refusals(
     leaf: Leaf, leaves: Sequence[Leaf], mesh_axes: tuple[tuple[str, int], ...], devices: int, used: Sequence[Any] | None
 ) -> Iterator[Problem]:
     """The problems of an entry; the caller takes the first."""
-    entry, own = leaf.entry, _axes(leaf, mesh_axes)
+    entry, own, where = leaf.entry, _axes(leaf, mesh_axes), leaf.source
     if isinstance(entry, MeshLayout):
         try:
             entry.spec  # noqa: B018
         except LayoutError:
-            yield Problem(
-                f"the Layout of {leaf.label} is not called with axes",
-                where=leaf.source,
-                why="the device matrix alone does not say which axis shards which dimension",
-                fix=f'call it with an axis name, or "None", for each dimension: {leaf.where} = {_called(leaf)}',
-            )
+            yield Problem(f"the Layout of {leaf.label} is not called with axes", where,
+                          "the device matrix alone does not say which axis shards which dimension",
+                          'call it with an axis name, or "None", for each dimension: '
+                          f"{leaf.where} = {_called(leaf)}")  # fmt: skip
         first = next(other.entry for other in leaves if isinstance(other.entry, MeshLayout))
         if list(entry.rank_list) != list(first.rank_list):
-            yield Problem(
-                f"{leaf.label} has another rank_list than the Layouts before it",
-                where=leaf.source,
-                why="a call has one device order",
-                fix="use one rank_list for all Layouts of a call: build one Layout and call it for each array",
-            )
+            yield Problem(f"{leaf.label} has another rank_list than the Layouts before it", where,
+                          "a call has one device order",
+                          "use one rank_list for all Layouts of a call: build one Layout and call it for each array")  # fmt: skip
     elif isinstance(entry, NamedSharding):
-        if (problem := _elsewhere(leaf, used)) is not None:
-            yield problem
+        if used is not None and isinstance(entry.mesh, Mesh):
+            yield from _of_devices(leaf, list(entry.mesh.devices.flat), used)
     elif not mesh_axes:
-        yield Problem(
-            f"{leaf.label} has a PartitionSpec, but there is no mesh",
-            where=leaf.source,
-            why="a PartitionSpec names the axes of a mesh",
-            fix="pass the mesh as device=, or write a NamedSharding, a Layout or integers there",
-        )
+        yield Problem(f"{leaf.label} has a PartitionSpec, but there is no mesh", where,
+                      "a PartitionSpec names the axes of a mesh",
+                      "pass the mesh as device=, or write a NamedSharding, a Layout or integers there")  # fmt: skip
     if own != mesh_axes:
-        yield Problem(
-            f"{leaf.label} is on another mesh than the other arrays",
-            where=leaf.source,
-            why=f"{_text(own)} is not {_text(mesh_axes)}",
-            fix="use one mesh with the same axis names for all arrays of a call, or integers",
-        )
+        yield Problem(f"{leaf.label} is on another mesh than the other arrays", where,
+                      f"{_text(own)} is not {_text(mesh_axes)}",
+                      "use one mesh with the same axis names for all arrays of a call, or integers")  # fmt: skip
     size = math.prod(n for _, n in own)
     if size != devices and devices != 1:
-        yield Problem(
-            f"the mesh of {leaf.label} has {size} devices, but there are {devices}",
-            where=leaf.source,
-            why=f"the product of {_text(own)} must be the device count",
-            fix=f"choose sizes with a product of {devices}"
-            + (f", or use {size} of the devices: device=jax.devices()[:{size}]" if size < devices else ""),
-        )
+        fewer = f", or use {size} of the devices: device=jax.devices()[:{size}]" if size < devices else ""
+        yield Problem(f"the mesh of {leaf.label} has {size} devices, but there are {devices}", where,
+                      f"the product of {_text(own)} must be the device count",
+                      f"choose sizes with a product of {devices}{fewer}")  # fmt: skip
     axes, known = [a for dim in _spec(leaf) for a in dim], [name for name, _ in own]
     for name in axes:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1, 0.5)
-            yield Problem(
-                f"{leaf.label} is sharded over `{name}`, which is not a mesh axis",
-                where=leaf.source,
-                why=f"the axes are {', '.join(known)}",
-                fix=f"did you mean {close[0]!r}?"
-                if close
-                else "use one of these axes, or None to leave the dimension unsharded",
-            )
+            otherwise = "use one of these axes, or None to leave the dimension unsharded"
+            yield Problem(f"{leaf.label} is sharded over `{name}`, which is not a mesh axis", where,
+                          f"the axes are {', '.join(known)}", f"did you mean {close[0]!r}?" if close else otherwise)  # fmt: skip
     if len(set(axes)) < len(axes):
         twice = next(a for a in axes if axes.count(a) > 1)
-        yield Problem(
-            f"two dimensions of {leaf.label} are sharded over the axis `{twice}`",
-            where=leaf.source,
-            why="a mesh axis can shard one dimension of an array",
-            fix="give each dimension its own axis, or leave one unsharded",
-        )
+        yield Problem(f"two dimensions of {leaf.label} are sharded over the axis `{twice}`", where,
+                      "a mesh axis can shard one dimension of an array",
+                      "give each dimension its own axis, or leave one unsharded")  # fmt: skip
+
+
+def _of_devices(leaf: Leaf, own: Sequence[Any], used: Sequence[Any]) -> Iterator[Problem]:
+    """The problems of a NamedSharding whose devices or memory are not those of the call."""
+    kind = leaf.entry.memory_kind
+    if len(own) == len(used) and own != list(used):
+        what = "the devices in another order" if set(own) == set(used) else "other devices"
+        yield Problem(f"the mesh of {leaf.label} has {what} than this call", leaf.source,
+                      "a call has one device order, that of device= or of the first NamedSharding",
+                      "use one mesh for all NamedShardings of a call, and no other devices in device=")  # fmt: skip
+    if kind is not None and kind != own[0].default_memory().kind:
+        yield Problem(f"{leaf.label} has memory_kind={kind!r}", leaf.source,
+                      "shardfn shards only the memory that a device computes from",
+                      f"leave memory_kind out, or write {own[0].default_memory().kind!r}")  # fmt: skip
 
 
 def _axes(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
-from shardfn.frontend.meshes import partition_spec
 from shardfn.ir.model import Graph, OpConstraint, Spec
 from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, rebind
+from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import LayoutFile, printable
-from shardfn.planning.plan import Constraint
+from shardfn.planning.plan_mesh import PlanMesh
 
 _KIND_OF = {primitive: kind for kind, primitives in CONSTRAINABLE.items() for primitive in primitives}
 
@@ -132,8 +131,7 @@ def match_file_constraints(
 def apply_constraints(
     function: Callable[..., Any],
     constraints: Sequence[Constraint],
-    mesh: Any,
-    parts: Mapping[str, tuple[str, ...]],
+    mesh: PlanMesh,
     static_argnums: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """`function` with sharding constraints on the operands and results of chosen equations.
@@ -142,7 +140,6 @@ def apply_constraints(
       function: the function.
       constraints: the constraints, over the mesh axes of a plan.
       mesh: the mesh to write them on.
-      parts: for each axis of the plan the axes of `mesh` that make it up.
       static_argnums: as in `jax.jit`.
 
     Raises:
@@ -154,8 +151,7 @@ def apply_constraints(
         if spec is None or len(spec) != value.ndim:
             return value
         rows = zip(value.shape, spec, strict=True)  # the module's operand may be a broadcast of the equation's
-        fine = tuple(tuple(part for axis in dim if n > 1 for part in parts[axis]) for n, dim in rows)
-        return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition_spec(fine)))
+        return jax.lax.with_sharding_constraint(value, mesh.sharding(tuple(dim if n > 1 else () for n, dim in rows)))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         found = wanted[number]

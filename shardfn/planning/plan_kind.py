@@ -1,12 +1,14 @@
-"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor parallel, a product of them, or `mixed`."""
+"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor or expert parallel, a product of them, or `mixed`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.ir.model import Graph
+from shardfn.ir.model import Graph, PartitionedProgram
 from shardfn.planning.decisions import Decision, DimensionGroup
 
 MOST, HALF, FEW = 0.9, 0.5, 0.1
@@ -29,7 +31,11 @@ class Layouts:
     inputs: frozenset[str] = frozenset()
     """Mesh axes that shard other dimensions of the arrays with a batch dimension."""
     parameters: tuple[Sharded, ...] = ()
+    gathered: tuple[Sharded, ...] = ()
+    """The parameters with the axes over which XLA gathers them."""
     optimizer_state: tuple[Sharded, ...] = ()
+    experts: frozenset[str] = frozenset()
+    """Mesh axes that shard a batch dimension of a matmul with a parameter."""
     stacked: frozenset[str] = frozenset()
     """Mesh axes that shard the dimension along which a loop takes its layers."""
     results: frozenset[str] = frozenset()
@@ -51,37 +57,40 @@ def kind_of(layouts: Layouts) -> str:
     if list(sizes) == ["replicated"]:
         return f"replicated on {sizes['replicated']} devices"
     ordered = sorted(sizes, key=lambda role: TEXTBOOK.index(role) if role in TEXTBOOK else len(TEXTBOOK))
-    text = " × ".join(f"{role} over {sizes[role]}" for role in ordered)
+    parts = [f"{role} over {sizes[role]}" for role in ordered]
     if not set(sizes) <= set(TEXTBOOK):
-        return f"mixed: {text}"
-    return f"{text} devices" if len(sizes) == 1 else text
+        return f"mixed: {', '.join(parts)} devices"
+    return f"{parts[0]} devices" if len(parts) == 1 else " × ".join(parts)
 
 
-TEXTBOOK = ("FSDP", "ZeRO-1", "tensor parallel", "data parallel", "replicated")
+TEXTBOOK = ("FSDP", "ZeRO-1", "expert parallel", "tensor parallel", "data parallel", "replicated")
 
 
 def _role(layouts: Layouts, axis: str) -> str:
     """What the devices along one mesh axis share out."""
     parameters, state = _share(layouts.parameters, axis), _share(layouts.optimizer_state, axis)
+    if axis in layouts.experts:
+        return "expert parallel"
     if axis in layouts.batch:
         if parameters >= MOST and (state >= MOST or not layouts.optimizer_state):
-            return "FSDP"
+            is_gathered = _share(layouts.gathered, axis) >= HALF
+            return "FSDP" if is_gathered else "batch and weights sharded, without gathers of the weights,"
         if parameters > FEW:
-            return f"data parallel with {parameters:.0%} of the parameter bytes sharded"
+            return f"batch and {parameters:.0%} of the weights sharded"
         if state > FEW:
-            return "ZeRO-1" if state >= MOST else f"data parallel with {state:.0%} of the optimizer state sharded"
+            return "ZeRO-1" if state >= MOST else f"batch and {state:.0%} of the optimizer state sharded"
         return "data parallel"
     if axis in layouts.stacked:
-        return "stacked layers sharded"
+        return "layers of a loop sharded"
     if parameters >= HALF:
         return "tensor parallel"
     if parameters > FEW:
-        return f"{parameters:.0%} of the parameter bytes sharded"
+        return f"{parameters:.0%} of the weights sharded"
     if state > FEW:
-        return "optimizer state sharded"
+        return "optimizer state alone sharded"
     if axis in layouts.inputs:
         return "inputs sharded along other dimensions than the batch"
-    return "only results sharded" if axis in layouts.results else "replicated"
+    return "results alone sharded" if axis in layouts.results else "replicated"
 
 
 def _share(arrays: Sequence[Sharded], axis: str) -> float:
@@ -98,7 +107,7 @@ def layouts_of(
     arguments: Sequence[Decision],
     results: Sequence[Decision],
     groups: Sequence[DimensionGroup],
-    graph: Graph,
+    partitioned: PartitionedProgram,
 ) -> Layouts:
     """Sort the arguments of a function into arrays with a batch dimension, parameters and optimizer state.
 
@@ -110,25 +119,35 @@ def layouts_of(
       arguments: the decisions on the arguments.
       results: the decisions on the results.
       groups: the dimension groups of both.
-      graph: the traced program, whose last inputs are the arguments.
+      partitioned: the partitioned program, whose last inputs are the arguments.
     """
+    graph = partitioned.graph
     stacks = {op.trips for op in graph.ops if op.trips > 1}
     returned = {_tail(d.path): d.shape for d in results}
     mirrored = {d.path for d in arguments if _tail(d.path) and returned.get(_tail(d.path)) == d.shape}
     batch = _batch_dimensions(arguments, results, groups, mirrored, stacks)
     with_batch = {path for path, _ in batch}
     weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
-    feeds = _feeding_products(graph, len(arguments))
-    at = {d.path: i for i, d in enumerate(arguments)}
-    state = [d for d in weights if d.path in mirrored and at[d.path] not in feeds]
+    sources = _sources(graph, len(arguments))
+    feeds = functools.reduce(
+        operator.or_, (sources.get(v, 0) for op in graph.ops if op.name in PRODUCTS for v in op.inputs), 0
+    )
+    bit = {d.path: 1 << i for i, d in enumerate(arguments)}
+    state = [d for d in weights if d.path in mirrored and not bit[d.path] & feeds]
     parameters = [d for d in weights if d not in state]
+    gathers = [c for c in partitioned.communications if c.kind == "all-gather"]
     return Layouts(
         axes,
         frozenset(axis for d in arguments for i, dim in enumerate(d.spec) if (d.path, i) in batch for axis in dim),
         frozenset(axis for d in arguments if d.path in with_batch
                   for i, dim in enumerate(d.spec) if (d.path, i) not in batch for axis in dim),
         tuple(map(_sharded, parameters)),
+        tuple(
+            (_sharded(d)[0], frozenset(axis for c in gathers if sources.get(c.operand) == bit[d.path] for axis in c.axes))
+            for d in parameters
+        ),
         tuple(map(_sharded, state)),
+        _expert_axes(partitioned, sources, {bit[d.path] for d in parameters}),
         frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in stacks for axis in d.spec[0]),
         frozenset(axis for d in results for dim in d.spec for axis in dim),
     )  # fmt: skip
@@ -170,21 +189,36 @@ def _batch_dimensions(
     return ranked[min(ranked)] if ranked else set()
 
 
-def _feeding_products(graph: Graph, count: int) -> set[int]:
-    """The arguments, by position, from which a matmul, a convolution or a lookup is computed."""
+PRODUCTS = ("dot_general", "convolution", "gather")
+
+
+def _sources(graph: Graph, count: int) -> dict[int, int]:
+    """The arguments from which each value is computed, a bit each."""
     reached = {v: 1 << i for i, v in enumerate(graph.arguments(count))}
     ties = [pair for one, other in graph.ties for pair in ((one, other), (other, one))]
-    found, before = 0, dict[int, int]()
+    before = dict[int, int]()
     while reached != before:  # more than once where a loop carries values round
         before = dict(reached)
         for op in graph.ops:
             for i, out in enumerate(op.outputs):
-                sources = op.inputs[i :: len(op.outputs)] if op.name == "while" else op.inputs
-                for v in sources:
+                for v in op.inputs[i :: len(op.outputs)] if op.name == "while" else op.inputs:
                     reached[out] = reached.get(out, 0) | reached.get(v, 0)
-            if op.name in ("dot_general", "convolution", "gather"):
-                for v in op.inputs:
-                    found |= reached.get(v, 0)
         for one, other in ties:
             reached[one] = reached.get(one, 0) | reached.get(other, 0)
-    return {i for i in range(count) if found >> i & 1}
+    return reached
+
+
+def _expert_axes(
+    partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: Collection[int]
+) -> frozenset[str]:
+    """The mesh axes that shard a batch dimension of a matmul one of whose operands comes from a parameter alone."""
+    found: set[str] = set()
+    for op in partitioned.graph.ops:
+        if op.name == "dot_general" and op.rule is not None:
+            in_both = [{factor for dim in dims for factor in dim} for dims in op.rule.operands]
+            batch = set.intersection(*in_both) - op.rule.reduction
+            for v, dims in zip(op.inputs, op.rule.operands, strict=True):
+                if sources.get(v) in parameters:
+                    found.update(axis for dim, axes in zip(dims, partitioned.specs[v], strict=True)
+                                 if batch & set(dim) for axis in axes)  # fmt: skip
+    return frozenset(found)

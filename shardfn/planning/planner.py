@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from shardfn.frontend.trace import trace
 from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.plan import Plan
-from shardfn.planning.plan_mesh import own_mesh, unplanned_mesh
+from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
-from shardfn.planning.posed_call import PlannedCall, PosedCall, TracedCall
+from shardfn.planning.posed_call import PosedCall, TracedCall
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasible_limit, within_limit
 from shardfn.search.objectives import other_level
@@ -34,8 +33,8 @@ def search(posed: PosedCall) -> Answer:
     return posed.find(posed.problem)
 
 
-def plan_answer(posed: PosedCall, answer: Answer) -> PlannedCall:
-    """Finish an answer, or the one of least memory if only that keeps a strict memory limit.
+def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
+    """The plan of an answer, or of the one of least memory if only that keeps a strict memory limit.
 
     Raises:
       StrategyError: no answer keeps the memory limit.
@@ -44,7 +43,7 @@ def plan_answer(posed: PosedCall, answer: Answer) -> PlannedCall:
     bounds = posed.call.search
     if bounds.is_limit_strict:
         answer = within_limit(posed.problem, answer, functools.partial(_find, posed), bounds.memory_limit is not None)
-    return PlannedCall(posed, answer, finish(posed, answer))
+    return finish(posed, answer)
 
 
 def _find(posed: PosedCall, problem: SearchProblem) -> Answer:
@@ -57,38 +56,36 @@ def with_file_constraints(posed: PosedCall, answer: Answer) -> Answer:
     return dataclasses.replace(answer, constraints={**answer.constraints, **constraints}) if constraints else answer
 
 
-def plan_searched(posed: PosedCall, answer: Answer) -> PlannedCall:
+def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
 
     The best candidate without such an op takes its place where that costs less.
     """
-    first = plan_answer(posed, answer)
-    if not (wrong := wrong_ops(first.plan.partitioned)):
+    first = plan_without_workarounds(posed, answer)
+    if not (wrong := wrong_ops(first.partitioned)):
         return first
-    other = with_workarounds(first, wrong)
+    other = with_workarounds(posed.call, first, wrong)
     best = _best_correct(other.problem, _unconstrained(answer), search(other))
-    made = plan_answer(other, best)
+    plan = plan_without_workarounds(other, best)
     candidate = correct_candidate(posed.problem, answer, *_of_other_objective(posed))
-    if candidate and objective(candidate.cost, posed.problem) < objective(made.plan.cost, posed.problem):
-        return plan_known(posed, _as_correct(answer, candidate))
-    return _reported(made, wrong)
+    if candidate and objective(candidate.cost, posed.problem) < objective(plan.cost, posed.problem):
+        return plan_fixed_answer(posed, _as_correct(answer, candidate))
+    return with_notes(plan, workaround_note(wrong))
 
 
-def plan_known(posed: PosedCall, answer: Answer) -> PlannedCall:
-    """The plan of an answer that is settled, as `plan_searched` without a search."""
-    first = plan_answer(posed, answer)
-    if not (wrong := wrong_ops(first.plan.partitioned)):
+def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
+    """The plan of an answer that is settled, as `plan_search_answer` without a search."""
+    first = plan_without_workarounds(posed, answer)
+    if not (wrong := wrong_ops(first.partitioned)):
         return first
-    return _reported(plan_answer(with_workarounds(first, wrong), _unconstrained(answer)), wrong)
+    other = with_workarounds(posed.call, first, wrong)
+    return with_notes(plan_without_workarounds(other, _unconstrained(answer)), workaround_note(wrong))
 
 
-def with_workarounds(planned: PlannedCall, wrong: tuple[WrongOp, ...]) -> PosedCall:
+def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:
     """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
-    call = planned.posed.call
     function = dataclasses.replace(call.function, wrong=wrong)
-    traced = trace(
-        function.on(own_mesh(planned.plan)), function.shapes, function.static_argnums, call.hardware.platform
-    )
+    traced = function.traced(call.hardware.platform, PlanMesh.of(plan.mesh))
     return place_call(dataclasses.replace(call, function=function, traced=traced), [])
 
 
@@ -97,10 +94,7 @@ def without_workarounds(call: TracedCall) -> TracedCall:
     if not call.function.wrong:
         return call
     function = dataclasses.replace(call.function, wrong=())
-    on = function.on(unplanned_mesh(function.tag_axes)) if function.tags else function.pure
-    return dataclasses.replace(
-        call, function=function, traced=trace(on, function.shapes, function.static_argnums, call.hardware.platform)
-    )
+    return dataclasses.replace(call, function=function, traced=function.traced(call.hardware.platform))
 
 
 def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
@@ -161,10 +155,6 @@ def _of_other_objective(posed: PosedCall) -> tuple[SearchCandidate, ...]:
     level = other_level(posed.problem.level)
     found = posed.find(dataclasses.replace(posed.problem, level=level))
     return posed.problem.as_candidate(f"level {level}'s", found), *found.others
-
-
-def _reported(planned: PlannedCall, wrong: tuple[WrongOp, ...]) -> PlannedCall:
-    return dataclasses.replace(planned, plan=with_notes(planned.plan, workaround_note(wrong)))
 
 
 def with_notes(plan: Plan, *notes: str) -> Plan:

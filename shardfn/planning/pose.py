@@ -4,59 +4,66 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from jax import tree_util
 
 from shardfn.cost.devices.hardware import Hardware, resolve
 from shardfn.errors import ContextError, DeviceError, Problem, fail, raise_problems
+from shardfn.frontend.arguments import Call
+from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements
 from shardfn.frontend.options import Options
-from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf
-from shardfn.frontend.trace import Traced, trace
+from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, without_mesh
+from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec
 from shardfn.planning.call_function import CallFunction, pure_function
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
-from shardfn.planning.mesh_inference import Placement, expresses, finest, place
+from shardfn.planning.mesh_inference import Placement, expresses, finest, place, split_axes
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 from shardfn.planning.op_constraints import anchors
-from shardfn.planning.plan_mesh import unplanned_mesh
-from shardfn.planning.posed_call import CallRequest, PosedCall, TracedCall
+from shardfn.planning.posed_call import PosedCall, TracedCall
 from shardfn.planning.propagation import Propagation, memoized, padded
 from shardfn.planning.tags import match_tags
-from shardfn.planning.workarounds import separate_windows, windows_clash
+from shardfn.planning.workarounds import windows_clash
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Memo, OpenResult, SearchProblem
 
 
-def pose(request: CallRequest) -> PosedCall:
-    """Bind, trace and place a call: the search problem, and what `finish` needs beside it.
+def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layout: LayoutFile | None) -> PosedCall:
+    """Trace and place a call: the search problem, and what `finish` needs beside it.
+
+    Args:
+      callee: what is called.
+      options: the options of `shard`.
+      call: its arguments.
+      defaults: the settings in force.
+      layout: the layout file of the options or the defaults.
 
     Raises:
       ShardError: all that is wrong with the call.
     """
-    callee, options, call, defaults = request.callee, request.options, request.call, request.defaults
     problems: list[Problem] = []
     inputs = input_leaves(callee, options, call, defaults, problems)
     hardware = _hardware(options, inputs, defaults, problems)
-    layout, is_strict = request.layout, options.layout is not None  # the default file is for every function
     if layout is not None:
-        inputs = with_layout(layout, inputs, hardware.count, problems, given=call.names, complete=request.is_complete,
-                             strict=is_strict)  # fmt: skip
+        inputs = with_layout(layout, inputs, hardware.count, problems, given=call.names)
     if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
         check_all(inputs, hardware.count, problems)
         raise_problems(problems)
     donated = call.positions(options.donate_argnums, options.donate_argnames)
-    function = CallFunction(pure_function(callee, call), call.shapes, call.statics, donated)
-    function, traced = _traced(function, hardware, layout, is_strict, problems)
-    result, changed = traced.results if call.write else (traced.results, {})
+    shapes = call.of_shapes()
+    frozen = callee.frozen(shapes)
+    function = CallFunction(pure_function(frozen, shapes), frozen, shapes, donated)
+    function, traced = _traced(function, hardware, layout, problems)
+    result, changed = traced.results if call.returns_changes else (traced.results, {})
     returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
     outputs = [*returned, *changed_leaves(changed)]
     if layout is not None:
-        outputs = with_layout(layout, outputs, hardware.count, problems, section="results", strict=is_strict)
+        outputs = with_layout(layout, outputs, hardware.count, problems, "results")
     position = {leaf.path: i for i, leaf in enumerate(inputs)}
     same_as = replacements(result, call.dynamic)
     same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
@@ -76,6 +83,8 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     Raises:
       ShardError: `problems`.
     """
+    if call.hardware.mesh is None:
+        call = dataclasses.replace(call, inputs=without_mesh(call.inputs), outputs=without_mesh(call.outputs))
     groups = dimension_groups(call.traced.graph)
     placed = _placed(call, groups, problems)
     raise_problems(problems)
@@ -121,20 +130,19 @@ def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, prob
 
 
 def _traced(
-    function: CallFunction, hardware: Hardware, layout: LayoutFile | None, is_strict: bool, problems: list[Problem]
+    function: CallFunction, hardware: Hardware, layout: LayoutFile | None, problems: list[Problem]
 ) -> tuple[CallFunction, Traced]:
     """The function with the constraints that it needs whatever the plan is, and its trace."""
-    shapes, statics, platform = function.shapes, function.static_argnums, hardware.platform
-    traced = trace(function.pure, shapes, statics, platform)
+    traced = function.traced(hardware.platform)
     if hardware.count > 1 and windows_clash(traced.graph):
-        function = dataclasses.replace(function, pure=separate_windows(function.pure, statics), separates_windows=True)
-        traced = trace(function.pure, shapes, statics, platform)
+        function = dataclasses.replace(function, separates_windows=True)
+        traced = function.traced(hardware.platform)
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])
-        tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems, is_strict)
+        tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems)
         if tags and hardware.count > 1 and not problems:
             function = dataclasses.replace(function, tags=tags, tag_axes=axes)
-            traced = trace(function.on(unplanned_mesh(axes)), shapes, statics, platform)
+            traced = function.traced(hardware.platform)
     return function, traced
 
 
@@ -165,11 +173,7 @@ def _on_mesh(call: TracedCall, placed: Placement) -> tuple[Axes, tuple[Spec | No
         return axes, tuple(placed.specs)
     # An inner `shard` has a mesh of its own: Shardy propagates across only if both are one.
     axes, parts = finest(own)
-    return axes, tuple(None if spec is None else _in_parts(spec, parts) for spec in placed.specs)
-
-
-def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
-    return tuple(tuple(p for axis in dim for p in parts[axis]) for dim in spec)
+    return axes, tuple(None if spec is None else split_axes(spec, parts) for spec in placed.specs)
 
 
 def _problem(

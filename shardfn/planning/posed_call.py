@@ -1,40 +1,22 @@
-"""A call on its way to a plan: as requested, as traced, and posed as a search problem."""
+"""A call on its way to a plan: traced, posed as a search problem, and answered."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardfn import search
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.frontend.arguments import Call
-from shardfn.frontend.callee import Callee
-from shardfn.frontend.defaults import Defaults
-from shardfn.frontend.options import Options, SearchOptions
+from shardfn.frontend.options import SearchOptions
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.dimension_groups import DimensionGroups
 from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.call_function import CallFunction
-from shardfn.planning.constrained_function import constrained
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.planning.plan import Plan
 from shardfn.planning.propagation import Propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CallRequest:
-    """One call of a sharded function."""
-
-    callee: Callee
-    options: Options
-    call: Call
-    defaults: Defaults
-    layout: LayoutFile | None = None
-    is_complete: bool = False
-    """Whether an array without a rule in the layout file is an error."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,10 +37,6 @@ class TracedCall:
     donated: tuple[int, ...]
     """Positions in `inputs`."""
     compiler_options: Mapping[str, Any] | None = None
-
-    def constrained(self, plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` with the constraints of a plan of this call (`Plan.apply`)."""
-        return constrained(plan, fn, self.function)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,15 +72,9 @@ class AnsweredCall:
         """The search problem."""
         return self.posed.problem
 
-    def partitioned_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> PartitionedProgram:
-        """The partitioned program where the arrays at `paths` are sharded as `spec`, and all others as planned."""
-        specs = [spec if d.path in paths else own for d, own in zip(plan.inputs, self.answer.specs, strict=True)]
-        results = {**self.answer.result_specs, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
-        return self.posed.propagation(plan.axes, specs, self.answer.constraints, results)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlannedCall(AnsweredCall):
-    """An answered call and its plan."""
-
-    plan: Plan
+    def partitioned_with(self, paths: Collection[str], spec: Spec) -> PartitionedProgram:
+        """The partitioned program where the arrays at `paths` are sharded as `spec`, and all others as answered."""
+        call, answer = self.posed.call, self.answer
+        specs = [spec if leaf.path in paths else own for leaf, own in zip(call.inputs, answer.specs, strict=True)]
+        results = {**answer.result_specs, **{i: spec for i, leaf in enumerate(call.outputs) if leaf.path in paths}}
+        return self.posed.propagation(answer.axes, specs, answer.constraints, results)

@@ -6,15 +6,12 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from shardfn.cost.devices.hardware import Hardware, used_here
-from shardfn.cost.estimate import Cost, collective_s
-from shardfn.frontend.levels import OBJECTIVES
+from shardfn.cost.estimate import collective_s
+from shardfn.frontend.options import OBJECTIVES
 from shardfn.frontend.paths import alike, layer, starred
-from shardfn.ir.model import Collective, PartitionedProgram
-from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
-from shardfn.planning.plan_kind import kind_of, layouts_of
+from shardfn.planning.plan import Decision, Plan
 from shardfn.render.cells import file_line, shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
@@ -27,95 +24,11 @@ FIX = " fix: "
 """In a diagnostic the words before what the user should do."""
 
 
-class Summarised(Protocol):
-    """The fields of a plan that its summary reads."""
-
-    @property
-    def function(self) -> str:
-        """The function's name."""
-        ...
-
-    @property
-    def hardware(self) -> Hardware:
-        """The devices."""
-        ...
-
-    @property
-    def level(self) -> int:
-        """The objective's number."""
-        ...
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """Name and size of each mesh axis."""
-        ...
-
-    @property
-    def inputs(self) -> tuple[Decision, ...]:
-        """The shardings of the arguments."""
-        ...
-
-    @property
-    def outputs(self) -> tuple[Decision, ...]:
-        """The shardings of the results."""
-        ...
-
-    @property
-    def dimension_groups(self) -> tuple[DimensionGroup, ...]:
-        """The tied dimensions."""
-        ...
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """The predicted collectives."""
-        ...
-
-    @property
-    def constraints(self) -> tuple[Constraint, ...]:
-        """The sharding constraints on ops."""
-        ...
-
-    @property
-    def partitioned(self) -> PartitionedProgram:
-        """The partitioned program."""
-        ...
-
-    @property
-    def cost(self) -> Cost:
-        """The estimated cost per device and call."""
-        ...
-
-    @property
-    def policy(self) -> str:
-        """How the plan was chosen."""
-        ...
-
-    @property
-    def gap(self) -> float | None:
-        """The relative gap to the optimum of the cost model; None if unknown."""
-        ...
-
-    @property
-    def diagnostics(self) -> tuple[str, ...]:
-        """What the user should know or change."""
-        ...
-
-    @property
-    def memory_limit(self) -> float | None:
-        """Bytes per device; None is the device's memory."""
-        ...
-
-
-def plan_kind(plan: Summarised) -> str:
-    """The textbook name of a plan, such as `FSDP over 8 devices`."""
-    return kind_of(layouts_of(plan.axes, plan.inputs, plan.outputs, plan.dimension_groups, plan.partitioned.graph))
-
-
-def headline(plan: Summarised) -> list[str]:
+def headline(plan: Plan) -> list[str]:
     """What kind of plan it is, whether it fits, how long a call takes and why, how it was chosen, and one next step."""
     cost = plan.cost
     lines = [
-        f"{plan.function}: {plan_kind(plan)}",
+        f"{plan.function}: {plan.kind}",
         f"devices: {devices_text(plan.hardware)}, mesh {mesh_text(plan.axes)}",
         f"memory: {fit_text(plan)}",
         f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}",
@@ -147,7 +60,7 @@ def mesh_text(axes: Sequence[tuple[str, int]]) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes) or "of one device"
 
 
-def fit_text(plan: Summarised) -> str:
+def fit_text(plan: Plan) -> str:
     """Whether a plan fits its memory limit by the estimate, and with how much to spare."""
     peak, device = plan.cost.memory.peak, plan.hardware.chip.memory_bytes
     limit = device if plan.memory_limit is None else plan.memory_limit
@@ -158,7 +71,7 @@ def fit_text(plan: Summarised) -> str:
     return f"fits with {bytes_text(limit - peak)} to spare: {used}"
 
 
-def _largest_part(plan: Summarised) -> str:
+def _largest_part(plan: Plan) -> str:
     """Compute, or the line whose collectives take longest."""
     parts: dict[tuple[str, str], float] = collections.defaultdict(float)
     for c in plan.collectives:
@@ -185,7 +98,7 @@ def proof(gap: float | None, level: int) -> str:
     return f"{bound} of the cost model summed over ops, on {'this mesh' if level == 0 else 'the meshes tried'}"
 
 
-def summary(plan: Summarised) -> str:
+def summary(plan: Plan) -> str:
     """A plan in less than 30 lines: arrays that differ only in the number of a layer are one row."""
     lines = [*headline(plan)]
     if plan.constraints:

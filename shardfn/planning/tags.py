@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
 
 from shardfn.errors import Problem, StrategyTypeError, a, fail
-from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Axes
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.layout_rules import MAX_REPORTED, LayoutFile, LayoutRule, match_rules, printable, rule_entry
+from shardfn.planning.plan_mesh import PlanMesh
 
 PREFIX = "shardfn:"
 """Begins the name that JAX keeps for a tag, so that no user's checkpoint policy matches it."""
@@ -47,12 +46,12 @@ def tag(x: Any, name: str) -> Any:
 
 
 def match_tags(
-    layout: LayoutFile, jaxpr: Any, axes: Axes, devices: int, problems: list[Problem], strict: bool = True
+    layout: LayoutFile, jaxpr: Any, axes: Axes, devices: int, problems: list[Problem]
 ) -> dict[str, LayoutRule]:
     """The rule of each tag in a program that one matches; `problems` receives what does not fit."""
     found = list(dict.fromkeys(_leaves(jaxpr)))
     first = list({leaf.path: leaf for leaf in found}.values())
-    matched = match_rules(layout, "activations", first, problems, strict)
+    matched = match_rules(layout, "activations", first, problems)
     bare = {r.glob: r for r in matched.values() if r.sharding is not None and (r.has_counts or not layout.mesh)}
     problems += [_without_axes(rule, layout) for rule in list(bare.values())[:MAX_REPORTED]]
     rules = {first[i].path: rule for i, rule in matched.items() if rule.glob not in bare}
@@ -90,8 +89,8 @@ def _tag(eqn: Any) -> str | None:
 
 
 def constrain_tags(
-    function: Callable[..., Any], rules: Mapping[str, LayoutRule], axes: Axes, mesh: Any,
-    parts: Mapping[str, tuple[str, ...]], static_argnums: tuple[int, ...] = (),
+    function: Callable[..., Any], rules: Mapping[str, LayoutRule], axes: Axes, mesh: PlanMesh,
+    static_argnums: tuple[int, ...] = (),
 ) -> Callable[..., Any]:  # fmt: skip
     """`function` with a sharding constraint on each tagged value.
 
@@ -100,16 +99,14 @@ def constrain_tags(
       rules: the rule of each tag, from `match_tags`.
       axes: the mesh axes that the rules name.
       mesh: the mesh of the constraints.
-      parts: for each axis of the rules, the axes of `mesh` that it consists of.
       static_argnums: as in `jax.jit`.
     """
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         (out,) = bind_one(eqn, inputs)
-        spec = rule_entry(rules[_tag(eqn) or ""], Leaf("", "", tuple(out.shape), ""), axes, mesh.size, "", [])
+        spec = rule_entry(rules[_tag(eqn) or ""], Leaf("", "", tuple(out.shape), ""), axes, mesh.mesh.size, "", [])
         if not isinstance(spec, tuple) or all(isinstance(dim, int) for dim in spec):
             return [out]
-        fine = tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec)
-        return [jax.lax.with_sharding_constraint(out, NamedSharding(mesh, partition_spec(fine)))]
+        return [jax.lax.with_sharding_constraint(out, mesh.sharding(spec))]
 
     return functools.wraps(function)(rebind(function, lambda eqn, number: _tag(eqn) in rules, bind, static_argnums))

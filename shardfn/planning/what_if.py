@@ -12,23 +12,17 @@ from typing import Any
 from shardfn.cost.estimate import estimate_cost
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
-from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starred
-from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short, without_mesh
+from shardfn.frontend.paths import alike, layer, listed, met, normal, starred
+from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.open_dimensions import with_completed_entries
-from shardfn.planning.plan import Plan
-from shardfn.planning.planner import plan_searched, search, without_workarounds
+from shardfn.planning.plan import Plan, answered_call
+from shardfn.planning.planner import plan_search_answer, search, without_workarounds
 from shardfn.planning.pose import place_call
-from shardfn.planning.posed_call import AnsweredCall
-from shardfn.render.html import to_html
-from shardfn.render.parts import Table
-from shardfn.render.text import Shown as Rendered
-from shardfn.render.text import terminal_width, to_text
 from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import strategy_of
-from shardfn.units import bytes_text, signed, time_text
 
 MOST = 12
 """Shardings of an array that are evaluated by default, at most."""
@@ -37,53 +31,41 @@ OPS = 24_000
 """Ops of all partitioned programs together that are evaluated by default: a few seconds."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class WhatIf(AnsweredCall):
-    """The call and the answer of a plan, kept to evaluate other shardings and to plan with other entries."""
+def why(plan: Plan, path: str, most: int | None) -> Alternatives:
+    """The costs of the other shardings of an array, all else as planned (`Plan.why`)."""
+    answered, every = answered_call(plan), find(plan, path)
+    planned, paths = every[0], tuple(d.path for d in every)
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        fail(StrategyError, f"{most!r} shardings cannot be evaluated", where=f"why({path!r}, most={most!r})",
+             why="`most` counts the shardings to evaluate", fix="give an integer above 0, or leave it out")  # fmt: skip
+    others = sorted(
+        array_specs(planned.shape, plan.axes, planned.spec), key=lambda spec: _evaluation_order(spec, planned, plan)
+    )
+    if most is None:
+        most = min(MOST, max(1, OPS // max(1, len(plan.partitioned.graph.ops))))
+    own = Figures.of(plan.cost)
+    rated = []
+    for spec in others[:most]:
+        cost = estimate_cost(answered.partitioned_with(paths, spec), plan.hardware, answered.problem.donated)
+        figures = Figures.of(cost)
+        row = Alternative(strategy_of(spec, plan.axes), spec, figures, figures - own)
+        rated.append((objective(cost, answered.problem), len(rated), row))
+    rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
+    left_out = tuple(strategy_of(spec, plan.axes) for spec in others[most:])
+    return Alternatives(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
-    @classmethod
-    def of(cls, planned: AnsweredCall) -> WhatIf:
-        """Without the partitioned programs that the search kept, which are large."""
-        posed = planned.posed
-        problem = dataclasses.replace(posed.problem, partition=posed.propagation)
-        return cls(dataclasses.replace(posed, problem=problem), planned.answer)
 
-    def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
-        """The costs of the other shardings of an array, all else as planned (`Plan.why`)."""
-        every = find(plan, path)
-        planned, paths = every[0], tuple(d.path for d in every)
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            fail(StrategyError, f"{most!r} shardings cannot be evaluated", where=f"why({path!r}, most={most!r})",
-                 why="`most` counts the shardings to evaluate", fix="give an integer above 0, or leave it out")  # fmt: skip
-        others = sorted(
-            array_specs(planned.shape, plan.axes, planned.spec), key=lambda spec: _evaluation_order(spec, planned, plan)
-        )
-        if most is None:
-            most = min(MOST, max(1, OPS // max(1, len(plan.partitioned.graph.ops))))
-        own = Figures.of(plan.cost)
-        rated = []
-        for spec in others[:most]:
-            cost = estimate_cost(self.partitioned_with(plan, paths, spec), plan.hardware, self.problem.donated)
-            figures = Figures.of(cost)
-            row = Alternative(strategy_of(spec, plan.axes), spec, figures, figures - own)
-            rated.append((objective(cost, self.problem), len(rated), row))
-        rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
-        left_out = tuple(strategy_of(spec, plan.axes) for spec in others[most:])
-        return AlternativesTable(planned, own, rows, left_out, paths if len(paths) > 1 else ())
-
-    def what_if(self, entries: Mapping[str, Any]) -> Plan:
-        """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
-        call = without_workarounds(self.posed.call)
-        inputs, outputs = _with_entries(call.inputs, call.outputs, entries, call.hardware.mesh is not None)
-        posed = with_completed_entries(
-            place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
-        )
-        planned = plan_searched(posed, search(posed))
-        return dataclasses.replace(planned.plan, _study=WhatIf.of(planned), _call=planned.posed.call)
+def what_if(plan: Plan, entries: Mapping[str, Any]) -> Plan:
+    """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
+    call = without_workarounds(answered_call(plan).posed.call)
+    inputs, outputs = _with_entries(call.inputs, call.outputs, entries)
+    posed = place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
+    posed = with_completed_entries(posed)
+    return plan_search_answer(posed, search(posed))
 
 
 def _with_entries(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], entries: Mapping[str, Any], has_mesh: bool
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], entries: Mapping[str, Any]
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Inputs and outputs with other entries, by path glob.
 
@@ -103,7 +85,6 @@ def _with_entries(
     changed = []
     for leaves, mine in zip((inputs, outputs), sides, strict=True):
         made = apply_parameter_plan(leaves, mine or None, problems)
-        made = made if has_mesh else without_mesh(made)
         changed.append(tuple(dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
                              for leaf, old in zip(made, leaves, strict=True)))  # fmt: skip
     raise_problems([_renamed(p) for p in problems])
@@ -185,50 +166,6 @@ def _evaluation_order(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, .
     )
 
 
-class AlternativesTable(Alternatives):
-    """Alternatives as a table."""
-
-    def table(self) -> Table:
-        """One row for each sharding, the plan's own first."""
-        d = self.planned
-        name = f"{few(self.paths, 3)} ({len(self.paths)} arrays)" if self.paths else d.path
-        rows = [(f"{d.strategy} as planned", str(partition_spec(d.spec)), *figure_texts(self.figures), "", "", "")]
-        rows += [
-            (
-                str(row.strategy),
-                str(partition_spec(row.spec)),
-                *figure_texts(row.figures),
-                *map(signed, figure_texts(row.more)),
-            )
-            for row in self.rows
-        ]
-        notes = [] if self.rows else ["the mesh allows no other sharding of it"]
-        if self.left_out:
-            shown = ", ".join(map(str, self.left_out[:4])) + (" …" if len(self.left_out) > 4 else "")
-            notes.append(
-                f"{len(self.left_out)} more strategies were not evaluated: {shown}; raise `most` to evaluate more"
-            )
-        title = f"Other shardings of {name}, {d.dtype}{list(d.shape)} ({d.source}), everything else as planned"
-        columns = ("strategy", "spec", "time", "sent", "memory", "more time", "more sent", "more memory")
-        return Table(title, columns, tuple(rows), "; ".join(notes))
-
-    def __str__(self) -> str:
-        return to_text([self.table()], terminal_width())
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return Rendered([self.table()])
-
-    def _repr_html_(self) -> str:
-        return to_html([self.table()], f"Other shardings of {few(self.paths, 3) or self.planned.path}")
-
-
-def figure_texts(figures: Figures) -> tuple[str, str, str]:
-    """Time, bytes sent and memory of one call on one device, as text."""
-    return time_text(figures.time_s), bytes_text(figures.bytes_sent), bytes_text(figures.memory)
-
-
 RUNNERS_UP = 12_000
 """Ops of all partitioned programs together that are evaluated for the runners-up of a report: a part of a second."""
 
@@ -237,7 +174,7 @@ def with_runners_up(plan: Plan) -> Plan:
     """The plan with the runner-up of each searched argument as `Plan.why` evaluates it, the largest arrays first.
 
     Arrays that are alike in all layers are evaluated once. Beyond `RUNNERS_UP` ops the search's own estimate stays."""
-    if plan._study is None:
+    if plan._answered is None:
         return plan
     searched = [d for d in plan.inputs if d.source == "searched"]
     groups = sorted(
@@ -247,17 +184,7 @@ def with_runners_up(plan: Plan) -> Plan:
     found: dict[str, str] = {}
     for same in groups[:programs]:
         rows = plan.why(same[0].path, min(MOST, programs // len(groups[:programs]))).rows
-        text = f"{rows[0].strategy}: {more_text(rows[0].more)}" if rows else ""
+        text = "{}: {}, {} sent, {} memory".format(rows[0].strategy, *rows[0].more.signed_texts()) if rows else ""
         found |= {d.path: text for d in same}
     inputs = (dataclasses.replace(d, runner_up=found.get(d.path, d.runner_up)) for d in plan.inputs)
     return dataclasses.replace(plan, inputs=tuple(inputs))
-
-
-def more_text(more: Figures) -> str:
-    """The additional cost of an alternative, in one line.
-
-    >>> more_text(Figures(1.5e-6, 2048, 0, 0.0))
-    '+1.5 µs, +2 KiB sent, 0 B memory'
-    """
-    time, sent, memory = map(signed, figure_texts(more))
-    return f"{time}, {sent} sent, {memory} memory"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardfn.compiled.comparison import compare
-from shardfn.compiled.executable import read
+from shardfn.compiled.executable import Compiled
 from shardfn.errors import StrategyError, fail
 from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import with_runners_up
@@ -94,20 +94,19 @@ class Report:
         return self.json
 
 
-def make_report(plan: Plan, executable: Any = None, transfers: Sequence[str] = ()) -> Report:
+def make_report(plan: Plan, compiled: Compiled | None = None, transfers: Sequence[str] = ()) -> Report:
     """The report of a plan.
 
     Args:
       plan: the plan.
-      executable: what `jax.stages.Lowered.compile()` returned for it; the report then compares it with the prediction.
+      compiled: the compiled program; the report then compares it with the prediction.
       transfers: one line for each argument that arrives with another sharding.
     """
     plan = with_runners_up(plan)
-    found = None if executable is None else read(executable)
-    compared = None if found is None else compare(plan, found)
+    compared = None if compiled is None else compare(plan, compiled)
     data = plan_data(plan, transfers)
-    if found is not None and compared is not None:
-        data["compiled"] = compiled_data(found, compared)
+    if compiled is not None and compared is not None:
+        data["compiled"] = compiled_data(compiled, compared)
     short, complete = (parts(Subject(plan, transfers, compared, is_full)) for is_full in (False, True))
     return Report(f"Plan of {plan.function}", short, complete, json.dumps(data, ensure_ascii=False))
 

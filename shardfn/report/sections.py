@@ -14,7 +14,6 @@ from shardfn.ir.model import Collective, Spec
 from shardfn.ir.op_traits import LISTED
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
-from shardfn.planning.what_if import figure_texts
 from shardfn.render.cells import file_line, shape_text, spec_text, table, times
 from shardfn.render.parts import Part, Table, Text
 from shardfn.report.data import UNMODELLED, attributions, seconds, strides
@@ -169,7 +168,7 @@ def _candidates(of: Subject) -> Iterable[Part]:
     rows = []
     for c in of.plan.candidates:
         mesh = "x".join(str(size) for _, size in c.axes) or "1"
-        rows.append((c.name, mesh, *figure_texts(c.figures), flops_text(c.figures.flops)))
+        rows.append((c.name, mesh, *c.figures.texts(), flops_text(c.figures.flops)))
     yield table("Candidates evaluated", ("plan", "mesh", "time", "sent", "memory", "compute"), rows, most=of.most)
 
 

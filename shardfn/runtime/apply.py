@@ -1,9 +1,12 @@
-"""From a plan to a function that runs: `jax.jit` with the plan's shardings."""
+"""From a plan to a function that runs: `jax.jit` with the plan's shardings, or the function for a user's own `jax.jit`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,52 +15,33 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardfn.frontend.meshes import partition_spec
+from shardfn.errors import StrategyError, fail
+from shardfn.frontend.callee import describe
+from shardfn.planning.call_function import CallFunction, OtherCall, pure_function
+from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
-from shardfn.planning.plan import Decision, Plan
+from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.plan_mesh import PlanMesh
 
 
-def shardings(decisions: Sequence[Decision], mesh: PlanMesh) -> list[NamedSharding]:
-    """The `NamedSharding` of each decision, all on one mesh."""
-    return [
-        NamedSharding(mesh.mesh, partition_spec([[p for a in dim for p in mesh.parts[a]] for dim in d.spec]))
-        for d in decisions
-    ]
+def jitted(plan: Plan, nested: bool = False) -> Any:
+    """`jax.jit` of the function of a plan, with the planned shardings of arguments and results.
 
-
-def apply(
-    plan: Plan,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    results: Any,
-    static_argnums: tuple[int, ...],
-    donate_argnums: tuple[int, ...],
-    mesh: PlanMesh,
-    nested: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """`jax.jit` of a function with the planned shardings of arguments and results.
+    The mesh is the plan's own, or one with prime axes if the function has meshes of its own. A nested function always uses
+    prime axes, so that all plans on these devices share a mesh: `jit` cannot express a result sharding for which its mesh
+    has no axes.
 
     Args:
-      plan: decisions in the order of the leaves of the dynamic `args` and of `results`.
-      function: the function.
-      args: the arguments of the call, or their shapes, for their structure.
-      results: the pytree of result shapes.
-      static_argnums: positions in `args`, as in `jax.jit`.
-      donate_argnums: the same.
-      mesh: the mesh of the shardings.
+      plan: the plan, made in this process.
       nested: whether it is for calls inside a transformation. Results then get constraints: `out_shardings` would also
         apply to their cotangents, which may have any sharding.
-      compiler_options: XLA options; a nested function has none of its own.
     """
-    dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
-    ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, mesh))
-    outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, mesh))
-    if plan.constraints:
-        function = functools.wraps(function)(
-            apply_constraints(function, plan.constraints, mesh.mesh, mesh.parts, static_argnums)
-        )
+    call = answered_call(plan).posed.call
+    meshes = [shape for shape in call.traced.mesh_shapes if math.prod(shape) == plan.hardware.count]
+    is_prime = nested or not all(expresses(plan.axes, shape) for shape in meshes)
+    mesh = (PlanMesh.with_prime_axes if is_prime else PlanMesh.of)(plan.mesh)
+    function, static_argnums = _constrained(plan, call.function, mesh), call.function.call.statics
+    ins, outs = shardings_on(plan, mesh)
     if nested:
 
         @functools.wraps(function)
@@ -66,9 +50,50 @@ def apply(
 
         return jax.jit(constrained, in_shardings=ins, static_argnums=static_argnums)
     return jax.jit(
-        function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums, donate_argnums=donate_argnums,
-        compiler_options=dict(compiler_options) if compiler_options else None,
+        function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums,
+        donate_argnums=call.function.donate_argnums,
+        compiler_options=dict(call.compiler_options) if call.compiler_options else None,
     )  # fmt: skip
+
+
+def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:
+    """The function of a call with the constraints of a plan."""
+    found = function.on(mesh)
+    if not plan.constraints:
+        return found
+    return functools.wraps(found)(apply_constraints(found, plan.constraints, mesh, function.call.statics))
+
+
+def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`Plan.apply`."""
+    planned = answered_call(plan).posed.call.function
+    callee = dataclasses.replace(describe(fn), objects=planned.callee.objects)
+    function = dataclasses.replace(planned, pure=pure_function(callee.frozen(planned.call), planned.call))
+    if _program(function) != _program(planned):
+        fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
+             where=f"plan.apply({callee.name})",
+             why="it traces to another program, in which the plan's constraints have no place",
+             fix=f"plan it: shardfn.plan({callee.name}, ...), or apply the plan to the function itself")  # fmt: skip
+    constrained = _constrained(plan, function, PlanMesh.of(plan.mesh))
+
+    @functools.wraps(function.pure)
+    def applied(*values: Any) -> Any:
+        try:
+            return constrained(*values)
+        except OtherCall:
+            fail(StrategyError, f"`{callee.name}` is called with other arguments than it was planned for",
+                 where=f"plan.apply({callee.name})", why="a plan is for one structure, one set of shapes and dtypes, and the "
+                 "static values of its call", fix="plan again for these arguments")  # fmt: skip
+
+    if planned.call.stateful:
+        applied.arrays = callee.read()  # type: ignore[attr-defined]
+    return applied
+
+
+def _program(function: CallFunction) -> tuple[str, Any]:
+    """The jaxpr of a function, without the addresses of Python objects, and the structure of its result."""
+    traced = jax.jit(function.pure, static_argnums=function.call.statics).trace(*function.call.values)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), tree_util.tree_structure(traced.out_info)
 
 
 def moved(

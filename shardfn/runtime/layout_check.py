@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jax import tree_util
@@ -15,12 +16,6 @@ from shardfn.frontend.strategy import Argument, leaves_of
 from shardfn.layoutfile.files import LayoutFile, LayoutFileError, layout_shardings, read_layout
 from shardfn.planning.plan import Plan
 from shardfn.runtime.sharded_function import ShardedFunction
-
-
-class LayoutOnlyFunction(ShardedFunction):
-    """A sharded function whose layout file must have a rule for every array."""
-
-    layout_alone = True
 
 
 def check_layout(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None) -> tuple[Problem, ...]:
@@ -59,8 +54,8 @@ def check_with_plan(
                 return (*faults, *nameless), None
             layout_shardings(found, model, resolve(device))
             return faults, None
-        sharded: Callable[..., Any] = LayoutOnlyFunction(model, Options(device=device, layout=found))
-        plan = sharded.plan(*args)
+        options = Options(device=device, layout=dataclasses.replace(found, every_array_ruled=True))
+        plan = ShardedFunction(model, options).plan(*args)
     except ShardError as error:
         return (*faults, *error.problems), None
     if faults:

@@ -17,19 +17,21 @@ import jax
 from jax import tree_util
 from jax.core import Tracer
 
+from shardfn.compiled.executable import read
 from shardfn.cost.devices.hardware import Hardware, used_here
-from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, fail
+from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import Options
-from shardfn.planning.call_function import OtherCall
+from shardfn.frontend.strategy import short
+from shardfn.planning.call_function import OtherCall, pure_function
 from shardfn.planning.plan import Plan
-from shardfn.planning.posed_call import CallRequest
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
-from shardfn.runtime.executable import Entry, layout_file, make_entry
+from shardfn.runtime.executable import Entry, make_entry
 from shardfn.runtime.progress import progress
 from shardfn.units import bytes_text
 
@@ -47,19 +49,16 @@ class ShardedFunction(Generic[P, R]):
     `plan` and `explain`. It keeps one plan and executable for each kind of call, up to 128.
     """
 
-    layout_alone = False
-    """Whether an array that the layout file does not name is a problem."""
-
     def __init__(self, fn: Callable[P, R], options: Options):
         self.fn = fn
         self.options = options
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
         self._entries: dict[Any, Entry] = {}
-        self._fast: Callable[..., Any] = _never
+        self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
-        self._checked = False
-        self._moves = False
+        self._checks_types = False
+        self._transfers_arrays = False
 
     def __repr__(self) -> str:
         given = ", ".join(
@@ -118,7 +117,7 @@ class ShardedFunction(Generic[P, R]):
         if (
             not kwargs
             and defaults.current() is self._fast_defaults
-            and (not self._checked or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
+            and (not self._checks_types or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
         ):
             try:
                 return self._fast(*args)
@@ -164,7 +163,7 @@ class ShardedFunction(Generic[P, R]):
         ):
             if name in parameters and not is_default:
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
-        entry, call = self._entry(args, kwargs)
+        entry, _, call = self._entry(args, kwargs)
         hardware = entry.plan.hardware
         if compiled and not hardware.is_here:
             instead = used_here(hardware)
@@ -172,8 +171,8 @@ class ShardedFunction(Generic[P, R]):
                  where="compiled = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
                  fix="leave `compiled` out, or use .plan(...).verify(); or "
                      + (instead or "give a device of this machine"))  # fmt: skip
-        executable = self._lower(entry, call).compile() if compiled else None
-        return in_detail(make_report(entry.plan, executable, self._transfers(entry, call)), detail)
+        found = read(self._lower(entry, call).compile()) if compiled else None
+        return in_detail(make_report(entry.plan, found, self._transfers(entry, call)), detail)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the sharded function for a call, as `jax.jit(f).lower` does.
@@ -188,7 +187,8 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        return self._lower(*self._entry(args, kwargs))
+        entry, _, call = self._entry(args, kwargs)
+        return self._lower(entry, call)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the sharded function for a call, as `jax.jit(f).trace` does.
@@ -203,9 +203,8 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        entry, call = self._entry(args, kwargs)
-        jitted: Any = entry.jitted
-        return jitted.trace(*call.shapes)
+        entry, _, call = self._entry(args, kwargs)
+        return entry.jitted.trace(*call.of_shapes().values)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the results of a call, without planning it.
@@ -216,30 +215,38 @@ class ShardedFunction(Generic[P, R]):
 
         Returns:
           A pytree of `jax.ShapeDtypeStruct` with the structure of the result.
+
+        Raises:
+          ShardError: all problems of the arguments.
         """
-        options = self.options
-        jitted = jax.jit(self.fn, static_argnums=options.static_argnums, static_argnames=options.static_argnames)
-        return jitted.eval_shape(*args, **kwargs)
+        callee, call = self._bound(args, kwargs)
+        problems: list[Problem] = []
+        input_leaves(callee, self.options, call, defaults.current(), problems)
+        raise_problems(problems)
+        shapes = call.of_shapes()
+        jitted = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics)
+        result = jitted.eval_shape(*shapes.values)
+        return result[0] if call.returns_changes else result
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function."""
         self._entries.clear()
-        self._fast, self._fast_defaults = _never, None
+        self._fast, self._fast_defaults = _no_fast_path, None
 
     # ---- inside
 
     def _lower(self, entry: Entry, call: Call) -> jax.stages.Lowered:
-        jitted: Any = entry.jitted
+        shapes = call.of_shapes().values
         if entry.plan.hardware.is_here:
-            return jitted.lower(*call.shapes)
-        traced = jitted.trace(*call.shapes)
+            return entry.jitted.lower(*shapes)
+        traced = entry.jitted.trace(*shapes)
         return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
 
     def _transfers(self, entry: Entry, call: Call) -> tuple[str, ...]:
         leaves = tree_util.tree_leaves(call.dynamic)
         return tuple(
             f"`{d.path}` arrives with {leaf.sharding} and is transferred in every call: {bytes_text(d.local_bytes)} per device; "
-            f"fix: jax.device_put(`{d.path}`, plan.sharding({d.path!r})) once"
+            f"fix: move it once, as in jax.device_put(args, plan.in_shardings)"
             for d, leaf, target in zip(entry.plan.inputs, leaves, entry.targets, strict=True)
             if lies_elsewhere(leaf, target) and leaf.committed
         )
@@ -251,7 +258,7 @@ class ShardedFunction(Generic[P, R]):
                  why="there every device already works on its own shard",
                  fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
         known = len(self._entries)
-        entry, call = self._entry(args, kwargs)
+        entry, callee, call = self._entry(args, kwargs)
         if not entry.plan.hardware.is_here:
             instead = used_here(entry.plan.hardware)
             fail(StrategyError, f"`{self.callee.name}` is planned for {_a_target(entry.plan.hardware, instead)}",
@@ -267,17 +274,19 @@ class ShardedFunction(Generic[P, R]):
                  fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
-                return self._finish(call, self._run_nested(entry, call, leaves, treedef))
+                return _finish(callee, call, self._run_nested(entry, call, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
-            self._moves = any(map(lies_elsewhere, leaves, entry.targets))  # of a first state, not of the next
+            self._transfers_arrays = any(
+                map(lies_elsewhere, leaves, entry.targets)
+            )  # of a first state, not of the next
             result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
-        simple = call.write is None and not any(s.keyword for s in call.slots)
-        if simple and len(self._entries) == 1 and not self._moves:
-            self._checked = entry.plan.hardware.count > 1
+        simple = not call.returns_changes and not any(s.keyword for s in call.slots)
+        if simple and len(self._entries) == 1 and not self._transfers_arrays:
+            self._checks_types = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
         else:
-            self._fast, self._fast_defaults = _never, None
-        return self._finish(call, result)
+            self._fast, self._fast_defaults = _no_fast_path, None
+        return _finish(callee, call, result)
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
         try:
@@ -294,38 +303,49 @@ class ShardedFunction(Generic[P, R]):
                  fix="leave it uncommitted, or move it with jax.device_put before the transformation")  # fmt: skip
         return entry.nested(*call.replaced(treedef, put))
 
-    def _finish(self, call: Call, result: Any) -> Any:
-        if call.write is None:
-            return result
-        result, changed = result
-        if changed:
-            call.write(changed)
-        return result
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callee, Call]:
+        """What is called, with the objects among the arguments; and the call as a jitted function takes it.
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Call]:
-        """The entry of a call, made if it is the first of its kind; and the call as its jitted function takes it."""
+        Raises:
+          StrategyTypeError: the arguments do not fit the function's signature, or a static one cannot be hashed.
+        """
         statics = frozenset(self.options.static_argnums), frozenset(self.options.static_argnames)
-        slots, values = bind(self.callee.signature, args, kwargs, *statics)
+        try:
+            slots, values = bind(self.callee.signature, args, kwargs, *statics)
+        except TypeError as error:
+            signature = f"{self.callee.name}{self.callee.signature}"
+            fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {error}", where=short(signature),
+                 why="a call has the arguments of the function itself", fix=f"call it as {short(signature)}")  # fmt: skip
         callee, values = self.callee.of_call(slots, values)
         stateful = callee.adapter is not None
-        write = callee.write if stateful or callee.objects else None
-        call = Call(slots, [callee.read(), *values] if stateful else values, stateful, write)
-        current = defaults.current()
+        call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
+        if problems := call.unhashable():
+            raise StrategyTypeError(problems)
+        return callee, call
+
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Callee, Call]:
+        """The entry of a call, made if it is the first of its kind; and the call as its jitted function takes it."""
+        (callee, call), current = self._bound(args, kwargs), defaults.current()
         key = call.kind(), callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
-        try:
-            entry = self._entries.get(key)
-        except TypeError:
-            raise StrategyTypeError(call.unhashable()) from None
+        entry = self._entries.get(key)
         if entry is None:
             while len(self._entries) >= MAX_ENTRIES:
                 self._entries.pop(next(iter(self._entries)), None)
             with progress(f"planning {self.callee.name}"):
-                layout = layout_file(self.options, current)
-                request = CallRequest(callee, self.options, call, current, layout, self.layout_alone)
-                entry = self._entries[key] = make_entry(request)
+                entry = self._entries[key] = make_entry(callee, self.options, call, current)
         elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
             self._entries[key] = entry
-        return entry, call
+        return entry, callee, call
+
+
+def _finish(callee: Callee, call: Call, result: Any) -> Any:
+    """The user's result of a call; what it changed is put back into the callee's objects."""
+    if not call.returns_changes:
+        return result
+    result, changed = result
+    if changed:
+        callee.write(changed)
+    return result
 
 
 METHODS = "_shardfn_methods"
@@ -342,7 +362,7 @@ def _a_target(hardware: Hardware, instead: str) -> str:
     return f"{hardware.name}, which is {'a target' if instead else 'not here'}"
 
 
-def _never(*args: Any) -> Any:
+def _no_fast_path(*args: Any) -> Any:
     raise OtherCall
 
 

@@ -1,7 +1,7 @@
 """Compile a plan with its target's own compiler, for devices that are here or not, and compare it with the prediction.
 
 For devices that are not here another process compiles: the TPU compiler takes a lock, and settings from the environment of
-its process. The function is sent there as an exported module, and the HLO text and the sizes come back.
+its process. The function is sent there as an exported module, and what was compiled comes back as data.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -25,64 +24,44 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding
 
+from shardfn.compiled.executable import Compiled, read
 from shardfn.compiled.targets import Target, devices, target
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.ir.model import Spec
-from shardfn.planning.plan import Plan
+from shardfn.planning.plan import Plan, answered_call
 from shardfn.report.report import Report, make_report
+from shardfn.runtime.apply import jitted
 from shardfn.runtime.progress import progress
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A compiled plan as data, with the methods of `jax.stages.Compiled` that `compiled.executable.read` uses."""
-
-    text: str
-    sizes: Mapping[str, int]
-
-    def as_text(self) -> str:
-        """The optimised HLO."""
-        return self.text
-
-    def memory_analysis(self) -> Any:
-        """Bytes on one device: `argument_size_in_bytes` and so on."""
-        return SimpleNamespace(**self.sizes)
-
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options that halve the compile time on CPU: XLA takes the same decisions, and LLVM optimises less."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Verifier:
-    """Compiles plans of one call: `jit` returns the function jitted for a plan, `args` are the shapes of its arguments."""
+def verify(plan: Plan) -> Report:
+    """The plan's report, with the compiled figures beside the predicted ones."""
+    return make_report(plan, compile_plan(plan))
 
-    jit: Callable[[Plan], Any]
-    args: tuple[Any, ...]
 
-    def __call__(self, plan: Plan) -> Report:
-        """The plan's report, with the compiled figures beside the predicted ones."""
-        return make_report(plan, self.compiled(plan))
+def compile_plan(plan: Plan, quick: bool = False) -> Compiled:
+    """What the compiler of a plan's devices, present or not, makes of it.
 
-    def compiled(self, plan: Plan, quick: bool = False) -> Any:
-        """Compile the plan: a `jax.stages.Compiled` for devices that are here, else `Made`.
+    Args:
+      plan: the plan, made in this process.
+      quick: whether to optimise less, for a program that is inspected and never run.
 
-        Args:
-          plan: the plan.
-          quick: whether to optimise less, for a program that is inspected and never run.
-
-        Raises:
-          DeviceError: there is no compiler for the target, or it refuses its shape.
-          StrategyError: the compiled program does not fit, or the function cannot leave the process.
-        """
-        if plan.hardware.is_here:
-            with progress(f"compiling {plan.function}"):
-                options = QUICK if quick and plan.hardware.platform == "cpu" else None
-                return self.jit(plan).lower(*self.args).compile(options)
-        where = target(plan.hardware)
-        with progress(f"compiling {plan.function} for {plan.hardware.name}"):
-            return _elsewhere(plan, where, *_exported(plan, self.jit(plan), self.args))
+    Raises:
+      DeviceError: there is no compiler for the target, or it refuses its shape.
+      StrategyError: the compiled program does not fit, or the function cannot leave the process.
+    """
+    function, args = jitted(plan), answered_call(plan).posed.call.function.call.values
+    if plan.hardware.is_here:
+        with progress(f"compiling {plan.function}"):
+            options = QUICK if quick and plan.hardware.platform == "cpu" else None
+            return read(function.lower(*args).compile(options))
+    where = target(plan.hardware)
+    with progress(f"compiling {plan.function} for {plan.hardware.name}"):
+        return _elsewhere(plan, where, *_exported(plan, function, args))
 
 
 # ---- from this process to the other one and back
@@ -125,7 +104,7 @@ def _exported(plan: Plan, jitted: Any, args: Sequence[Any]) -> tuple[jax.export.
     return dataclasses.replace(found, in_tree=flat, out_tree=unflat, **bound), donated
 
 
-def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: tuple[bool, ...]) -> Made:
+def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: tuple[bool, ...]) -> Compiled:
     job = _Job(
         of, plan.axes or (("a", 1),), plan.order or tuple(range(of.count)),
         tuple(d.spec for d in plan.inputs), tuple(d.spec for d in plan.outputs), donated, exported,
@@ -145,7 +124,7 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
         found = pickle.loads(made.read_bytes()) if made.exists() else done.stderr.strip().split("\n")[-1]
     if isinstance(found, str):
         _refused(plan, of, found or f"its process ended with {done.returncode}")
-    return Made(*found)
+    return found
 
 
 def _environment(of: Target) -> dict[str, str]:
@@ -192,7 +171,7 @@ def compile_job(directory: str) -> None:
     path.joinpath("made").write_bytes(pickle.dumps(made))
 
 
-def _compile(job: _Job) -> tuple[str, dict[str, int]]:
+def _compile(job: _Job) -> Compiled:
     found = devices(job.target)
     mesh = mesh_on([found[i] for i in job.order], job.axes)
     exported = job.exported
@@ -216,7 +195,4 @@ def _compile(job: _Job) -> tuple[str, dict[str, int]]:
         donate_argnums=tuple(at for at, i in enumerate(given) if job.donated[i]),
     )
     shapes = [jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype) for i in given]
-    compiled = jitted.lower(*shapes).compile()
-    memory = compiled.memory_analysis()
-    known = {name: int(getattr(memory, name)) for name in dir(memory) if name.endswith("_in_bytes")} if memory else {}
-    return compiled.as_text() or "", known
+    return read(jitted.lower(*shapes).compile())

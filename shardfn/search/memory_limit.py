@@ -15,6 +15,7 @@ from shardfn.ir.model import Op
 from shardfn.search.feasibility import is_infeasible
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, Search, SearchProblem
+from shardfn.units import bytes_text
 
 NAMED = 4
 """Arrays that an error names."""
@@ -118,20 +119,20 @@ def refuse_implausible_limit(problem: SearchProblem) -> None:
     graph = problem.graph
     given = sum(array_bytes(graph.values[v]) for v in graph.inputs)
     if problem.memory_limit * IMPLAUSIBLE < given / problem.devices:
-        fail(StrategyError, f"no plan fits in {problem.memory_limit:,.0f} bytes per device",
+        fail(StrategyError, f"no plan fits in {bytes_text(problem.memory_limit)} per device",
              where=f"memory_limit = {problem.memory_limit:,.0f}",
-             why=f"the arguments alone, however sharded, take at least {given / problem.devices:,.0f} bytes on each device",
+             why=f"the arguments alone, however sharded, take at least {bytes_text(given / problem.devices)} on each device",
              fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
 def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = "") -> NoReturn:
     """Raise that nothing fits, with the least memory found, its largest arrays, and what helps."""
     memory = problem.evaluate_answer(least).memory
-    fail(StrategyError, f"no plan found fits in {problem.memory_limit:,.0f} bytes per device",
+    fail(StrategyError, f"no plan found fits in {bytes_text(problem.memory_limit)} per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
-         why=f"the least found{how} is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
-             f"({memory.donated:,} in donated arguments' memory) and {memory.temporaries:,} of temporaries; the largest: "
-             + "; ".join(_largest(problem, least)),
+         why=f"the least found{how} is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
+             f"{bytes_text(memory.results)} of results ({bytes_text(memory.donated)} in donated arguments' memory) and "
+             f"{bytes_text(memory.temporaries)} of temporaries; the largest: " + "; ".join(_largest(problem, least)),
          fix="use more devices, a smaller batch, donate_argnums for updated arguments, jax.checkpoint for what the backward "
              f"pass keeps, or memory_limit={memory.peak}{more}")  # fmt: skip
 
@@ -165,7 +166,7 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
         key = -size, text
         counts[key] = counts.get(key, 0) + 1
     return [
-        f"{text}: {-size:,} bytes" + (f", {counts[size, text]} of them" if counts[size, text] > 1 else "")
+        f"{text}: {bytes_text(-size)}" + (f", {counts[size, text]} of them" if counts[size, text] > 1 else "")
         for size, text in sorted(counts)[:NAMED]
     ]
 

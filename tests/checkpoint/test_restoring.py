@@ -95,7 +95,7 @@ def test_into_a_plan(tmp_path):
     assert '"params/w1"' in (tmp_path / "0/state/layout.toml").read_text()
     back = checkpoint.restore(tmp_path, made, like=state)
     same(back, state)
-    assert back["params"]["w1"].sharding.is_equivalent_to(made.sharding("params/w1"), 2)
+    assert back["params"]["w1"].sharding.is_equivalent_to(made.in_shardings[0]["w1"], 2)
     # A plan that speaks of the parameters alone: a parameter's moments lie where it does.
     forward = shardfn.plan(lambda params, x: x @ params["w1"] @ params["w2"], params, jnp.ones((16, 32)),
                            in_strategy=(shardfn.AUTO, (2, 1)), parameter_plan=cuts)  # fmt: skip

@@ -11,9 +11,9 @@ from jax import lax
 
 import shardfn
 from examples.models import abstract, gpt2, llama, mlp
-from shardfn import compiled
 from shardfn.cost.backends.gpu import split_k
 from shardfn.cost.devices.chips import CHIPS
+from shardfn.runtime.verify import compile_plan
 
 GPUS = "h100:8"
 
@@ -80,7 +80,7 @@ def test_on_cpu_it_is_something_else(name):
 def test_what_is_sent_compiled(cuda, name):
     fn, args, entries, out, expected = SENT[name]
     plan: Any = shardfn.plan(fn, *args, in_strategy=entries, out_strategy=out, device=GPUS)
-    assert dict(kinds(compiled.read(plan._verifier.compiled(plan)).collectives)) == expected
+    assert dict(kinds(compile_plan(plan).collectives)) == expected
 
 
 @pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_compiled_steps(cuda, model, layout):
     expert = model.experts(size, 8).get(layout)
     step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=GPUS, donate_argnums=(0, 1))
     plan = step.plan(*args)
-    made, predicted = kinds(compiled.read(plan._verifier.compiled(plan)).collectives), kinds(plan.collectives)
+    made, predicted = kinds(compile_plan(plan).collectives), kinds(plan.collectives)
     for kind in made.keys() | predicted.keys():
         assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind
 
@@ -167,5 +167,5 @@ def test_compiled_memory(cuda, layout):
     expert = mlp.experts(8, **mlp.SMALL)[layout]
     step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=GPUS, donate_argnums=(0,))
     plan = step.plan(*args)
-    made = compiled.read(plan._verifier.compiled(plan))
+    made = compile_plan(plan)
     assert plan.cost.memory.peak == pytest.approx(made.together("cuda"), rel=0.1)

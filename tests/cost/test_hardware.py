@@ -122,7 +122,7 @@ def test_a_plan_needs_no_devices(target):
 def test_a_plan_for_a_target_is_moved_to_devices_of_its_number():
     plan = shardfn.plan(double, np.zeros((8, 2), np.float32), in_strategy=((4, 1),), device="tpu-v5e:2x2")
     here = plan.with_devices(DEVICES[:4])
-    assert here.sharding("x").device_set == set(DEVICES[:4])
+    assert set(here.mesh.devices.flat) == set(DEVICES[:4])
     with pytest.raises(DeviceError, match="4 devices, not 8"):
         plan.with_devices(DEVICES)
 

@@ -9,13 +9,13 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn import compiled
 from shardfn.cost.backends.tpu import row_major_bytes
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import memory
 from shardfn.cost.schedule import combine_collectives, schedule_for_memory
 from shardfn.partition.tpu_padding import tiled_bytes
+from shardfn.runtime.verify import compile_plan
 
 from .programs import WEIGHTS, X, array, step
 
@@ -138,7 +138,7 @@ def test_without_vector_memory_temporaries_count():
 def test_compiled_peaks(layout):
     pytest.importorskip("libtpu")
     plan: Any = planned(mlp.SMALL, layout)
-    made = compiled.read(plan._verifier.compiled(plan))
+    made = compile_plan(plan)
     assert made.argument_bytes == plan.cost.memory.arguments
     assert plan.cost.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
 

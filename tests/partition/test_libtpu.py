@@ -11,10 +11,10 @@ from jax import lax
 
 import shardfn
 from examples.models import abstract, gpt2, llama
-from shardfn import compiled
 from shardfn.cost.estimate import estimate_cost
 from shardfn.ir.model import OpConstraint
 from shardfn.partition.libtpu import MAX_CSE_DISTANCE, makes_reduce_scatter
+from shardfn.runtime.verify import compile_plan
 
 V5E, SQUARE = "tpu-v5e:2x4", "tpu-v5e:4x4"
 
@@ -96,7 +96,7 @@ def test_sums_held_in_pieces_are_put_together_too(spec):
     """What holds a sum to the layout in which it lies leaves nothing."""
     args = (f32(64, 256), f32(256, 512)) * 3
     function = lambda x, a, y, b, z, c: x @ a + y @ b + z @ c  # noqa: E731
-    problem = shardfn.plan(function, *args, device="h100:8")._study.problem
+    problem = shardfn.plan(function, *args, device="h100:8")._answered.problem
     read = ((), ("a",)), (("a",), ())
     constraints = {i: OpConstraint(read, (spec,)) for i, op in enumerate(problem.graph.ops) if op.name == "dot_general"}
     partitioned = problem.partition((("a", 8),), read * 3, constraints)
@@ -208,7 +208,7 @@ def test_compiled_dims_stay_cut(name):
     pytest.importorskip("libtpu")
     fn, args, entries, expected = KEPT[name]
     plan: Any = shardfn.plan(fn, *args, in_strategy=entries, device=V5E)
-    assert dict(kinds(compiled.read(plan._verifier.compiled(plan)).collectives)) == expected
+    assert dict(kinds(compile_plan(plan).collectives)) == expected
 
 
 @pytest.mark.tpu
@@ -216,7 +216,7 @@ def test_compiled_dims_stay_cut(name):
 def test_compiled_gathers(steps, gathers):
     pytest.importorskip("libtpu")
     plan: Any = shardfn.plan(apart(steps), f32(64, 1024), f32(1024, 1024), **CHAIN)
-    made = compiled.read(plan._verifier.compiled(plan))
+    made = compile_plan(plan)
     assert [c.kind for c in made.collectives] == ["all-gather"] * gathers
 
 
@@ -241,6 +241,6 @@ def test_compiled_steps(model, layout, device):
     expert = model.experts(size, count)[layout]
     step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=device, donate_argnums=(0, 1))
     plan = step.plan(*args)
-    made, predicted = kinds(compiled.read(plan._verifier.compiled(plan)).collectives), kinds(plan.collectives)
+    made, predicted = kinds(compile_plan(plan).collectives), kinds(plan.collectives)
     for kind in made.keys() | predicted.keys():
         assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind

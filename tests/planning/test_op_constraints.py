@@ -133,8 +133,8 @@ def test_the_search_holds_what_propagation_would_lay_out_worse(name, level):
     sharded = shardfn.shard(function, level=level)
     made = sharded.plan(*args)
     assert made.constraints
-    asked = made._study.problem
-    alone = asked.evaluate(made.axes, made._study.answer.specs, {})
+    asked = made._answered.problem
+    alone = asked.evaluate(made.axes, made._answered.answer.specs, {})
     assert objective(made.cost, asked) < objective(alone, asked)
     wanted, found = jax.jit(function)(*args), sharded(*args)
     np.testing.assert_allclose(found[-1], wanted[-1], rtol=1e-4, err_msg="the loss")

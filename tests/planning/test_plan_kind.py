@@ -13,19 +13,27 @@ LAYOUTS = {
     "one device": Layouts(()),
     "replicated on 8 devices": Layouts(ONE, parameters=((64, NONE),)),
     "data parallel over 8 devices": Layouts(ONE, A, parameters=((64, NONE),)),
-    "FSDP over 8 devices": Layouts(ONE, A, parameters=((64, A), (1, NONE)), optimizer_state=((64, A),)),
+    "FSDP over 8 devices": Layouts(
+        ONE, A, parameters=((64, A), (1, NONE)), gathered=((64, A), (1, NONE)), optimizer_state=((64, A),)
+    ),
     "ZeRO-1 over 8 devices": Layouts(ONE, A, parameters=((64, NONE),), optimizer_state=((64, A),)),
     "tensor parallel over 8 devices": Layouts(ONE, parameters=((64, A), (32, NONE))),
     "tensor parallel over 2 × data parallel over 4": Layouts(TWO, A, parameters=((64, B),)),
-    "FSDP over 4 × tensor parallel over 2": Layouts(TWO, A, parameters=((64, A | B),)),
-    "FSDP over 8 ": Layouts(TWO, A | B, parameters=((64, A | B),)),
-    "data parallel over 4 × replicated over 2": Layouts(TWO, A, parameters=((64, NONE),)),
-    "mixed: data parallel with 50% of the parameter bytes sharded over 8": Layouts(
-        ONE, A, parameters=((64, A), (64, NONE))
+    "FSDP over 4 × tensor parallel over 2": Layouts(TWO, A, parameters=((64, A | B),), gathered=((64, A),)),
+    "FSDP over 8 ": Layouts(TWO, A | B, parameters=((64, A | B),), gathered=((64, A | B),)),
+    "mixed: batch and weights sharded, without gathers of the weights, over 8 devices": Layouts(
+        ONE, A, parameters=((64, A),)
     ),
-    "mixed: 25% of the parameter bytes sharded over 8": Layouts(ONE, parameters=((16, A), (48, NONE))),
-    "mixed: optimizer state sharded over 8": Layouts(ONE, parameters=((64, NONE),), optimizer_state=((64, A),)),
-    "mixed: data parallel over 4 × stacked layers sharded over 2": Layouts(TWO, A, parameters=((64, B),), stacked=B),
+    "expert parallel over 2 × data parallel over 4": Layouts(TWO, A, parameters=((64, B),), experts=B),
+    "data parallel over 4 × replicated over 2": Layouts(TWO, A, parameters=((64, NONE),)),
+    "mixed: batch and 50% of the weights sharded over 8 devices": Layouts(ONE, A, parameters=((64, A), (64, NONE))),
+    "mixed: 25% of the weights sharded over 8 devices": Layouts(ONE, parameters=((16, A), (48, NONE))),
+    "mixed: optimizer state alone sharded over 8 devices": Layouts(
+        ONE, parameters=((64, NONE),), optimizer_state=((64, A),)
+    ),
+    "mixed: data parallel over 4, layers of a loop sharded over 2 devices": Layouts(
+        TWO, A, parameters=((64, B),), stacked=B
+    ),
     "mixed: inputs sharded along other dimensions than the batch over 8": Layouts(ONE, inputs=A),
 }
 
@@ -43,6 +51,9 @@ def step(params, momentum, x):
     grads = jax.grad(lambda p: jnp.mean(mlp(x, p["up"], p["down"]) ** 2))(params)
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
     return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+
+BOTH = {"up": (4, 2), "down": (2, 4)}
 
 
 def shaped(*shape):
@@ -69,7 +80,7 @@ def test_plan_kind_of_a_forward_pass(strategy, kind):
         ((8, 1), (8, 1), (8, 1), "FSDP over 8 devices"),
         ((1, 1), (8, 1), (8, 1), "ZeRO-1 over 8 devices"),
         ((1, 1), (1, 1), (8, 1), "data parallel over 8 devices"),
-        ((4, 2), (4, 2), (4, 1), "FSDP over 4 × tensor parallel over 2"),
+        (BOTH, BOTH, (4, 1), "FSDP over 4 × tensor parallel over 2"),
     ],
 )
 def test_plan_kind_of_a_training_step(params, momentum, x, kind):
@@ -78,9 +89,36 @@ def test_plan_kind_of_a_training_step(params, momentum, x, kind):
     assert made.kind == kind
 
 
+def experts(x, gate, w1, w2):
+    tokens = jnp.einsum("te,td->etd", jax.nn.softmax(x @ gate), x)
+    hidden = jax.nn.relu(jnp.einsum("etd,edf->etf", tokens, w1))
+    return jnp.einsum("etf,efd->td", hidden, w2)
+
+
+@pytest.mark.parametrize(
+    ("x", "weights", "kind"),
+    [
+        ((1, 1), (8, 1, 1), "expert parallel over 8 devices"),
+        ((8, 1), (8, 1, 1), "expert parallel over 8 devices"),
+        ((2, 1), (4, 1, 1), "expert parallel over 4 × data parallel over 2"),
+    ],
+)
+def test_kind_of_weights_sharded_by_expert_is_expert_parallel(x, weights, kind):
+    args = shaped(64, 32), shaped(32, 8), shaped(8, 32, 128), shaped(8, 128, 32)
+    made = shardfn.plan(experts, *args, in_strategy=(x, (1, 1), weights, weights), device="cpu:8")
+    assert made.kind == kind
+
+
+def test_kind_of_weights_that_stay_in_place_is_not_fsdp():
+    """A long contraction over a short batch: XLA moves the activations, as the weights are larger."""
+    made = shardfn.plan(jnp.matmul, shaped(8, 4096), shaped(4096, 4096), in_strategy=((8, 1), (8, 1)), device="cpu:8")
+    gathered = {c.shape for c in made.collectives if c.kind == "all-gather"}
+    assert ("FSDP" in made.kind) == ((512, 4096) in gathered)
+
+
 def test_kind_of_results_sharded_alone_is_not_replicated():
     made = shardfn.plan(lambda: jnp.ones((24, 16)), out_strategy=((8, 1),), device="cpu:8")
-    assert made.kind == "mixed: only results sharded over 8"
+    assert made.kind == "mixed: results alone sharded over 8 devices"
 
 
 def test_kind_of_quantised_weights_is_tensor_parallel():

@@ -72,8 +72,8 @@ def test_the_best_comes_first(level, figure):
 def test_what_is_held_inside_stays_held():
     made = searched(step, search_mode="dynamic_programming", level=0)
     for d in (*made.inputs, *made.outputs[:1]):
-        assert made._study is not None
-        same = made._study.partitioned_with(made, (d.path,), d.spec)
+        assert made._answered is not None
+        same = made._answered.partitioned_with((d.path,), d.spec)
         assert same.communications == made.partitioned.communications
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 
 import shardfn
 from shardfn.mindspore.layout import Layout
@@ -72,7 +73,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
     rank_of = {d: rank for rank, d in enumerate(ask.devices)}
     for decision, sharding in zip(plan.inputs, compiled.input_shardings[0], strict=True):
         assert held_by(sharding, decision.shape, rank_of) == held_by(
-            plan.sharding(decision.path), decision.shape, rank_of
+            NamedSharding(plan.mesh, decision.partition_spec), decision.shape, rank_of
         )
 
     for decision, whole, lies in (
@@ -82,7 +83,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         layout = layout_of(plan, decision.path)
         assert layout.strategy == decision.strategy
         assert layout.slice_shape(whole.shape) == decision.local_shape == lies.shard_shape(whole.shape)
-        assert layout == Layout.from_sharding(plan.sharding(decision.path), whole.ndim, devices)
+        assert layout == Layout.from_sharding(NamedSharding(plan.mesh, decision.partition_spec), whole.ndim, devices)
         numbers = Layout.from_tensor_map(layout.device_matrix, layout.tensor_map)
         assert numbers.slices(whole.shape) == layout.slices(whole.shape)
         said = {

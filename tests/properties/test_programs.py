@@ -100,10 +100,8 @@ def by_hand(case):
     args = case.arguments()
     _, plan, _ = planned(case, args)
     function = case.program.function(nested=False)
-    structure = jax.tree.structure(jax.eval_shape(function, *args))
-    ins = tuple(plan.sharding(d.path) for d in plan.inputs)
-    outs = jax.tree.unflatten(structure, [plan.sharding(d.path) for d in plan.outputs])
-    laid = jax.jit(function, in_shardings=ins, out_shardings=outs)
+    ins = plan.in_shardings
+    laid = jax.jit(function, in_shardings=ins, out_shardings=plan.out_shardings)
     if case.derive == "shard of grad":
         derive = jax.jit(lambda *args: gradients_of(function, case, args), in_shardings=ins)
     else:

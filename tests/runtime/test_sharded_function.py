@@ -201,7 +201,7 @@ def test_outside(transform, args):
 
 def test_arrays_that_lie_as_planned_go_through_transformations():
     made = LAYER.plan(X, W)
-    x, w = jax.device_put(X, made.sharding("x")), jax.device_put(W, made.sharding("w"))
+    x, w = jax.device_put((X, W), made.in_shardings)
     close(jax.grad(loss(LAYER), (0, 1))(w, x), jax.grad(loss(layer), (0, 1))(W, X))
     close(jax.jit(LAYER)(x, w), layer(X, W))
 

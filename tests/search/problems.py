@@ -31,7 +31,7 @@ def problem_of(function, args, device="h100:4", level=2):
 
 def planned_problem(function, *args, **options):
     """The problem of a plan, found with the cheapest search."""
-    return shardfn.plan(function, *args, **{"search_mode": "sharding_propagation", **options})._study.problem
+    return shardfn.plan(function, *args, **{"search_mode": "sharding_propagation", **options})._answered.problem
 
 
 def choices(problem, axes):

@@ -29,7 +29,7 @@ def pooled(x, k):
 @pytest.mark.parametrize("row", [[0, 1], [1, 0], [2, 0], [0, -1], [-1, -1], [1, 1]], ids=str)
 @pytest.mark.parametrize("function", [convolved, pooled])
 def test_halo_cost_is_what_the_program_sends(function, row):
-    problem = shardfn.plan(function, IMAGES, KERNEL, device="h100:16")._study.problem
+    problem = shardfn.plan(function, IMAGES, KERNEL, device="h100:16")._answered.problem
     axes, whole = (("a", 8), ("b", 2)), np.full((1, 2), -1)
     index, op = next((i, op) for i, op in enumerate(problem.graph.ops) if op.window_dims)
     images = np.array([row])

@@ -26,7 +26,7 @@ def kernel_gradient(x, y):
 def test_partial_sum_cost_of_a_convolution_is_what_the_program_sends(cut, made):
     """Over batch and height they are two sums, of which the last may be left in pieces."""
     args = S((16, 64, 8, 16), jnp.float32), S((16, 64, 8, 32), jnp.float32)
-    problem = shardfn.plan(kernel_gradient, *args, device="h100:16")._study.problem
+    problem = shardfn.plan(kernel_gradient, *args, device="h100:16")._answered.problem
     index, op = next(
         (i, op)
         for i, op in enumerate(problem.graph.ops)

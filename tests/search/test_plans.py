@@ -66,9 +66,9 @@ def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, 
     function, args, options = PROGRAMS[name]
     made = [shardfn.plan(function, *args, level=level, device=device, **options) for level in (0, 1, 2)]
     for own in made:
-        aim = objective(own.cost, own._study.problem)
+        aim = objective(own.cost, own._answered.problem)
         for other in made:
-            assert aim <= objective(other.cost, own._study.problem), (own.level, other.level)
+            assert aim <= objective(other.cost, own._answered.problem), (own.level, other.level)
         for d in (*own.inputs, *own.outputs):
             rows = () if "which it can replace" in d.reason else own.why(d.path).rows
             for row in rows:
@@ -88,7 +88,7 @@ def test_plan_of_a_family_is_no_worse_than_every_layout_by_hand(name, level):
     made = shardfn.plan(function, *args, **options)
     for layout, hand in family.hand_written(family.tiny, 8).items():
         other = shardfn.plan(hand.written(function), *args, in_strategy=hand.in_strategy, **options)
-        assert objective(made.cost, made._study.problem) <= objective(other.cost, made._study.problem), layout
+        assert objective(made.cost, made._answered.problem) <= objective(other.cost, made._answered.problem), layout
 
 
 def test_plan_of_a_vision_transformer_sends_less_than_the_layout_by_hand():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfn import train
-from shardfn.compiled.conditionals import in_branches
+from shardfn.compiled.hlo import in_branches
 from shardfn.errors import StrategyError
 from shardfn.train.pipelines import tensor_parallel
 from shardfn.train.pipelines.deadlock import waiting

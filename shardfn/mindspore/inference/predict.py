@@ -70,7 +70,8 @@ class PredictLayout(Mapping[str, WeightLayout]):
         Returns:
           A dict of `NamedSharding` by the name of the weight.
         """
-        return {name: self.plan.sharding(path) for name, path in self.weights.paths.items()}
+        mesh, specs = self.plan.mesh, {d.path: d.partition_spec for d in self.plan.inputs}
+        return {name: NamedSharding(mesh, specs[path]) for name, path in self.weights.paths.items()}
 
 
 def infer_predict_layout(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from shardfn.compiled.conditionals import Branched, in_branches
+from shardfn.compiled.hlo import Branched, in_branches
 from shardfn.errors import Problem, raise_problems
 from shardfn.ir.rewrite import equation_line
 from shardfn.train.flat_jaxpr import FlatEquation

@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import short
 from shardfn.planning.plan import Plan
-from shardfn.planning.plan_mesh import own_mesh
 from shardfn.report.report import Report
-from shardfn.runtime.apply import moved, shardings
+from shardfn.runtime.apply import moved
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.steps.state import TrainState
 
@@ -106,7 +105,7 @@ def offload_step(
 ) -> OffloadedStep:  # fmt: skip
     """A step with the optimizer's arrays in memory `kind` between calls; from shapes."""
     plan = function.plan(state, *batch)
-    batch_shardings = shardings(plan.inputs, own_mesh(plan))[len(tree_util.tree_leaves(state)) :]
+    batch_shardings = tree_util.tree_leaves(plan.in_shardings)[len(tree_util.tree_leaves(state)) :]
     return OffloadedStep(
         function, on_device, with_memory_kind(on_device, state, kind), tuple(batch_shardings), donates, options
     )

@@ -53,7 +53,7 @@ def step(
     has_aux: bool = False,
     mutable: str | Sequence[str] = (),
     device: Any = None,
-    level: int | str = 0,
+    level: int | str | None = None,
     in_strategy: Any = None,
     parameter_plan: Mapping[str, Any] | None = None,
     micro_batches: int = 1,

@@ -1,0 +1,110 @@
+"""A plan with `jax.jit` alone, and the methods of `jax.jit` on what `shard` returns, for functions and modules."""
+
+import equinox as eqx
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import shardfn
+from shardfn import shard
+from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.mindspore import Cell
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+W = jnp.ones((16, 4), jnp.float32)
+
+
+class Scale(Cell):
+    def __init__(self):
+        super().__init__()
+        self.w, self.calls = W, jnp.zeros(())
+
+    def construct(self, x):
+        self.calls = self.calls + 1
+        return x @ self.w
+
+
+def power(x, w, *, n, flag=False):
+    return -((x @ w) ** n) if flag else (x @ w) ** n
+
+
+MODULES = {
+    "nnx": lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)),
+    "nnx that changes": lambda: nnx.BatchNorm(16, rngs=nnx.Rngs(0)),
+    "equinox": lambda: jax.vmap(eqx.nn.MLP(16, 8, 8, 1, key=jax.random.key(0))),
+    "equinox module": lambda: eqx.nn.Lambda(lambda x: 2 * x),
+    "cell": Scale,
+}
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_apply_of_a_module_fits_the_plan_s_shardings(make):
+    wanted, module = make()(X), make()
+    plan = shard(module, ((8, 1),)).plan(X)
+    applied = plan.apply(module)
+    arrays = getattr(applied, "arrays", None)
+    args = (X,) if arrays is None else (arrays, X)
+    jitted = jax.jit(applied, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings)
+    found = jitted(*jax.device_put(args, plan.in_shardings))
+    result, changed = (found, {}) if arrays is None else found
+    np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
+    assert result.sharding.is_equivalent_to(NamedSharding(plan.mesh, plan.decision("result").partition_spec), 2)
+    assert set(changed) <= set(arrays or ())
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_methods_of_jit_for_a_module(make):
+    module = make()
+    sharded, wanted = shard(module, ((8, 1),)), jax.ShapeDtypeStruct(make()(X).shape, X.dtype)
+    assert sharded.eval_shape(X) == wanted and not sharded._entries
+    assert sharded.trace(X).lower().compile() is not None
+    assert sharded.lower(X).compile() is not None
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_static_keyword_arguments(flag):
+    sharded = shard(power, ((2, 1), (1, 4)), static_argnames=("n", "flag"))
+    shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
+    wanted = power(X, W, n=2, flag=flag)
+    assert sharded.eval_shape(*shapes, n=2, flag=flag) == jax.ShapeDtypeStruct(wanted.shape, wanted.dtype)
+    for stage in (sharded.lower(*shapes, n=2, flag=flag), sharded.trace(*shapes, n=2, flag=flag).lower()):
+        np.testing.assert_allclose(stage.compile()(X, W), wanted, rtol=1e-4, atol=1e-4)
+    plan = sharded.plan(*shapes, n=2, flag=flag)
+    applied = plan.apply(power)  # keyword arguments follow by position
+    jitted = jax.jit(applied, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings, static_argnums=(2, 3))
+    for function in (applied, jitted):
+        np.testing.assert_allclose(function(X, W, 2, flag), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda x, w: x @ w + 1, lambda x, w: jnp.sin(x @ w), lambda x, w: (x @ w, x)],
+    ids=["op", "name", "results"],
+)
+def test_apply_refuses_another_program(other):
+    plan = shardfn.plan(lambda x, w: x @ w, X, W, in_strategy=((2, 1), (1, 4)))
+    assert plan.apply(lambda a, b: a @ b) is not None
+    with pytest.raises(StrategyError, match="is another function than"):
+        plan.apply(other)
+
+
+def test_apply_refuses_other_arguments():
+    applied = shardfn.plan(lambda x, w: x @ w, X, W).apply(lambda x, w: x @ w)
+    with pytest.raises(StrategyError, match="other arguments"):
+        applied(X[:4], W)
+
+
+@pytest.mark.parametrize("method", ["plan", "lower", "trace", "eval_shape", "__call__", "explain"])
+def test_a_missing_argument_is_told_with_the_signature(method):
+    with pytest.raises(StrategyTypeError, match="missing a required argument: 'w'") as error:
+        getattr(shard(lambda x, w: x @ w), method)(X)
+    assert "(x, w)" in error.value.problems[0].fix
+
+
+@pytest.mark.parametrize("method", ["plan", "eval_shape"])
+def test_an_argument_that_is_no_array_is_told(method):
+    with pytest.raises(StrategyTypeError, match="which JAX does not take as an array"):
+        getattr(shard(lambda x, w: x), method)(X, "text")
