@@ -9,7 +9,7 @@ from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, picture
 from shardfn.draw.scale import Scale
 from shardfn.draw.svg import MARGIN, circle, fitted, line, rectangle, text, text_width
-from shardfn.frontend.levels import OBJECTIVES
+from shardfn.frontend.options import OBJECTIVES
 from shardfn.planning.decisions import Candidate, Figures
 from shardfn.planning.plan import Plan
 from shardfn.units import bytes_text, time_text
