@@ -55,11 +55,12 @@ def memory_picture(plan: Plan, width: float) -> Picture:
     notes = [f"Peak {bytes_text(peak)} (estimate), {verdict} the limit of {limit_text}.", *donated_note]
     elements, y = head(width, title, notes)
     elements += _chart(plan, live, groups, limit, limit_text, y, width)
-    y += HEIGHT + 44
+    y += HEIGHT + 58
     elements.append(text(MARGIN, y, "At the peak" if groups else "At the peak: no bytes", is_bold=True))
+    sizes = max((text_width(bytes_text(group.bytes)) for group in groups), default=0)
     for group in groups[:MOST_ROWS]:
         y += _ROW
-        elements += _row(group, y, width)
+        elements += _row(group, sizes, y, width)
     if rest := groups[MOST_ROWS:]:
         y += _ROW
         count, size = sum(group.count for group in rest), bytes_text(sum(group.bytes for group in rest))
@@ -123,17 +124,17 @@ def _line(made: dict[int, Op], value: int) -> str:
     return pathlib.PurePath(source_line(made, value)).name if value in made else ""
 
 
-def _row(group: _Group, y: float, width: float) -> Iterator[str]:
-    """A row of the table: colour, array, line, bytes."""
-    size = bytes_text(group.bytes)
-    figures = f"{group.line}   {size}" if group.line and width >= 480 else size
+def _row(group: _Group, sizes: float, y: float, width: float) -> Iterator[str]:
+    """A row of the table: colour, array, line, bytes; `sizes` is the width of the widest bytes."""
+    where = group.line if width >= 480 else ""
     count = f" × {group.count}" if group.count > 1 else ""
-    room = width - 2 * MARGIN - 18 - text_width(figures) - text_width(count) - 12
+    right = width - MARGIN - sizes - 14
+    where = fitted(where, 0.3 * width, 12)
+    room = right - text_width(where) - MARGIN - 18 - text_width(count) - 8
     yield rectangle(MARGIN, y - 10, 11, 11, group.colour, radius=2)
     yield text(MARGIN + 18, y, fitted(group.name, room) + count, title=f"{group.name} {group.line}")
-    if group.line and width >= 480:
-        yield text(width - MARGIN - text_width(size) - 14, y, group.line, anchor="end", fill="muted")
-    yield text(width - MARGIN, y, size, anchor="end")
+    yield text(right, y, where, anchor="end", fill="muted")
+    yield text(width - MARGIN, y, bytes_text(group.bytes), anchor="end")
 
 
 def _chart(
@@ -165,9 +166,24 @@ def _chart(
             right - 4, up(limit) + (-7 if is_above else 16), label, size=11, anchor="end", fill="limit", has_halo=True
         )
     yield from _peak_mark(plan, live, across, up, left, right)
-    count = len(live.partitioned.graph.ops)
-    name = fitted(f"the program: {count:,} op{'s'[: count != 1]} in order →", right - left, 11)
-    yield text(left, y + HEIGHT + 17, name, size=11, fill="muted")
+    yield from _program(live, across, y + HEIGHT + 15, width)
+
+
+def _program(live: LiveMemory, across: Scale, y: float, width: float) -> Iterator[str]:
+    """Below the area: the source lines of some ops, where they run."""
+    ops = live.partitioned.graph.ops
+    made = {v: op for op in ops for v in op.outputs}
+    edge, last = across.start - 1, ""
+    for i, op in enumerate(ops):
+        x = across(2 * i)
+        where = _line(made, op.outputs[0]) if x > edge and op.outputs else ""
+        if where and where != last and x + 4 + text_width(where, 11) <= width - MARGIN:
+            yield line([(x, y - 15), (x, y - 11)], "muted")
+            yield text(x, y, where, size=11, fill="muted")
+            edge, last = x + text_width(where, 11) + 30, where
+    loops = ", a loop's once" if any(op.trips > 1 for op in ops) else ""
+    name = f"the program: {len(ops):,} op{'s'[: len(ops) != 1]} in the order in which they run{loops}"
+    yield text(across.start, y + 16, fitted(name, across.stop - across.start, 11), size=11, fill="muted")
 
 
 def _peak_mark(plan: Plan, live: LiveMemory, across: Scale, up: Scale, left: float, right: float) -> Iterator[str]:

@@ -66,6 +66,7 @@ def style_sheet(used: Iterable[str]) -> str:
         f"@media (prefers-color-scheme:dark){{{own}{{{dark}}}}}",
         f"{','.join(f'{theme} {own}' for theme in _LIGHT)}{{{light}}}",
         f"{','.join(f'{theme} {own}' for theme in _DARK)}{{{dark}}}",
+        f"@media print{{{own},:root {own}{{{light}}}}}",
     ]
     for name in used:
         colour = name.removeprefix("line-")

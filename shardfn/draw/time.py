@@ -87,7 +87,8 @@ def time_parts(plan: Plan) -> list[TimePart]:
             where = op.where or (source_line(made, op.outputs[0]) if op.outputs else "")
             found.setdefault((kind, "", where), []).append(seconds * op.trips)
     for c in plan.collectives:
-        detail = f"over {', '.join(c.axes) or c.group_size} of {c.dtype}{shape_text(c.shape)}"
+        runs = f" in {c.trips:,} runs" if c.trips > 1 else ""
+        detail = f"over {', '.join(c.axes) or c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
         found.setdefault((c.kind, detail, c.where), []).append(collective_s(c, plan.hardware, plan.axes))
     parts = [
         TimePart(kind, detail, pathlib.PurePath(where).name, sum(each), len(each))

@@ -42,6 +42,10 @@ def layers(count, width=256, hidden=1024):
     return {"layers": [{"up": shape(width, hidden), "down": shape(hidden, width)} for _ in range(count)]}
 
 
+def scanned(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, w)
+
+
 def total(arrays):
     return sum(jnp.sum(a) for a in arrays.values())
 
@@ -53,6 +57,8 @@ def given(*specs):
 CASES = {
     "training": (train, (layers(3), shape(512, 256)), {"parameter_plan": {"*/up": (1, 4), "*/down": (4, 1)}, "in_strategy": (shardfn.AUTO, (2, 1)), "donate_argnums": 0}, "tpu-v5e:2x4"),
     "searched": (mlp, (layers(2), shape(512, 256)), {"level": 0}, "tpu-v5e:2x4"),
+    "on CPUs": (train, (layers(2), shape(64, 256)), given(shardfn.AUTO, (8, 1)), "cpu:8"),
+    "loop": (scanned, (shape(12, 512, 512), shape(256, 512)), given((1, 1, 4), (2, 1)), "h100:8"),
     "matmul": (jnp.matmul, (shape(16, 32), shape(32, 64)), given((2, 4), (4, 1)), "tpu-v5e:2x4"),
     "200 arguments": (total, ({f"array{i}x": shape(8, 16 + i) for i in range(200)},), {"parameter_plan": {"*": (8, 1)}}, "tpu-v5e:2x4"),
     "512 devices": (jnp.matmul, (shape(1024, 512), shape(512, 256)), given((32, 16), (16, 1)), "h100:512"),
