@@ -53,6 +53,29 @@ class MeshLayout(metaclass=abc.ABCMeta):
         return NamedSharding(mesh, partition_spec(self.spec))
 
 
+def shard_numbers(
+    axes: Sequence[tuple[str, int]], spec: Sequence[Sequence[str]], places: Any = None
+) -> list[list[int]]:
+    """The number of the shard of each dimension that the device at each place of a mesh holds.
+
+    Args:
+      axes: name and size of each mesh axis.
+      spec: for each dimension the axes that shard it, major to minor.
+      places: indices into the mesh, an array of (place, axis); all places in row-major order if None.
+
+    >>> shard_numbers((("a", 2), ("b", 2)), (("b",), ("a", "b")))
+    [[0, 0], [1, 1], [0, 2], [1, 3]]
+    """
+    sizes = dict(axes)
+    places = np.array(list(np.ndindex(*sizes.values()))) if places is None else places
+    position = dict(zip(sizes, places.T, strict=True))
+    numbers = np.zeros((len(places), len(spec)), np.int64)
+    for dim, names in enumerate(spec):
+        for name in names:
+            numbers[:, dim] = numbers[:, dim] * sizes[name] + position[name]
+    return numbers.tolist()
+
+
 def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:
     """The mesh of some devices in row-major order, with axes of type Auto.
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import DeviceError, LayoutError, fail, raise_problems
-from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on, partition_spec, spec_of
+from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on, partition_spec, shard_numbers, spec_of
 from shardfn.mindspore import layout_checks as checks
 from shardfn.mindspore.layout_checks import INTERLEAVED, UNSHARDED, axis_names, call_text, real_axes
 
@@ -251,17 +251,9 @@ class Layout:
         >>> Layout((2, 2), ("dp", "mp"))("mp").slices((6,))[1]
         (slice(3, 6, None),)
         """
-        shard_shape = self.slice_shape(shape)
-        sizes = dict(self.axes)
-        coordinates = dict(zip(sizes, np.unravel_index(np.arange(self.size), tuple(sizes.values())), strict=True))
-        columns = []
-        for axes, count, length in zip(self.spec, self.strategy, shard_shape, strict=True):
-            number = np.zeros(self.size, np.int64)
-            for axis in axes:
-                number = number * sizes[axis] + coordinates[axis]
-            shards = [slice(i * length, (i + 1) * length) for i in range(count)]
-            columns.append([shards[i] for i in number.tolist()])
-        return tuple(zip(*columns, strict=True)) if columns else ((),) * self.size
+        lengths = self.slice_shape(shape)
+        numbers = shard_numbers(self.axes, self.spec)
+        return tuple(tuple(slice(k * n, (k + 1) * n) for k, n in zip(row, lengths, strict=True)) for row in numbers)
 
     # As JAX writes it
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardfn.frontend.meshes import shard_numbers
 from shardfn.frontend.paths import few
 from shardfn.planning.plan import Decision, Plan
 from shardfn.render.cells import shape_text
@@ -47,14 +48,5 @@ def drawing(plan: Plan) -> Drawing:
 
 def _shards(plan: Plan, d: Decision, places: np.ndarray) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The (start, stop) of every dimension at each place of the mesh."""
-    position = {name: places[:, i] for i, (name, _) in enumerate(plan.axes)}
-    sizes = dict(plan.axes)
-    starts = []
-    for dim, size in zip(d.spec, d.local_shape, strict=True):
-        index = np.zeros(len(places), int)
-        for axis in dim:  # major to minor
-            index = index * sizes[axis] + position[axis]
-        starts.append((index * size).tolist())
-    return tuple(
-        tuple((s[k], s[k] + n) for s, n in zip(starts, d.local_shape, strict=True)) for k in range(len(places))
-    )
+    numbers = shard_numbers(plan.axes, d.spec, places)
+    return tuple(tuple((k * n, (k + 1) * n) for k, n in zip(row, d.local_shape, strict=True)) for row in numbers)
