@@ -18,16 +18,14 @@ import numpy as np
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, targets
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks, volume
-from shardfn.checkpoint.contents import FILE, Contents, StoredArray, StoredMesh, contents_to_json
+from shardfn.checkpoint.contents import FILE, Contents, StoredArray, contents_to_json
 from shardfn.checkpoint.fingerprints import changed_files, file_fingerprints
 from shardfn.checkpoint.step_folders import ITEM, StrPath, absolute_path, open_step, steps, write_text
-from shardfn.checkpoint.writer import LAYOUT, shard_counts
+from shardfn.checkpoint.writer import LAYOUT, stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
-from shardfn.frontend.meshes import spec_of
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.runtime.extras import need
 
 MEMORY = 512 << 20
 """The default bound on the memory of a copy, beyond what the process holds when it starts."""
@@ -155,7 +153,6 @@ def _copy(
     source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str,
     layout: LayoutFile | None, devices: int | None,
 ) -> CopyResult:  # fmt: skip
-    need("tensorstore", "checkpoint")
     bound = memory_bytes(memory)
     folder, step, contents = open_step(source, step)
     chosen = reader.choose_arrays(contents, None, only, name_map, dtype)
@@ -217,14 +214,9 @@ def _described(entries: Sequence[StoredArray], layout: LayoutFile | None, device
     found = targets.layout_targets(shown, layout, None, devices) if layout is not None else {}
     most, rows = bound // SHARE, []
     for entry in entries:
-        sharding, ndim = found.get(entry.path), len(entry.shape)
-        mesh, strategy, spec, chunks = StoredMesh(()), (1,) * ndim, ((),) * ndim, entry.chunks
-        if layout is not None and sharding is not None and devices > 1:
-            mesh = StoredMesh(tuple(sharding.mesh.shape.items()), layout.order)
-            spec = spec_of(sharding.spec, ndim)
-            strategy = shard_counts(entry.shape, sharding)
-        if 0 not in entry.shape:
-            chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
+        order = None if layout is None else layout.order
+        mesh, strategy, spec = stored_sharding(entry.shape, found.get(entry.path), order)
+        chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
         rows.append(dataclasses.replace(entry, strategy=strategy, spec=spec, mesh=mesh, chunks=chunks))
     return Contents(tuple(rows), devices)
 
@@ -320,7 +312,6 @@ def verify(path: StrPath, step: int | None = None) -> None:
     ...     _ = checkpoint.save(folder, {"w": jnp.ones((8, 4))})
     ...     checkpoint.verify(folder)  # every byte is right
     """
-    need("tensorstore", "checkpoint")
     folder, _, contents = open_step(path, step)
     problems = arrays.verify_arrays(folder, contents.entries)
     problems += changed_files(folder, contents, [problem.what for problem in problems])

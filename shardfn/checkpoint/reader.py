@@ -19,7 +19,6 @@ from shardfn.checkpoint.contents import KEY, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal
-from shardfn.runtime.extras import need
 
 Globs = str | Sequence[str] | None
 Names = Mapping[str, str] | None
@@ -66,7 +65,6 @@ def restore(
     ...     restore(path, jax.devices()[0], only="w", dtype=jnp.bfloat16)
     {'w': Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=bfloat16)}
     """
-    need("tensorstore", "checkpoint")
     folder, _, contents = open_step(path, step)
     chosen = choose_arrays(contents, like, only, name_map, dtype)
     values = _values(folder, contents, array_reads(chosen, target, like))

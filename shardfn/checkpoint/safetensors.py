@@ -23,7 +23,6 @@ from shardfn.checkpoint.safetensors_files import (
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
 from shardfn.errors import CheckpointError, Problem, raise_problems
 from shardfn.layoutfile.files import atomic_file
-from shardfn.runtime.extras import need
 
 FILE_BYTES = 5 << 30
 
@@ -68,7 +67,6 @@ def export_safetensors(
     ...     [file.name for file in files]
     ['model.safetensors']
     """
-    need("tensorstore", "checkpoint")
     bound, most = offline.memory_bytes(memory), offline.memory_bytes(file_bytes)
     folder, _, contents = open_step(path, step)
     names: dict[str, reader.Renamed] = {}
@@ -156,7 +154,6 @@ def import_safetensors(
     ...     checkpoint.restore(again)["layer"]["w"].shape
     (8, 4)
     """
-    need("tensorstore", "checkpoint")
     bound = offline.memory_bytes(memory)
     separator = separator or "/"
     tensors = list(read_tensors(source).values())

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
-from shardfn.checkpoint.chunks import Chunks, choose_chunks
+from shardfn.checkpoint.chunks import choose_chunks
 from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, bits
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
@@ -103,31 +102,26 @@ def _described(flat: Sequence[state_tree.StateLeaf]) -> Contents:
     entries = []
     devices = 1
     for leaf in flat:
-        mesh, strategy, spec = _sharding(leaf.value)
-        devices = max(devices, len(leaf.value.sharding.device_set) if isinstance(leaf.value, jax.Array) else 1)
-        empty = Chunks(leaf.shape, leaf.shape)
-        chunks = empty if 0 in leaf.shape else choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
+        sharding = leaf.value.sharding if isinstance(leaf.value, jax.Array) else None
+        devices = max(devices, 1 if sharding is None else len(sharding.device_set))
+        mesh, strategy, spec = stored_sharding(leaf.shape, sharding, _order(getattr(sharding, "mesh", None)))
+        chunks = choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
         entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
         entries.append(entry)
     return Contents(tuple(entries), devices, jax.process_count())
 
 
-def _sharding(value: Any) -> tuple[StoredMesh, tuple[int, ...], Spec]:
-    """The mesh of an array, the number of shards of each dimension, and the mesh axes of each dimension."""
-    unsharded: Spec = ((),) * value.ndim
-    if isinstance(value, np.ndarray):
-        return StoredMesh(()), (1,) * value.ndim, unsharded
-    sharding = value.sharding
-    strategy = shard_counts(value.shape, sharding)
+def stored_sharding(
+    shape: tuple[int, ...], sharding: Sharding | None, order: tuple[int, ...] | None
+) -> tuple[StoredMesh, tuple[int, ...], Spec]:
+    """The mesh of a sharding, the number of shards of each dimension, and the mesh axes of each dimension."""
+    unsharded: Spec = ((),) * len(shape)
+    if sharding is None:
+        return StoredMesh(()), (1,) * len(shape), unsharded
+    strategy = tuple(n // s if s else 1 for n, s in zip(shape, sharding.shard_shape(shape), strict=True))
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return StoredMesh(()), strategy, unsharded
-    mesh = StoredMesh(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
-    return mesh, strategy, spec_of(sharding.spec, value.ndim)
-
-
-def shard_counts(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-    """The number of shards of each dimension; 1 for an empty one."""
-    return tuple(n // s if s else 1 for n, s in zip(shape, sharding.shard_shape(shape), strict=True))
+    return StoredMesh(tuple(sharding.mesh.shape.items()), order), strategy, spec_of(sharding.spec, len(shape))
 
 
 def _order(mesh: Any) -> tuple[int, ...] | None:

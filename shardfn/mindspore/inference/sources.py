@@ -20,7 +20,6 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.layoutfile.files import read_layout
 from shardfn.mindspore import rank_checkpoints
-from shardfn.runtime.extras import need
 
 KINDS = (
     "a folder of `checkpoint.save`, safetensors (a file, an index, a folder), or the ranks' safetensors files as a list"
@@ -55,7 +54,6 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
         return _ranks([step_folders.absolute_path(file) for file in checkpoint], ranks_strategy)
     path = step_folders.absolute_path(checkpoint)
     if form != "safetensors" and step_folders.steps(path):
-        need("tensorstore", "checkpoint")
         folder, number, contents = step_folders.open_step(path, step)
         if train_strategy is not None:
             _check_strategies(contents, train_strategy, path)
