@@ -67,7 +67,7 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
     version = data.get("version")
     is_ours = data.get("format") == FORMAT and type(version) is int
     if not is_ours or version not in VERSIONS_READ:
-        is_newer = is_ours and version > VERSION
+        is_newer = is_ours and isinstance(version, int) and version > VERSION
         fix = f'begin it with format = "{FORMAT}" and version = {VERSION}'
         problems.append(Problem(f"{name} is {'a layout file of a newer version' if is_newer else 'not a layout file'}",
                                 where=f"format = {_short(data.get('format'))}, version = {_short(version)}",

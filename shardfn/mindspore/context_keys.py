@@ -1,5 +1,6 @@
 """The keys of the parallel context, one row each; the tables at the bottom are this file's contents page.
 
+`docs/reference/context.md` says what each key means.
 Every key of MindSpore exists here, and its value is checked as MindSpore checks it. A row that is not `active` is for the
 training step, or for something that is not built yet: then only a value without an effect can be set.
 """
@@ -44,7 +45,6 @@ class Key:
     name: str
     default: Any
     check: Check
-    doc: str
     active: bool = False  # a field of ParallelContext, read by the library
     honours: tuple[Any, ...] | None = None
     lacks: str = ""  # the missing capability behind the other values
@@ -81,14 +81,6 @@ def _removed(fix: str) -> Check:
     def check(name: str, value: int) -> Iterator[Problem]:
         if value != 1:
             yield wrong(name, value, "MindSpore has taken this setting away", fix)
-
-    return check
-
-
-def _inside(owner: str) -> Check:
-    def check(name: str, value: Any) -> Iterator[Problem]:
-        fix = f"set {owner}={{{name!r}: {clipped(value)}, ...}}"
-        yield Problem(f"`{name}` can be read but not set", why=f"it is an entry of {owner}", fix=fix)
 
     return check
 
@@ -146,24 +138,32 @@ def _graphs(name: str, value: Any) -> Iterator[Problem]:
 # ---- the rows ----
 
 
-def _now(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key:
-    return Key(name, default, check, doc, active=True, **more)
+def _now(name: str, default: Any, check: Check, **more: Any) -> Key:
+    return Key(name, default, check, active=True, **more)
 
 
-def _later(
-    name: str, default: Any, check: Check, lacks: str, doc: str, *, also: tuple[Any, ...] = (), **more: Any
-) -> Key:
-    return Key(name, default, check, doc, honours=(default, *also), lacks=lacks, **more)
+def _later(name: str, default: Any, check: Check, lacks: str, also: tuple[Any, ...] = (), instead: str = "") -> Key:
+    return Key(name, default, check, honours=(default, *also), lacks=lacks, instead=instead)
 
 
-def _trains(name: str, default: Any, doc: str, **more: Any) -> Key:
+def _trains(name: str, default: Any, **more: Any) -> Key:
     """A setting that the training step reads; a dict is kept as its JSON, so that a context stays hashable."""
     check = more.pop("check", None) or CHECKS[name]
     if isinstance(default, dict):
         defaults = default
         default = json.dumps(defaults)
         more = {"store": lambda value: json.dumps({**defaults, **value}), "read": json.loads, **more}
-    return Key(name, default, check, doc, **more)
+    return Key(name, default, check, **more)
+
+
+def _inside(owner: str, name: str, default: Any) -> Key:
+    """An entry of the setting `owner` that can be read, but not set, by its own name."""
+
+    def check(name: str, value: Any) -> Iterator[Problem]:
+        fix = f"set {owner}={{{name!r}: {clipped(value)}, ...}}"
+        yield Problem(f"`{name}` can be read but not set", why=f"it is an entry of {owner}", fix=fix)
+
+    return Key(name, default, check, alias_of=owner, read=lambda kept: json.loads(kept)[name])
 
 
 def _orders(*pairs: tuple[bool, str]) -> tuple[str, ...]:
@@ -206,97 +206,81 @@ def _search(name: str, value: Any) -> Iterator[Problem]:
     yield from one_of(*search.MODES)(name, value)
 
 
-_search_mode = _now("search_mode", "auto", _search, "How the search finds the shardings that you leave open.")
-
-
 def _batch(full: bool, standing: Any) -> Any:
     # A tuple that stands is not the full batch either: full_batch=False leaves it.
     return "full_batch" if full else standing if isinstance(standing, tuple) else "data_parallel"
 
 
+def _layout_file(entry: str) -> dict[str, Any]:
+    """The fields of a row that is an entry of `strategy_ckpt_config`."""
+    return {"alias_of": "strategy_ckpt_config", "read": lambda kept: getattr(kept, entry),
+            "write": lambda value, standing: standing._replace(**{entry: value})}  # fmt: skip
+
+
 # fmt: off
 AUTO_PARALLEL_KEYS = _table(
     # MindSpore documents 4096 as the end of device_num, but takes any number from 1 up, as here.
-    _now("device_num", None, integer(1), "How many devices to use; all where it is not set (`get` then gives 1).",
-         read=lambda kept: 1 if kept is None else kept),
-    _now("global_rank", 0, integer(0, 4095), "The rank of this process's device, below the number of devices in use."),
-    _now("parallel_mode", ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST),
-         "The semi-auto and auto modes, set by you, bring MindSpore's rule for out_strategy."),
-    _search_mode,
-    dataclasses.replace(_search_mode, name="auto_parallel_search_mode", doc="The old name of search_mode.",
-                        alias_of="search_mode"),
-    _now("dataset_strategy", "data_parallel", _dataset, "How each input of the data set is sharded."),
-    _now("full_batch", False, boolean, "True is dataset_strategy='full_batch'.",
-         alias_of="dataset_strategy", write=_batch, read=lambda kept: kept == "full_batch"),
-    _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour"),
-         "Whether out_strategy gives way to data parallelism, as in MindSpore, in the semi-auto and auto modes."),
+    _now("device_num", None, integer(1), read=lambda kept: 1 if kept is None else kept),
+    _now("global_rank", 0, integer(0, 4095)),
+    _now("parallel_mode", ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST)),
+    _now("search_mode", "auto", _search),
+    _now("auto_parallel_search_mode", "auto", _search, alias_of="search_mode"),
+    _now("dataset_strategy", "data_parallel", _dataset),
+    _now("full_batch", False, boolean, alias_of="dataset_strategy", write=_batch, read=lambda kept: kept == "full_batch"),
+    _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour")),
+    _now("strategy_ckpt_config", StrategyFiles(), _files, read=lambda kept: kept._asdict(),
+         store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value)),
+    _now("strategy_ckpt_load_file", "", text, **_layout_file("load_file")),
+    _now("strategy_ckpt_save_file", "", text, **_layout_file("save_file")),
 
-    _trains("gradients_mean", False,
-            "Whether the training step divides the sum of the devices' gradients by their number; it does if not set."),
-    _trains("gradient_fp32_sync", True, "Sum gradients of 16 bits in float32."),
-    _trains("loss_repeated_mean", True,
-            "Divide the gradient of a loss that several devices compute alike by their number."),
-    _trains("parameter_broadcast", False, "Send process 0's parameters to all before the first step."),
-    _trains("enable_parallel_optimizer", False, "Shard optimizer states over the devices that hold replicas."),
-    _trains("parallel_optimizer_config", dict(OPTIMIZER), "Which of them are sharded, and how many ways."),
-    _trains("optimizer_weight_shard_size", -1, "The number of shards of each; -1 is as many as possible."),
-    _later("force_fp32_communication", False, boolean, "a choice of the collectives' dtype", "Reduce in float32."),
-    _later("communi_parallel_mode", "all_group_parallel",
-           one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
-           "an order of the collectives", "Which groups' collectives may run at the same time."),
-    # XLA chooses all-to-all where it is cheaper: neither value has an effect.
-    _later("enable_alltoall", False, boolean, "", "Redistribute with all-to-all.", also=(True,)),
-    _trains("comm_fusion", dict(FUSION), "Which collectives of the training step are combined."),
-    _trains("all_reduce_fusion_config", None, "The last all-reduce of each bucket.",
-            store=tuple, read=lambda kept: None if kept is None else list(kept)),
-    _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states",
-           "Gather them before they are saved."),
-    _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",
-         store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value),
-         read=lambda kept: kept._asdict()),
-    _now("strategy_ckpt_load_file", "", text, "A layout file, or MindSpore's strategy JSON, for arrays without an entry.",
-         alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(load_file=value),
-         read=lambda kept: kept.load_file),
-    _now("strategy_ckpt_save_file", "", text, "Each plan is written there; a name that ends in .json: MindSpore's JSON.",
-         alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
-         read=lambda kept: kept.save_file),
-    _later("group_ckpt_save_file", "", text, "writing the groups of devices", "A file for the groups of devices."),
-    _trains("pipeline_stages", 1, "The number of stages of `train.pipeline`."),
-    _trains("pipeline_config", _PIPELINE, "The schedule of the stages.", check=_pipeline_check,
+    _trains("gradients_mean", False),
+    _trains("gradient_fp32_sync", True),
+    _trains("loss_repeated_mean", True),
+    _trains("parameter_broadcast", False),
+    _trains("enable_parallel_optimizer", False),
+    _trains("parallel_optimizer_config", dict(OPTIMIZER)),
+    _trains("optimizer_weight_shard_size", -1),
+    _trains("comm_fusion", dict(FUSION)),
+    _trains("all_reduce_fusion_config", None, store=tuple, read=lambda kept: None if kept is None else list(kept)),
+    _trains("pipeline_stages", 1),
+    _trains("pipeline_config", _PIPELINE, check=_pipeline_check,
             honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
             lacks="a pipeline in another order than 1f1b and gpipe",
             instead="use the pipeline_scheduler 1f1b or gpipe"),
-    Key("pipeline_scheduler", "1f1b", _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
-        read=lambda kept: json.loads(kept)["pipeline_scheduler"]),
-    Key("pipeline_interleave", False, _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
-        read=lambda kept: json.loads(kept)["pipeline_interleave"]),
-    _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss",
-           "Send the last result to all."),
-    _trains("auto_pipeline", False, "Split the stages of `train.pipeline` where their costs are most equal."),
+    _inside("pipeline_config", "pipeline_scheduler", "1f1b"),
+    _inside("pipeline_config", "pipeline_interleave", False),
+    _trains("auto_pipeline", False),
+
+    _later("force_fp32_communication", False, boolean, "a choice of the collectives' dtype"),
+    _later("communi_parallel_mode", "all_group_parallel",
+           one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"), "an order of the collectives"),
+    # XLA chooses all-to-all where it is cheaper: neither value has an effect.
+    _later("enable_alltoall", False, boolean, "", also=(True,)),
+    _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states"),
+    _later("group_ckpt_save_file", "", text, "writing the groups of devices"),
+    _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss"),
     _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("accumulate with optax.MultiSteps")),
-           "gradient accumulation", "Removed in MindSpore: only 1."),
-    _later("sharding_propagation", False, boolean, "the old switch of this search", "The old name of a search_mode.",
+           "gradient accumulation"),
+    _later("sharding_propagation", False, boolean, "the old switch of this search",
            instead="set search_mode='sharding_propagation'"),
 )
 
 RUN_KEYS = _table(
-    _now("mode", PYNATIVE_MODE, _mode, "GRAPH_MODE (0) or PYNATIVE_MODE (1)."),
-    _now("device_target", None, _target, "CPU, GPU, TPU or Ascend, in any case; None is JAX's own choice.",
-         store=lambda value: _TARGETS[value.lower()] if value else value),
-    _now("save_graphs", 0, _graphs, "How many compiled graphs to save: 0 (False) to 3; True is 2.",
-         store=lambda value: 2 * value if isinstance(value, bool) else value),
-    _now("save_graphs_path", ".", text, "The directory that save_graphs writes to."),
-    _later("device_id", 0, integer(0, 4095), "a device chosen by number", "The device of this process.",
+    _now("mode", PYNATIVE_MODE, _mode),
+    _now("device_target", None, _target, store=lambda value: _TARGETS[value.lower()] if value else value),
+    _now("save_graphs", 0, _graphs, store=lambda value: 2 * value if isinstance(value, bool) else value),  # True is 2
+    _now("save_graphs_path", ".", text),
+    _later("device_id", 0, integer(0, 4095), "a device chosen by number",
            instead="give shard device=[...], a list of devices"),
 )
 
 ALGO_KEYS = _table(
-    _now("fully_use_devices", False, boolean, "Shard every op over all devices where possible."),
-    _now("elementwise_op_strategy_follow", False, boolean,
-         "Shard elementwise ops as their input. They always are here, so neither value has an effect."),
-    _now("enable_algo_approxi", False, boolean, "Accept a solution near the optimum."),
-    _now("algo_approxi_epsilon", 0.1, _fraction, "The accepted excess cost as a fraction, above 0 and at most 1."),
-    _now("tensor_slice_align_enable", False, boolean, "Only shardings that leave a matmul aligned shards."),
-    _now("tensor_slice_align_size", 16, integer(1, 1024), "The alignment: a divisor of the last dim of such a shard."),
+    _now("fully_use_devices", False, boolean),
+    # Elementwise ops are always sharded as their input: neither value has an effect.
+    _now("elementwise_op_strategy_follow", False, boolean),
+    _now("enable_algo_approxi", False, boolean),
+    _now("algo_approxi_epsilon", 0.1, _fraction),
+    _now("tensor_slice_align_enable", False, boolean),
+    _now("tensor_slice_align_size", 16, integer(1, 1024)),
 )
 # fmt: on
