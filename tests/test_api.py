@@ -293,6 +293,11 @@ def test_all_of_shardfn_lists_what_it_has_and_dir_shows_it():
     assert {n for n in vars(shardfn) if n in shardfn.__all__} == set(shardfn.__all__) <= set(dir(shardfn))
 
 
+def test_dir_of_the_facade_is_mindspore_s_names():
+    assert set(dir(shardfn.mindspore)) == set(shardfn.mindspore.__all__)
+    assert all(hasattr(shardfn.mindspore, name) for name in shardfn.mindspore.__all__)
+
+
 @pytest.mark.parametrize("ask", [plan, explain], ids=["plan", "explain"])
 def test_an_option_that_is_a_parameter_of_the_function_is_refused(ask):
     def zoom(x, level):

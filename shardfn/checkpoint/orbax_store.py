@@ -27,8 +27,6 @@ from shardfn.checkpoint.fingerprints import file_fingerprints
 from shardfn.checkpoint.step_folders import ITEM, write_text
 from shardfn.errors import CheckpointFileError
 
-LocalShards = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
-
 
 class StateHandler(ocp.AsyncCheckpointHandler):
     """Writes one checkpoint into the folder that Orbax provides."""
@@ -63,10 +61,16 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass(repr=False)
 class StateSave(ocp.args.CheckpointArgs):
-    """The data that one process writes: its shards of the arrays; the first process also writes the texts."""
+    """The data that one process writes.
+
+    Attributes:
+      contents: the description, without fingerprints.
+      shards: the boxes and values of its shards, by the path of the array.
+      texts: other files by name, which the first process writes.
+    """
 
     contents: Contents
-    shards: LocalShards
+    shards: Mapping[str, Sequence[tuple[Box, np.ndarray]]]
     texts: Mapping[str, str]
 
 
@@ -137,23 +141,13 @@ def _settle_all() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_settle_all)
 
 
-def begin(
-    path: pathlib.Path,
-    step: int,
-    contents: Contents,
-    shards: LocalShards,
-    texts: Mapping[str, str],
-    keep: int | None,
-    keep_every: int | None,
-) -> Saving:
+def begin(path: pathlib.Path, step: int, state: StateSave, keep: int | None, keep_every: int | None) -> Saving:
     """Begin to save one step, after any save into the folder that is still running.
 
     Args:
       path: the folder of all steps.
       step: the number of the step.
-      contents: the description, without fingerprints.
-      shards: the boxes and values that this process writes, by the path of the array.
-      texts: other files that the first process writes, by name.
+      state: what this process writes.
       keep: as in `save`.
       keep_every: as in `save`.
 
@@ -173,7 +167,7 @@ def begin(
     with clearing(path, step, OSError):
         manager = ocp.CheckpointManager(path, options=options, item_handlers={ITEM: StateHandler()})
         saving = Saving(path, step, manager)
-        manager.save(step, args=ocp.args.Composite(**{ITEM: StateSave(contents, shards, texts)}), force=True)
+        manager.save(step, args=ocp.args.Composite(**{ITEM: state}), force=True)
     UNDER_WAY[path] = saving
     return saving
 

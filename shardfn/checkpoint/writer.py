@@ -91,7 +91,7 @@ def save(
     layout = targets.stored_layout(contents) if plan is None else layoutfile.read_layout(plan)
     texts = {} if layout is None else {LAYOUT: to_toml(layout)}
     shards = {leaf.path: arrays.local_shards(leaf.value) for leaf in flat}
-    saving = orbax_store.begin(folder, step, contents, shards, texts, keep, keep_every)
+    saving = orbax_store.begin(folder, step, orbax_store.StateSave(contents, shards, texts), keep, keep_every)
     if not background:
         saving.wait()
     return saving

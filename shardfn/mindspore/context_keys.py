@@ -166,11 +166,6 @@ def _inside(owner: str, name: str, default: Any) -> Key:
     return Key(name, default, check, alias_of=owner, read=lambda kept: json.loads(kept)[name])
 
 
-def _orders(*pairs: tuple[bool, str]) -> tuple[str, ...]:
-    """The pipeline schedules that are built, as JSON."""
-    return tuple(json.dumps({"pipeline_interleave": i, "pipeline_scheduler": s}) for i, s in pairs)
-
-
 def _table(*rows: Key) -> Mapping[str, Key]:
     return MappingProxyType({row.name: row for row in rows})
 
@@ -244,7 +239,8 @@ AUTO_PARALLEL_KEYS = _table(
     _trains("all_reduce_fusion_config", None, store=tuple, read=lambda kept: None if kept is None else list(kept)),
     _trains("pipeline_stages", 1),
     _trains("pipeline_config", _PIPELINE, check=_pipeline_check,
-            honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
+            honours=tuple(json.dumps({"pipeline_interleave": interleave, "pipeline_scheduler": scheduler})
+                          for interleave, scheduler in ((False, "1f1b"), (True, "1f1b"), (True, "gpipe"))),
             lacks="a pipeline in another order than 1f1b and gpipe",
             instead="use the pipeline_scheduler 1f1b or gpipe"),
     _inside("pipeline_config", "pipeline_scheduler", "1f1b"),
