@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn.compiled.executable
-from shardfn.compiled.executable import Compiled, _found, collectives, read
+from shardfn.compiled.executable import Compiled, collectives, read
 
 FRAMES = """
 FileNames
@@ -56,12 +56,17 @@ def seen(text: str) -> list[tuple]:
     return [(c.kind, c.group_size, c.shape, c.dtype, c.bytes_sent, c.trips) for c in collectives(text)]
 
 
-def flops(text: str) -> int:
-    return sum(x for x in _found(text) if isinstance(x, int))
+def told(text: str | None) -> Compiled:
+    executable = types.SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: None)
+    return read(cast(jax.stages.Compiled, executable))
+
+
+def flops(text: str) -> float:
+    return told(text).flops
 
 
 def diagnostics(text: str) -> list[str]:
-    return [x for x in _found(text) if isinstance(x, str)]
+    return list(told(text).diagnostics)
 
 
 GROUPS = {
@@ -626,8 +631,7 @@ def test_memory(mesh):
 
 
 def test_a_backend_that_tells_nothing():
-    silent = types.SimpleNamespace(as_text=lambda: None, memory_analysis=lambda: None)
-    found = read(cast(jax.stages.Compiled, silent))
+    found = told(None)
     assert (found.collectives, found.flops) == ((), 0.0)
     assert (found.argument_bytes, found.peak_bytes) == (None, None)
     assert found.diagnostics == ("this backend shows no HLO: collectives and operations are unknown",)
