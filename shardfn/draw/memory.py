@@ -72,9 +72,9 @@ def memory_picture(plan: Plan, width: float) -> Picture:
 
 def _live(plan: Plan) -> tuple[LiveMemory, list[str]]:
     """The buffers of a plan, and a note where donated arguments are not known."""
-    first = len(plan.partitioned.graph.inputs) - len(plan.inputs)
-    donated = [first + i for i in plan._call.donated] if plan._call is not None else []
-    unknown = plan._call is None and plan.cost.memory.donated
+    answered = plan._answered
+    donated = answered.problem.donated if answered is not None else ()
+    unknown = answered is None and plan.cost.memory.donated
     note = ["The plan comes from another process, so the area counts results apart from donated arguments."]
     return live_memory(plan.partitioned, donated, plan.hardware.chip), note if unknown else []
 

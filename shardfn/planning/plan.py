@@ -187,8 +187,12 @@ class Plan:
           path: the array that "mesh" shows; the largest argument by default.
           width: pixels.
 
+        Returns:
+          The `Picture`.
+
         Raises:
           StrategyError: there is no such kind, array or width.
+          StrategyTypeError: the kind is not a string, or the width not a number.
 
         >>> import jax, shardfn
         >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
