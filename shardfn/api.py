@@ -120,8 +120,8 @@ def shard(
     for name in options.keys() - set(_OPTION_NAMES):
         fail(StrategyTypeError, f"`shard` has no option `{name}`", where=f"{name} = {short(options[name])}",
              why=f"its options are {', '.join(_OPTION_NAMES)}", fix=nearest(name, _OPTION_NAMES))  # fmt: skip
-    made = Options(in_strategy, out_strategy, device, level, **options)
-    return functools.partial(_sharded, options=made) if fn is None else _sharded(fn, made)
+    asked = Options(in_strategy, out_strategy, device, level, **options)
+    return functools.partial(_sharded, options=asked) if fn is None else _sharded(fn, asked)
 
 
 def plan(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
@@ -272,11 +272,11 @@ def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
         fail(StrategyTypeError, f"`shard` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
              why="the first argument is what is sharded", fix=fix)  # fmt: skip
-    made = ShardedFunction(fn, options)
-    option_checks.check(options, made.callee.signature)
+    sharded = ShardedFunction(fn, options)
+    option_checks.check(options, sharded.callee.signature)
     if any(i < 0 for i in (*options.static_argnums, *options.donate_argnums)):  # counted from the end
-        count = len(option_checks.positional(made.callee.signature))
+        count = len(option_checks.positional(sharded.callee.signature))
         static, donated = ({i % count for i in n} for n in (options.static_argnums, options.donate_argnums))
         options = dataclasses.replace(options, static_argnums=tuple(static), donate_argnums=tuple(donated))
         return ShardedFunction(fn, options)
-    return made
+    return sharded

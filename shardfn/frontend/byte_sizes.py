@@ -32,25 +32,20 @@ def bytes_of(amount: Any, name: str) -> float | Problem:
     (15032385536.0, 1500.0, 100.0)
     """
     amount = plain(amount)
-    where = f"{name} = {amount!r}"
+    where, number, factor = f"{name} = {amount!r}", amount, 1
     if isinstance(amount, str):
         found = _TEXT.fullmatch(amount)
-        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-        if found is None or found[2].lower() not in units or float(found[1]) * units[found[2].lower()] < 1:
-            return Problem(
-                f"`{name}` is not a byte size", where, f"the units are {', '.join(filter(None, _UNITS))}", _FIX
-            )
-        made = float(found[1]) * units[found[2].lower()]
-        return made if units[found[2].lower()] > 1 or made.is_integer() else _in_parts(name, where)
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        factor = next((_UNITS[unit] for unit in _UNITS if found and unit.lower() == found[2].lower()), 0)
+        number = float(found[1]) if found else 0.0
+        if number * factor < 1:
+            units = f"the units are {', '.join(filter(None, _UNITS))}"
+            return Problem(f"`{name}` is not a byte size", where, units, _FIX)
+    elif isinstance(amount, bool) or not isinstance(amount, int | float):
         return Problem(f"`{name}` is {a(amount)}", where, "it is a byte size", _FIX, is_type=True)
-    if not math.isfinite(amount) or amount < 1:
+    elif not math.isfinite(amount) or amount < 1:
         fix = f"leave `{name}` out for all that a device has, or " + _FIX if amount == math.inf else _FIX
         return Problem(f"`{name}` is {amount}", where, "it is a byte size", fix)
-    return float(amount) if amount == int(amount) else _in_parts(name, where)
-
-
-def _in_parts(name: str, where: str) -> Problem:
-    return Problem(
-        f"`{name}` is not an integer number of bytes", where, "a device holds bytes, not parts of them", _FIX
-    )
+    if factor == 1 and number != int(number):
+        why = "a device holds bytes, not parts of them"
+        return Problem(f"`{name}` is not an integer number of bytes", where, why, _FIX)
+    return float(number * factor)

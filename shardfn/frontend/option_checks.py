@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -140,10 +141,10 @@ def _refusals(options: Options) -> Iterator[ShardError]:
     """The errors of an unknown search, and of a device that is none whatever devices are here."""
     device, lookups = options.device, list[Callable[[], object]]()
     if options.search_mode is not None:
-        lookups.append(lambda: search.select(options.search_mode))
+        lookups.append(functools.partial(search.select, options.search_mode))
     is_target = isinstance(device, str) and (":" in device or device.strip().lower() in hardware.CHIPS.keys() - {"cpu"})
     if is_target or isinstance(device, bool | int | float):
-        lookups.append(lambda: hardware.resolve(device))
+        lookups.append(functools.partial(hardware.resolve, device))
     for lookup in lookups:
         try:
             lookup()

@@ -43,12 +43,14 @@ def attribute(
                 found |= reach.get(source, 0)
             if found != before:
                 reach[place], is_new = found, True
-    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
+    producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
 
     def of(c: Communication) -> tuple[tuple[int, int], ...]:
         axes = {axis.partition(":")[0] for axis in c.axes}
         found = 0
-        for place in _summed(partitioned, made, c.operand) if "reduce" in c.kind else _places(partitioned, c.operand):
+        for place in (
+            _summed(partitioned, producers, c.operand) if "reduce" in c.kind else _places(partitioned, c.operand)
+        ):
             if place[2] in axes or not axes:
                 found |= reach.get(place, 0)
         return tuple(pair for bit, pair in enumerate(pairs) if found >> bit & 1)
@@ -82,11 +84,11 @@ def _links(partitioned: PartitionedProgram, op: Op) -> Iterator[tuple[Place, Seq
             yield place, sources
 
 
-def _summed(partitioned: PartitionedProgram, made: dict[int, Op], value: int) -> list[Place]:
+def _summed(partitioned: PartitionedProgram, producers: dict[int, Op], value: int) -> list[Place]:
     """The sharded dimensions over which an op sums; all of its operands' where no rule tells."""
-    op = made.get(value)
+    op = producers.get(value)
     while op is not None and op.name == "convert" and op.rule is None:  # inserted around a collective
-        op = made.get(op.inputs[0])
+        op = producers.get(op.inputs[0])
     if op is None:
         return []
     if op.rule is not None:

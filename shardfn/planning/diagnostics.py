@@ -92,15 +92,15 @@ def replicated(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     if sum(d.local_bytes for d in found) < limit / 4:
         return
     found = [d for d in found if finer(d, plan.axes) is not None]
-    held = sum(d.local_bytes for d in found)
-    if not found or held < limit / 4 or plan.cost.memory.peak > limit:  # then `too_large` reports it
+    copied = sum(d.local_bytes for d in found)
+    if not found or copied < limit / 4 or plan.cost.memory.peak > limit:  # then `too_large` reports it
         return
     d = max(found, key=lambda d: d.local_bytes)
     strategy = strategy_of(finer(d, plan.axes) or (), plan.axes)
     what = f"{len(found)} arguments are" if len(found) > 1 else f"`{d.path}` is"
     largest = f", the largest is `{d.path}` with {bytes_text(d.local_bytes)}" if len(found) > 1 else ""
     yield (
-        f"{what} replicated on every device, taking {bytes_text(held)}, {held / limit:.0%} of its memory{largest};{FIX}"
+        f"{what} replicated on every device, taking {bytes_text(copied)}, {copied / limit:.0%} of its memory{largest};{FIX}"
         f"{_set(d, strategy)}, so that it takes {bytes_text(d.local_bytes / math.prod(strategy))} per device"
     )
 
@@ -211,11 +211,13 @@ def _set(d: Decision, strategy: tuple[int, ...]) -> str:
 def origin(plan: Plan, value: int) -> Decision | None:
     """The argument of which a value is a shard, a slice or an elementwise function, if it depends on one alone."""
     partitioned, seen = plan.partitioned, set()
-    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
+    producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
     at = {v: i for i, v in enumerate(partitioned.graph.arguments(len(plan.inputs)))}
     while value not in at:
         sources = (
-            [v for v in made[value].inputs if math.prod(partitioned.graph.values[v].shape) > 1] if value in made else []
+            [v for v in producers[value].inputs if math.prod(partitioned.graph.values[v].shape) > 1]
+            if value in producers
+            else []
         )
         if len(sources) != 1 or value in seen:
             return None
@@ -226,7 +228,7 @@ def origin(plan: Plan, value: int) -> Decision | None:
 
 def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool:
     """Whether a value in a loop that runs `trips` times is the same in every iteration: computed from values outside."""
-    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
+    producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
     inputs = set(partitioned.graph.inputs)
     stack, seen = [value], set()
     while stack:
@@ -234,7 +236,7 @@ def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool
         if v in seen or v in inputs:
             continue
         seen.add(v)
-        op = made.get(v)
+        op = producers.get(v)
         if op is None or op.name in _CHANGING:  # a loop carry
             return False
         if op.trips >= trips:

@@ -130,10 +130,10 @@ def correct_candidate(problem: SearchProblem, answer: Answer, *more: SearchCandi
 
 
 def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
-    made = chosen(answer, candidate, AVOIDS_BUG)
-    if made is answer:
+    correct = chosen(answer, candidate, AVOIDS_BUG)
+    if correct is answer:
         return answer
-    return dataclasses.replace(made, policy=f"{answer.policy}; replaced by {made.policy}")
+    return dataclasses.replace(correct, policy=f"{answer.policy}; replaced by {correct.policy}")
 
 
 def _best_correct(problem: SearchProblem, *answers: Answer) -> Answer:

@@ -68,9 +68,9 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     same_as = replacements(result, call.dynamic)
     same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
     bounds = options.for_search(defaults, layout.level if layout is not None else None)
-    made = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
+    traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
                       call.leaves_of(donated), options.compiler_options)  # fmt: skip
-    return place_call(made, problems)
+    return place_call(traced_call, problems)
 
 
 def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:

@@ -50,8 +50,8 @@ class Propagation:
         spread += [padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
         tokens = [None] * (len(graph.outputs) - len(wanted))
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
-        held = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
-        partitioned = shardy.propagate(traced.module, axes, spread, tokens + results, held, self._ready)
+        constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
+        partitioned = shardy.propagate(traced.module, axes, spread, tokens + results, constrained, self._ready)
         return insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
 
 

@@ -84,9 +84,9 @@ def _with_entries(
         sides[is_result and not is_input][key] = entry
     changed = []
     for leaves, mine in zip((inputs, outputs), sides, strict=True):
-        made = apply_parameter_plan(leaves, mine or None, problems)
+        now = apply_parameter_plan(leaves, mine or None, problems)
         changed.append(tuple(dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
-                             for leaf, old in zip(made, leaves, strict=True)))  # fmt: skip
+                             for leaf, old in zip(now, leaves, strict=True)))  # fmt: skip
     raise_problems([_renamed(p) for p in problems])
     return changed[0], changed[1]
 

@@ -108,15 +108,15 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
         key = candidates.program_key(source, problem, one)
         try:
             with progress(f"compiling {posed.call.name}: {name}"):
-                made = candidates.known(key)
-                if made is None:
+                found = candidates.known(key)
+                if found is None:
                     plan = plan_fixed_answer(posed, one)
-                    made = candidates.remember(key, compile_plan(plan, quick=True))
+                    found = candidates.remember(key, compile_plan(plan, quick=True))
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
             refused.append(candidates.refused(name, one, error))
             continue
         planned.append(one)
-        compiled.append(candidates.judged(name, problem, one, made))
+        compiled.append(candidates.judged(name, problem, one, found))
     if not compiled:
         candidates.none_compiles(posed.call.name, refused)
     own = entered[0]

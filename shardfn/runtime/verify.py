@@ -120,8 +120,8 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
             text=True,
             errors="replace",
         )
-        made = path / "made"
-        found = pickle.loads(made.read_bytes()) if made.exists() else done.stderr.strip().split("\n")[-1]
+        result = path / "result"
+        found = pickle.loads(result.read_bytes()) if result.exists() else done.stderr.strip().split("\n")[-1]
     if isinstance(found, str):
         _refused(plan, of, found or f"its process ended with {done.returncode}")
     return found
@@ -165,10 +165,10 @@ def compile_job(directory: str) -> None:
     path = pathlib.Path(directory)
     job: _Job = pickle.loads(path.joinpath("job").read_bytes())
     try:
-        made: Any = _compile(job)
+        result: Any = _compile(job)
     except (RuntimeError, ValueError, NotImplementedError) as error:  # XLA's own errors are RuntimeErrors
-        made = f"{error}" or type(error).__name__
-    path.joinpath("made").write_bytes(pickle.dumps(made))
+        result = f"{error}" or type(error).__name__
+    path.joinpath("result").write_bytes(pickle.dumps(result))
 
 
 def _compile(job: _Job) -> Compiled:
