@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -22,13 +21,13 @@ MOST_COMPILED = 64
 
 def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:
     """All of it; `signature` is the function's, where it has one."""
-    refused = (problem for error in _refusals(options) for problem in error.problems)
-    return [*_of_any_function(options), *_of_the_arguments(options, signature), *refused]
+    device, search_mode = ([p for error in errors for p in error.problems] for errors in _refusals(options))
+    return [*_of_any_function(options), *device, *_of_the_arguments(options, signature), *search_mode]
 
 
 def check(options: Options, signature: inspect.Signature | None) -> None:
     """Raise one error that holds all `problems`; of an unknown search or device alone it is a ContextError or a DeviceError."""
-    found, refusals = problems(options, signature), list(_refusals(options))
+    found, refusals = problems(options, signature), [error for errors in _refusals(options) for error in errors]
     if len(refusals) == 1 and found == [*refusals[0].problems] and not found[0].is_type:
         raise refusals[0]
     raise_problems(found)
@@ -137,16 +136,17 @@ def _of_the_compiler(given: Any) -> Iterator[Problem]:
                       'write {"xla_cpu_enable_fast_math": True}, or leave it out', is_type=True)  # fmt: skip
 
 
-def _refusals(options: Options) -> Iterator[ShardError]:
-    """The errors of an unknown search, and of a device that is none whatever devices are here."""
-    device, lookups = options.device, list[Callable[[], object]]()
-    if options.search_mode is not None:
-        lookups.append(functools.partial(search.select, options.search_mode))
-    is_target = isinstance(device, str) and (":" in device or device.strip().lower() in hardware.CHIPS.keys() - {"cpu"})
-    if is_target or isinstance(device, bool | int | float):
-        lookups.append(functools.partial(hardware.resolve, device))
-    for lookup in lookups:
+def _refusals(options: Options) -> tuple[list[ShardError], list[ShardError]]:
+    """The errors of a device that is none whatever devices are here, and of an unknown search."""
+
+    def error_of(lookup: Callable[[Any], object], value: Any) -> list[ShardError]:
         try:
-            lookup()
+            lookup(value)
         except ShardError as error:
-            yield error
+            return [error]
+        return []
+
+    device, mode = options.device, options.search_mode
+    is_target = isinstance(device, str) and (":" in device or device.strip().lower() in hardware.CHIPS.keys() - {"cpu"})
+    is_known = not is_target and not isinstance(device, bool | int | float)
+    return [] if is_known else error_of(hardware.resolve, device), [] if mode is None else error_of(search.select, mode)

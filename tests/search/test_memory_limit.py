@@ -81,7 +81,7 @@ def test_memory_limit_below_data_parallel_is_kept(mode, level):
 
 @pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
 def test_memory_limit_that_nothing_keeps_names_the_least(mode):
-    with pytest.raises(ShardError, match=r"fits in 0.954 MiB per device") as error:
+    with pytest.raises(ShardError, match=r"fits in 977 KiB per device") as error:
         shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit="1MB", device="h100:8")
     text, least = str(error.value), least_of(error)
     assert least > 1e6
