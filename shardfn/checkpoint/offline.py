@@ -113,25 +113,19 @@ def relayout(
 
 
 def merge(
-    source: StrPath,
-    target: StrPath,
-    *,
-    step: int | None = None,
-    only: reader.Globs = None,
-    name_map: reader.Names = None,
-    dtype: Any = None,
-    memory: int | str = MEMORY,
-) -> CopyResult:
+    source: StrPath, target: StrPath, *, step: int | None = None, only: reader.Globs = None, name_map: reader.Names = None,
+    dtype: Any = None, memory: int | str = MEMORY,
+) -> CopyResult:  # fmt: skip
     """Copy a checkpoint with every array unsharded, for one device.
 
     Args:
-      source: as in `relayout`.
-      target: as in `relayout`.
-      step: as in `relayout`.
-      only: as in `relayout`.
-      name_map: as in `relayout`.
-      dtype: as in `relayout`.
-      memory: as in `relayout`.
+      source: the folder of a checkpoint.
+      target: another folder; the step keeps its number.
+      step: which step; the last if None.
+      only: globs of the arrays to copy, as in `restore`.
+      name_map: new paths by stored ones, as in `restore`.
+      dtype: what floating-point arrays are cast to, as in `restore`.
+      memory: most bytes in memory at once, as in `relayout`.
 
     Returns:
       What was written.

@@ -112,14 +112,8 @@ class RestoreReads:
 
 
 def reads(
-    path: StrPath,
-    target: Any = None,
-    *,
-    like: Any = None,
-    step: int | None = None,
-    only: Globs = None,
-    name_map: Names = None,
-) -> RestoreReads:
+    path: StrPath, target: Any = None, *, like: Any = None, step: int | None = None, only: Globs = None, name_map: Names = None
+) -> RestoreReads:  # fmt: skip
     """The bytes that a restore would read for each device of this process, from the description alone.
 
     Args:
