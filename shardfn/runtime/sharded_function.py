@@ -26,6 +26,7 @@ from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import Options
+from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, pure_function
 from shardfn.planning.plan import Plan
@@ -57,7 +58,8 @@ class ShardedFunction(Generic[P, R]):
         self._entries: dict[Any, Entry] = {}
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
-        self._checks_types = False
+        self._checks_arrays = False
+        self._donates = bool(options.donate_argnums or options.donate_argnames)
         self._transfers_arrays = False
 
     def __repr__(self) -> str:
@@ -117,7 +119,7 @@ class ShardedFunction(Generic[P, R]):
         if (
             not kwargs
             and defaults.current() is self._fast_defaults
-            and (not self._checks_types or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
+            and (not self._checks_arrays or _are_usable(tree_util.tree_leaves(args), self._donates))
         ):
             try:
                 return self._fast(*args)
@@ -138,7 +140,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        return self._entry(args, kwargs)[0].plan
+        return self._entry(*self._bound(args, kwargs)).plan
 
     def explain(self, /, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any) -> Report:
         """The report of a call.
@@ -163,7 +165,8 @@ class ShardedFunction(Generic[P, R]):
         ):
             if name in parameters and not is_default:
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
-        entry, _, call = self._entry(args, kwargs)
+        callee, call = self._bound(args, kwargs)
+        entry = self._entry(callee, call)
         hardware = entry.plan.hardware
         if compiled and not hardware.is_here:
             instead = used_here(hardware)
@@ -187,7 +190,8 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        entry, _, call = self._entry(args, kwargs)
+        callee, call = self._bound(args, kwargs)
+        entry = self._entry(callee, call)
         return self._lower(entry, call)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -203,7 +207,8 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        entry, _, call = self._entry(args, kwargs)
+        callee, call = self._bound(args, kwargs)
+        entry = self._entry(callee, call)
         return entry.jitted.trace(*call.of_shapes().values)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +263,9 @@ class ShardedFunction(Generic[P, R]):
                  why="there every device already works on its own shard",
                  fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
         known = len(self._entries)
-        entry, callee, call = self._entry(args, kwargs)
+        callee, call = self._bound(args, kwargs)
+        self._refuse_donated_twice(call)
+        entry = self._entry(callee, call)
         if not entry.plan.hardware.is_here:
             instead = used_here(entry.plan.hardware)
             fail(StrategyError, f"`{self.callee.name}` is planned for {_a_target(entry.plan.hardware, instead)}",
@@ -282,7 +289,7 @@ class ShardedFunction(Generic[P, R]):
             result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
         simple = not call.returns_changes and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._transfers_arrays:
-            self._checks_types = entry.plan.hardware.count > 1
+            self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
@@ -323,9 +330,9 @@ class ShardedFunction(Generic[P, R]):
             raise StrategyTypeError(problems)
         return callee, call
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Callee, Call]:
-        """The entry of a call, made if it is the first of its kind; and the call as its jitted function takes it."""
-        (callee, call), current = self._bound(args, kwargs), defaults.current()
+    def _entry(self, callee: Callee, call: Call) -> Entry:
+        """The entry of a call, made if it is the first of its kind."""
+        current = defaults.current()
         key = call.kind(), callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
         entry = self._entries.get(key)
         if entry is None:
@@ -335,7 +342,31 @@ class ShardedFunction(Generic[P, R]):
                 entry = self._entries[key] = make_entry(callee, self.options, call, current)
         elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
             self._entries[key] = entry
-        return entry, callee, call
+        return entry
+
+    def _refuse_donated_twice(self, call: Call) -> None:
+        """Refuse arrays whose memory an earlier call took, or that this call would take and read as well.
+
+        Raises:
+          StrategyError: it names the arguments.
+        """
+        leaves = tree_util.tree_leaves(call.dynamic)
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+        gone = [i for i, x in arrays.items() if x.is_deleted()]
+        if gone:
+            fail(StrategyError, f"`{self.callee.name}` is called with an array that has no memory any more",
+                 where=listed([call.paths()[i] for i in gone]),
+                 why="an earlier call took it: the argument was donated there",
+                 fix="pass the results of that call on, or do not donate the argument")  # fmt: skip
+        donated = call.leaves_of(call.positions(self.options.donate_argnums, self.options.donate_argnames))
+        owner = {id(arrays[i]): i for i in donated if i in arrays}
+        twice = [(owner[id(x)], i) for i, x in arrays.items() if owner.get(id(x), i) != i]
+        if twice:
+            paths = call.paths()
+            fail(StrategyError, f"`{self.callee.name}` takes one array twice, and it is donated",
+                 where="; ".join(f"{paths[first]} is {paths[other]}" for first, other in twice),
+                 why="a donated array's memory is used for results, so that nothing else may read it",
+                 fix="pass a copy (`jnp.copy`), or do not donate the argument")  # fmt: skip
 
 
 def _finish(callee: Callee, call: Call, result: Any) -> Any:
@@ -364,6 +395,17 @@ def _a_target(hardware: Hardware, instead: str) -> str:
 
 def _no_fast_path(*args: Any) -> Any:
     raise OtherCall
+
+
+def _are_usable(leaves: list[Any], donates: bool) -> bool:
+    """Whether leaves are no tracers and, where some are donated, each has its memory and stands once: JAX 0.10 crashes else."""
+    if not _CONCRETE.issuperset(map(type, leaves)):
+        return False
+    if not donates:
+        return True
+    return len(set(map(id, leaves))) == len(leaves) and not any(
+        [x.is_deleted() for x in leaves if isinstance(x, jax.Array)]
+    )
 
 
 _CONCRETE: set[type] = set()
