@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import (
     AUTO,
     DATA_PARALLEL,
     REPLICATED,
-    UNKNOWN,
     Argument,
     Leaf,
     apply_parameter_plan,
@@ -24,11 +22,9 @@ from shardfn.frontend.strategy import (
     leaves_of,
     match,
     shape_of,
-    short,
 )
-from shardfn.frontend.validation import any_of, check, completions
+from shardfn.frontend.validation import check, completions
 from shardfn.mindspore.layout import Layout
-from shardfn.partition.resharding import divisors
 
 GRID = Layout((2, 4), ("dp", "mp"))
 Pair = collections.namedtuple("Pair", "left right")
@@ -111,17 +107,6 @@ def test_paths(value, paths):
     assert [leaf.path for leaf in leaves_of(argument(value), [])] == paths
 
 
-def test_a_leaf_that_is_no_array_is_told_and_kept_in_its_place():
-    found = leaves_of(argument({"a": zeros(2), "note": "text"}), problems := [])
-    assert [leaf.dtype for leaf in found] == ["float32", UNKNOWN]
-    assert len(problems) == 1 and problems[0].is_type and "`p/note`" in problems[0].what
-
-
-def test_join():
-    keys = (jax.tree_util.DictKey("a"), jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("b"))
-    assert (join("p", keys), join("", keys), join("p", ())) == ("p/a/0/b", "a/0/b", "p")
-
-
 # ---- which entry an array gets
 
 
@@ -194,25 +179,6 @@ def test_every_leaf_knows_where_its_entry_stands():
     assert found[-1].source == "in_strategy[0]['w'] = (1, 4), p/w: float32[4, 4]"
 
 
-@pytest.mark.parametrize(
-    ("value", "strategy"),
-    [
-        (zeros(4, 4), [(2, 1)]),
-        (zeros(4, 4), (2, 1)),
-        (zeros(4, 4), ([2, 1],)),
-        (zeros(4, 4), ((AUTO, (1,)),)),
-        (TREE, ({"w": AUTO},)),
-        (TREE, ({"w": AUTO, "deep": {"b": AUTO, "c": [AUTO]}},)),
-        (TREE, ({"w": AUTO, "deep": AUTO, "more": AUTO},)),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_leaves_every_array_in_its_place(value, strategy):
-    found = match([argument(value)], strategy, "in_strategy", problems := [])
-    assert len(problems) == 1
-    assert [leaf.path for leaf in found] == [leaf.path for leaf in leaves_of(argument(value), [])]
-
-
 # ---- parameter_plan
 
 LEAVES = [
@@ -250,11 +216,6 @@ def test_parameter_plan(rules, changed):
     assert not problems
     assert {leaf.path: leaf.entry for leaf in found if leaf.entry != "before"} == changed
     assert all(leaf.where.startswith("parameter_plan[") for leaf in found if leaf.entry != "before")
-
-
-def test_parameter_plan_tells_all_that_is_wrong_in_it():
-    apply_parameter_plan(LEAVES, {"*w9": (1, 4), 3: (1, 4), "x": [1, 4], "p*": (1, 1), "*b": (2, 2)}, problems := [])
-    assert len(problems) == 4
 
 
 # ---- cuts
@@ -299,22 +260,6 @@ def test_cuts_that_fit(shape, entry, devices, expected):
 def test_only_what_would_do_is_offered(size, cut, devices, fix):
     check(Leaf("x", "x", (size,), "float32", (cut,)), devices, problems := [])
     assert problems[0].fix == fix
-
-
-@pytest.mark.parametrize(("n", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (13, [1, 13]), (0, []), (2**20, 12)])
-def test_divisors(n, expected):
-    found = divisors(n)
-    assert found == expected or len(found) == expected
-
-
-@pytest.mark.parametrize(("numbers", "text"), [([], "1"), ([2], "2"), ([1, 2], "1 or 2"), ([1, 2, 4], "1, 2 or 4")])
-def test_any_of(numbers, text):
-    assert any_of(numbers) == text
-
-
-def test_short():
-    assert short("a\nb") == r"'a\nb'"
-    assert len(short(list(range(1000)))) == 100
 
 
 @pytest.mark.parametrize("entry", [AUTO, REPLICATED, DATA_PARALLEL], ids=str)

@@ -8,7 +8,6 @@ import threading
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 
 from shardfn import search
@@ -347,15 +346,6 @@ def test_all_problems_at_once_and_nothing_changes(settings, kind):
     assert type(caught.value) is kind
     assert len(caught.value.problems) == 2
     assert current() is before
-
-
-def test_an_error_is_a_python_error_too():
-    with pytest.raises(ValueError):
-        set_auto_parallel_context(device_num=0)
-    with pytest.raises(TypeError):
-        set_auto_parallel_context(device_num=np.int64(8))
-    with pytest.raises(NotImplementedError):
-        set_auto_parallel_context(pipeline_result_broadcast=True)
 
 
 def test_the_dataclass_is_validated_and_normalised():

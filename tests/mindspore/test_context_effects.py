@@ -145,14 +145,6 @@ def test_the_warning_names_the_user_s_line_however_it_is_called(call):
     assert [w.filename for w in caught] == [__file__]
 
 
-def test_a_wrong_out_strategy_is_an_error_though_it_is_overridden():
-    set_auto_parallel_context(**SEMI)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(ShardError, match="3 ways"):
-            shard(dense, None, ((3, 1),))(X, W)
-
-
 # ---- the inputs of the data set
 
 

@@ -12,7 +12,7 @@ from shardfn import AUTO
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
 from shardfn.mindspore import Layout
-from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
+from shardfn.planning.named_shardings import mesh_of, names_axes
 
 DEVICES = jax.devices()
 GRID = Layout((2, 4), ("dp", "mp"))
@@ -117,19 +117,6 @@ def test_ints_are_placed_on_the_devices_of_a_mesh_and_not_on_its_axes():
 def test_names_axes_and_mesh_of(entry, drawn, mesh):
     assert names_axes(Leaf("x", "x", (8,), "float32", entry)) == drawn
     assert mesh_of([entry]) is mesh
-
-
-def test_all_that_is_wrong_with_the_drawn_is_told():
-    leaves = [
-        Leaf("a", "a", (8, 8), "float32", GRID("dp", "None"), "in_strategy[0]"),
-        Leaf("b", "b", (8, 8), "float32", P("nowhere"), "in_strategy[1]"),
-        Leaf("c", "c", (8, 8), "float32", GRID, "in_strategy[2]"),
-        Leaf("d", "d", (8, 8), "float32", (2, 1), "in_strategy[3]"),
-        Leaf("e", "e", (8, 7), "float32", GRID("None", "mp"), "in_strategy[4]"),
-        Leaf("f", "f", (8, 8), "float32", P("dp", "dp"), "in_strategy[5]"),
-    ]
-    place_named(leaves, [None, None, None, (2, 1), None, None], 8, None, problems := [])
-    assert [p.where[:14] for p in problems] == [f"in_strategy[{i}]" for i in range(1, 6)]
 
 
 def test_the_result_equals_the_unsharded_one():
