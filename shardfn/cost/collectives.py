@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardfn.ir.model import Communication, PartitionedProgram
+
 COLLECTIVE_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -30,3 +32,8 @@ def bytes_sent(kind: str, group_size: int, operand_bytes: int) -> int:
         "all-to-all": (n - 1) * b // n,
         "collective-permute": b,
     }[kind]
+
+
+def communication_bytes(partitioned: PartitionedProgram, c: Communication) -> int:
+    """Bytes one device sends each time a communication of a program runs."""
+    return bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))

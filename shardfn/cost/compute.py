@@ -11,7 +11,8 @@ import numpy as np
 
 from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion import FusionPlan, fuse
+from shardfn.cost.fusion_walk import FusionPlan
+from shardfn.cost.platforms import fuse
 from shardfn.ir.model import Graph, Op, PartitionedProgram, WindowDim, is_gpu
 from shardfn.ir.op_traits import CONTRACTIONS, EXPENSIVE, HAS_COST, OP_TRAITS, PARTIAL_READS, UNTIMED, UPDATES
 
@@ -201,6 +202,4 @@ def reads(
 
 def _size_of(partitioned: PartitionedProgram) -> Callable[[int], float]:
     """Local bytes of a value; on GPUs without the extra bytes of split-K parts."""
-    if is_gpu(partitioned.platform):
-        return functools.partial(PartitionedProgram.local_bytes, partitioned)
-    return partitioned.local_bytes
+    return partitioned.element_bytes if is_gpu(partitioned.platform) else partitioned.local_bytes

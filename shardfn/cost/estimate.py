@@ -6,12 +6,13 @@ import collections
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.compute import matrix_flops, work
-from shardfn.cost.devices.hardware import Hardware, link_over
-from shardfn.cost.memory.live_ranges import MemoryEstimate, memory_of
+from shardfn.cost.devices.chips import Hardware
+from shardfn.cost.devices.links import link_over
+from shardfn.cost.memory.live_memory import MemoryEstimate, memory_of_schedule
 from shardfn.cost.schedule import ExecutionOrder, lower_for_backend, schedule_ops
-from shardfn.ir.model import Collective, Communication, PartitionedProgram
+from shardfn.ir.model import Collective, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,7 @@ class Cost:
         return self.compute_s + self.communication_s
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictedCollective(Collective):
-    """A predicted collective; `merged` of them run as one and share its latency."""
-
-    merged: int = 1
-
-
-def collectives(
-    partitioned: PartitionedProgram, order: ExecutionOrder | None = None
-) -> tuple[PredictedCollective, ...]:
+def collectives(partitioned: PartitionedProgram, order: ExecutionOrder | None = None) -> tuple[Collective, ...]:
     """The program's collectives with their bytes; those that send nothing are left out.
 
     Args:
@@ -53,21 +45,14 @@ def collectives(
     groups = (order or lower_for_backend(partitioned)).groups
     sizes = collections.Counter(groups.values())
     found = []
-    for c, sent in communications_with_bytes(partitioned):
+    for c in partitioned.communications:
+        sent, together = communication_bytes(partitioned, c), sizes[groups[c.result]] if c.result in groups else 1
         shape, dtype = partitioned.local_shape(c.operand), partitioned.graph.values[c.operand].dtype
-        together = sizes[groups[c.result]] if c.result in groups else 1
-        found.append(
-            PredictedCollective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
-        )
+        if sent:
+            found.append(
+                Collective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
+            )
     return tuple(found)
-
-
-def communications_with_bytes(partitioned: PartitionedProgram) -> list[tuple[Communication, int]]:
-    """The communications that send something, with the bytes that one device sends each time."""
-    every = [
-        (c, bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))) for c in partitioned.communications
-    ]
-    return [(c, sent) for c, sent in every if sent]
 
 
 def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, int]]) -> float:
@@ -79,8 +64,7 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
       axes: the mesh, as (name, size) in row-major order.
     """
     link = link_over(hardware, axes, c.axes, c.group_size)
-    share = link.latency_s / c.merged if isinstance(c, PredictedCollective) else link.latency_s
-    return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + share) * c.trips
+    return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + link.latency_s / c.merged) * c.trips
 
 
 def estimate_cost(partitioned: PartitionedProgram, hardware: Hardware, donated: Collection[int] = ()) -> Cost:
@@ -94,15 +78,15 @@ def estimate_cost(partitioned: PartitionedProgram, hardware: Hardware, donated: 
     axes = tuple(partitioned.axes.items())
     order = lower_for_backend(partitioned, hardware.chip)
     sent = collectives(partitioned, order)
-    order, fusion = schedule_ops(order)
-    done = work(order.partitioned, hardware.chip, fusion)
+    schedule = schedule_ops(order)
+    done = work(schedule.partitioned, hardware.chip, schedule.fusion)
     communication_s = sum(collective_s(c, hardware, axes) for c in sent)
     return Cost(
         done.flops,
         sum(c.total_bytes for c in sent),
-        memory_of(order, fusion, donated, hardware.chip),
+        memory_of_schedule(schedule, donated, hardware.chip).estimate,
         done.seconds,
         communication_s,
-        matrix_flops(order.partitioned),
+        matrix_flops(schedule.partitioned),
         done.unmodelled_ops,
     )

@@ -59,8 +59,7 @@ class Fuser:
             for v in dict.fromkeys(ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
         self.held = frozenset(partitioned.graph.outputs)
-        made = (op.outputs for op in ops)
-        self.made = frozenset(partitioned.graph.inputs).union(*made, (b for _, b in partitioned.graph.ties))
+        self.made = partitioned.graph.computed
         self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
         self.homes: dict[int, tuple[int, ...]] = {}
         """For each op those inside which it is computed, or itself."""
@@ -251,5 +250,4 @@ def _alive(graph: Graph) -> frozenset[int]:
 
 def _passes(op: Op, value: int) -> bool:
     """Whether a loop passes the value through unchanged: XLA recomputes a constant inside."""
-    n = len(op.outputs)
-    return op.name == "while" and all(op.inputs[k + n] == value for k in range(n) if op.inputs[k] == value)
+    return op.name == "while" and all(operand != value for operand, *_ in op.carries)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
-from shardfn.cost.backends.cpu import is_flattened, on_cpu
-from shardfn.cost.backends.gpu import on_gpu
-from shardfn.cost.backends.tpu import row_major_bytes, scattered_values
+from shardfn.cost.backends.cpu import is_flattened
+from shardfn.cost.backends.tpu import row_major_and_narrow_bytes
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion import FusionPlan, fuse
-from shardfn.cost.local_sizes import Sized, sized
-from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, dtype_bits, is_gpu
+from shardfn.cost.fusion_walk import FusionPlan
+from shardfn.cost.platforms import backend_of, fuse
+from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
 
 
@@ -32,34 +31,26 @@ def first_of_body(graph: Graph, loop: int) -> int:
     return first
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """The ops of a loop body or of the program, in order; inner loops are regions."""
+def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]) -> list[int]:
+    """The ops of a graph in another order, which `arrange` chooses within each region, inner loops first.
 
-    parts: tuple[int | Region, ...]
-
-    def ops(self) -> tuple[int, ...]:
-        """All op numbers, those of inner loops too."""
-        return tuple(i for part in self.parts for i in ((part,) if isinstance(part, int) else part.ops()))
-
-
-def regions(graph: Graph) -> Region:
-    """The ops of a graph as nested regions; a loop's own op is the last of its region."""
-    stack: list[tuple[int, int | Region]] = []  # (first op, part)
+    A region is the program, or a loop's body and the loop's own op. `arrange` takes the parts of one, which are single
+    ops and inner loops, and whether it is of a loop; it returns their ops.
+    """
+    parts: list[tuple[int, list[int]]] = []  # (first op, ops)
     for i, op in enumerate(graph.ops):
-        if op.name == "while" and op.outputs:
+        if op.seen:
             first = first_of_body(graph, i)
-            cut = next((n for n, (at, _) in enumerate(stack) if at >= first), len(stack))
-            body = (*(part for _, part in stack[cut:]), i)
-            stack[cut:] = [(first, Region(body))]
+            begin = next((n for n, (at, _) in enumerate(parts) if at >= first), len(parts))
+            parts[begin:] = [(first, arrange([*(ops for _, ops in parts[begin:]), [i]], True))]
         else:
-            stack.append((i, i))
-    return Region(tuple(part for _, part in stack))
+            parts.append((i, [i]))
+    return arrange([ops for _, ops in parts], False)
 
 
 def bodies(graph: Graph) -> dict[int, int]:
     """Number of ops in the body of each loop, by the loop's first result."""
-    loops = ((i, op) for i, op in enumerate(graph.ops) if op.name == "while" and op.outputs)
+    loops = ((i, op) for i, op in enumerate(graph.ops) if op.seen)
     return {op.outputs[0]: i - first_of_body(graph, i) for i, op in loops}
 
 
@@ -72,9 +63,10 @@ class ExecutionOrder:
 
     partitioned: PartitionedProgram
     groups: Mapping[int, int]
-    bodies: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    bodies: Mapping[int, int]
     """How many ops the body of a loop has, right before the loop's own: by the loop's first result."""
 
+    @functools.cached_property
     def together(self) -> dict[int, tuple[int, int]]:
         """For an op that is a part of such an all-reduce: the first and the last op of it."""
         found: dict[int, tuple[int, int]] = {}
@@ -88,6 +80,26 @@ class ExecutionOrder:
         return {i: found[group] for i, group in where.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule(ExecutionOrder):
+    """A program in its final order, and how its ops are fused."""
+
+    fusion: FusionPlan
+
+    @functools.cached_property
+    def loops(self) -> dict[int, int]:
+        """By loop that is needed, its body's first op; the body's ops stand before the loop's own."""
+        loops = ((i, op) for i, op in enumerate(self.partitioned.graph.ops) if op.seen and i not in self.fusion.dead)
+        return {i: i - self.bodies[op.outputs[0]] for i, op in loops}
+
+    @staticmethod
+    def of(order: ExecutionOrder, partitioned: PartitionedProgram, turn: Sequence[int], fusion: FusionPlan) -> Schedule:
+        """The schedule of a program whose ops run in the order `turn`; its fusion is that of the order so far."""
+        graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in turn))
+        made = dataclasses.replace(partitioned, graph=graph)
+        return Schedule(made, order.groups, order.bodies, fusion.ordered(turn))
+
+
 def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None) -> ExecutionOrder:
     """Apply the rewrites of the platform's XLA backend, then combine collectives.
 
@@ -95,7 +107,7 @@ def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None)
       partitioned: the program with its shardings and collectives.
       chip: what it runs on.
     """
-    return combine_collectives(on_gpu(on_cpu(partitioned), chip))
+    return combine_collectives(backend_of(partitioned.platform).rewrite(partitioned, chip))
 
 
 def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
@@ -104,37 +116,53 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
     XLA's combiners merge collectives over the same axes, of one region and dtype (all-gathers of any), where none needs
     another. The combined collective runs when the last of them can.
     """
-    partitioned = sized(partitioned)
-    most = max_combined_bytes(partitioned.platform)
+    most, ops = backend_of(partitioned.platform).combined_bytes, partitioned.graph.ops
     several = {c.result: c for c in partitioned.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
         return ExecutionOrder(partitioned, {v: n for n, v in enumerate(several)}, bodies(partitioned.graph))
     groups: dict[object, int] = {}
-    of: dict[int, int] = {}
-    order = _ordered(partitioned, regions(partitioned.graph), several, groups, of)
-    graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in order))
-    return ExecutionOrder(dataclasses.replace(partitioned, graph=graph), of, bodies(partitioned.graph))
+    found: dict[int, int] = {}
 
+    def arrange(parts: list[list[int]], is_loop: bool) -> list[int]:
+        single = [ops[part[0]] if len(part) == 1 else None for part in parts]
+        sent = [several.get(op.outputs[0]) if op and op.outputs else None for op in single]
+        if not any(sent):
+            return [i for part in parts for i in part]
+        made: dict[int, int] = {}
+        needs: list[list[int]] = []
+        group: list[int | None] = [None] * len(parts)
+        combiner = _Combiner()
+        for n, (part, c) in enumerate(zip(parts, sent, strict=True)):
+            needs.append([made[v] for i in part for v in ops[i].inputs if v in made])
+            behind = combiner.met(needs[n])
+            made.update((v, n) for i in part for v in ops[i].outputs)
+            if c:
+                dtype = "" if c.kind == "all-gather" else partitioned.graph.values[c.operand].dtype
+                kind = c.kind, c.axes, c.group_size, c.trips, dtype
+                number = combiner.group(kind, behind, partitioned.local_bytes(c.result), most[c.kind])
+                key = is_loop, parts[-1][-1], *kind, number
+                group[n] = found[c.result] = groups.setdefault(key, len(groups))
+        shared = collections.Counter(group)
+        when = [float(n) for n in range(len(parts))]
+        for n, c in enumerate(sent):
+            if c and c.kind == "all-gather" and shared[group[n]] > 1:
+                when[n] = 0.0  # as soon as the last of them can
+        later = [
+            0.0 if g is None else 1 / (len(parts) + 1) for g in group
+        ]  # what reads its result comes after all of it
+        last: dict[int, float] = {}
+        for _ in range(3):
+            for n, g in enumerate(group):
+                when[n] = max([when[n], *(when[m] + later[m] for m in needs[n])])
+                if g is not None:
+                    when[n] = last[g] = max(last.get(g, 0.0), when[n])
+        if is_loop:
+            when[-1] = max(when)
+        return [i for n in sorted(range(len(parts)), key=lambda n: (when[n], n)) for i in parts[n]]
 
-_MOST_MERGED: Mapping[str, Mapping[str, float]] = {
-    "": {"all-reduce": math.inf},
-    "cpu": {"all-reduce": math.inf},
-    "tpu": {"all-reduce": 125_829_120},
-}
-"""Kinds of collectives that a platform's XLA merges, and bytes of one merged: on a TPU libtpu's
-`xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
-
-_MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7)
-"""The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
-
-
-def max_combined_bytes(platform: str) -> Mapping[str, float]:
-    """Kinds of collectives that XLA combines, with the most bytes of one combined collective.
-
-    >>> max_combined_bytes("cpu")
-    {'all-reduce': inf}
-    """
-    return _MOST_ON_GPU if is_gpu(platform) else _MOST_MERGED[platform]
+    order = arranged(partitioned.graph, arrange)
+    graph = dataclasses.replace(partitioned.graph, ops=tuple(ops[i] for i in order))
+    return ExecutionOrder(dataclasses.replace(partitioned, graph=graph), found, bodies(partitioned.graph))
 
 
 class _Combiner:
@@ -179,92 +207,35 @@ class _Combiner:
         return at
 
 
-def _ordered(
-    partitioned: PartitionedProgram,
-    region: Region,
-    several: dict[int, Communication],
-    groups: dict[object, int],
-    of: dict[int, int],
-) -> list[int]:
-    ops = partitioned.graph.ops
-    inner = [
-        [part] if isinstance(part, int) else _ordered(partitioned, part, several, groups, of) for part in region.parts
-    ]
-    if not any(v in several for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
-        return [i for numbers in inner for i in numbers]
-    made: dict[int, int] = {}
-    needs: list[list[int]] = []
-    group: list[int | None] = [None] * len(inner)
-    combiner = _Combiner()
-    for n, numbers in enumerate(inner):
-        needs.append([made[v] for i in numbers for v in ops[i].inputs if v in made])
-        behind = combiner.met(needs[n])
-        for i in numbers:
-            for v in ops[i].outputs:
-                made[v] = n
-        result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
-        if result in several:
-            c = several[result]
-            dtype = "" if c.kind == "all-gather" else partitioned.graph.values[c.operand].dtype
-            key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
-            most = max_combined_bytes(partitioned.platform)[c.kind]
-            key = *key, combiner.group(key, behind, partitioned.local_bytes(c.result), most)
-            group[n] = of[result] = groups.setdefault(key, len(groups))
-    when = [float(n) for n in range(len(inner))]
-    shared = collections.Counter(group)
-    for n, numbers in enumerate(inner):
-        if group[n] is not None and shared[group[n]] > 1 and ops[numbers[0]].name == "all_gather":
-            when[n] = 0.0  # as soon as the last of them can
-    later = [0.0 if g is None else 1 / (len(inner) + 1) for g in group]  # what reads its result comes after all of it
-    last: dict[int, float] = {}
-    for _ in range(3):
-        for n, g in enumerate(group):
-            if needs[n]:
-                when[n] = max(when[n], max([when[m] + later[m] for m in needs[n]]))
-            if g is not None:
-                when[n] = last[g] = max(last.get(g, 0.0), when[n])
-    if region.parts and not isinstance(region.parts[-1], Region) and ops[inner[-1][-1]].name == "while":
-        when[-1] = max(when)
-    return [i for n in sorted(range(len(inner)), key=lambda n: (when[n], n)) for i in inner[n]]
-
-
-def schedule_ops(order: ExecutionOrder) -> tuple[ExecutionOrder, FusionPlan]:
-    """The order of the platform's scheduler, and the fusion: `schedule_breadth_first` on CPU, else
-    `schedule_for_memory`.
-    """
+def schedule_ops(order: ExecutionOrder) -> Schedule:
+    """The order of the platform's scheduler: `schedule_breadth_first` on CPU, else `schedule_for_memory`."""
     return schedule_breadth_first(order) if order.partitioned.platform == "cpu" else schedule_for_memory(order)
 
 
-def _reordered(order: ExecutionOrder, partitioned: PartitionedProgram, turn: Sequence[int]) -> ExecutionOrder:
-    graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in turn))
-    return ExecutionOrder(dataclasses.replace(partitioned, graph=graph), order.groups, order.bodies)
-
-
-def schedule_breadth_first(order: ExecutionOrder) -> tuple[ExecutionOrder, FusionPlan]:
+def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
     """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as its operands are ready.
 
     It works within each region; combined collectives run together. Ops that read only arguments and constants run at
     the start.
     """
     graph, fusion = order.partitioned.graph, fuse(order.partitioned)
-    together = order.together()
+    together = order.together
 
-    def arranged(region: Region, own: int) -> list[int]:
-        """`own`: how many of the last parts are the loop's."""
-        parts = [[part] if isinstance(part, int) else arranged(part, 1) for part in region.parts]
+    def arrange(parts: list[list[int]], is_loop: bool) -> list[int]:
+        own = parts.pop() if is_loop else []
         first: list[int] = []
         nodes: dict[object, list[int]] = {}
-        for part in parts[: len(parts) - own]:
+        for part in parts:
             last = part[-1]
             if fusion.inside[last] is None:  # where it stands does not matter
                 first += part
             else:
                 nodes.setdefault((together[last],) if last in together else last, []).extend(part)
         ready = _as_ready(order.partitioned, fusion, nodes)
-        return [*first, *(i for node in ready for i in nodes[node]), *(i for o in parts[len(parts) - own :] for i in o)]
+        return [*first, *(i for node in ready for i in nodes[node]), *own]
 
-    turn = arranged(regions(graph), 0)
-    return _reordered(order, order.partitioned, turn), fusion.ordered(turn)
+    turn = arranged(graph, arrange)
+    return Schedule.of(order, order.partitioned, turn, fusion)
 
 
 def _as_ready(
@@ -348,56 +319,44 @@ def _flattened(
 _UNFUSED = COLLECTIVE_OPS | {"scatter", "convolution"}
 
 
-def _on_tpu(partitioned: PartitionedProgram, fusion: FusionPlan) -> dict[int, int]:
-    """Bytes of values that take less on a TPU, as `bf16`, or more, as row-major tables."""
-    found = {v: partitioned.local_bytes(v) // 2 for v in fusion.narrow}
-    rows = scattered_values(partitioned.graph)
-    return found | {
-        v: row_major_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype)) for v in rows
-    }
-
-
 _SHRINKS = 16
 """How much larger the dying operands must be than the result; XLA's scheduler often ignores smaller gains."""
 
 
-def schedule_for_memory(order: ExecutionOrder) -> tuple[ExecutionOrder, FusionPlan]:
+def schedule_for_memory(order: ExecutionOrder) -> Schedule:
     """Run an op as early as possible where that frees much memory, as XLA's memory scheduler does within each region."""
     partitioned = order.partitioned
     graph, fusion = partitioned.graph, fuse(partitioned)
-    if partitioned.platform == "tpu" and isinstance(partitioned, Sized):
-        partitioned = dataclasses.replace(partitioned, sizes=partitioned.sizes | _on_tpu(partitioned, fusion))
+    if partitioned.platform == "tpu":
+        partitioned = dataclasses.replace(
+            partitioned, stored_bytes=row_major_and_narrow_bytes(partitioned, fusion.narrow)
+        )
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:
             last[v] = i
     keep = set(graph.inputs) | set(graph.outputs)
-    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    fixed = set(order.together())
+    made = graph.makers
+    fixed = set(order.together)
 
-    def arranged(region: Region) -> list[int]:
-        here = {i: n for n, part in enumerate(region.parts) for i in ((part,) if isinstance(part, int) else part.ops())}
-        when: list[tuple[float, ...]] = [(float(n),) for n in range(len(region.parts))]
-        for n, part in enumerate(region.parts):
-            inner = fusion.inside[part] if isinstance(part, int) else None
-            if inner is None or not isinstance(part, int) or part in fixed or graph.ops[part].name == "while":
+    def arrange(parts: list[list[int]], _: bool) -> list[int]:
+        here = {i: n for n, part in enumerate(parts) for i in part}
+        when: list[tuple[float, ...]] = [(float(n),) for n in range(len(parts))]
+        for n, (i, *others) in enumerate(parts):
+            inner = fusion.inside[i]
+            if others or inner is None or i in fixed or graph.ops[i].name == "while":
                 continue
-            freed = sum([partitioned.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep])
-            if freed <= _SHRINKS * sum(map(partitioned.local_bytes, graph.ops[part].outputs)):
+            freed = sum([partitioned.local_bytes(v) for v in fusion.reads[i] if last[v] == i and v not in keep])
+            if freed <= _SHRINKS * sum(map(partitioned.local_bytes, graph.ops[i].outputs)):
                 continue
-            sources = [here[made[v]] for v in fusion.reads[part] if made.get(v) in here]
+            sources = [here[made[v]] for v in fusion.reads[i] if made.get(v) in here]
             ready = max((when[m] for m in sources), default=None)
             if ready is None:
                 continue
             for m in sorted((here[j] for j in inner if j in here), key=lambda m: when[m]):
                 when[m] = min(when[m], (*ready, float(m)))
             when[n] = (*ready, float(n))
-        return [
-            i
-            for n in sorted(range(len(region.parts)), key=lambda n: when[n])
-            for part in (region.parts[n],)
-            for i in ([part] if isinstance(part, int) else arranged(part))
-        ]
+        return [i for n in sorted(range(len(parts)), key=lambda n: when[n]) for i in parts[n]]
 
-    turn = arranged(regions(graph))
-    return _reordered(order, partitioned, turn), fusion.ordered(turn)
+    turn = arranged(graph, arrange)
+    return Schedule.of(order, partitioned, turn, fusion)

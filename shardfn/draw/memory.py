@@ -188,7 +188,7 @@ def _program(live: LiveMemory, across: Scale, y: float, width: float) -> Iterato
 
 def _peak_mark(plan: Plan, live: LiveMemory, across: Scale, up: Scale, left: float, right: float) -> Iterator[str]:
     """A dotted line at the peak, with its bytes and the line of the op that runs there."""
-    x, peak = across(live.peak_tick + 0.5), live.peak
+    x, peak = across(live.peak_tick + 0.5), live.estimate.peak
     ops = live.partitioned.graph.ops
     made = {v: op for op in ops for v in op.outputs}
     at = min(live.peak_tick // 2, len(ops) - 1)

@@ -1,6 +1,6 @@
 """The traced program as data, and Shardy's passes over it. The only user of `jax.extend.mlir`.
 
-Entry points: `shardy.read_graph` (a lowered module → `Graph`) and `shardy.propagate` (given shardings →
+Entry points: `shardy.read_graph` (a lowered module → `Graph`) and `shardy.PreparedModule.propagate` (given shardings →
 `PartitionedProgram`). The data is in `model`; one row per kind of op with its cost, fusion and partitioning rule in
 `op_traits`; reading a module in `reader` and `op_attributes`; sharding rules that Shardy lacks in `extra_rules`; tied
 dimensions in `dimension_groups`; the form of a module that XLA propagates through in `propagation_form`; rewriting a

@@ -16,11 +16,11 @@ class DimensionGroups:
     count: int
 
     def members(self, values: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
-        """For each class that meets `values`: its (position in `values`, dim) pairs, in order."""
+        """For each group that meets `values`: its (position in `values`, dim) pairs, in order."""
         found: dict[int, list[tuple[int, int]]] = {}
         for position, value in enumerate(values):
-            for dim, class_ in enumerate(self.of[value]):
-                found.setdefault(class_, []).append((position, dim))
+            for dim, group in enumerate(self.of[value]):
+                found.setdefault(group, []).append((position, dim))
         return found
 
 

@@ -6,28 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax.extend.mlir import ir, passmanager
-from jax.extend.mlir.dialects import sdy, stablehlo
+from jax.extend.mlir import ir as ir
+from jax.extend.mlir import passmanager as passmanager
+from jax.extend.mlir.dialects import sdy as sdy
+from jax.extend.mlir.dialects import stablehlo as stablehlo
 
 from shardfn.ir.model import Value
-
-__all__ = [
-    "MESH_NAME",
-    "NUMBER",
-    "blocks_of",
-    "functions_of",
-    "ir",
-    "mesh_axes",
-    "number_all",
-    "number_of",
-    "passmanager",
-    "preorder",
-    "run_passes",
-    "sdy",
-    "stablehlo",
-    "symbol_of",
-    "value_of",
-]
 
 MESH_NAME = "grid"  # the name of our mesh inside the module
 
@@ -53,6 +37,16 @@ def functions_of(module: Any) -> Iterator[Any]:
     return (op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "func.func")
 
 
+def meshes_of(module: Any) -> list[Any]:
+    """The meshes that stand in a module."""
+    return [op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
+
+
+def short_name(op: Any) -> str:
+    """The name of an op without its dialect."""
+    return op.name.split(".", 1)[-1]
+
+
 def symbol_of(op: Any) -> str:
     """The name of a function or a mesh."""
     return ir.StringAttr(op.attributes["sym_name"]).value
@@ -75,6 +69,12 @@ def blocks_of(block: Any) -> Iterator[Any]:
         for region in view.operation.regions:
             for inner in region.blocks:
                 yield from blocks_of(inner)
+
+
+def attribute_names(op: Any) -> list[str]:
+    """The names of an op's attributes but its number."""
+    names = (getattr(a, "name", a) for a in op.attributes)  # JAX 0.10 gives names, 0.12 may give pairs
+    return [name for name in names if name != NUMBER]
 
 
 def number_all(ops: Sequence[Any], first: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -59,6 +60,12 @@ class ShardingRule:
     reduction: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()
     permuted: frozenset[int] = frozenset()
+
+    def matmul_roles(self, side: int) -> list[int]:
+        """The role of each dimension of a matmul's operand: 0 batch, 1 its own and the result's, 2 contracting."""
+        other, result = ({f for dim in dims for f in dim} for dims in (self.operands[1 - side], self.results[0]))
+        factors = [dim[0] if dim else -1 for dim in self.operands[side]]
+        return [1 if f not in other else 0 if f in result else 2 for f in factors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +125,23 @@ class Op:
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
     same: int = -1
     """The operand that it gives back as it is, as a sum with zeros does."""
+    seen: tuple[int, ...] = ()
+    """Of a loop, whose inputs are what goes in and then what its body returns: what the body sees."""
 
-    def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
+    def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...] | None = None) -> Op:
         """The same of other values."""
+        outputs = self.outputs if outputs is None else outputs
+        if inputs == self.inputs and outputs == self.outputs:
+            return self
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.window_dims, self.site, self.combines, self.form, self.same)  # fmt: skip
+                  self.window_dims, self.site, self.combines, self.form, self.same, self.seen)  # fmt: skip
+
+    @property
+    def carries(self) -> list[tuple[int, int, int, int]]:
+        """Of a loop, for each value that it changes: what goes in, what the body sees, what it returns, what comes out."""
+        n = len(self.seen)
+        every = zip(self.inputs[:n], self.seen, self.inputs[n:], self.outputs, strict=True) if n else ()
+        return [row for row in every if row[0] != row[2]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +166,27 @@ class Graph:
     """Ops without a sharding rule, as `name (file:line)`."""
     uncounted: tuple[str, ...] = ()
     """Loops whose trip count is not known before they run, counted once, as `file:line`."""
+
+    @functools.cached_property
+    def computed(self) -> frozenset[int]:
+        """Values that are not constants: the inputs, and what ops make or loops carry."""
+        return frozenset(self.inputs).union(*(op.outputs for op in self.ops), (b for _, b in self.ties))
+
+    @functools.cached_property
+    def read_counts(self) -> collections.Counter[int]:
+        """How often each value is read by ops and as a result."""
+        count = collections.Counter(v for op in self.ops for v in op.inputs)
+        count.update(self.outputs)
+        return count
+
+    @functools.cached_property
+    def makers(self) -> dict[int, int]:
+        """By value the index of the op that makes it."""
+        return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+
+    def maker(self, value: int) -> Op | None:
+        """The op that makes a value."""
+        return self.ops[self.makers[value]] if value in self.makers else None
 
     def arguments(self, count: int) -> tuple[int, ...]:
         """The inputs that are a call's own arrays, of which there are `count`: the last ones, after what it captures."""
@@ -194,14 +234,40 @@ class PartitionedProgram:
     communications: tuple[Communication, ...]
     platform: str = ""
     """The platform whose collectives these are; empty before `partition.partitioner.insert_collectives`."""
+    stored_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """By value the bytes on one device, where they differ from those of its elements."""
+    forms: dict[object, tuple[tuple[int, ...], int]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Local shapes and bytes that were asked for: by shape, dtype and sharding."""
 
     def shards(self, value: int) -> tuple[int, ...]:
         """Number of shards along each dimension of a value."""
         return tuple(math.prod(axis_size(a, self.axes) for a in dim) for dim in self.specs[value])
 
+    @functools.cached_property
+    def _local(self) -> dict[int, tuple[tuple[int, ...], int]]:
+        return {}
+
+    def _locally(self, value: int) -> tuple[tuple[int, ...], int]:
+        """Shape and bytes on one device, computed once."""
+        found = self._local.get(value)
+        if found is None:
+            full = self.graph.values[value]
+            key = full.shape, full.dtype, self.specs[value]
+            if key not in self.forms:
+                shape = tuple(-(-n // s) for n, s in zip(full.shape, self.shards(value), strict=True))
+                self.forms[key] = shape, math.prod(shape) * dtype_bits(full.dtype) // 8
+            found = self._local[value] = self.forms[key]
+        return found
+
     def local_shape(self, value: int) -> tuple[int, ...]:
         """Shape on one device, padded up where the shards do not divide."""
-        return tuple(-(-n // s) for n, s in zip(self.graph.values[value].shape, self.shards(value), strict=True))
+        return self._locally(value)[0]
+
+    def element_bytes(self, value: int) -> int:
+        """Bytes of the elements on one device."""
+        return self._locally(value)[1]
 
     def is_view(self, op: Op) -> bool:
         """Whether an op takes no work, as its result is its operand's buffer."""
@@ -210,8 +276,9 @@ class PartitionedProgram:
         return op.name in VIEWS and len(op.outputs) == 1
 
     def local_bytes(self, value: int) -> int:
-        """Bytes on one device."""
-        return math.prod(self.local_shape(value)) * dtype_bits(self.graph.values[value].dtype) // 8
+        """Bytes that a value takes on one device."""
+        stored = self.stored_bytes.get(value)
+        return self._locally(value)[1] if stored is None else stored
 
 
 def axis_size(axis: str, axes: Mapping[str, int]) -> int:
@@ -220,8 +287,23 @@ def axis_size(axis: str, axes: Mapping[str, int]) -> int:
     >>> axis_size("a:(2)4", {"a": 8}), axis_size("a", {"a": 8})
     (4, 8)
     """
+    return axis_part(axis, axes)[2]
+
+
+def axis_name(axis: str) -> str:
+    """The mesh axis that an axis is or is a part of."""
+    return axis.partition(":")[0]
+
+
+def axis_part(axis: str, axes: Mapping[str, int]) -> tuple[str, int, int]:
+    """The mesh axis, the product of the sizes before the part, and the part's size.
+
+    >>> axis_part("a:(2)4", {"a": 8}), axis_part("a", {"a": 8})
+    (('a', 2, 4), ('a', 1, 8))
+    """
     name, _, part = axis.partition(":")
-    return int(part.partition(")")[2]) if part else axes.get(name, 1)
+    before, _, size = part[1:].partition(")")
+    return (name, int(before), int(size)) if part else (name, 1, axes.get(name, 1))
 
 
 @functools.cache
@@ -257,6 +339,8 @@ class Collective:
     where: str
     """`file:line` of the user's code, or empty."""
     cause: str = ""
+    merged: int = 1
+    """So many predicted ones run as one, and share its latency."""
 
     @property
     def total_bytes(self) -> int:

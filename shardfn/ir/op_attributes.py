@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-from shardfn.ir.mlir import NUMBER, ir, sdy, stablehlo
-from shardfn.ir.model import Convolution, ShardingRule, WindowDim
+from shardfn.ir.mlir import attribute_names, ir, sdy, short_name, stablehlo
+from shardfn.ir.model import Convolution, Op, ShardingRule, WindowDim
 from shardfn.ir.source_lines import user_line
 from shardfn.ir.windows import ATTRIBUTES, WINDOWED, window_dims
 
@@ -30,8 +30,22 @@ def rule_of(attribute: Any) -> ShardingRule:
     )
 
 
-def convolution_of(op: Any) -> Convolution:
+def op_by_attributes(op: Any, short: str, **rest: Any) -> Op:
+    """An op as its attributes describe it, without values; `rest` are its other fields.
+
+    Args:
+      op: the op.
+      short: its name without the dialect.
+      **rest: further fields.
+    """
+    return Op(short, (), (), trips=0, reduced=_reduced(op), convolution=_convolution(op), combines=_combines(op),
+              window_dims=_window_dims(op, short), same=_neutral(op), **rest)  # fmt: skip
+
+
+def _convolution(op: Any) -> Convolution | None:
     """Which dims of a convolution are spatial or in groups, and whether its window takes every element."""
+    if op.name != "stablehlo.convolution":
+        return None
     numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     steps = ("window_strides", "lhs_dilation", "rhs_dilation")
     is_dense = all(
@@ -55,7 +69,7 @@ def convolution_of(op: Any) -> Convolution:
     )
 
 
-def window_dims_of(op: Any, name: str) -> tuple[WindowDim, ...]:
+def _window_dims(op: Any, name: str) -> tuple[WindowDim, ...]:
     """The window dimensions of an op (`ir.windows`)."""
     if name not in WINDOWED:
         return ()
@@ -71,25 +85,25 @@ def window_dims_of(op: Any, name: str) -> tuple[WindowDim, ...]:
     return window_dims(name, numbers, shapes)
 
 
-def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
+def _reduced(op: Any) -> tuple[tuple[int, int], ...]:
     """(operand, dim) pairs whose sizes multiply the work of each element of the result."""
-    if name == "stablehlo.dot_general":
+    if op.name == "stablehlo.dot_general":
         numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
         return tuple((0, d) for d in numbers.lhs_contracting_dimensions)
-    if name == "stablehlo.convolution":
+    if op.name == "stablehlo.convolution":
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         kernel = ir.RankedTensorType(op.operands[1].type)
         return tuple((1, d) for d in range(kernel.rank) if d != numbers.kernel_output_feature_dimension)
-    if name == "stablehlo.reduce":
+    if op.name == "stablehlo.reduce":
         return tuple((0, int(d)) for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
     return ()
 
 
-def combines_of(op: Any) -> str:
+def _combines(op: Any) -> str:
     """By what a reduction of one array, or a scatter into one, combines elements, where that is one op."""
     if op.name not in ("stablehlo.reduce", "stablehlo.scatter") or len(op.results) > 1:
         return ""
-    inside = [view.operation.name.split(".", 1)[-1] for view in op.regions[0].blocks[0].operations]
+    inside = [short_name(view.operation) for view in op.regions[0].blocks[0].operations]
     return inside[0] if inside[1:] == ["return"] else ""
 
 
@@ -98,12 +112,8 @@ def form_of(op: Any) -> tuple[Any, ...] | None:
     if op.name in _EACH_TIME:
         return None
     inner = tuple([_form_inside(block) for region in op.regions for block in region.blocks])
-    return op.name, *_attributes(op), *[r.type for r in op.results], *inner
-
-
-def _attributes(op: Any) -> list[Any]:
-    names = sorted([getattr(a, "name", a) for a in op.attributes])  # JAX 0.10 gives names, 0.12 may give pairs
-    return [(n, op.attributes[n]) for n in names if n != NUMBER and not n.startswith("sdy.")]
+    attributes = [(n, op.attributes[n]) for n in sorted(attribute_names(op)) if not n.startswith("sdy.")]
+    return op.name, *attributes, *[r.type for r in op.results], *inner
 
 
 def _form_inside(block: Any) -> tuple[Any, ...]:
@@ -126,8 +136,8 @@ def cause_of(op: Any) -> str:
     """The op whose result is communicated, for a reduction; the one that needs it, for the rest."""
     if "reduce" in op.name:
         owner = op.operands[0].owner
-        return owner.operation.name.split(".", 1)[-1] if not isinstance(owner, ir.Block) else ""
-    return next((use.owner.operation.name.split(".", 1)[-1] for use in op.results[0].uses), "")
+        return "" if isinstance(owner, ir.Block) else short_name(owner.operation)
+    return next((short_name(use.owner.operation) for use in op.results[0].uses), "")
 
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
@@ -143,25 +153,14 @@ def _frame(location: str) -> str:
     return user_line(_FRAME.findall(location))
 
 
-_DENSE_INT = re.compile(r"dense<(-?\d+)>")
-
-
-def _constant(value: Any) -> int | None:
-    owner = value.owner
-    if isinstance(owner, ir.Block) or not owner.operation.name.endswith(".constant"):
-        return None
-    found = _DENSE_INT.match(str(owner.operation.attributes["value"]))
-    return int(found[1]) if found else None
-
-
-def neutral_of(op: Any, name: str) -> int:
+def _neutral(op: Any) -> int:
     """Which operand an op gives back as it is, as the other one is a constant that changes nothing: -1 if none."""
-    known = _NEUTRAL.get(name)
+    known = _NEUTRAL.get(op.name)
     if known is None:
         return -1
     constant, either = known
     for side in (1, 0) if either else (1,):
-        if _splat(op.operands[side]) == constant:
+        if _constant(op.operands[side]) == constant:
             return 1 - side
     return -1
 
@@ -173,8 +172,8 @@ _NEUTRAL = {
 """For an op the constant that changes nothing, and whether it may be either operand."""
 
 
-def _splat(value: Any) -> float | None:
-    """What a constant, or a broadcast one, has everywhere."""
+def _constant(value: Any) -> Any:
+    """The number that a constant, or a broadcast one, has everywhere; None where it has none."""
     owner = value.owner
     if not isinstance(owner, ir.Block) and owner.operation.name == "stablehlo.broadcast_in_dim":
         owner = owner.operation.operands[0].owner
@@ -202,12 +201,9 @@ def trip_count(op: Any, condition: Any, body: Any) -> int | None:
         return None
     position = ir.BlockArgument(counter).arg_number
 
-    def initial(value: Any) -> int | None:
-        if isinstance(value.owner, ir.Block) and value.owner == condition:
-            return _constant(op.operands[ir.BlockArgument(value).arg_number])
-        return _constant(value)
-
-    start, stop = _constant(op.operands[position]), initial(limit)
+    if isinstance(limit.owner, ir.Block) and limit.owner == condition:
+        limit = op.operands[ir.BlockArgument(limit).arg_number]
+    start, stop = _constant(op.operands[position]), _constant(limit)
     step_op = body.operations[len(body.operations) - 1].operation.operands[position].owner
     if start is None or stop is None or isinstance(step_op, ir.Block) or step_op.operation.name != "stablehlo.add":
         return None

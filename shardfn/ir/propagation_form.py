@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.ir.extra_rules import MISSING_RULES
-from shardfn.ir.mlir import MESH_NAME, NUMBER, ir, sdy, value_of
+from shardfn.ir.mlir import MESH_NAME, NUMBER, attribute_names, ir, sdy, value_of
 from shardfn.ir.model import DimFactors, ShardingRule
 
 
@@ -183,18 +183,13 @@ def number_duplicates(block: Any, made: dict[Any, Any], numbers: dict[Any, Any])
         for region in op.regions:
             for inner in region.blocks:
                 number_duplicates(inner, made, numbers)
-        is_constant = True
-        for value in op.operands:
-            if value not in made:
-                is_constant = False
-                break
+        is_constant = all(value in made for value in op.operands)
         if not is_constant and op.name != "stablehlo.broadcast_in_dim":
             continue
         if len(op.regions) or len(op.results) != 1:
             continue
-        names = [getattr(a, "name", a) for a in op.attributes]  # JAX 0.10 gives names, 0.12 may give pairs
         try:
-            attrs = [(name, op.attributes[name]) for name in names if name != NUMBER]
+            attrs = [(name, op.attributes[name]) for name in attribute_names(op)]
         except TypeError:  # a complex constant, which the bindings do not read
             continue
         key = op.name, op.results[0].type, *attrs, *[made.get(v, v) for v in op.operands]

@@ -5,42 +5,37 @@ Calls are read inline, once for each call site, so that two callers of one funct
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
-from shardfn.ir.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
-from shardfn.ir.model import Communication, Graph, Op, ShardingRule, Spec, Value
-from shardfn.ir.op_attributes import (
-    cause_of,
-    combines_of,
-    convolution_of,
-    form_of,
-    neutral_of,
-    op_line,
-    reduced_of,
-    rule_of,
-    trip_count,
-    window_dims_of,
+from shardfn.ir.mlir import (
+    NUMBER,
+    functions_of,
+    ir,
+    mesh_axes,
+    meshes_of,
+    number_of,
+    sdy,
+    short_name,
+    symbol_of,
+    value_of,
 )
+from shardfn.ir.model import Communication, Graph, Op, ShardingRule, Spec, Value
+from shardfn.ir.op_attributes import cause_of, form_of, op_by_attributes, op_line, rule_of, trip_count
 from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 
 
 class _Fact(NamedTuple):
-    """What an op is, whatever the shardings; `rest` are further fields of `Op`, in their order."""
+    """What an op is, whatever the shardings and the loop around it."""
 
-    name: str
-    rule: ShardingRule | None
-    where: str
-    unruled: str
+    op: Op
+    """With its results, but without values; the first number of `form` is final."""
     results: tuple[Value, ...]
-    rest: tuple[Any, ...]
-    form: int
-    """Equal for ops that compute the same; -1 for ops with side effects."""
-    same: int
-    """As in `Op`."""
+    unruled: str
     made: dict[Any, Op]
     """The ops made of it in earlier graphs: programs of one module number most values alike."""
 
@@ -75,11 +70,7 @@ class Reader:
 
     def __init__(self, module: Any, seen: ReaderCache | None = None, count: int = 0):
         self.functions = {symbol_of(f): f for f in functions_of(module)}
-        self.meshes = {
-            symbol_of(op.operation): dict(mesh_axes(op.operation.attributes["mesh"]))
-            for op in module.regions[0].blocks[0].operations
-            if op.operation.name == "sdy.mesh"
-        }
+        self.meshes = {symbol_of(op): dict(mesh_axes(op.attributes["mesh"])) for op in meshes_of(module)}
         self.values: list[Value] = []
         self.specs: list[Spec] = []
         self.ops: list[Op] = []
@@ -101,7 +92,7 @@ class Reader:
         for i, argument in enumerate(block.arguments):
             attrs: Any = ir.DictAttr(arg_attrs[i]) if arg_attrs is not None else ()
             sharding = attrs["sdy.sharding"] if "sdy.sharding" in attrs else None
-            env[argument] = self.new(argument.type, self.spec(sharding))
+            env[argument] = self.new(self.value(argument.type), self.spec(sharding))
         inputs = tuple(env[a] for a in block.arguments)
         outputs = self.walk(block, env, 1)
         if "res_attrs" in main.attributes:
@@ -125,9 +116,9 @@ class Reader:
 
     # ---- values
 
-    def new(self, type_: Any, spec: Spec | None) -> int:
-        self.values.append(self.value(type_))
-        self.specs.append(spec if spec is not None else ((),) * len(self.values[-1].shape))
+    def new(self, value: Value, spec: Spec | None) -> int:
+        self.values.append(value)
+        self.specs.append(spec if spec is not None else ((),) * len(value.shape))
         return len(self.values) - 1
 
     def value(self, type_: Any) -> Value:
@@ -161,12 +152,7 @@ class Reader:
             specs = (self.spec(attrs["out_sharding"]),)
         elif op.name == "sdy.sharding_constraint" or op.name == "sdy.reshard":
             specs = (self.spec(attrs["sharding"]),)
-        first = len(self.values)
-        self.values += values
-        for i, value in enumerate(values):
-            spec = specs[i] if i < len(specs) else None
-            self.specs.append(((),) * len(value.shape) if spec is None else spec)
-        return tuple(range(first, first + len(values)))
+        return tuple([self.new(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)])
 
     def with_sharding(self, value: int, sharding: Any, trips: int = 1) -> int:
         """The value in the given sharding: through a reshard, if it has another one."""
@@ -174,11 +160,9 @@ class Reader:
         if spec is None or spec == self.specs[value]:
             return value
         form = self.values[value]
-        self.values.append(form)
-        self.specs.append(spec)
-        moved = len(self.values) - 1
-        self.ops.append(Op("reshard", (value,), (moved,), elementwise_rule([form], [form]), trips, ""))
-        return moved
+        resharded = self.new(form, spec)
+        self.ops.append(Op("reshard", (value,), (resharded,), elementwise_rule([form], [form]), trips, ""))
+        return resharded
 
     # ---- ops
 
@@ -217,8 +201,8 @@ class Reader:
         key = trips, self.region, outputs[:1], *[env[o] for o in op.operands]
         made = fact.made.get(key)
         if made is None:
-            form = None if fact.form < 0 else (fact.form, self.region)
-            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form, same=fact.same)
+            form = fact.op.form and (fact.op.form[0], self.region)
+            made = dataclasses.replace(fact.op, inputs=key[3:], outputs=outputs, trips=trips, form=form)
             fact.made[key] = made
         self.ops.append(made)
         return outputs
@@ -230,9 +214,9 @@ class Reader:
         found = facts.get(at)
         if found is None:
             if number in facts:
-                where, same = self.where(op), facts[number]
-                unruled = _at(same.name, where) if same.unruled else ""
-                found = same._replace(where=where, unruled=unruled, made={})
+                same = dataclasses.replace(facts[number].op, where=self.where(op))
+                unruled = _at(same.name, same.where) if facts[number].unruled else ""
+                found = _Fact(same, facts[number].results, unruled, {})
             elif self.count:
                 found = facts[number] = self.fact(op, name, attrs)
             else:
@@ -242,7 +226,7 @@ class Reader:
 
     def fact(self, op: Any, name: str, attrs: Any) -> _Fact:
         """What an op is."""
-        short = name.split(".", 1)[1] if name.startswith(("stablehlo.", "chlo.", "sdy.")) else name
+        short = short_name(op) if name.startswith(("stablehlo.", "chlo.", "sdy.")) else name
         if name == "stablehlo.custom_call":
             short = f"custom_call {ir.StringAttr(attrs['call_target_name']).value}"
         where = self.where(op)
@@ -255,23 +239,19 @@ class Reader:
             rule = missing([self.value(o.type) for o in op.operands], results)
         elif not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
             unruled = _at(short, where)
-        convolution = convolution_of(op) if name == "stablehlo.convolution" else None
-        number = number_of(op)
-        rest = (
-            reduced_of(op, name),
-            convolution,
-            window_dims_of(op, short),
-            number if number < self.count else -1,
-            combines_of(op),
-        )
-        form = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
-        return _Fact(short, rule, where, unruled, results, rest, form, neutral_of(op, name), {})
+        number = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
+        site = number_of(op)
+        form = None if number < 0 else (number, 0)
+        made = op_by_attributes(op, short, rule=rule, where=where, site=site if site < self.count else -1, form=form)
+        return _Fact(made, results, unruled, {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
-        name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
-        block = self.functions[name].regions[0].blocks[0]
+        """A function or a named computation, inline."""
+        is_call = op.name == "func.call"
+        body = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value] if is_call else op
+        block = body.regions[0].blocks[0]
         inner = {argument: env[o] for argument, o in zip(block.arguments, op.operands, strict=True)}
-        return self.walk(block, inner, trips)
+        return self.walk(block, inner if is_call else {**env, **inner}, trips)
 
     def loop(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         condition, body = (r.blocks[0] for r in op.regions)
@@ -287,14 +267,14 @@ class Reader:
             if back == argument:  # the same in every iteration: what is gathered of it is gathered once
                 ids.append(operand)
             else:
-                ids.append(self.new(argument.type, self.specs[result]))
+                ids.append(self.new(self.values[result], self.specs[result]))
                 self.ties.append((operand, ids[-1]))
         self.within(condition, {**env, **dict(zip(condition.arguments, ids, strict=True))}, inside)
         out = self.within(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
         self.ties += [(a, b) for a, b in zip(ids, out, strict=True) if a != b]
         self.ties += list(zip(out, results, strict=True))
         inputs, form = tuple(carried) + out, (-1, self.region)
-        self.ops.append(Op("while", inputs, tuple(results), None, trips, self.where(op), form=form))
+        self.ops.append(Op("while", inputs, results, None, trips, self.where(op), form=form, seen=tuple(ids)))
         return results
 
     def branch(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -304,7 +284,7 @@ class Reader:
             out = self.within(region.blocks[0], dict(env), trips)
             self.ties += list(zip(out, results, strict=True))
             returned += out
-        self.ops.append(Op("case", (env[op.operands[0]], *returned), tuple(results), None, trips, self.where(op)))
+        self.ops.append(Op("case", (env[op.operands[0]], *returned), results, None, trips, self.where(op)))
         return results
 
     def manual_region(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -314,18 +294,12 @@ class Reader:
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, self.manual = self.manual, True
-        inner = {**env, **{a: self.new(a.type, None) for a in block.arguments}}
+        inner = {**env, **{a: self.new(self.value(a.type), None) for a in block.arguments}}
         returned = self.within(block, inner, trips)
         self.manual = was
-        outputs = [self.new(r.type, s) for r, s in zip(op.results, out_specs, strict=True)]
-        self.ops.append(Op("shard_map", (*inputs, *returned), tuple(outputs), None, trips, self.where(op)))
+        outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
+        self.ops.append(Op("shard_map", (*inputs, *returned), outputs, None, trips, self.where(op)))
         return outputs
-
-    def named(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
-        block = op.regions[0].blocks[0]
-        return self.walk(
-            block, {**env, **{a: env[o] for a, o in zip(block.arguments, op.operands, strict=True)}}, trips
-        )
 
     def communicate(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         """A collective that the user wrote in a `shard_map`."""
@@ -370,7 +344,7 @@ _STRUCTURED = {
     "stablehlo.case": Reader.branch,
     "stablehlo.if": Reader.branch,
     "sdy.manual_computation": Reader.manual_region,
-    "sdy.named_computation": Reader.named,
+    "sdy.named_computation": Reader.call,
     **{f"stablehlo.{name}": Reader.communicate for name in COLLECTIVE_OPS},
 }
 

@@ -1,7 +1,7 @@
 """Shardy's passes over a module that JAX lowered: a `Graph` or a `PartitionedProgram` out.
 
 * `read_graph`: Shardy's sharding rule for every op, before any sharding is set;
-* `propagate`: the given shardings propagated to every value; `partition.partitioner` then adds the collectives.
+* `PreparedModule.propagate`: the given shardings propagated to every value; `partition.partitioner` then adds the collectives.
 
 Both work on copies.
 """
@@ -20,6 +20,7 @@ from shardfn.ir.mlir import (
     functions_of,
     ir,
     mesh_axes,
+    meshes_of,
     number_all,
     number_of,
     passmanager,
@@ -57,63 +58,75 @@ def read_graph(module: Any, seen: ReaderCache | None = None) -> Graph:
         return Reader(copy, seen, count).graph()
 
 
-def propagate(
-    module: Any,
-    axes: Sequence[tuple[str, int]],
-    inputs: Sequence[Spec | None],
-    outputs: Sequence[Spec | None],
-    constraints: Mapping[int, OpConstraint] | None = None,
-    ready: PreparedModule | None = None,
-) -> PartitionedProgram:
-    """Propagate shardings through the function with Shardy; `partition.partitioner` then adds the collectives.
-
-    Args:
-      module: the module as JAX lowered it; it is not changed.
-      axes: name and size of each mesh axis, row-major.
-      inputs: the sharding of each argument of the module's main function; None leaves it to propagation.
-      outputs: the same for its results.
-      constraints: the sharding constraints on operands and results of ops, by `Op.site`.
-      ready: `prepare_for_propagation` of the module, to prepare it only once.
-    """
-    ready = ready or prepare_for_propagation(module)
-    with module.context, ir.Location.unknown():
-        copy = ready.module.clone()
-        main = next(f for f in functions_of(copy) if symbol_of(f) == "main")
-        if constraints:
-            _hold(main.regions[0].blocks[0], constraints, ready)
-        _add_mesh(copy, axes)
-        for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
-            old = main.attributes[attribute] if attribute in main.attributes else None
-            main.attributes[attribute] = ir.ArrayAttr.get(
-                [ready.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
-            )
-        run_passes(_flow_pipeline() if ready.is_alone else FLOW_PIPELINE, copy)
-        if ready.has_unread_ops:  # the first propagation: their rules are not known from `read_graph`
-            run_passes(RULES_PIPELINE, copy)
-        reader = Reader(copy, ready.seen, ready.count if ready.has_unread_ops else 0)
-        try:
-            graph = reader.graph()
-        except UnreadOpError:  # an op that the first propagation's module did not have
-            ready.has_unread_ops = True
-            return propagate(module, axes, inputs, outputs, constraints, ready)
-        ready.has_unread_ops = False
-        return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
-
-
 class PreparedModule:
-    """A module in the form that shardings are propagated through, and what all propagations share.
+    """A copy of a module in the form that shardings are propagated through, and what all propagations share.
 
     `begun` has for each block, and for each op in it, how many ops came before it when `order_depth_first` reached it.
     `is_alone`: only the main function is left.
+
+    Args:
+      module: the module as JAX lowered it; it is not changed.
+      seen: what `read_graph` kept of it.
     """
 
-    def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: ReaderCache, count: int):
-        self.module, self.begun, self.seen, self.count = module, begun, seen, count
-        self.is_alone = len(list(functions_of(module))) == 1
-        numbers = {number_of(op) for op in preorder(module)} - {-1}
+    def __init__(self, module: Any, seen: ReaderCache | None = None):
+        with module.context, ir.Location.unknown():
+            self.module, self.seen = module.operation.clone(), seen or ReaderCache()
+            self.count = number_all(preorder(self.module), 0)
+            functions = {symbol_of(f): f for f in functions_of(self.module)}
+            body = functions["main"].regions[0].blocks[0]
+            inline(body, functions)
+            to_xla_form(body, set(body.arguments))
+            self.begun = order_depth_first(body)
+            number_all([op for op in preorder(self.module) if NUMBER not in op.attributes], self.count)
+            number_duplicates(body, {}, {})
+            for op in preorder(self.module):
+                if _is_on_any(op):
+                    text = re.sub(r"@[^\s,>]+", f"@{MESH_NAME}", str(op.attributes["sharding"]), count=1)
+                    op.attributes["sharding"] = ir.Attribute.parse(text)
+            self.is_alone = len(list(functions_of(self.module))) == 1
+            numbers = {number_of(op) for op in preorder(self.module)} - {-1}
         self.has_unread_ops = not numbers <= self.seen.facts.keys()
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
+
+    def propagate(
+        self,
+        axes: Sequence[tuple[str, int]],
+        inputs: Sequence[Spec | None],
+        outputs: Sequence[Spec | None],
+        constraints: Mapping[int, OpConstraint] | None = None,
+    ) -> PartitionedProgram:
+        """Propagate shardings through the function with Shardy; `partition.partitioner` then adds the collectives.
+
+        Args:
+          axes: name and size of each mesh axis, row-major.
+          inputs: the sharding of each argument of the module's main function; None leaves it to propagation.
+          outputs: the same for its results.
+          constraints: the sharding constraints on operands and results of ops, by `Op.site`.
+        """
+        with self.module.context, ir.Location.unknown():
+            copy = self.module.clone()
+            main = next(f for f in functions_of(copy) if symbol_of(f) == "main")
+            if constraints:
+                _hold(main.regions[0].blocks[0], constraints, self)
+            _add_mesh(copy, axes)
+            for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
+                old = main.attributes[attribute] if attribute in main.attributes else None
+                main.attributes[attribute] = ir.ArrayAttr.get(
+                    [self.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
+                )
+            run_passes(_flow_pipeline() if self.is_alone else FLOW_PIPELINE, copy)
+            if self.has_unread_ops:  # the first propagation: their rules are not known from `read_graph`
+                run_passes(RULES_PIPELINE, copy)
+            reader = Reader(copy, self.seen, self.count if self.has_unread_ops else 0)
+            try:
+                graph = reader.graph()
+            except UnreadOpError:  # an op that the first propagation's module did not have
+                self.has_unread_ops = True
+                return self.propagate(axes, inputs, outputs, constraints)
+            self.has_unread_ops = False
+            return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
     @functools.cached_property
     def places(self) -> dict[int, list[tuple[int, int]]]:
@@ -125,30 +138,6 @@ class PreparedModule:
                 found.setdefault(number_of(view.operation), []).append((block, turn))
         found.pop(-1, None)
         return found
-
-
-def prepare_for_propagation(module: Any, seen: ReaderCache | None = None) -> PreparedModule:
-    """A copy of a module in the form that shardings are propagated through.
-
-    Args:
-      module: the module as JAX lowered it.
-      seen: what `read_graph` kept of it.
-    """
-    with module.context, ir.Location.unknown():
-        copy = module.operation.clone()
-        count = number_all(preorder(copy), 0)
-        functions = {symbol_of(f): f for f in functions_of(copy)}
-        body = functions["main"].regions[0].blocks[0]
-        inline(body, functions)
-        to_xla_form(body, set(body.arguments))
-        begun = order_depth_first(body)
-        number_all([op for op in preorder(copy) if NUMBER not in op.attributes], count)
-        number_duplicates(body, {}, {})
-        for op in preorder(copy):
-            if _is_on_any(op):
-                text = re.sub(r"@[^\s,>]+", f"@{MESH_NAME}", str(op.attributes["sharding"]), count=1)
-                op.attributes["sharding"] = ir.Attribute.parse(text)
-        return PreparedModule(copy, begun, seen or ReaderCache(), count)
 
 
 @functools.cache
@@ -171,7 +160,7 @@ def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
 
 def mesh_shapes(module: Any) -> tuple[tuple[int, ...], ...]:
     """Axis sizes of the meshes of a lowered module that shardings use."""
-    meshes = [op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
+    meshes = meshes_of(module)
     every = [op for op in preorder(module.operation) if not _is_on_any(op)] if meshes else []
     used = {name for op in every for a in op.attributes.values() for name in re.findall(r"@([^\s,>]+)", str(a))}
     return tuple(tuple(size for _, size in mesh_axes(op.attributes["mesh"])) for op in meshes if symbol_of(op) in used)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
-from shardfn.partition.rebuild import with_ops, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, held_values, live_ops, without_unread
 
 
 def scatter_into_addend(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
@@ -64,13 +64,13 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
 
     XLA's all-reduce reassociation does so for sums that nothing else reads.
     """
-    graph, specs = partitioned.graph, list(partitioned.specs)
+    graph, builder = partitioned.graph, ProgramBuilder(partitioned)
+    values, specs = builder.values, builder.specs
     sent = {c.result: c for c in partitioned.communications}
     at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
     if not at:
         return partitioned
-    held = _held(graph)
-    count = _readers(graph, held)
+    count = _readers(graph)
     sharded: dict[int, int] = {}
     """The sum behind a value that is a slice of it, or the sum with a sharding constraint."""
     for op in graph.ops:
@@ -78,7 +78,6 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
             is_held = op.name == "reshard" and op.outputs[0] not in sent and specs[op.outputs[0]] == specs[op.inputs[0]]
             if op.name == "all_slice" or (is_held and count[op.inputs[0]] == 1):
                 sharded[op.outputs[0]] = v
-    values = list(graph.values)
     ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
     for i, op in enumerate(graph.ops):
         if (
@@ -94,9 +93,7 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
         if _kind(values, specs, first) != _kind(values, specs, second):
             continue
         (result,) = op.outputs
-        partial, full = len(values), len(values) + 1
-        values += [values[first.operand], values[first.result]]
-        specs += [specs[first.operand], specs[first.result]]
+        partial, full = builder.like(first.operand), builder.like(first.result)
         for c in (first, second):
             where = at.pop(c.result)
             ops[where] = ops[where][:-2]  # what is added up there stays, if this is a sum put together already
@@ -110,7 +107,9 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
         at[full], sharded[result], count[full] = i, full, 1
     if len(values) == len(graph.values):
         return partitioned
-    return with_ops(partitioned, values, specs, _read([op for some in ops for op in some], held), sent)
+    every = [op for some in ops for op in some]
+    builder.ops = live_ops(every, held_values(graph), lambda op: op.name not in ("all_slice", "reshard"))
+    return builder.built(sent)
 
 
 def combined_matmul_counts(graph: Graph) -> dict[int, int]:
@@ -118,7 +117,7 @@ def combined_matmul_counts(graph: Graph) -> dict[int, int]:
 
     It is `combine_partial_sums` before partitioning, for the case that each matmul leaves partial sums.
     """
-    count = _readers(graph, _held(graph))
+    count = _readers(graph)
     added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
     for i, op in enumerate(graph.ops):
         if op.name == "dot_general":
@@ -128,29 +127,13 @@ def combined_matmul_counts(graph: Graph) -> dict[int, int]:
     return {i: len(of) for of in added.values() if len(of) > 1 for i in of}
 
 
-def _held(graph: Graph) -> list[int]:
-    """Values that are read by no op: results, and what loops and branches carry."""
-    return [*graph.outputs, *(v for tie in graph.ties for v in tie)]
-
-
-def _readers(graph: Graph, held: Sequence[int]) -> collections.Counter[int]:
-    """How often each value is read; once more for each time it is in `held`."""
+def _readers(graph: Graph) -> collections.Counter[int]:
+    """How often each value is read; once more for each time that it is held."""
     count = collections.Counter(v for op in graph.ops for v in op.inputs)
-    count.update(held)
+    count.update(held_values(graph))
     return count
 
 
 def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
     """What two reductions must have in common to be combined."""
     return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
-
-
-def _read(ops: Sequence[Op], held: Collection[int]) -> list[Op]:
-    """Drop slices and constraints that nothing reads."""
-    read = set(held)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if op.name not in ("all_slice", "reshard") or not read.isdisjoint(op.outputs):
-            kept.append(op)
-            read.update(op.inputs)
-    return kept[::-1]

@@ -19,57 +19,41 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 from shardfn.ir.model import DimFactors, Spec, dtype_bits
 from shardfn.partition.grouped_dot import LEFT, OUT, RIGHT, Fixed, GroupedDot, Places, Sum, roles_of
-from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, replicated
+from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp
 from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAssignment
 
 
-def dot(case: ShardedOp) -> OpPartitioning:
+def dot(op: ShardedOp) -> OpPartitioning:
     """dot_general: shardings of the operands, reductions, and the path of the result to the sharding wanted."""
-    rows = (*case.rule.operands[:2], case.rule.results[0])
-    shapes = tuple(v.shape for v in (*case.operands[:2], *case.results))
-    bits = tuple(dtype_bits(v.dtype) for v in (*case.operands[:2], *case.results))
-    specs = (*case.have[:2], case.want[0])
-    found = _planned(rows, shapes, bits, specs, tuple(case.sizes.items()))
-    rest = tuple(replicated(v) for v in case.operands[2:])
-    via = tuple(reshards[:-1] for reshards in found.reshards)
-    last = [reshards[-1] if reshards else Reshard(spec) for reshards, spec in zip(found.reshards, specs, strict=False)]
-    inside = tuple(reshard.group_axes for reshard in last)
-    return OpPartitioning(
-        (*(reshard.to for reshard in last), *rest),
-        (found.result_spec,),
-        via=via,
-        group_axes=inside,
-        result_path=found.result_path,
+    values = (*op.operands, *op.results)
+    return _partition_dot(
+        (*op.rule.operands, *op.rule.results),
+        tuple(v.shape for v in values),
+        tuple(dtype_bits(v.dtype) for v in values),
+        (*op.operand_specs, *op.result_specs),
+        tuple(op.sizes.items()),
     )
 
 
-class _Found(NamedTuple):
-    """The reshards of both operands, the sharding in which the result is computed, and its path from there."""
-
-    reshards: tuple[tuple[Reshard, ...], ...]
-    result_spec: Spec
-    result_path: tuple[Reshard, ...]
-
-
 @functools.lru_cache(1 << 14)
-def _planned(
+def _partition_dot(
     rows: tuple[DimFactors, ...],
     shapes: tuple[tuple[int, ...], ...],
     bits: tuple[int, ...],
     specs: tuple[Spec, ...],
     sizes: tuple[tuple[str, int], ...],
-) -> _Found:
+) -> OpPartitioning:
     devices = DeviceGroup(dict(sizes))
     tiles = tuple(map(devices.tile, specs))
     fixed = tuple(((),) * len(spec) for spec in specs)
-    found = _Product(devices, devices, tiles, fixed, frozenset(), roles_of(rows), shapes, bits).partition()
-    reshards = tuple(tuple(reshard for side, reshard in found.reshards if side == which) for which in (LEFT, RIGHT))
-    return _Found(reshards, found.result_spec, tuple(found.result_path))
+    found = _Dot(devices, devices, tiles, fixed, frozenset(), roles_of(rows), shapes, bits).partition()
+    paths = tuple(tuple(reshard for side, reshard in found.reshards if side == which) for which in (LEFT, RIGHT))
+    operand_specs = tuple(path[-1].to if path else spec for path, spec in zip(paths, specs, strict=False))
+    return OpPartitioning(operand_specs, (found.result_spec,), paths, tuple(found.result_path))
 
 
 @dataclasses.dataclass
@@ -81,7 +65,7 @@ class _Result:
     result_path: list[Reshard]
 
 
-class _Product(GroupedDot):
+class _Dot(GroupedDot):
     """The decisions of one group of devices; the first that is possible wins."""
 
     def partition(self) -> _Result:
@@ -142,17 +126,10 @@ class _Product(GroupedDot):
         left_out, right_out = self.across(LEFT, OUT), self.across(RIGHT, OUT)
         if lb == rb == n and to_right == right and left_out:
             return self.done(left, right, left_out)
-        for only_exchanged in (True, False):
-            if lb == ob == n and left_out == out and to_right:
-                if not only_exchanged or self.is_exchanged(right, to_right):
-                    return self.done(left, to_right, out)
-            elif (
-                rb == ob == n
-                and right_out == out
-                and to_left
-                and (not only_exchanged or self.is_exchanged(left, to_left))
-            ):
-                return self.done(to_left, right, out)
+        if lb == ob == n and left_out == out and to_right:
+            return self.done(left, to_right, out)
+        if rb == ob == n and right_out == out and to_left:
+            return self.done(to_left, right, out)
         lc, rc = self.shards(LEFT, roles.contracted), self.shards(RIGHT, roles.contracted)
         if lc == rc == n and to_left and to_right:
             if not (may_move or out.is_replicated):
@@ -166,11 +143,9 @@ class _Product(GroupedDot):
         if may_move:
             for dims in (roles.batch, *roles.own):
                 if self.shards(OUT, dims) == n:
-                    sides = (
-                        self.across(OUT, side) if dims[0][side] >= 0 else self.replicated(side)
-                        for side in (LEFT, RIGHT)
-                    )
-                    one, two = sides
+                    has_dims = [dims[0][side] >= 0 for side in (LEFT, RIGHT)]
+                    one = self.across(OUT, LEFT) if has_dims[LEFT] else self.replicated(LEFT)
+                    two = self.across(OUT, RIGHT) if has_dims[RIGHT] else self.replicated(RIGHT)
                     return self.done(one, two, out) if one and two else None
         if not out.is_replicated:
             return None
@@ -182,7 +157,7 @@ class _Product(GroupedDot):
 
     def by_batch(self, only_as_is: bool) -> _Result | None:
         """Groups by batch dimensions, for which at least one operand has as many shards as the result."""
-        dims, (_, right, out) = self.roles.batch, self.tiles
+        dims, right = self.roles.batch, self.tiles[RIGHT]
         lb, rb, ob = (self.shards(side, dims) for side in (LEFT, RIGHT, OUT))
         if ob == 1 or ob not in (lb, rb):
             return None
@@ -209,14 +184,20 @@ class _Product(GroupedDot):
                     return None
                 by[side] = found
         tiles = [self.devices.tile(grouped.spec) for grouped in by]
-        inner = self.inner(by[OUT].axes, [g.inner for g in by], [g.groups for g in by]).partition()
-        inner.reshards[:0] = self.reshards((LEFT, tiles[LEFT]), (RIGHT, tiles[RIGHT]))
-        return self.resharded_result(inner, tiles[OUT], out)
+        return self.in_groups(by[OUT].axes, by, (LEFT, tiles[LEFT]), (RIGHT, tiles[RIGHT]))
 
-    def resharded_result(self, found: _Result, here: TileAssignment, to: TileAssignment) -> _Result:
-        """Reshard the result to the sharding wanted outside the groups."""
-        if here.dims != to.dims:
-            found.result_path.append(Reshard(self.spec(OUT, to), self.group_axes))
+    def in_groups(
+        self,
+        axes: Sequence[str],
+        parts: Sequence[GroupedTiles],
+        *before: tuple[int, TileAssignment],
+        sums: Iterable[Sum] = (),
+    ) -> _Result:
+        """The decision in the groups along `axes`, after the operands are resharded; then the result is resharded."""
+        found = self.inner(axes, parts, *sums).partition()
+        found.reshards[:0] = self.reshards(*before)
+        if parts[OUT].spec != self.tiles[OUT].dims:
+            found.result_path.append(Reshard(self.spec(OUT, self.tiles[OUT]), self.group_axes))
         return found
 
     def _as_result(self, side: int, result: GroupedTiles, only_as_is: bool) -> GroupedTiles | None:
@@ -283,12 +264,10 @@ class _Product(GroupedDot):
             found = self._gathered(other, likely, result, side)
             found = found and ([likely, *found[0]], found[1])
         tiles, inside = found or ([self.replicated(other)], self.replicated(other).dims)
-        insides, fixed = [out.dims] * 3, [{}, {}, result.groups]
-        insides[side], insides[other], insides[OUT] = mine.inner, inside, result.inner
-        fixed[side] = mine.groups
-        inner = self.inner(result.axes, insides, fixed).partition()
-        inner.reshards[:0] = self.reshards((side, self.devices.tile(mine.spec)), *((other, tile) for tile in tiles))
-        return inner
+        theirs = GroupedTiles({}, inside, ())
+        parts = (mine, theirs, result) if side == LEFT else (theirs, mine, result)
+        resharded = (side, self.devices.tile(mine.spec)), *((other, tile) for tile in tiles)
+        return self.in_groups(result.axes, parts, *resharded)
 
     def _implied_tiles(self, side: int, other: int) -> TileAssignment:
         """The sharding of an operand that the result and the other operand imply; in a conflict, the one with more
@@ -370,19 +349,13 @@ class _Product(GroupedDot):
         moved = resharded and GroupedTiles.of(resharded, [d[smaller] for d in dims]).aligned(lead, self.devices)
         if moved is None or (only_as_is and moved.spec != self.tiles[smaller].dims):
             return None
-        by = {smaller: moved, larger: lead}
-        inside, made, sharded, sums = self._result_of(by, lead)
-        fixed = [by[LEFT].groups, by[RIGHT].groups, sharded]
-        inner = self.inner(lead.axes, [by[LEFT].inner, by[RIGHT].inner, inside], fixed, *sums).partition()
-        inner.reshards[:0] = self.reshards((smaller, self.devices.tile(moved.spec)))
-        return self.resharded_result(inner, made, self.tiles[OUT])
+        operands = (moved, lead) if smaller == LEFT else (lead, moved)
+        result, sums = self._result_of(operands, lead)
+        resharded = smaller, self.devices.tile(moved.spec)
+        return self.in_groups(lead.axes, (*operands, result), resharded, sums=sums)
 
-    def _result_of(
-        self, by: Mapping[int, GroupedTiles], lead: GroupedTiles
-    ) -> tuple[Spec, TileAssignment, Fixed, list[Sum]]:
-        """The result's sharding in a group and after the reduction, how the latter shards it, and the axes of the
-        reduction.
-        """
+    def _result_of(self, by: Sequence[GroupedTiles], lead: GroupedTiles) -> tuple[GroupedTiles, list[Sum]]:
+        """The result in the groups, as the reduction shards it, and the axes of the reduction."""
         out, n, rank = self.tiles[OUT], self.devices.count(lead.axes), len(self.tiles[OUT].dims)
         has_room = out.is_partially_replicated and self.devices.count(out.rest) % n == 0
         plain: list[Sum] = [(_parts(by[LEFT].groups), {})]
@@ -401,7 +374,7 @@ class _Product(GroupedDot):
             order = tuple(a for axes in (*out.dims, last) for a in axes)
             moved = GroupedTiles({rank: first}, out.dims, order).aligned(lead, self.devices, any_order=True)
             if moved:
-                return moved.inner, self.devices.tile(moved.inner), {}, plain
+                return GroupedTiles({}, moved.inner, ()), plain
         dims = self.matching(out, lead)
         if dims is not None:
             grouped = GroupedTiles.of(out, dims)
@@ -412,22 +385,22 @@ class _Product(GroupedDot):
             dims = [d[OUT] for d in fits]
             grouped = GroupedTiles.of(out, dims).aligned(lead, self.devices) if dims else None
         if grouped is None:
-            return self.replicated(OUT).dims, self.replicated(OUT), {}, plain
+            return GroupedTiles({}, self.replicated(OUT).dims, ()), plain
         sharded_axes = {d: axes for d, axes in grouped.groups.items() if d < rank and axes}
+        result = GroupedTiles(sharded_axes, grouped.inner, ())
         if not sharded_axes:
-            return grouped.inner, self.devices.tile(grouped.inner), {}, plain
-        made = self.devices.tile(grouped.spec)
+            return result, plain
         sums: list[Sum] = [(_parts(sharded_axes), sharded_axes)]
         if grouped.groups.get(rank):
             sums.append(((grouped.groups[rank],), {}))
-        return grouped.inner, made, sharded_axes, sums
+        return result, sums
 
     def by_rest(self) -> _Result | None:
         """Replicated operands: devices that hold the same shard of the result compute the same."""
         left, right, out = self.tiles
         if not (left.is_replicated and right.is_replicated and out.is_partially_replicated):
             return None
-        return self.inner(out.rest, [left.dims, right.dims, out.dims], [{}, {}, {}]).partition()
+        return self.in_groups(out.rest, [GroupedTiles({}, tile.dims, ()) for tile in self.tiles])
 
 
 def _parts(groups: Fixed) -> tuple[tuple[str, ...], ...]:

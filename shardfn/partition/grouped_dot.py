@@ -126,21 +126,17 @@ class GroupedDot:
         parts = self.devices.split(every, counts)
         return None if parts is None else self.devices.tile(parts[:-1])
 
-    def inner(self, group: Sequence[str], insides: Sequence[Spec], fixed: Sequence[Fixed], *sums: Sum) -> Self:
-        """The same matmul inside one of the groups that `group` tells apart; `fixed` is how these shard each tensor."""
-        devices = self.devices.without(group)
-        now = tuple(
-            tuple((*axes, *new.get(d, ())) for d, axes in enumerate(old))
-            for old, new in zip(self.fixed, fixed, strict=True)
+    def inner(self, axes: Sequence[str], parts: Sequence[GroupedTiles], *sums: Sum) -> Self:
+        """The same matmul inside one of the groups along `axes`; `parts` are the tensors in these groups."""
+        devices = self.devices.without(axes)
+        fixed = tuple(
+            tuple((*old, *part.groups.get(d, ())) for d, old in enumerate(spec))
+            for spec, part in zip(self.fixed, parts, strict=True)
         )
         return dataclasses.replace(
-            self, devices=devices, tiles=tuple(map(devices.tile, insides)), fixed=now, group_axes=self.group_axes | {*group},
-            sums=(*self.sums, *sums),
+            self, devices=devices, tiles=tuple(devices.tile(part.inner) for part in parts), fixed=fixed,
+            group_axes=self.group_axes | {*axes}, sums=(*self.sums, *sums),
         )  # fmt: skip
-
-    def is_exchanged(self, now: TileAssignment, to: TileAssignment) -> bool:
-        """Whether one sharding becomes the other without an all-gather."""
-        return self.devices.is_permuted(now, to) or self.devices.exchanges(now, to) is not None
 
     def matching(self, tile: TileAssignment, groups: GroupedTiles) -> list[int] | None:
         """The dimensions that tell these groups apart; the one after the last stands for replicas."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.partition.combine_reductions import combine_partial_sums
-from shardfn.partition.rebuild import with_ops, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, without_unread
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
 
 
@@ -85,7 +85,8 @@ def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgra
     if not several:
         return partitioned
     heights = _heights(partitioned, regions)
-    values, specs = list(graph.values), list(partitioned.specs)
+    builder = ProgramBuilder(partitioned)
+    values, specs = builder.values, builder.specs
     reads: dict[tuple[int, int], int] = {}  # of a use and what it reads: what it reads instead
     before: dict[int, list[Op]] = {}  # of a use the gathers for it alone
     for group in several:
@@ -98,17 +99,12 @@ def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgra
             elif v not in kept.values():
                 kept[i, v] = v
             else:
-                values.append(values[v])
-                specs.append(specs[v])
-                reads[i, v] = again = len(values) - 1
+                reads[i, v] = again = builder.like(v)
                 before.setdefault(i, []).append(gathers[v].of(gathers[v].inputs, (again,)))
                 sent[again] = dataclasses.replace(c, result=again)
-    ops: list[Op] = []
     for i, op in enumerate(graph.ops):
-        ops += before.get(i, ())
-        inputs = tuple([reads.get((i, v), v) for v in op.inputs])
-        ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
-    return with_ops(partitioned, values, specs, ops, sent)
+        builder.ops += (*before.get(i, ()), op.of(tuple([reads.get((i, v), v) for v in op.inputs])))
+    return builder.built(sent)
 
 
 def _root(value: int, source: Mapping[int, int]) -> int:

@@ -5,12 +5,11 @@ A gradient that `scan` only accumulates is all-reduced once, after the loop. XLA
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec
-from shardfn.partition.rebuild import with_ops
+from shardfn.partition.rebuild import ProgramBuilder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +29,10 @@ _VIEWS = frozenset({"transpose", "reshape", "convert", "all_slice"})
 
 def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulation]:
     """The accumulations of a program, in the order of its loops; with `specs`, a slice that shards is no view."""
-    loops = [i for i, op in enumerate(graph.ops) if op.name == "while"]
+    loops = [i for i, op in enumerate(graph.ops) if op.carries]
     if not loops:
         return []
-    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    count = collections.Counter(v for op in graph.ops for v in op.inputs)
-    count.update(graph.outputs)
-    carried = {(a, b) for a, b in graph.ties if a not in made}
+    made, count = graph.makers, graph.read_counts
 
     def origin(value: int) -> int:
         while value in made and (op := graph.ops[made[value]]).name in _VIEWS and count[op.inputs[0]] == 1:
@@ -48,14 +44,14 @@ def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumul
     found = []
     for i in loops:
         op = graph.ops[i]
-        for out, result in zip(op.inputs[len(op.outputs) :], op.outputs, strict=True):
+        for _, seen, out, result in op.carries:
             add = graph.ops[made.get(out, i)]
             if add.name != "add" or add.trips <= op.trips or count[out] != 1 or len({*add.inputs}) != 2:
                 continue
             for held, value in (add.inputs, add.inputs[::-1]):
                 first = origin(value) if count[value] == 1 else -1
                 is_made = first in made and graph.ops[made[first]].trips == add.trips
-                if (held, out) in carried and is_made and count[held] == 1:
+                if held == seen and is_made and count[held] == 1:
                     found.append(Accumulation(first, i, result))
     return found
 
@@ -76,26 +72,20 @@ def all_reduces_after_loops(partitioned: PartitionedProgram) -> PartitionedProgr
 def _after(
     partitioned: PartitionedProgram, moved: Sequence[Accumulation], known: Mapping[int, Communication]
 ) -> PartitionedProgram:
-    graph = partitioned.graph
-    values, specs, sent = list(graph.values), list(partitioned.specs), dict(known)
+    graph, builder, sent = partitioned.graph, ProgramBuilder(partitioned), dict(known)
     parts = {a.value: sent[a.value].operand for a in moved}
     reduced: dict[int, int] = {}  # of a loop's result, its sum over the devices
-    ops: list[Op] = []
     for i, op in enumerate(graph.ops):
         if parts.keys().isdisjoint(op.outputs):
-            inputs = tuple([reduced.get(v, parts.get(v, v)) for v in op.inputs])
-            ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
+            builder.ops.append(op.of(tuple([reduced.get(v, parts.get(v, v)) for v in op.inputs])))
         for a in (a for a in moved if a.loop == i):
             c = sent.pop(a.value)
-            values.append(values[a.result])
-            specs.append(specs[a.result])
-            reduced[a.result] = total = len(values) - 1
-            ops.append(Op("all_reduce", (a.result,), (total,), None, op.trips, c.where))
+            reduced[a.result] = total = builder.like(a.result)
+            builder.ops.append(Op("all_reduce", (a.result,), (total,), None, op.trips, c.where))
             sent[total] = dataclasses.replace(c, operand=a.result, result=total, trips=op.trips)
-    made = {v for op in graph.ops for v in op.outputs}
+    made = graph.makers
     ties = tuple(
         (a, b) if a in made and b in reduced else (reduced.get(a, a), reduced.get(b, b)) for a, b in graph.ties
     )
     outputs = tuple(reduced.get(v, v) for v in graph.outputs)
-    made_anew = dataclasses.replace(partitioned, graph=dataclasses.replace(graph, ties=ties, outputs=outputs))
-    return with_ops(made_anew, values, specs, ops, sent)
+    return builder.built(sent, ties=ties, outputs=outputs)

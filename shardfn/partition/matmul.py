@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from shardfn.ir.model import Spec, dtype_bits
 from shardfn.partition.resharding import flat
-from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped, replicated
+from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped
 
 
-def partition_contraction(case: ShardedOp) -> OpPartitioning:
+def partition_contraction(op: ShardedOp) -> OpPartitioning:
     """Decide for each mesh axis, from the dimension it shards in both operands and the result.
 
     The rules, in order:
@@ -21,8 +21,8 @@ def partition_contraction(case: ShardedOp) -> OpPartitioning:
        result.
     4. Otherwise the axis is gathered.
     """
-    rows = (*zip(case.rule.operands[:2], case.have[:2], strict=True), (case.rule.results[0], case.want[0]))
-    left, right, out = (case.by_axis(dims, spec) for dims, spec in rows)
+    rows = (*zip(op.rule.operands, op.operand_specs, strict=True), (op.rule.results[0], op.result_specs[0]))
+    left, right, out = (op.by_axis(dims, spec) for dims, spec in rows)
     in_left, in_right, in_out = ({f for dim in dims for f in dim} for dims, _ in rows)
     placed: tuple[dict[str, int], ...] = ({}, {}, {})
     lhs, rhs, res = placed
@@ -49,8 +49,8 @@ def partition_contraction(case: ShardedOp) -> OpPartitioning:
         if any(placed[i].get(axis) != factor and axis not in undecided for axis, factor in has.items()):
             continue  # it is gathered for another axis, and then wholly
         gathered, added = (
-            math.prod(v.shape) // case.shards(list(side))
-            for v, side in ((case.operands[i], placed[i]), (case.results[0], res))
+            math.prod(v.shape) // op.shards(list(side))
+            for v, side in ((op.operands[i], placed[i]), (op.results[0], res))
         )
         if gathered > added:
             for axis in undecided:
@@ -58,28 +58,28 @@ def partition_contraction(case: ShardedOp) -> OpPartitioning:
                 reduced.setdefault(has[axis], []).append(axis)
             break
     orders = ({**left, **out}, {**right, **out}, {**out, **left, **right})
-    specs = [case.spec(dims, grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)]
-    rest = tuple(replicated(v) for v in case.operands[2:])
-    first = _first_groups(case, (left, right), res) or {a for axes in reduced.values() for a in axes}
-    group_axes = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
-    detours = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
-    via = tuple(tuple(map(Reshard, layouts)) for layouts in detours)
-    specs, over_idle = _reduced_over_idle(case, specs, detours)
+    specs = [op.spec(dims, grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)]
+    first = _first_groups(op, (left, right), res) or {a for axes in reduced.values() for a in axes}
+    group_axes = tuple(_within(first, op.operand_specs[i], specs[i]) for i in (0, 1))
+    detours = tuple(_detour(op, op.operand_specs[i], specs[i], first) for i in (0, 1))
+    specs, over_idle = _reduced_over_idle(op, specs, detours)
     reduced |= over_idle
-    operand_specs = (specs[0], specs[1], *rest)
-    return OpPartitioning(
-        operand_specs, (specs[2],), tuple(map(tuple, reduced.values())), group_axes=group_axes, via=via
+    paths = tuple(
+        (*map(Reshard, detour), Reshard(spec, groups))
+        for detour, spec, groups in zip(detours, specs, group_axes, strict=False)
     )
+    path = op.reductions(specs[2], reduced.values())
+    return OpPartitioning((specs[0], specs[1]), (specs[2],), paths, path)
 
 
-def _detour(case: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
+def _detour(op: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
     """Intermediate shardings of an operand that is to be gathered over `groups`, over axes that do not shard it.
 
     XLA takes this path where those devices can be split into as many groups.
     """
-    idle = [a for a in case.sizes if not any(a in axes for axes in have)]
+    idle = [a for a in op.sizes if not any(a in axes for axes in have)]
     dims = [d for d, axes in enumerate(have) if groups.intersection(axes)]
-    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or case.shards(idle) % case.shards(list(groups)):
+    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or op.shards(idle) % op.shards(list(groups)):
         return ()
     kept = list(have[dims[0]])
     finer = [*kept, *idle[len(kept) :]]
@@ -89,7 +89,7 @@ def _detour(case: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[
 
 
 def _reduced_over_idle(
-    case: ShardedOp, specs: list[Spec], via: tuple[tuple[Spec, ...], ...]
+    op: ShardedOp, specs: list[Spec], via: tuple[tuple[Spec, ...], ...]
 ) -> tuple[list[Spec], dict[int, list[str]]]:
     """Keep a contracting dimension on the idle axes of its path where gathering would move more than reducing.
 
@@ -97,11 +97,11 @@ def _reduced_over_idle(
     """
     for i, detour in enumerate(via):
         dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
-        factors, others = case.rule.operands[i][dim], case.rule.operands[1 - i]
-        result = math.prod(case.results[0].shape) // case.shards(flat(specs[2]))
-        if not idle or factors not in others or factors in case.rule.results[0]:
+        factors, others = op.rule.operands[i][dim], op.rule.operands[1 - i]
+        result = math.prod(op.results[0].shape) // op.shards(flat(specs[2]))
+        if not idle or factors not in others or factors in op.rule.results[0]:
             continue
-        if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(case.operands[i].shape) <= result:
+        if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(op.operands[i].shape) <= result:
             continue
         changed = [*specs]
         changed[i] = detour[-1]
@@ -110,15 +110,13 @@ def _reduced_over_idle(
     return specs, {}
 
 
-def _first_groups(
-    case: ShardedOp, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]
-) -> set[str]:
+def _first_groups(op: ShardedOp, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]) -> set[str]:
     """The axes of the device groups into which XLA splits a matmul first; the rest is resharded inside a group.
 
     They shard a batch dimension, or else a dimension that one operand shares with the result. Of two such dimensions
     XLA takes the one that gathers less of the other operand.
     """
-    every = [{f for dim in dims for f in dim} for dims in case.rule.operands[:2]]
+    every = [{f for dim in dims for f in dim} for dims in op.rule.operands]
     batch = {a for a, f in res.items() if f in every[0] and f in every[1]}
     if batch:
         return batch
@@ -127,9 +125,9 @@ def _first_groups(
         own = every[i] - every[1 - i]
         before, after = ({a for a, f in side.items() if f in own} for side in (axes, res))
         if before and before == after:
-            other, spec = case.operands[1 - i], case.have[1 - i]
-            local = math.prod(-(-n // case.shards(sharded)) for n, sharded in zip(other.shape, spec, strict=True))
-            offers.append((case.shards(list(before)) * local * dtype_bits(other.dtype), -i, before))
+            other, spec = op.operands[1 - i], op.operand_specs[1 - i]
+            local = math.prod(-(-n // op.shards(sharded)) for n, sharded in zip(other.shape, spec, strict=True))
+            offers.append((op.shards(list(before)) * local * dtype_bits(other.dtype), -i, before))
     return min(offers, default=(0, 0, set()))[2]
 
 

@@ -30,8 +30,9 @@ from shardfn.partition.combine_reductions import gpu_collectives, scatter_into_a
 from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import partition_op
+from shardfn.partition.rebuild import ProgramBuilder, live_ops
 from shardfn.partition.resharding import flat, joined_axes, resharding_steps, split_axes
-from shardfn.partition.sharded_op import HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
+from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
 from shardfn.partition.simplify import simplify
 from shardfn.partition.tile_assignment import ReshardingStep
 
@@ -54,30 +55,25 @@ def insert_collectives(
     return _Partitioner(partitioned, platform, torus).partition()
 
 
-class _Partitioner:
+class _Partitioner(ProgramBuilder):
     """Walks one program once; its lists fill on the way. Inside, mesh axes are split into prime factors."""
 
     def __init__(self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...]):
-        self.given, self.platform, self.torus = partitioned, platform, torus
+        super().__init__(partitioned)
+        self.platform, self.torus = platform, torus
         graph = partitioned.graph
         used = {a for spec in set(partitioned.specs) for dim in spec for a in dim}
         self.sizes, parts = split_axes(partitioned.axes, used)
         in_parts = functools.cache(lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec))
-        self.values, self.specs = list(graph.values), [in_parts(spec) for spec in partitioned.specs]
-        self.ops: list[Op] = []
+        self.specs = [in_parts(spec) for spec in partitioned.specs]
         self.sent: list[Communication] = []
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
         self.known_partitionings: dict[object, tuple[OpPartitioning, bool]] = {}
-        self.filled = {
-            v
-            for op in graph.ops
-            if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
-            for v in op.outputs
-        }
-        self.is_read = False  # whether what is moved is an operand
-        self.region: object = None  # the loop or branch that it is moved for
+        broadcasts = (op for op in graph.ops if op.name == "broadcast_in_dim")
+        self.filled = {op.outputs[0] for op in broadcasts if not self.values[op.inputs[0]].shape}
+        self.is_read = False  # whether what is resharded is an operand
         self.trips = trips_of(graph)
 
     def partition(self) -> PartitionedProgram:
@@ -99,12 +95,10 @@ class _Partitioner:
         join = functools.cache(lambda axes: joined_axes(axes, grid))
         joined = functools.cache(lambda spec: tuple(map(join, spec)))
         specs = tuple(map(joined, self.specs))
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
-        ops = _before_loops(self.ops)
-        needed = {v for op in _needed(graph, ops) if op.name in RESHARDING_OPS for v in op.outputs}
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops)))
+        needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
-        graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplify(PartitionedProgram(graph, specs, grid, sent, self.platform))
         if self.platform == "cpu":
             return found
@@ -114,7 +108,7 @@ class _Partitioner:
         """Reshard what enters a loop, comes back from its body or leaves a branch, to the shardings of the results."""
         first = 1 if op.name == "case" else 0  # what decides between the branches
         resharded = [
-            self.reshard_value(v, self.specs[op.outputs[i % len(op.outputs)]], self.trips[v], op.where, op.name)
+            self.reshard(v, Reshard(self.specs[op.outputs[i % len(op.outputs)]]), op, self.trips[v])
             for i, v in enumerate(op.inputs[first:])
         ]
         self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *resharded)))
@@ -122,42 +116,38 @@ class _Partitioner:
     def visit(self, op: Op) -> None:
         found, is_still = self.partitioning_of(op)
         if not op.where:  # a result handed out in a layout of its own
-            op = dataclasses.replace(op, where=next(filter(None, map(self.lines.get, op.inputs)), ""))
+            makers = filter(None, map(self.given.graph.maker, op.inputs))
+            op = dataclasses.replace(op, where=next((maker.where for maker in makers if maker.where), ""))
         if is_still:
             self.ops.append(op)
             return
         inputs = []
-        self.is_read, self.region = True, op.form and op.form[1]
-        for i, (v, spec) in enumerate(zip(op.inputs, found.operand_specs, strict=True)):
-            group_axes = found.group_axes[i] if i < len(found.group_axes) else frozenset()
-            for reshard in (*(found.via[i] if i < len(found.via) else ()), Reshard(spec, group_axes)):
-                v = self.reshard_value(v, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
+        self.is_read = True
+        paths = found.operand_paths or ((),) * len(op.inputs)
+        for v, spec, path in zip(op.inputs, found.operand_specs, paths, strict=True):
+            for reshard in path or (Reshard(spec),):
+                v = self.reshard(v, reshard, op)
             inputs.append(v)
         arrived = [v for halo in found.halos for v in self.exchange_halo(inputs[halo.operand], halo, op)]
         self.is_read = False
-        for i, dim, rows, axes in found.windows:
-            inputs[i] = self.window(inputs[i], dim, rows, axes, op)
+        for window in found.gathered_windows:
+            inputs[window.operand] = self.slice_window(inputs[window.operand], window, op)
         for i in found.reversed_operands:
-            inputs[i] = self.send(
-                "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
-            )
-        ready = not found.reduced and not found.gathered_axes and not found.result_path
+            inputs[i] = self.send(ReshardingStep("collective-permute", (), self.specs[inputs[i]]), inputs[i], op)
+        ready = not found.gathered_axes and not found.result_path
         outputs = tuple(
-            v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
+            v if ready and spec == self.specs[v] else self.make(self.values[v], spec, op.trips)
             for v, spec in zip(op.outputs, found.result_specs, strict=True)
         )
         self.ops.append(op.of((*inputs, *arrived), outputs))
         for made, v in zip(outputs, op.outputs, strict=True):
             if made == v:
                 continue
-            for axes in found.reduced:
-                made = self.reduce_partial_sums(made, self.specs[v], axes, axes == found.reduced[-1], op)
             if found.gathered_axes:
-                sharding = self.specs[made]
-                made = self.send("all-gather", made, sharding, found.gathered_axes, op.trips, op.where, op.name)
+                made = self.send(ReshardingStep("all-gather", found.gathered_axes, self.specs[made]), made, op)
                 self.gathered_partials.add(self.sent[-1].result)
             made = self.follow_result_path(made, found.result_path, op)
-            self.reshard_value(made, self.specs[v], op.trips, op.where, op.name, into=v)
+            self.reshard(made, Reshard(self.specs[v]), op, into=v)
 
     def follow_result_path(self, made: int, result_path: Sequence[Reshard], op: Op) -> int:
         """Carry a result through all but the last sharding of its path, with the reductions on the way."""
@@ -169,115 +159,91 @@ class _Partitioner:
                     made, want, reshard.reduced, reshard is result_path[-1] or not result_path[i + 1].reduced, op
                 )
             if reshard is not result_path[-1]:
-                made = self.reshard_value(made, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
+                made = self.reshard(made, reshard, op)
         return made
-
-    @functools.cached_property
-    def lines(self) -> dict[int, str]:
-        """By value, the source line of the op that makes it."""
-        return {v: op.where for op in self.given.graph.ops for v in op.outputs}
 
     def partitioning_of(self, op: Op) -> tuple[OpPartitioning, bool]:
         """The partitioning of an op, and whether it needs no collective."""
-        have, want = [self.specs[v] for v in op.inputs], [self.specs[v] for v in op.outputs]
-        operands, results = [self.values[v] for v in op.inputs], [self.values[v] for v in op.outputs]
+        every, n = (*op.inputs, *op.outputs), len(op.inputs)
+        specs, values = tuple([self.specs[v] for v in every]), tuple([self.values[v] for v in every])
         # What is the same object is equal, which is quicker to see; all of these live as long as this.
-        key = (
-            op.name,
-            id(op.rule),
-            id(op.window_dims),
-            op.convolution,
-            *map(id, have),
-            *map(id, want),
-            *map(id, operands),
-            *map(id, results),
-        )
+        key = op.name, id(op.rule), id(op.window_dims), op.convolution, *map(id, specs), *map(id, values)
         found = self.known_partitionings.get(key)
         if found is None:
-            sharding = tuple(have), tuple(want)
             if op.rule is None:  # XLA has no rule to shard it
-                made = OpPartitioning(tuple(map(replicated, operands)), tuple(map(replicated, results)))
+                every_spec = tuple(map(replicated, values))
+                made = OpPartitioning(every_spec[:n], every_spec[n:])
             else:
-                made = partition_op(
-                    ShardedOp(op, op.rule, tuple(operands), tuple(results), *sharding, self.sizes), self.platform
-                )
-            found = self.known_partitionings[key] = made, made == OpPartitioning(*sharding)
+                sharded = ShardedOp(op, op.rule, values[:n], values[n:], specs[:n], specs[n:], self.sizes)
+                made = partition_op(sharded, self.platform)
+            found = self.known_partitionings[key] = made, made == OpPartitioning(specs[:n], specs[n:])
         return found
 
-    def new(self, value: Value, spec: Spec, trips: int) -> int:
-        self.values.append(value)
-        self.specs.append(spec)
+    def make(self, value: Value, spec: Spec, trips: int) -> int:
+        """Add a value that is made so often in one call."""
         self.trips.append(trips)
-        return len(self.values) - 1
+        return self.new(value, spec)
 
-    def reshard_value(
-        self,
-        value: int,
-        to: Spec,
-        trips: int,
-        where: str,
-        cause: str,
-        into: int | None = None,
-        group_axes: frozenset[str] = frozenset(),
-    ) -> int:
-        """Reshard a value, once: a second request for the same sharding within the same groups gets the first result.
+    def reshard(self, value: int, how: Reshard, op: Op, trips: int | None = None, into: int | None = None) -> int:
+        """Reshard a value for an op, once: a second request for the same sharding within the same groups gets the first result.
 
         A value that a loop does not change is resharded before it. On TPUs and GPUs an all-gather stays in the loop,
         because XLA's loop-invariant code motion leaves ops that grow their operand.
         """
         before, first = self.specs[value], value
-        if into is None and before == to:
+        if into is None and before == how.to:
             return value
-        path = resharding_steps(before, to, self.sizes, group_axes) or (ReshardingStep("", (), to),)
+        path = resharding_steps(before, how.to, self.sizes, how.group_axes) or (ReshardingStep("", (), how.to),)
         if value in self.filled:  # every device has what it needs
-            path = (ReshardingStep("", (), to),)
+            path = (ReshardingStep("", (), how.to),)
+        trips = op.trips if trips is None else trips
         once = min(trips, self.trips[value])
         stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
-        key = (to, group_axes, self.region if stays else None)
+        key = (how.to, how.group_axes, op.form and op.form[1] if stays else None)
         if into is None and (value, *key) in self.moved:
             return self.moved[value, *key]
         for step in path:
             last = into if step is path[-1] else None
             once = trips if stays and step.kind == "all-gather" else once
-            value = self.send(step.kind, value, step.after, step.axes, once, where, cause, last, step.is_last_resort)
+            value = self.send(step, value, op, once, last)
         self.moved[first, *key] = value
         self.moved.setdefault((value, before, *key[1:]), first)
         return value
 
-    def send(
-        self, kind: str, value: int, after: Spec, axes: Sequence[str], trips: int, where: str, cause: str,
-        into: int | None = None, is_last_resort: bool = False,
-    ) -> int:  # fmt: skip
-        """Emit one collective from `value` to a new value, or to `into`; an empty `kind` slices without a collective."""
+    def send(self, step: ReshardingStep, value: int, op: Op, trips: int | None = None, into: int | None = None) -> int:
+        """Emit the collective of a step for an op, from `value` to a new value or `into`, or the slice of one without."""
+        kind, after = step.kind, step.after
         was = made = self.values[value]
-        travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and cause in CONTRACTIONS)
+        trips, where = op.trips if trips is None else trips, op.where
+        travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and op.name in CONTRACTIONS)
         if kind == "all-to-all":  # the shards are padded before the all-to-all
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
-            value = self.like(value, Value(shape, travels), where)
+            value = self.as_form(value, Value(shape, travels), where)
         elif kind:
-            value = self.like(value, Value(was.shape, travels), where)
+            value = self.as_form(value, Value(was.shape, travels), where)
             if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
-        result = self.new(made, after, trips) if into is None else into
+        result = self.make(made, after, trips) if into is None else into
         arrived = result
         if self.platform == "cpu" and kind and travels != was.dtype:
-            arrived = self.new(Value(was.shape, travels), after, trips)
+            arrived = self.make(Value(was.shape, travels), after, trips)
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
         if kind:
-            size = 2 if kind == "collective-permute" else self.shards(axes)
-            sent = Communication(kind, tuple(axes), size, value, arrived, trips, where, cause, is_last_resort)
-            self.sent.append(sent)
+            size = 2 if kind == "collective-permute" else self.shards(step.axes)
+            self.sent.append(
+                Communication(kind, step.axes, size, value, arrived, trips, where, op.name, step.is_last_resort)
+            )
         if arrived != result:
             self.ops.append(Op("convert", (arrived,), (result,), None, trips, where))
         return result
 
-    def like(self, value: int, form: Value, where: str) -> int:
+    def as_form(self, value: int, form: Value, where: str) -> int:
         """The value in another shape or dtype, with the same sharding: itself, or converted, or padded."""
         was = self.values[value]
         if form == was:
             return value
-        made = self.new(form, self.specs[value], self.trips[value])
+        made = self.make(form, self.specs[value], self.trips[value])
         name = "convert" if form.shape == was.shape else "pad"
         self.ops.append(Op(name, (value,), (made,), None, self.trips[value], where))
         return made
@@ -296,8 +262,8 @@ class _Partitioner:
             and shards == set(axes)
             and self.makes_reduce_scatter(partial, want, self.transposed_dims.get(op.outputs[0], ()))
         ):
-            return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
-        return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
+            return self.send(ReshardingStep("reduce-scatter", axes, want), partial, op)
+        return self.send(ReshardingStep("all-reduce", axes, have), partial, op)
 
     def makes_reduce_scatter(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
         """Whether the platform emits a reduce-scatter from the partial sum to `want`.
@@ -324,11 +290,11 @@ class _Partitioner:
         rules = {op.inputs[0]: op.rule for op in turns if op.rule}
         return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
 
-    def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
-        """The part of a dimension, which is not sharded, that each device reads."""
+    def slice_window(self, value: int, window: GatheredWindow, op: Op) -> int:
+        """The part of a gathered operand that each device reads."""
         shape, spec = list(self.values[value].shape), list(self.specs[value])
-        shape[dim], spec[dim] = rows * self.shards(axes), axes
-        part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
+        shape[window.dim], spec[window.dim] = window.rows * self.shards(window.axes), window.axes
+        part = self.make(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
         self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
         return part
 
@@ -346,13 +312,11 @@ class _Partitioner:
             key = value, halo.dim, fetch, halo.sizes
             part = self.parts.get(key, value)
             if part == value and (local[halo.dim] != own or halo.sizes):
-                part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
+                part = self.parts[key] = self.make(Value(shape, self.values[value].dtype), spec, op.trips)
                 self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
             again = key, op.name, op.trips
             if self.platform != "tpu" or again not in self.parts:  # there the same rows are sent once
-                self.parts[again] = self.send(
-                    "collective-permute", part, spec, spec[halo.dim], op.trips, op.where, op.name
-                )
+                self.parts[again] = self.send(ReshardingStep("collective-permute", spec[halo.dim], spec), part, op)
             found.append(self.parts[again])
         return found
 
@@ -360,21 +324,15 @@ class _Partitioner:
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
     """The ops that the results depend on; XLA drops the others. A scalar bool that no op reads is a loop's condition."""
     read = {v for op in ops for v in op.inputs}
-    alive = set(graph.outputs)
-    alive |= {v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1")}
-    found = []
-    for op in reversed(ops):
-        if not op.outputs or alive.intersection(op.outputs):
-            found.append(op)
-            alive.update(op.inputs)
-    return found[::-1]
+    conditions = (v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1"))
+    return live_ops(ops, {*graph.outputs, *conditions}, lambda op: not op.outputs)
 
 
 def _before_loops(ops: Sequence[Op]) -> list[Op]:
     """Move ops that run less often than the loop body in which they are to the front of the loop."""
     found: list[Op] = []
     for op in ops:
-        if op.name == "while" and op.outputs:
+        if op.seen:
             first = len(found)
             while first and found[first - 1].outputs and min(found[first - 1].outputs) > min(op.outputs):
                 first -= 1

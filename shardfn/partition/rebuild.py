@@ -3,38 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from shardfn.ir.model import Communication, Op, PartitionedProgram, Spec, Value
+from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
 from shardfn.ir.op_traits import RESHARDING_OPS
 
 
-def with_ops(
-    partitioned: PartitionedProgram,
-    values: Sequence[Value],
-    specs: Sequence[Spec],
-    ops: Sequence[Op],
-    sent: Mapping[int, Communication],
-) -> PartitionedProgram:
-    """The program with these ops, values and shardings, and its communications in the order of the ops."""
-    graph = dataclasses.replace(partitioned.graph, values=tuple(values), ops=tuple(ops))
-    turn = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    communications = tuple(sorted(sent.values(), key=lambda c: turn.get(c.result, len(ops))))
-    return dataclasses.replace(partitioned, graph=graph, specs=tuple(specs), communications=communications)
+class ProgramBuilder:
+    """A partitioned program that is rebuilt: `values` and `specs` are its own and grow, `ops` are listed anew."""
+
+    def __init__(self, given: PartitionedProgram):
+        self.given = given
+        self.values: list[Value] = list(given.graph.values)
+        self.specs: list[Spec] = list(given.specs)
+        self.ops: list[Op] = []
+
+    def new(self, value: Value, spec: Spec) -> int:
+        """Add a value."""
+        self.values.append(value)
+        self.specs.append(spec)
+        return len(self.values) - 1
+
+    def like(
+        self, value: int, spec: Spec | None = None, shape: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> int:
+        """Add a value of the same sharding, shape and dtype, but for those that are given."""
+        was = self.values[value]
+        form = Value(was.shape if shape is None else shape, was.dtype if dtype is None else dtype)
+        return self.new(form if shape or dtype else was, self.specs[value] if spec is None else spec)
+
+    def built(self, sent: Mapping[int, Communication] | None = None, **changes: Any) -> PartitionedProgram:
+        """The program with these values and ops.
+
+        Args:
+          sent: its communications by result, where they change; they are put in the order of the ops.
+          **changes: other fields of its graph.
+        """
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops), **changes)
+        found = dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
+        if sent is None:
+            return found
+        turn = {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+        communications = sorted(sent.values(), key=lambda c: turn.get(c.result, len(self.ops)))
+        return dataclasses.replace(found, communications=tuple(communications))
+
+
+def live_ops(ops: Sequence[Op], held: Iterable[int], stays: Callable[[Op], bool]) -> list[Op]:
+    """The ops that stay, and those on which they or the values `held` depend."""
+    read = set(held)
+    found = []
+    for op in reversed(ops):
+        if stays(op) or not read.isdisjoint(op.outputs):
+            found.append(op)
+            read.update(op.inputs)
+    return found[::-1]
+
+
+def held_values(graph: Graph) -> list[int]:
+    """Values that are read by no op: results, and what loops and branches carry."""
+    return [*graph.outputs, *(v for tie in graph.ties for v in tie)]
 
 
 def without_unread(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Drop reshards whose result nothing reads."""
-    graph = partitioned.graph
-    read = {v for op in graph.ops for v in op.inputs}.union(graph.outputs, (v for tie in graph.ties for v in tie))
-    if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in RESHARDING_OPS):
+    graph, builder = partitioned.graph, ProgramBuilder(partitioned)
+    builder.ops = live_ops(graph.ops, held_values(graph), lambda op: op.name not in RESHARDING_OPS)
+    if len(builder.ops) == len(graph.ops):
         return partitioned
-    ops: list[Op] = []
-    read = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
-    for op in reversed(graph.ops):
-        if op.name not in RESHARDING_OPS or not read.isdisjoint(op.outputs):
-            ops.append(op)
-            read.update(op.inputs)
-    kept = {v for op in ops for v in op.outputs}
-    sent = {c.result: c for c in partitioned.communications if c.result in kept}
-    return with_ops(partitioned, graph.values, partitioned.specs, ops[::-1], sent)
+    kept = {v for op in builder.ops for v in op.outputs}
+    return builder.built({c.result: c for c in partitioned.communications if c.result in kept})

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardfn.ir.model import Spec, axis_size
+from shardfn.ir.model import Spec, axis_name, axis_part
 from shardfn.partition.tile_assignment import DeviceGroup, ReshardingStep
 
 
@@ -72,9 +72,9 @@ def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, 
     """
     sizes: dict[str, int] = {}
     parts: dict[str, tuple[str, ...]] = {}
-    for axis, size in axes.items():
-        mine = [name for name in used if name.partition(":")[0] == axis and name != axis]
-        bounds = {1, size}.union(*({_start(name), _start(name) * axis_size(name, axes)} for name in mine))
+    for axis in axes:
+        mine = {name: axis_part(name, axes)[1:] for name in (axis, *used) if axis_name(name) == axis}
+        bounds = {bound for low, n in mine.values() for bound in (low, low * n)}
         found: list[tuple[int, int]] = []
         for low, high in itertools.pairwise(sorted(bounds)):
             for prime in primes(high // low):
@@ -82,10 +82,8 @@ def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, 
                 low *= prime
         named = {(axis if len(found) < 2 else f"{axis}:({low}){n}"): (low, n) for low, n in found}
         sizes |= {name: n for name, (_, n) in named.items()}
-        for name in (axis, *mine):
-            low = _start(name)
-            high = low * axis_size(name, axes)
-            parts[name] = tuple(part for part, (at, _) in named.items() if low <= at < high)
+        for name, (low, n) in mine.items():
+            parts[name] = tuple(part for part, (at, _) in named.items() if low <= at < low * n)
     return sizes, parts
 
 
@@ -97,17 +95,12 @@ def joined_axes(axes: Sequence[str], grid: Mapping[str, int]) -> tuple[str, ...]
     """
     found: list[tuple[str, int, int]] = []
     for name in axes:
-        axis, low, size = name.partition(":")[0], _start(name), axis_size(name, grid)
+        axis, low, size = axis_part(name, grid)
         if found and found[-1][0] == axis and found[-1][1] * found[-1][2] == low:
             found[-1] = axis, found[-1][1], found[-1][2] * size
         else:
             found.append((axis, low, size))
     return tuple(axis if size == grid.get(axis) else f"{axis}:({low}){size}" for axis, low, size in found)
-
-
-def _start(name: str) -> int:
-    part = name.partition(":(")[2]
-    return int(part.partition(")")[0]) if part else 1
 
 
 def primes(n: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardfn.ir.model import DimFactors, Op, ShardingRule, Spec, Value
@@ -28,8 +28,8 @@ class HaloExchange:
 
 
 class Reshard(NamedTuple):
-    """One part of a value's path: reduce it over `reduced`, then reshard it to `to`, within the groups of
-    `group_axes`.
+    """One part of a value's path: reduce it over `reduced`, then reshard it to `to`, within the device groups that
+    `group_axes` tell apart.
     """
 
     to: Spec
@@ -37,41 +37,45 @@ class Reshard(NamedTuple):
     reduced: tuple[str, ...] = ()
 
 
+class GatheredWindow(NamedTuple):
+    """An operand that is gathered along `dim`, of which each device along `axes` then slices the `rows` that it reads."""
+
+    operand: int
+    dim: int
+    rows: int
+    axes: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class OpPartitioning:
     """How XLA partitions one op: the shardings that it reads and makes, and the collectives that remain.
 
-    - `reduced`: axes over which results are partial sums, in groups that are reduced one after the other.
+    - `operand_paths`: by operand, the reshards to its sharding; empty for one reshard over all devices.
+    - `result_path`: the reductions and reshards of the result; without them it goes to the wanted sharding at once.
     - `gathered_axes`: axes over which the partial results of a reduction of several arrays are gathered.
     - `reversed_operands`: operands whose shards change places.
-    - `group_axes`: by operand, the axes of the device groups within which it is resharded.
-    - `via`: by operand, the reshards on the way.
-    - `result_path`: the reshards of the result; without them it goes to the wanted sharding at once.
-    - `windows`: operands that are gathered, and of which each device reads a part.
     """
 
     operand_specs: tuple[Spec, ...]
     result_specs: tuple[Spec, ...]
-    reduced: tuple[tuple[str, ...], ...] = ()
+    operand_paths: tuple[tuple[Reshard, ...], ...] = ()
+    result_path: tuple[Reshard, ...] = ()
     gathered_axes: tuple[str, ...] = ()
     halos: tuple[HaloExchange, ...] = ()
     reversed_operands: tuple[int, ...] = ()
-    group_axes: tuple[frozenset[str], ...] = ()
-    via: tuple[tuple[Reshard, ...], ...] = ()
-    result_path: tuple[Reshard, ...] = ()
-    windows: tuple[tuple[int, int, int, tuple[str, ...]], ...] = ()
+    gathered_windows: tuple[GatheredWindow, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedOp:
     """The input of a partitioning rule: one op with the propagated shardings of its operands and results."""
 
-    op: Op
+    graph_op: Op
     rule: ShardingRule
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
-    have: tuple[Spec, ...]
-    want: tuple[Spec, ...]
+    operand_specs: tuple[Spec, ...]
+    result_specs: tuple[Spec, ...]
     sizes: Mapping[str, int]
 
     def shards(self, axes: Sequence[str]) -> int:
@@ -116,6 +120,15 @@ class ShardedOp:
             tuple(self.spec(dims, factors) for dims in row) for row in (rule.operands, rule.results)
         )
         return OpPartitioning(operand_specs, result_specs)
+
+    def reductions(self, partial: Spec, groups: Iterable[Sequence[str]]) -> tuple[Reshard, ...]:
+        """The path of a result whose partial sums are reduced over one group of axes after the other.
+
+        The last reduction may scatter towards the sharding that is wanted.
+        """
+        *first, last = [(), *(tuple(axes) for axes in groups if axes)]
+        path = [Reshard(partial, reduced=axes) for axes in first if axes]
+        return (*path, Reshard(self.result_specs[0], reduced=last)) if last else ()
 
 
 def replicated(value: Value) -> Spec:

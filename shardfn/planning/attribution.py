@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardfn.ir.model import Communication, Op, PartitionedProgram
+from shardfn.ir.model import Communication, Op, PartitionedProgram, axis_name
 
 Place = tuple[int, int, str]
 """A value, a dimension of it, and a mesh axis that shards that dimension."""
@@ -46,7 +46,7 @@ def attribute(
     producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
 
     def of(c: Communication) -> tuple[tuple[int, int], ...]:
-        axes = {axis.partition(":")[0] for axis in c.axes}
+        axes = {axis_name(axis) for axis in c.axes}
         found = 0
         for place in (
             _summed(partitioned, producers, c.operand) if "reduce" in c.kind else _places(partitioned, c.operand)
@@ -61,7 +61,7 @@ def attribute(
 def _places(partitioned: PartitionedProgram, value: int, dims: Iterable[int] | None = None) -> list[Place]:
     spec = partitioned.specs[value]
     every = range(len(spec)) if dims is None else dims
-    return [(value, dim, axis.partition(":")[0]) for dim in every for axis in spec[dim]]
+    return [(value, dim, axis_name(axis)) for dim in every for axis in spec[dim]]
 
 
 def _links(partitioned: PartitionedProgram, op: Op) -> Iterator[tuple[Place, Sequence[Place]]]:

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.estimate import estimate_cost
 from shardfn.frontend.paths import escaped
-from shardfn.ir.model import Communication, PartitionedProgram, Spec
+from shardfn.ir.model import Communication, PartitionedProgram, Spec, axis_name
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
@@ -163,7 +163,7 @@ WORTH = 0.2
 
 def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
     """The fix: the best sharding of one argument that removes a collective and sends less, or that none was found."""
-    axes = {a.partition(":")[0] for a in c.axes}
+    axes = {axis_name(a) for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
     sharded = sorted(
         (d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape)
@@ -268,7 +268,7 @@ def _alike_sent(partitioned: PartitionedProgram, wanted: Callable[[Communication
     found = [
         _Sent(
             tuple(same),
-            sum(bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand)) * c.trips for c in same),
+            sum(communication_bytes(partitioned, c) * c.trips for c in same),
         )
         for same in groups.values()
     ]
@@ -277,7 +277,7 @@ def _alike_sent(partitioned: PartitionedProgram, wanted: Callable[[Communication
 
 def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
     """The warning where `fully_use_devices` is on and a mesh axis shards nothing; else the empty string."""
-    used = {axis.split(":")[0] for spec in plan.partitioned.specs for dim in spec for axis in dim}
+    used = {axis_name(axis) for spec in plan.partitioned.specs for dim in spec for axis in dim}
     unused = {name: size for name, size in plan.axes if name not in used}
     if not algorithm.fully_use_devices or not unused:
         return ""

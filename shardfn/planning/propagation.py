@@ -28,7 +28,7 @@ class Propagation:
     @functools.cached_property
     def _ready(self) -> shardy.PreparedModule:
         """The module prepared for all propagations."""
-        return shardy.prepare_for_propagation(self.traced.module, self.traced.seen)
+        return shardy.PreparedModule(self.traced.module, self.traced.seen)
 
     def results(self, specs: Sequence[Spec | None]) -> list[Spec | None]:
         """The results' shardings for arguments sharded as `specs`: as given, or as the input whose place they take."""
@@ -51,7 +51,7 @@ class Propagation:
         tokens = [None] * (len(graph.outputs) - len(wanted))
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
         constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
-        partitioned = shardy.propagate(traced.module, axes, spread, tokens + results, constrained, self._ready)
+        partitioned = self._ready.propagate(axes, spread, tokens + results, constrained)
         return insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
 
 

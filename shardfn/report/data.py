@@ -12,8 +12,9 @@ from typing import Any
 
 from shardfn.compiled.comparison import Comparison
 from shardfn.compiled.executable import Compiled
-from shardfn.cost.estimate import collective_s, communications_with_bytes
-from shardfn.ir.model import Collective
+from shardfn.cost.collectives import communication_bytes
+from shardfn.cost.estimate import collective_s
+from shardfn.ir.model import Collective, axis_name
 from shardfn.planning.attribution import attribute
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan, op_strategies
@@ -111,14 +112,14 @@ def attributions(plan: Plan) -> list[list[str]]:
     They are the shardings of arguments that propagate to it (`causes`). Where none does, they are the shardings over its mesh
     axes: of arguments, else of results.
     """
-    sent = [c for c, _ in communications_with_bytes(plan.partitioned)]
+    sent = [c for c in plan.partitioned.communications if communication_bytes(plan.partitioned, c)]
     is_own = len(sent) == len(plan.collectives)
     found = attribute(plan.partitioned, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
     return [_of_one(plan, c, pairs) for c, pairs in zip(plan.collectives, found, strict=True)]
 
 
 def _of_one(plan: Plan, c: Collective, pairs: Sequence[tuple[int, int]]) -> list[str]:
-    axes = {axis.partition(":")[0] for axis in c.axes}
+    axes = {axis_name(axis) for axis in c.axes}
 
     def over(dims: Iterable[tuple[Decision, int]]) -> list[str]:
         ranked = sorted(dims, key=lambda pair: -math.prod(pair[0].shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardfn.cost.memory.live_ranges import memory
+from shardfn.cost.memory.live_memory import live_memory
 from shardfn.search.graph_facts import unsharded_program
 from shardfn.search.problem import SearchProblem
 
@@ -31,8 +31,12 @@ def memory_lower_bound(problem: SearchProblem, scheduled: bool = False) -> float
         if scheduled:
             peak = problem.evaluate((("a", 1),), tuple(((),) * len(shape) for shape in problem.shapes), {}).memory.peak
         else:
-            peak = memory(
-                unsharded_program(problem.graph, problem.hardware.platform), problem.donated, problem.hardware.chip
-            ).peak
+            peak = (
+                live_memory(
+                    unsharded_program(problem.graph, problem.hardware.platform), problem.donated, problem.hardware.chip
+                )
+                .estimate.estimate()
+                .peak
+            )
         bounds[scheduled] = peak / problem.devices
     return bounds[scheduled]

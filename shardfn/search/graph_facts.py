@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.backends.tpu import gathered_arguments, scattered_values
 from shardfn.cost.compute import matrix_flops, op_flops
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
-from shardfn.cost.schedule import combine_collectives, schedule_ops
+from shardfn.cost.platforms import fuse
+from shardfn.cost.schedule import Schedule, combine_collectives, schedule_ops
 from shardfn.ir.model import Graph, PartitionedProgram, Value, dtype_bits, trips_of
 from shardfn.ir.op_traits import CONTRACTIONS
 from shardfn.partition.combine_reductions import combined_matmul_counts
@@ -90,10 +90,13 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     platform = chip.platform
     whole = unsharded_program(graph, platform)
     order = combine_collectives(whole)
-    order, fusion = schedule_ops(order) if platform == "cpu" else (order, fuse(order.partitioned))
-    turn = {id(op): n for n, op in enumerate(order.partitioned.graph.ops)}
+    if platform == "cpu":
+        schedule = schedule_ops(order)
+    else:
+        schedule = Schedule(order.partitioned, order.groups, order.bodies, fuse(order.partitioned))
+    turn = {id(op): n for n, op in enumerate(schedule.partitioned.graph.ops)}
     runs = tuple(turn[id(op)] for op in graph.ops)
-    every = kernel_shares(order.partitioned, fusion, chip)
+    every = kernel_shares(schedule.partitioned, schedule.fusion, chip)
     kernels = tuple(every[n] for n in runs)
     readers: dict[int, int] = {}
     read: dict[int, tuple[int, int]] = {}
@@ -102,7 +105,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
             readers[value] = readers.get(value, 0) + (op.name != SLICED)
             first, last = read.get(value, (runs[index], runs[index]))
             read[value] = min(first, runs[index]), max(last, runs[index])
-    temporaries, results = live_buffers(order, fusion)
+    temporaries, results = live_buffers(schedule)
     given = [array_bytes(graph.values[v]) for v in donated]
     kept = []
     for place in results:

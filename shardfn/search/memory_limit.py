@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from shardfn.cost.memory.live_memory import at_peak
-from shardfn.cost.memory.live_ranges import MemoryEstimate
+from shardfn.cost.memory.live_memory import MemoryEstimate, live_memory
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
 from shardfn.search.feasibility import is_infeasible
@@ -148,7 +147,8 @@ def _fits(problem: SearchProblem, answer: Answer) -> bool:
 def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
     """The largest arrays at an answer's memory peak: what each is, the line it comes from, and bytes on one device. Equal
     ones of a line are one entry."""
-    partitioned, alive = at_peak(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)
+    live = live_memory(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)
+    partitioned, alive = live.partitioned, live.held_at_peak
     names = {
         v: f"`{name}`" for v, name in zip(partitioned.graph.arguments(len(problem.names)), problem.names, strict=True)
     }

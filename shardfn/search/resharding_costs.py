@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.devices.hardware import Chip, Hardware, Link, links
-from shardfn.cost.schedule import max_combined_bytes
+from shardfn.cost.devices.chips import Chip, Hardware
+from shardfn.cost.devices.links import Link, links
+from shardfn.cost.platforms import backend_of
 from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.partition.libtpu import never_scatters_over
 from shardfn.partition.resharding import flat, primes
@@ -52,7 +53,7 @@ class MeshModel:
     @property
     def merges(self) -> Mapping[str, float]:
         """Kinds of collectives that the compiler merges, and the most bytes of a merged one."""
-        return max_combined_bytes(self.chip.platform)
+        return backend_of(self.chip.platform).combined_bytes
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from shardfn.compiled.comparison import compare
 from shardfn.compiled.executable import Compiled, read
 from shardfn.cost.devices.hardware import CHIPS, Hardware
 from shardfn.cost.estimate import Cost
-from shardfn.cost.memory.live_ranges import MemoryEstimate
+from shardfn.cost.memory.live_memory import MemoryEstimate
 from shardfn.ir.model import Collective, Graph, PartitionedProgram
 from shardfn.planning.plan import Decision, Plan
 

@@ -11,7 +11,7 @@ import shardfn
 from shardfn import compiled
 from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.compute import op_flops
-from shardfn.cost.fusion import fuse
+from shardfn.cost.platforms import fuse
 from shardfn.cost.schedule import combine_collectives
 from tests.partition.test_dot_general import STEP, drawn
 from tests.partition.test_dot_general import step as mlp_step

@@ -7,9 +7,8 @@ import pytest
 import shardfn
 from shardfn import compiled
 from shardfn.cost.devices.hardware import resolve
-from shardfn.cost.fusion import fuse
-from shardfn.cost.memory.live_memory import at_peak
-from shardfn.cost.memory.live_ranges import memory
+from shardfn.cost.memory.live_memory import live_memory
+from shardfn.cost.platforms import fuse
 
 from .programs import (
     AS_RELEASED,
@@ -39,7 +38,7 @@ def both(fn, args, entries, **options):
     leaves = [jax.tree.leaves(a) for a in args]
     firsts = [sum(len(x) for x in leaves[:i]) for i in range(len(args))]
     positions = [firsts[i] + j for i in donated for j in range(len(leaves[i]))]
-    return memory(plan.partitioned, positions), compiled.read(function.lower(*args).compile(AS_RELEASED))
+    return live_memory(plan.partitioned, positions).estimate, compiled.read(function.lower(*args).compile(AS_RELEASED))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,8 @@ def test_donated_arguments_are_the_places_of_results():
 @pytest.mark.parametrize("donated", [(), (0, 1)])
 def test_what_is_held_at_the_peak_makes_it_up(fn, args, donated, device):
     partitioned, chip = shardfn.plan(fn, *args, device=device).partitioned, resolve(device).chip
-    _, held = at_peak(partitioned, donated, chip)
-    assert sum(size for _, size in held) == memory(partitioned, donated, chip).peak
+    live = live_memory(partitioned, donated, chip)
+    assert sum(size for _, size in live.held_at_peak) == live.estimate.peak
 
 
 def gathered_arguments(tables, index, w):
@@ -136,7 +135,7 @@ def chain(x):
 
 
 def test_a_chain_takes_no_memory():
-    assert memory(partitioned(chain, X)).temporaries == 0
+    assert live_memory(partitioned(chain, X)).estimate.temporaries == 0
 
 
 def test_an_op_writes_over_what_dies():
@@ -147,13 +146,15 @@ def test_an_op_writes_over_what_dies():
             x = jnp.tanh(x @ w) * 2.0
         return x
 
-    found = memory(partitioned(layers, array(1024, 512), array(512, 512), entries=((8, 1), (1, 1))))
+    found = live_memory(partitioned(layers, array(1024, 512), array(512, 512), entries=((8, 1), (1, 1)))).estimate
     assert found.temporaries == 1024 * 512 * 4 // 8
 
 
 def test_loops_keep_what_they_carry_in_one_place():
     shallow, deep = (
-        memory(partitioned(scanned, {"w1": array(n, 128, 512), "w2": array(n, 512, 128)}, X_SMALL)).temporaries
+        live_memory(
+            partitioned(scanned, {"w1": array(n, 128, 512), "w2": array(n, 512, 128)}, X_SMALL)
+        ).estimate.temporaries
         for n in (2, 64)
     )
     assert shallow == deep
@@ -163,7 +164,10 @@ def test_what_a_loop_stacks_grows_with_it():
     def stacked(x):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x), x), x, length=16)[1].sum()
 
-    assert memory(partitioned(stacked, array(256, 128), entries=((8, 1),))).temporaries >= 16 * 256 * 128 * 4 // 8
+    assert (
+        live_memory(partitioned(stacked, array(256, 128), entries=((8, 1),))).estimate.temporaries
+        >= 16 * 256 * 128 * 4 // 8
+    )
 
 
 def test_merged_gradients_are_alive_together():
@@ -177,5 +181,5 @@ def test_merged_gradients_are_alive_together():
     ws = [array(512, 512) for _ in range(count)]
     plan = shardfn.plan(step, ws, array(64, 512), in_strategy=(None, (8, 1)), device="cpu:8",
                         parameter_plan={"ws/*": (1, 1)})  # fmt: skip
-    found = memory(plan.partitioned, range(count))
+    found = live_memory(plan.partitioned, range(count)).estimate
     assert found.temporaries >= 2 * count * size

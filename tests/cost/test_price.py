@@ -7,7 +7,8 @@ import pytest
 import shardfn
 from shardfn.cost.compute import op_flops, work
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.devices.hardware import CHIPS, link_over, resolve
+from shardfn.cost.devices.hardware import CHIPS, resolve
+from shardfn.cost.devices.links import link_over
 from shardfn.cost.estimate import collective_s, estimate_cost
 from shardfn.cost.schedule import combine_collectives
 

@@ -11,8 +11,8 @@ import shardfn
 from examples.models import abstract, mlp
 from shardfn.cost.backends.tpu import row_major_bytes
 from shardfn.cost.devices.chips import CHIPS
-from shardfn.cost.fusion import fuse
-from shardfn.cost.memory.live_ranges import memory
+from shardfn.cost.memory.live_memory import live_memory
+from shardfn.cost.platforms import fuse
 from shardfn.cost.schedule import combine_collectives, schedule_for_memory
 from shardfn.partition.tpu_padding import tiled_bytes
 from shardfn.runtime.verify import compile_plan
@@ -70,10 +70,8 @@ def test_products_compute_their_operands_and_are_computed_in_what_reads_them():
 
 def test_what_products_alone_read_is_kept_as_bf16():
     def bytes_of(fn, device=V5E):
-        order, fusion = schedule_for_memory(
-            combine_collectives(partitioned(fn, WEIGHTS, X, entries=DATA, device=device))
-        )
-        return [order.partitioned.local_bytes(v) for v in fusion.narrow]
+        schedule = schedule_for_memory(combine_collectives(partitioned(fn, WEIGHTS, X, entries=DATA, device=device)))
+        return [schedule.partitioned.local_bytes(v) for v in schedule.fusion.narrow]
 
     def once(w, x):
         return jnp.tanh(jnp.cumsum(x, axis=1)) @ w["w1"], (x - jnp.sort(x, axis=1)) @ w["w1"]
@@ -129,8 +127,12 @@ def test_peaks(sizes, layout, peak, within):
 def test_without_vector_memory_temporaries_count():
     laid = partitioned(step, WEIGHTS, X, entries=DATA)
     bare = dataclasses.replace(CHIPS["tpu-v5e"], fast_bytes=0.0)
-    assert memory(laid, chip=CHIPS["tpu-v5e"]).temporaries == 0
-    assert memory(laid, chip=bare).temporaries == memory(laid).temporaries > 2048 // 8 * 1024 * 4
+    assert live_memory(laid, chip=CHIPS["tpu-v5e"]).estimate.temporaries == 0
+    assert (
+        live_memory(laid, chip=bare).estimate.temporaries
+        == live_memory(laid).estimate.temporaries
+        > 2048 // 8 * 1024 * 4
+    )
 
 
 @pytest.mark.tpu

@@ -209,7 +209,7 @@ def test_time_picture_has_every_collective_and_the_time_of_the_plan(case):
 def test_memory_picture_names_what_makes_up_the_peak(case):
     plan = made(case)
     live = live_memory(plan.partitioned, plan._answered.problem.donated, plan.hardware.chip)
-    assert live.peak == plan.cost.memory.peak
+    assert live.estimate.peak == plan.cost.memory.peak
     assert sum(live.temporaries[i].bytes for i in live.at_peak) == plan.cost.memory.temporaries
 
 

@@ -132,7 +132,7 @@ def test_single_ops_send_what_was_predicted(name):
 def laid(fn, axes, specs, outs, *args):
     """The flow before anything is worked out."""
     module = shardy.flat(jax.jit(fn).trace(*args).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
-    return shardy.propagate(module, axes, specs, outs)
+    return shardy.PreparedModule(module).propagate(axes, specs, outs)
 
 
 def kinds(partitioned):
@@ -250,7 +250,7 @@ def test_a_layout_that_does_not_fit_is_found_before_the_passes_run():
     shape = f32(8, 8)
     module = jax.jit(jnp.matmul).lower(shape, shape).compiler_ir("stablehlo")
     with pytest.raises(Exception, match="doesn't match tensor rank: 3 != 2"):
-        shardy.propagate(module, (("a", 8),), [(("a",), (), ()), None], [None])
+        shardy.PreparedModule(module).propagate((("a", 8),), [(("a",), (), ()), None], [None])
 
 
 def test_propagate_with_constraints_in_a_loop_keeps_each():
@@ -266,7 +266,7 @@ def test_propagate_with_constraints_in_a_loop_keeps_each():
     assert len(dots) == 4 and len(set(dots)) == 4
     for operands in ((spec, spec), (None, spec), (spec, None), (None, None)):
         constraints = {site: OpConstraint(operands, (spec,)) for site in dots}
-        found = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], constraints)
+        found = shardy.PreparedModule(module).propagate((("a", 2),), [None] * 3, [None, None], constraints)
         made = [found.specs[op.outputs[0]] for op in found.graph.ops if op.name == "dot_general"]
         assert made == [spec] * 4
 

@@ -13,7 +13,7 @@ import shardfn
 from shardfn.compiled.executable import read
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
-from shardfn.cost.memory.live_ranges import MemoryEstimate
+from shardfn.cost.memory.live_memory import MemoryEstimate
 from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
 from shardfn.planning.decisions import Candidate, Constraint, Figures
 from shardfn.planning.plan import Decision, DimensionGroup, Plan

@@ -4,33 +4,28 @@ scatters.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Convolution, DimFactors, Graph, Op, PartitionedProgram, ShardingRule, Spec, Value
+from shardfn.ir.model import Convolution, DimFactors, Graph, Op, PartitionedProgram, ShardingRule
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.ir.windows import halo_extent
+from shardfn.partition.rebuild import ProgramBuilder
 
 
 def on_cpu(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """The program with the copies that XLA's CPU backend inserts, and scatters into the array they are added to.
-
-    On another platform it is returned as it is.
-    """
-    return _Backend(partitioned).partition() if partitioned.platform == "cpu" else partitioned
+    """The program with the copies that XLA's CPU backend inserts, and scatters into the array they are added to."""
+    return _Backend(partitioned).rewritten()
 
 
 def is_flattened(partitioned: PartitionedProgram, op: Op, operand: int) -> bool:
     """Whether a matmul reads an operand of higher rank as a matrix, through a view."""
     if op.rule is None:
         return False
-    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
-    batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
-    return sum(n > 1 for n in partitioned.local_shape(operand)) > batch + 2
+    return sum(n > 1 for n in partitioned.local_shape(operand)) > op.rule.matmul_roles(0).count(0) + 2
 
 
 _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_JAX_0_12 else ())
@@ -43,28 +38,19 @@ _AT_ONCE = 16
 """Elements per step of a running sum in XLA's CPU backend (JAX 0.10.2)."""
 
 
-class _Backend:
+class _Backend(ProgramBuilder):
     """Walks one program once; its lists fill on the way."""
 
-    def __init__(self, partitioned: PartitionedProgram):
-        self.given = partitioned
-        self.values: list[Value] = list(partitioned.graph.values)
-        self.specs: list[Spec] = list(partitioned.specs)
-        self.ops: list[Op] = []
-        self.copies: dict[object, int] = {}
-
-    def partition(self) -> PartitionedProgram:
+    def rewritten(self) -> PartitionedProgram:
         graph = self.given.graph
         into, dropped = _scattered_into(self.given)
         dropped |= _known(graph)
-        self.maker = {v: op for op in graph.ops for v in op.outputs}
-        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties)) - dropped
-        readers = collections.Counter(v for op in graph.ops for v in op.inputs)
-        readers.update(graph.outputs)
+        self.copies: dict[object, int] = {}
+        self.there = graph.computed - dropped
         for op in graph.ops:
-            if op.name != "transpose" or readers[op.inputs[0]] > 1:
+            if op.name != "transpose" or graph.read_counts[op.inputs[0]] > 1:
                 continue
-            made = self.maker.get(op.inputs[0])
+            made = self.given.graph.maker(op.inputs[0])
             if made and made.name == "dot_general" and is_swap(op, made, made.rule and made.rule.results[0]):
                 into[made.outputs[0]] = made.of(made.inputs, op.outputs)  # its operands change places
                 dropped.add(op.outputs[0])
@@ -73,51 +59,47 @@ class _Backend:
                 continue
             if op.outputs and op.outputs[0] in into:
                 op = into[op.outputs[0]]
-            if op.name == "dot_general" and op.rule is not None:
-                op = self.as_read(op)
-            elif op.name == "convolution" and op.rule is not None and op.convolution is not None:
-                op = self.convolved(op)
-            elif op.name == "divide":
-                op = self.inverted(op)
-            elif op.name == "multiply":
-                op = self.masked(op)
-            elif op.name == "reduce":
-                op = self.negated(op)
-            elif op.name == "reduce_window":
-                op = self.summed_up(op)
-            if op.name in CONTRACTIONS:
-                op = self.widened(op)
-            elif op.name == "all_gather":
-                self.gathered(op)
-                continue
-            elif op.name == "all_to_all":
-                self.ops.append(op.of(op.inputs, (self.like(op.outputs[0]),)))
-                op = Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
-            self.ops.append(op)
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
-        return dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
+            rewrite = getattr(self, f"rewrite_{op.name}", None)
+            op = rewrite(op) if rewrite else op
+            self.ops.append(self.widened(op) if op.name in CONTRACTIONS else op)
+        return self.built()
 
-    def as_read(self, op: Op) -> Op:
+    def then(self, name: str, op: Op, *inputs: int, via: int | None = None) -> Op:
+        """The last step, which makes an op's result of what the op makes: a new value, or `via`."""
+        via = self.like(op.outputs[0]) if via is None else via
+        self.ops.append(op.of(inputs or op.inputs, (via,)))
+        return self.step(name, (via,), op)
+
+    def step(self, name: str, inputs: Sequence[int], op: Op, output: int | None = None) -> Op:
+        """An op that belongs to another one, and makes its result or `output`."""
+        return Op(name, tuple(inputs), op.outputs if output is None else (output,), None, op.trips, op.where)
+
+    def rewrite_all_to_all(self, op: Op) -> Op:
+        """An all-to-all is followed by a copy."""
+        return self.then("copy", op)
+
+    def rewrite_dot_general(self, op: Op) -> Op:
         """A matmul whose operands have the layout it reads; a transposed operand is copied first, once."""
+        if op.rule is None:
+            return op
         inputs = list(op.inputs)
         for side in (0, 1):
             v = inputs[side]
-            source = self.maker.get(v)
-            if source and source.name == "transpose" and is_swap(source, op, op.rule and op.rule.operands[side]):
+            source = self.given.graph.maker(v)
+            if source and source.name == "transpose" and is_swap(source, op, op.rule.operands[side]):
                 given = self.wide(source.inputs[0], op)
-                inputs[side] = self.made("swapped", given, v, (), op)
-                self.values[inputs[side]] = Value(self.values[v].shape, self.values[given].dtype)
+                inputs[side] = self.made("swapped", given, v, (), op, self.values[given].dtype)
                 continue
-            order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
+            order = turned(op.rule, side, self.given.local_shape(v))
             if order:
                 inputs[side] = self.made("copy", v, v, order, op)
             elif is_flattened(self.given, op, v):
                 inputs[side] = self.made("bitcast", v, v, (-4,), op)
-        return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+        return op.of(tuple(inputs))
 
-    def inverted(self, op: Op) -> Op:
+    def rewrite_divide(self, op: Op) -> Op:
         """A division by a broadcast: the reciprocal is computed before the broadcast, and multiplied."""
-        source = self.maker.get(op.inputs[1])
+        source = self.given.graph.maker(op.inputs[1])
         size = math.prod(self.values[op.outputs[0]].shape)
         if (
             source is None
@@ -132,24 +114,23 @@ class _Backend:
             many = self.made("broadcast_in_dim", self.made("divide", few, few, (-3,), op), many, (-3,), op)
         return Op("multiply", (op.inputs[0], many), op.outputs, None, op.trips, op.where, form=op.form)
 
-    def masked(self, op: Op) -> Op:
+    def rewrite_multiply(self, op: Op) -> Op:
         """A product with a converted bool becomes a select."""
         for side in (0, 1):
-            mask = self.maker.get(op.inputs[side])
+            mask = self.given.graph.maker(op.inputs[side])
             if mask is not None and mask.name == "convert" and self.values[mask.inputs[0]].dtype == "i1":
                 chosen = op.of((mask.inputs[0], op.inputs[1 - side]), op.outputs)
                 return dataclasses.replace(chosen, name="select", rule=None)
         return op
 
-    def negated(self, op: Op) -> Op:
+    def rewrite_reduce(self, op: Op) -> Op:
         """The sum of negated elements becomes the negated sum."""
-        made = self.maker.get(op.inputs[0])
+        made = self.given.graph.maker(op.inputs[0])
         if op.combines != "add" or made is None or made.name != "negate" or len(op.outputs) != 1:
             return op
-        self.ops.append(op.of((made.inputs[0], *op.inputs[1:]), (self.like(op.outputs[0]),)))
-        return Op("negate", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+        return self.then("negate", op, made.inputs[0], *op.inputs[1:])
 
-    def summed_up(self, op: Op) -> Op:
+    def rewrite_reduce_window(self, op: Op) -> Op:
         """A running sum of more than 16 elements becomes a tree: sums of 16 at a time, then sums of those."""
         shape = self.given.local_shape(op.outputs[0])
         long = [window for window in op.window_dims if window.extent > 1]
@@ -164,13 +145,13 @@ class _Backend:
         while True:
             groups = (-(-size // _AT_ONCE), _AT_ONCE) if size > _AT_ONCE else (1, size + 1)
             for name in ("slice", "reduce_window")[not steps :]:
-                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]))
-                self.values[made] = Value((*form.shape[:d], *groups, *form.shape[d + 1 :]), form.dtype)
-                self.ops.append(Op(name, (v, *op.inputs[1:]), (made,), None, op.trips, op.where))
+                wide = (*form.shape[:d], *groups, *form.shape[d + 1 :])
+                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]), wide)
+                self.ops.append(self.step(name, (v, *op.inputs[1:]), op, made))
                 v = made
             steps.append(v)
             if size <= _AT_ONCE:
-                return Op("copy", tuple(steps), op.outputs, None, op.trips, op.where)
+                return self.step("copy", steps, op)
             size = groups[0]
 
     def widened(self, op: Op) -> Op:
@@ -178,29 +159,24 @@ class _Backend:
         inputs = [self.wide(v, op) for v in op.inputs]
         (result,) = op.outputs
         if self.values[result].dtype not in _HALF:
-            return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
-        wide = self.like(result)
-        self.values[wide] = Value(self.values[result].shape, "f32")
-        self.ops.append(op.of(tuple(inputs), (wide,)))
-        return Op("convert", (wide,), op.outputs, None, op.trips, op.where)
+            return op.of(tuple(inputs))
+        return self.then("convert", op, *inputs, via=self.like(result, dtype="f32"))
 
     def wide(self, value: int, reader: Op) -> int:
         """The value in `f32`, where it has half that precision."""
-        form = self.values[value]
-        if form.dtype not in _HALF:
+        if self.values[value].dtype not in _HALF:
             return value
-        found = self.made("convert", value, value, (-2,), reader)
-        self.values[found] = Value(form.shape, "f32")
-        return found
+        return self.made("convert", value, value, (-2,), reader, "f32")
 
-    def convolved(self, op: Op) -> Op:
+    def rewrite_convolution(self, op: Op) -> Op:
         """A convolution reads [batch, space, features] and [space, features, new features], and makes [batch, space,
         new features].
         """
-        assert op.rule and op.convolution
+        if op.rule is None or op.convolution is None:
+            return op
         if op.convolution.in_batches:
             return self.in_batches(op, op.convolution)
-        image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
+        image, kernel, made = *op.rule.operands, op.rule.results[0]
         shape = op.convolution
         inputs = [self.with_edges(op), op.inputs[1]]
         for side, own, ends, space in (
@@ -212,9 +188,8 @@ class _Backend:
                 inputs[side] = self.made("copy", inputs[side], inputs[side], order, op)
         order = _ordered(made, (image, kernel), shape.result)
         if not order or not _moves(order, self.given.local_shape(op.outputs[0])):
-            return op.of(tuple(inputs), op.outputs)
-        self.ops.append(op.of(tuple(inputs), (self.like(op.outputs[0]),)))
-        return Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+            return op.of(tuple(inputs))
+        return self.then("copy", op, *inputs)
 
     def in_batches(self, op: Op, shape: Convolution) -> Op:
         """A kernel gradient in groups reads the image as [groups, space, batch] and makes [group, space, channels].
@@ -235,15 +210,12 @@ class _Backend:
                 inputs[side] = self.made("copy", inputs[side], inputs[side], orders[side], op)
         result, groups = op.outputs[0], all_groups(self.given, op)
         if groups == 1 and not _moves(orders[2], self.given.local_shape(result)):
-            return op.of(tuple(inputs), op.outputs)
-        form, every = self.values[result], self.like(result)
-        self.values[every] = Value((groups * form.shape[0], *form.shape[1:]), form.dtype)
-        self.ops.append(op.of(tuple(inputs), (every,)))
+            return op.of(tuple(inputs))
+        shape = self.values[result].shape
+        copied = self.then("copy", op, *inputs, via=self.like(result, shape=(groups * shape[0], *shape[1:])))
         if groups == 1:
-            return Op("copy", (every,), op.outputs, None, op.trips, op.where)
-        picked = self.like(every)
-        self.ops.append(Op("copy", (every,), (picked,), None, op.trips, op.where))
-        return Op("reduce_window", (picked,), op.outputs, None, op.trips, op.where)
+            return copied
+        return self.then("reduce_window", copied, via=self.like(copied.inputs[0]))
 
     def with_edges(self, op: Op) -> int:
         """The image of a convolution with its halo, in a buffer of its own."""
@@ -258,12 +230,11 @@ class _Backend:
                 grown = grown or before + after > 0
         if not grown:
             return image
-        whole = self.like(image)
-        self.values[whole] = Value(tuple(shape), form.dtype)
-        self.ops.append(Op("copy", (image, *op.inputs[2:]), (whole,), None, op.trips, op.where))
-        return whole
+        padded = self.like(image, shape=tuple(shape))
+        self.ops.append(self.step("copy", (image, *op.inputs[2:]), op, padded))
+        return padded
 
-    def gathered(self, op: Op) -> None:
+    def rewrite_all_gather(self, op: Op) -> Op:
         """An all-gather works along one dimension at a time, the last one first; unless it is the major one, operand
         and result are transposed.
         """
@@ -274,31 +245,24 @@ class _Backend:
         for d in reversed(changed):
             spec[d], shape[d] = self.specs[result][d], after[d]
             is_last = d == changed[0]
-            if math.prod(shape[:d]) == 1:
-                whole = result if is_last else self.like(result, tuple(spec))
-                self.ops.append(op.of((v,), (whole,)))
-            else:
-                turned = self.made("copy", v, v, (-1,), op)
-                shards = self.like(result, tuple(spec))
-                whole = result if is_last else self.like(result, tuple(spec))
-                self.ops.append(op.of((turned,), (shards,)))
-                self.ops.append(Op("copy", (shards,), (whole,), None, op.trips, op.where))
-            v = whole
-        if not changed:
-            self.ops.append(op)
+            step = op.of((v,), (result if is_last else self.like(result, tuple(spec)),))
+            if math.prod(shape[:d]) != 1:
+                transposed = self.made("copy", v, v, (-1,), op)
+                step = self.then("copy", step, transposed, via=self.like(result, tuple(spec)))
+            if is_last:
+                return step
+            self.ops.append(step)
+            (v,) = step.outputs
+        return op
 
-    def like(self, value: int, spec: Spec | None = None) -> int:
-        """A new value of the same shape, dtype and, unless given, sharding."""
-        self.values.append(self.values[value])
-        self.specs.append(self.specs[value] if spec is None else spec)
-        return len(self.values) - 1
-
-    def made(self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op) -> int:
+    def made(
+        self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op, dtype: str | None = None
+    ) -> int:
         """A value with the sharding of `like`, made of `source` for a matmul: once for all readers in one loop."""
         key = like, order, reader.trips, reader.form and reader.form[1]
         if key not in self.copies:
-            self.copies[key] = self.like(like)
-            self.ops.append(Op(name, (source,), (self.copies[key],), None, reader.trips, reader.where))
+            self.copies[key] = self.like(like, dtype=dtype)
+            self.ops.append(self.step(name, (source,), reader, self.copies[key]))
         return self.copies[key]
 
 
@@ -318,9 +282,8 @@ def turned(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, 
     >>> turned(step, 0, (8, 4, 16)), turned(step, 1, (8, 4, 32))
     ((2, 0, 1), ())
     """
-    roles = _roles(rule.operands[side], rule.operands[1 - side], rule.results[0])
+    roles, others = rule.matmul_roles(side), rule.matmul_roles(1 - side)
     batch, free, summed = ([d for d, role in enumerate(roles) if role == wanted] for wanted in range(3))
-    others = _roles(rule.operands[1 - side], rule.operands[side], rule.results[0])
     ones = 0 if any(others[: len(batch)]) else next((n for n, d in enumerate(batch) if shape[d] > 1), len(batch))
     if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape[ones:]) > 1:
         return ()
@@ -370,16 +333,9 @@ def is_swap(turn: Op, product: Op, dims: DimFactors | None) -> bool:
     return len(before) == batch + 2 and after == (*before[:batch], before[-1], before[-2])
 
 
-def _roles(own: DimFactors, other: DimFactors, result: DimFactors) -> list[int]:
-    """Of each dim of an operand of a product: 0 where the other one and the result have it too, 1 for the result, 2 for the
-    other one."""
-    there, made = ({f for dim in dims for f in dim} for dims in (other, result))
-    return [(0 if f in made else 2) if f in there else 1 for f in (dim[0] if dim else -1 for dim in own)]
-
-
 def _known(graph: Graph) -> set[int]:
     """Scalars computed from constants alone: XLA folds them at compile time."""
-    made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+    made = set(graph.computed)
     known: set[int] = set()
     for op in graph.ops:
         if op.name not in ELEMENTWISE or len(op.outputs) != 1 or not made.isdisjoint(op.inputs):
@@ -398,10 +354,7 @@ def _scattered_into(partitioned: PartitionedProgram) -> tuple[dict[int, Op], set
     scatters = [op for op in maker.values() if op.name == "scatter" and len(op.inputs) == 3]
     if not scatters:
         return {}, set()
-    readers = collections.Counter(v for op in graph.ops for v in op.inputs)
-    readers.update(graph.outputs)
-    made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
-    single = {op.outputs[0]: op for op in scatters if readers[op.outputs[0]] == 1}
+    single = {op.outputs[0]: op for op in scatters if graph.read_counts[op.outputs[0]] == 1}
     into: dict[int, Op] = {}
     dropped: set[int] = set()
     for op in graph.ops:
@@ -410,7 +363,12 @@ def _scattered_into(partitioned: PartitionedProgram) -> tuple[dict[int, Op], set
             continue
         scatter = single.pop(found)
         zeros = maker.get(scatter.inputs[0])
-        if zeros is None or zeros.name != "broadcast_in_dim" or zeros.inputs[0] in made or op.trips != scatter.trips:
+        if (
+            zeros is None
+            or zeros.name != "broadcast_in_dim"
+            or zeros.inputs[0] in graph.computed
+            or op.trips != scatter.trips
+        ):
             continue
         (other,) = [v for v in op.inputs if v != found] or [found]
         into[op.outputs[0]] = scatter.of((other, *scatter.inputs[1:]), op.outputs)

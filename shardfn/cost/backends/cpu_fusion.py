@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from shardfn.cost.backends.cpu_library import library_calls
+from shardfn.cost.backends.cpu_library import CpuLibrary
 from shardfn.cost.fusion_walk import MAX_DUPLICATES, Fuser, FusionPlan
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import BRANCHES_ON_CPU, COMPUTED_ONCE_ON_CPU, CONTRACTIONS, ELEMENTWISE, REPEATED_READS, VIEWS
@@ -33,7 +33,7 @@ class CpuFuser(Fuser):
     def __init__(self, partitioned: PartitionedProgram):
         super().__init__(partitioned)
         self.maker = {v: i for i in self.alive for v in self.graph.ops[i].outputs}
-        self.calls = library_calls(partitioned, self.readers, self.maker)
+        self.calls = CpuLibrary(partitioned, self.readers, self.maker).calls()
         """Ops that a call of the library computes, and the one whose result it gives."""
         self.called = frozenset(self.calls.values())
         self.spread |= _repeating(partitioned.graph, self.made)

@@ -14,28 +14,21 @@ alone reads, if that is in `IN_CPU_LIBRARY`.
 """
 
 
-def library_calls(
-    partitioned: PartitionedProgram, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]
-) -> dict[int, int]:
-    """The ops inside library calls, the last reduction's first, each with the op whose result its call returns.
+class CpuLibrary:
+    """Looks at one graph.
 
     Args:
       partitioned: the program.
       readers: by value the ops that read it, in order.
       maker: by value the op that makes it, for ops whose results are needed.
     """
-    return _Library(partitioned, readers, maker).calls()
-
-
-class _Library:
-    """Looks at one graph."""
 
     def __init__(self, partitioned: PartitionedProgram, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]):
         self.partitioned, self.graph = partitioned, partitioned.graph
         self.readers, self.maker, self.held = readers, maker, frozenset(partitioned.graph.outputs)
 
     def calls(self) -> dict[int, int]:
-        """What its calls compute, the last reduction's first, each with the op whose result its call gives."""
+        """The ops inside library calls, the last reduction's first, each with the op whose result its call returns."""
         found: dict[int, int] = {}
         for i in sorted(set(self.maker.values()), reverse=True):
             if i not in found and self.is_summed(i):
@@ -95,9 +88,7 @@ class _Library:
         """Whether a product is the library's: of `f32`, and its left operand's summed dim does not stand before its free one."""
         if any(self.graph.values[v].dtype != "f32" for v in (*op.inputs, *op.outputs)) or op.rule is None:
             return False
-        left = op.rule.operands[0]
-        summed = [d for side, d in op.reduced if side == 0]
-        free = [d for d, dim in enumerate(left) if dim and not any(dim[0] in other for other in op.rule.operands[1])]
+        free, summed = ([d for d, role in enumerate(op.rule.matmul_roles(0)) if role == wanted] for wanted in (1, 2))
         return len(free) != 1 or len(summed) != 1 or summed[0] > free[0]
 
     def is_summed(self, i: int) -> bool:

@@ -7,8 +7,8 @@ import dataclasses
 import math
 
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.local_sizes import sized
-from shardfn.ir.model import Op, PartitionedProgram, Value, dtype_bits, is_gpu
+from shardfn.ir.model import Op, PartitionedProgram, dtype_bits
+from shardfn.partition.rebuild import ProgramBuilder
 
 
 def split_k(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2) -> int:
@@ -44,36 +44,24 @@ _FILLS = 2**21
 
 
 def on_gpu(partitioned: PartitionedProgram, chip: Chip | None = None) -> PartitionedProgram:
-    """The program with its small matmuls split; on another platform it is returned as it is."""
-    if not is_gpu(partitioned.platform):
-        return partitioned
+    """The program with its small matmuls split."""
     coarseness = chip.split_k_coarseness if chip else 2
-    values, specs = list(partitioned.graph.values), list(partitioned.specs)
-    ops: list[Op] = []
-    sizes: dict[int, int] = {}
-    beside = _beside(partitioned)
+    builder, stored, beside = ProgramBuilder(partitioned), dict[int, int](), _beside(partitioned)
     for op in partitioned.graph.ops:
+        builder.ops.append(op)
         counts = _counts(partitioned, op)
         if counts is None:
-            ops.append(op)
             continue
         batch, rows, columns, summed = counts
-        (result,) = op.outputs
-        made = split_k(
-            batch, max(rows, beside[1, op.inputs[1]]), max(columns, beside[0, op.inputs[0]]), summed, coarseness
-        )
-        if made == 1:
-            ops.append(op)
-            continue
-        form, partial = partitioned.graph.values[result], len(values)
-        values.append(Value(form.shape, "f32" if dtype_bits(form.dtype) < 32 else form.dtype))
-        specs.append(specs[result])
-        sizes[partial] = made * math.prod(partitioned.local_shape(result)) * dtype_bits(values[partial].dtype) // 8
-        ops += [op.of(op.inputs, (partial,)), Op("add_parts", (partial,), (result,), None, op.trips, op.where)]
-    if not sizes:
-        return partitioned
-    graph = dataclasses.replace(partitioned.graph, values=tuple(values), ops=tuple(ops))
-    return sized(dataclasses.replace(partitioned, graph=graph, specs=tuple(specs)), sizes)
+        rows, columns = max(rows, beside[1, op.inputs[1]]), max(columns, beside[0, op.inputs[0]])
+        parts = split_k(batch, rows, columns, summed, coarseness)
+        if parts > 1:
+            (result,), bits = op.outputs, dtype_bits(builder.values[op.outputs[0]].dtype)
+            partial = builder.like(result, dtype="f32" if bits < 32 else None)
+            stored[partial] = parts * math.prod(partitioned.local_shape(result)) * max(bits, 32) // 8
+            builder.ops[-1] = op.of(op.inputs, (partial,))
+            builder.ops.append(Op("add_parts", (partial,), (result,), None, op.trips, op.where))
+    return dataclasses.replace(builder.built(), stored_bytes=stored) if stored else partitioned
 
 
 def _counts(partitioned: PartitionedProgram, op: Op) -> tuple[int, int, int, int] | None:
@@ -84,19 +72,11 @@ def _counts(partitioned: PartitionedProgram, op: Op) -> tuple[int, int, int, int
         return None
     if not partitioned.graph.values[op.inputs[0]].dtype.startswith(("f", "bf")):
         return None
-    left, right = op.rule.operands[:2]
-    in_left, in_right, made = ({f for dim in dims for f in dim} for dims in (left, right, op.rule.results[0]))
-    batch = rows = columns = summed = 1
-    for dim, size in zip(left, partitioned.local_shape(op.inputs[0]), strict=True):
-        both, kept = not in_right.isdisjoint(dim), not made.isdisjoint(dim)
-        batch, rows, summed = (
-            batch * (size if both and kept else 1),
-            rows * (size if kept and not both else 1),
-            summed * (1 if kept else size),
-        )
-    for dim, size in zip(right, partitioned.local_shape(op.inputs[1]), strict=True):
-        columns *= size if in_left.isdisjoint(dim) else 1
-    return batch, rows, columns, summed
+    shapes = [partitioned.local_shape(v) for v in op.inputs]
+    sizes = list(zip(shapes[0], op.rule.matmul_roles(0), strict=True))
+    batch, rows, summed = (math.prod(size for size, role in sizes if role == wanted) for wanted in range(3))
+    others = zip(shapes[1], op.rule.matmul_roles(1), strict=True)
+    return batch, rows, math.prod(size for size, role in others if role == 1), summed
 
 
 def _beside(partitioned: PartitionedProgram) -> collections.Counter[tuple[int, int]]:

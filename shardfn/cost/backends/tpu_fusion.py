@@ -46,22 +46,16 @@ class TpuFuser(Fuser):
 
     def narrow_stacks(self) -> set[int]:
         """What a loop stacks for products after it, under all its names."""
-        tied: dict[int, list[int]] = {}
-        for a, b in self.graph.ties:
-            tied.setdefault(a, []).append(b)
         makers = {v: self.graph.ops[i].name for i in self.alive for v in self.graph.ops[i].outputs}
         found: set[int] = set()
         for i in self.alive:
-            op = self.graph.ops[i]
-            if op.name != "while":
-                continue
-            for start, back, result in zip(op.inputs, op.inputs[len(op.outputs) :], op.outputs, strict=False):
+            for start, seen, back, result in self.graph.ops[i].carries:
                 stacks = makers.get(back) == "dynamic_update_slice" and makers.get(start) == "broadcast_in_dim"
                 if not stacks or self.graph.values[result].dtype != "f32" or result in self.held:
                     continue
                 names = self.final_readers(result, ("dynamic_slice",))
                 if names and names <= CONTRACTIONS:
-                    found.update((start, back, result, *tied.get(start, ())))
+                    found.update((start, seen, back, result))
         return found
 
     def final_readers(self, value: int, also: Collection[str] = ()) -> set[str]:

@@ -17,21 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardfn.cost.devices.chips import CHIPS, Chip, Hardware, load_chip
-from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.errors import DeviceError, Problem, a, fail
-
-__all__ = [
-    "CHIPS",
-    "Chip",
-    "DeviceTypeError",
-    "Hardware",
-    "Link",
-    "link_over",
-    "links",
-    "load_chip",
-    "resolve",
-    "used_here",
-]
 
 CPU_FILE = "SHARDFN_CPU"
 """Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
@@ -172,7 +158,7 @@ def _take(devices: Sequence[Any], count: int | None, is_list: bool = False) -> t
 def _real(devices: tuple[Any, ...], mesh: Mesh | None) -> Hardware:
     platform = devices[0].platform
     chip = chip_of(platform, devices[0].device_kind)
-    name = f"{len(devices)} x {devices[0].device_kind}" if platform != "cpu" else f"{len(devices)} x cpu"
+    name = f"{len(devices)} x {devices[0].device_kind}"
     lowered = "cuda" if platform == "gpu" else platform
     return Hardware(chip, lowered, len(devices), devices, mesh, name, torus(devices) if chip.torus else ())
 

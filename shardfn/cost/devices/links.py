@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from shardfn.cost.devices.chips import Hardware
+from shardfn.ir.model import axis_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def link_over(hardware: Hardware, axes: Sequence[tuple[str, int]], names: Iterab
     * nodes with a network of `v` per device: a group with `k` members in each node has `k` cards, so rings run at the
       least of `w` and `k·v`; in an all-to-all `(n-k)/(n-1)` of the bytes leave by one's own card.
     """
-    parts = tuple(p for p in _parts(dict(axes), axes, names) if p[1] > 1) or ((1, size),)
+    parts = tuple(p for p in _parts(axes, names) if p[1] > 1) or ((1, size),)
     if math.prod(n for _, n in parts) <= 1:
         return Link("none", math.inf, 0.0, math.inf)
     return _torus(hardware, parts) if hardware.topology else _switch(hardware, parts)
@@ -76,17 +77,13 @@ _Parts = tuple[tuple[int, int], ...]
 """(stride, size) in device numbers."""
 
 
-def _parts(sizes: dict[str, int], axes: Sequence[tuple[str, int]], names: Iterable[str]) -> Iterable[tuple[int, int]]:
-    strides, stride = {}, 1
-    for name, size in reversed(axes):
-        strides[name] = stride
-        stride *= size
+def _parts(axes: Sequence[tuple[str, int]], names: Iterable[str]) -> Iterable[tuple[int, int]]:
+    sizes = dict(axes)
+    every = list(sizes)
     for name in names:
-        whole, _, part = name.partition(":")
-        if whole not in sizes:
-            continue
-        before, _, size = part.strip("(").partition(")") if part else ("1", "", str(sizes[whole]))
-        yield strides[whole] * sizes[whole] // (int(before) * int(size)), int(size)
+        axis, before, size = axis_part(name, sizes)
+        if axis in sizes:  # devices along the axes after it, and along the rest of this one
+            yield math.prod(map(sizes.__getitem__, every[every.index(axis) :])) // (before * size), size
 
 
 def _switch(hardware: Hardware, parts: _Parts) -> Link:

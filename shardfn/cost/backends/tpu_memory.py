@@ -1,0 +1,168 @@
+"""What libtpu keeps in vector memory (VMEM), which takes no other memory, and the tables that it copies row by row."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from shardfn.cost.backends.tpu import gathered_arguments, row_major_bytes
+from shardfn.cost.collectives import communication_bytes
+from shardfn.cost.compute import once
+from shardfn.cost.devices.chips import Chip
+from shardfn.cost.memory.live_ranges import LiveBuffer
+from shardfn.cost.schedule import Schedule
+from shardfn.ir.model import PartitionedProgram, dtype_bits
+from shardfn.partition.tpu_padding import tiled_bytes
+
+MAX_STAY_RATIO = 8
+"""An array stays in VMEM between accesses for as long as copying all of VMEM takes, times this: libtpu's
+`xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`.
+"""
+
+
+PREFETCH_RATIO = 2
+"""An argument is prefetched this many copy times before its reader: libtpu's
+`xla_vf_vmem_preferred_overlap_to_async_copy_ratio`.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class FastMemoryRequest:
+    """A request for VMEM from `start` to `end`, both included."""
+
+    start: int
+    end: int
+    bytes: int
+    accesses: float
+    """Reads and writes by ops that are bound by memory; for others VMEM gains nothing."""
+
+
+def assign_fast_memory(claims: Sequence[FastMemoryRequest], room: float) -> list[bool]:
+    """Which requests XLA's memory space assignment grants.
+
+    Requests with the largest gain come first: accesses times the root of the size. A request is granted for all of its
+    life or not at all. Fragmentation is ignored.
+
+    >>> assign_fast_memory([FastMemoryRequest(0, 2, 60, 1), FastMemoryRequest(1, 3, 60, 2), FastMemoryRequest(3, 4, 40, 0)], 100)
+    [False, True, True]
+    """
+    used = np.zeros(max((claim.end for claim in claims), default=0) + 1)
+    found = [False] * len(claims)
+    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses * claims[i].bytes ** 0.5, -claims[i].bytes)):
+        claim = claims[i]
+        taken = used[claim.start : claim.end + 1]
+        if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
+            taken += claim.bytes
+            found[i] = True
+    return found
+
+
+def residency_intervals(gaps: Sequence[float], longest: float) -> list[tuple[int, int]]:
+    """Merge accesses of an array that are close enough for it to stay in VMEM.
+
+    Args:
+      gaps: seconds from the end of each access to the start of the next.
+      longest: the longest gap within one interval, in seconds.
+
+    Returns:
+      The first and the last access of each interval, by index.
+
+    >>> residency_intervals([1.0, 8.0, 1.0, 10.0], 2.0)
+    [(0, 1), (2, 3), (4, 4)]
+    """
+    found = [(0, 0)]
+    for i, gap in enumerate(gaps, 1):
+        found.append((i, i))
+        if gap <= longest:
+            found[-2:] = [(found[-2][0], i)]
+    return found
+
+
+def tiled_local_bytes(partitioned: PartitionedProgram, value: int) -> int:
+    """Bytes of a value on one device in whole tiles."""
+    return tiled_bytes(partitioned.local_shape(value), dtype_bits(partitioned.graph.values[value].dtype))
+
+
+def table_copies(schedule: Schedule) -> list[LiveBuffer]:
+    """Copies of arguments that are gathered from, where a row is no multiple of the lanes: kept to their last reader."""
+    partitioned, found = schedule.partitioned, []
+    for v in gathered_arguments(partitioned.graph):
+        at = [i for i, reads in enumerate(schedule.fusion.reads) if v in reads]
+        size = row_major_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype))
+        if at and size > tiled_local_bytes(partitioned, v):
+            found.append(LiveBuffer((), 2 * at[0], 2 * at[-1], size))
+    return found
+
+
+def outside_fast_memory(
+    schedule: Schedule, places: Sequence[LiveBuffer], donated: Collection[int], chip: Chip
+) -> list[LiveBuffer]:
+    """The places that the memory inside the chip has no room for, or not for all of their life.
+
+    An array stays there from one access to the next, unless this takes too long (`MAX_STAY_RATIO`).
+    Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
+    place before all others, until its last reader.
+    """
+    partitioned, graph = schedule.partitioned, schedule.partitioned.graph
+    accesses = _accesses(schedule)
+    clock, gains = _clock(schedule, chip)
+    longest = MAX_STAY_RATIO * chip.fast_bytes / chip.memory_bytes_s
+    claims, whole = [], []
+    for place in places:
+        met = sorted({i for v in place.values for i in accesses.get(v, ())})
+        least = min((graph.ops[i].trips for i in met), default=1)
+        parts = residency_intervals([gap / least for gap in _gaps(clock, met)], longest)
+        whole.append(len(parts) <= 1)
+        gain = sum(graph.ops[i].trips for i in met if gains[i])
+        claims.append(FastMemoryRequest(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
+    inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
+    given = {graph.inputs[i] for i in donated}
+    kept = [v for v in inputs if v not in given and partitioned.local_bytes(v) <= chip.fast_bytes]
+    ahead = max(kept, key=lambda v: (len(inputs[v]), partitioned.local_bytes(v)), default=None)
+    for v, met in inputs.items():
+        size = partitioned.local_bytes(v)
+        if v == ahead:
+            claims.append(FastMemoryRequest(0, 2 * met[-1], size, math.inf))
+            continue
+        gain = sum(gains[i] for i in met)
+        for first, last in residency_intervals(_gaps(clock, met), longest):
+            fetched = bisect.bisect_right(
+                clock, clock[max(0, met[first] - 1)] - PREFETCH_RATIO * size / chip.memory_bytes_s
+            )
+            claims.append(FastMemoryRequest(2 * min(fetched, met[first]), 2 * met[last], size, gain))
+    has = assign_fast_memory(claims, chip.fast_bytes)
+    return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
+
+
+def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
+    """From the end of each op to the beginning of the next of `met`."""
+    return [max(0.0, clock[b - 1] - clock[a]) for a, b in itertools.pairwise(met)]
+
+
+def _accesses(schedule: Schedule) -> dict[int, list[int]]:
+    """For each stored value the ops that make it or read it, in their order."""
+    fusion, found = schedule.fusion, dict[int, list[int]]()
+    for i, op in enumerate(schedule.partitioned.graph.ops):
+        for v in dict.fromkeys((*fusion.reads[i], *(v for v in op.outputs if v in fusion.stored))):
+            found.setdefault(v, []).append(i)
+    return found
+
+
+def _clock(schedule: Schedule, chip: Chip) -> tuple[list[float], list[bool]]:
+    """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
+    over one link."""
+    partitioned = schedule.partitioned
+    sent = {c.result: communication_bytes(partitioned, c) for c in partitioned.communications}
+    now, clock, gains = 0.0, [], []
+    for i, op in enumerate(partitioned.graph.ops):
+        over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
+        _, moved, time = once(partitioned, i, chip, schedule.fusion)
+        now += (time + over) * op.trips
+        clock.append(now)
+        gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)
+    return clock, gains

@@ -1,0 +1,55 @@
+"""What each XLA backend does with a partitioned program: one row each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from shardfn.cost.backends.cpu import on_cpu
+from shardfn.cost.backends.cpu_fusion import CpuFuser
+from shardfn.cost.backends.gpu import on_gpu
+from shardfn.cost.backends.tpu_fusion import TpuFuser
+from shardfn.cost.devices.chips import Chip
+from shardfn.cost.fusion_walk import Fuser, FusionPlan
+from shardfn.ir.model import PartitionedProgram, is_gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The rules of one XLA backend."""
+
+    combined_bytes: Mapping[str, float]
+    """The kinds of collectives that it combines, with the most bytes of one combined collective (of its results)."""
+    fuser: type[Fuser] = Fuser
+    """How it fuses ops; `Fuser` itself has the common rules."""
+    rewrite: Callable[[PartitionedProgram, Chip | None], PartitionedProgram] = lambda partitioned, _: partitioned
+    """What it changes before it schedules."""
+
+
+_BACKENDS = {
+    "": Backend({"all-reduce": math.inf}),
+    "cpu": Backend({"all-reduce": math.inf}, CpuFuser, lambda partitioned, _: on_cpu(partitioned)),
+    "tpu": Backend({"all-reduce": 120 * 2**20}, TpuFuser),  # libtpu's `xla_jf_crs_combiner_threshold_in_bytes`
+    # The defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like.
+    "gpu": Backend(dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7), rewrite=on_gpu),
+}
+
+
+def backend_of(platform: str) -> Backend:
+    """The rules of a platform's backend.
+
+    >>> backend_of("cpu").combined_bytes
+    {'all-reduce': inf}
+    """
+    return _BACKENDS["gpu" if is_gpu(platform) else platform]
+
+
+def fuse(partitioned: PartitionedProgram) -> FusionPlan:
+    """Fuse as XLA's instruction fusion does, readers first, by the rules of the program's platform.
+
+    An op is fused into its readers if all of them can compute it and run as one. It is duplicated into several readers
+    if it is computed from one array as large as itself. Matmuls, collectives, loops and library calls read from memory.
+    A reshape is no work.
+    """
+    return backend_of(partitioned.platform).fuser(partitioned).fusion()
