@@ -137,17 +137,12 @@ def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: Fusio
     op, inner = partitioned.graph.ops[number], fusion.inside[number]
     if inner is None or not has_own_time(op):
         return 0.0, 0.0, 0.0
-    count = op_flops(partitioned, op)
-    time = count / rate(partitioned.graph, op, chip)
-    for j in inner:
-        other = partitioned.graph.ops[j]
-        if other.name == "add_parts":
-            continue
-        more = op_flops(partitioned, other)
-        count += more
-        time += more / rate(partitioned.graph, other, chip)
+    fused = (partitioned.graph.ops[j] for j in inner)
+    steps = [op, *(step for step in fused if step.name != "add_parts")]
+    counts = [op_flops(partitioned, step) for step in steps]
+    time = sum(n / rate(partitioned.graph, step, chip) for n, step in zip(counts, steps, strict=True))
     size = _bytes(partitioned, op, inner, fusion)
-    return count, size, max(time, size / chip.memory_bytes_s)
+    return sum(counts), size, max(time, size / chip.memory_bytes_s)
 
 
 def has_own_time(op: Op) -> bool:

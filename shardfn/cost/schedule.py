@@ -12,23 +12,17 @@ from shardfn.cost.backends.tpu import row_major_and_narrow_bytes
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import backend_of, fuse
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram, body_start
 from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
     """Index of the first op in the body of loop `loop`; the body comes right before the loop's own op.
 
-    Values are numbered as they are read, a loop's results before its body. Reshards before a loop run as often as it
-    does, those in the body more often.
+    Reshards before a loop run as often as it does, those in the body more often.
     """
-    op, first = graph.ops[loop], loop
-    while first and graph.ops[first - 1].outputs and min(graph.ops[first - 1].outputs) > min(op.outputs):
-        first -= 1
-    body = graph.ops[first:loop]
-    if any(o.trips > op.trips for o in body):
-        first += next(n for n, o in enumerate(body) if o.trips > op.trips)
-    return first
+    op, first = graph.ops[loop], body_start(graph.ops[:loop], graph.ops[loop])
+    return next((n for n in range(first, loop) if graph.ops[n].trips > op.trips), first)
 
 
 def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]) -> list[int]:
@@ -249,8 +243,9 @@ def _as_ready(
     for node, ops in nodes.items():
         sources = {made[v]: None for i in ops for v in fusion.reads[i] if v in made and made[v] != node}
         waits[node] = len(sources)
-        if len(ops) == 1 and graph.ops[ops[0]].name == "dot_general":
-            for v in _flattened(partitioned, ops[0], fusion.reads[ops[0]], made, nodes):
+        for v in fusion.reads[ops[0]] if len(ops) == 1 else ():
+            is_unfused = v in made and graph.ops[nodes[made[v]][-1]].name in _UNFUSED
+            if is_unfused and is_flattened(partitioned, graph.ops[ops[0]], v):  # the view is one more step
                 sources.pop(made[v], None)
                 views.setdefault(v, []).append(node)
         for source in sources:
@@ -298,22 +293,6 @@ def _seen_otherwise(partitioned: PartitionedProgram) -> list[int]:
         if len(behind) > 1 and all(other.name in ELEMENTWISE for other in behind):
             found.append(v)
     return found
-
-
-def _flattened(
-    partitioned: PartitionedProgram,
-    product: int,
-    reads: Sequence[int],
-    made: Mapping[int, object],
-    nodes: Mapping[object, Sequence[int]],
-) -> list[int]:
-    """Values of higher rank that a matmul reads as a matrix and that an unfused op makes: the view is one more step."""
-    op = partitioned.graph.ops[product]
-    return [
-        v
-        for v in reads
-        if v in made and partitioned.graph.ops[nodes[made[v]][-1]].name in _UNFUSED and is_flattened(partitioned, op, v)
-    ]
 
 
 _UNFUSED = COLLECTIVE_OPS | {"scatter", "convolution"}

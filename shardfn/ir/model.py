@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardfn.ir.op_traits import SLICES, VIEWS
@@ -184,13 +185,25 @@ class Graph:
         """By value the index of the op that makes it."""
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
-    def maker(self, value: int) -> Op | None:
-        """The op that makes a value."""
-        return self.ops[self.makers[value]] if value in self.makers else None
+    def maker(self, value: int, name: str = "") -> Op | None:
+        """The op that makes a value; with `name`, only one of that name."""
+        op = self.ops[self.makers[value]] if value in self.makers else None
+        return op if op is not None and name in ("", op.name) else None
 
     def arguments(self, count: int) -> tuple[int, ...]:
         """The inputs that are a call's own arrays, of which there are `count`: the last ones, after what it captures."""
         return self.inputs[len(self.inputs) - count :]
+
+
+def body_start(ops: Sequence[Op], loop: Op) -> int:
+    """Index in the ops before a loop's own from which they are its body's, with reshards inserted before the loop.
+
+    Values are numbered as they are read, a loop's results before its body.
+    """
+    first = len(ops)
+    while first and ops[first - 1].outputs and min(ops[first - 1].outputs) > min(loop.outputs):
+        first -= 1
+    return first
 
 
 def trips_of(graph: Graph) -> list[int]:
@@ -288,6 +301,15 @@ def axis_size(axis: str, axes: Mapping[str, int]) -> int:
     (4, 8)
     """
     return axis_part(axis, axes)[2]
+
+
+def axes_of(spec: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """All axes of a sharding, dimension by dimension.
+
+    >>> axes_of((("a", "b"), (), ("c",)))
+    ('a', 'b', 'c')
+    """
+    return tuple(itertools.chain.from_iterable(spec))
 
 
 def axis_name(axis: str) -> str:

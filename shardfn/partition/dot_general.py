@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from shardfn.ir.model import DimFactors, Spec, dtype_bits
+from shardfn.ir.model import DimFactors, Spec, axes_of, dtype_bits
 from shardfn.partition.grouped_dot import LEFT, OUT, RIGHT, Fixed, GroupedDot, Places, Sum, roles_of
 from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp
 from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAssignment
@@ -94,7 +94,7 @@ class _Dot(GroupedDot):
         sharded.
         """
         made = self.spec(OUT, result_spec)
-        sharded_axes = [{a for axes in sharded.values() for a in axes} for _, sharded in self.sums]
+        sharded_axes = [set(axes_of(sharded.values())) for _, sharded in self.sums]
 
         def before(n: int) -> Spec:
             later = set[str]().union(*sharded_axes[n:])
@@ -281,7 +281,7 @@ class _Dot(GroupedDot):
             by_other[d[side]] = self.tiles[other].dims[d[other]]
         one, two = self.devices.tile(by_result), self.devices.tile(by_other)
         both = [a or b for a, b in zip(by_result, by_other, strict=True)]
-        every = [a for axes in both for a in axes]
+        every = axes_of(both)
         clash = any(a and b and a != b for a, b in zip(by_result, by_other, strict=True))
         if not clash and len(every) == len({*every}):
             return self.devices.tile(both)
@@ -303,7 +303,7 @@ class _Dot(GroupedDot):
             parts = self.devices.split(tile.rest, (n, self.devices.count(tile.rest) // n))
             if parts is None:
                 return None
-            order = tuple(a for axes in (*tile.dims, parts[1]) for a in axes)
+            order = axes_of((*tile.dims, parts[1]))
             moved = GroupedTiles({rank: parts[0]}, tile.dims, order).aligned(groups, self.devices, any_order=True)
             return moved and ([self.devices.tile(moved.inner)], moved.inner)
         dims = self.matching(tile, groups)
@@ -371,7 +371,7 @@ class _Dot(GroupedDot):
         if has_room:
             parts = self.devices.split(out.rest, (n, self.devices.count(out.rest) // n))
             first, last = parts or ((), ())
-            order = tuple(a for axes in (*out.dims, last) for a in axes)
+            order = axes_of((*out.dims, last))
             moved = GroupedTiles({rank: first}, out.dims, order).aligned(lead, self.devices, any_order=True)
             if moved:
                 return GroupedTiles({}, moved.inner, ()), plain

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from shardfn.ir.model import DimFactors, Spec
+from shardfn.ir.model import DimFactors, Spec, axes_of
 from shardfn.partition.sharded_op import Reshard
 from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAssignment
 
@@ -120,7 +120,7 @@ class GroupedDot:
 
     def reshaped(self, tile: TileAssignment, counts: Sequence[int]) -> TileAssignment | None:
         """The same device order with these shard counts; the last count is that of replicas."""
-        every = [a for axes in (*tile.dims, tile.rest) for a in axes]
+        every = axes_of((*tile.dims, tile.rest))
         if math.prod(counts) != self.devices.count(every):
             return None
         parts = self.devices.split(every, counts)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.partition.combine_reductions import combine_partial_sums
-from shardfn.partition.rebuild import ProgramBuilder, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, ends, without_unread
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
 
 
@@ -71,13 +71,13 @@ def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgra
         for v in dict.fromkeys(op.inputs):
             if v in uses:
                 uses[v].append(i)
-    source = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME}
+    source = ends({op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME})
     groups: dict[
         tuple[int, int], list[tuple[int, int]]
     ] = {}  # of a value and a region: its uses there, and the gathers
     regions = _regions(graph)
     for v, op in gathers.items():
-        root = _root(op.inputs[0], source)
+        root = source.get(op.inputs[0], op.inputs[0])
         for i in uses[v]:
             if sent[v].trips == graph.ops[i].trips:
                 groups.setdefault((root, regions[i]), []).append((i, v))
@@ -105,12 +105,6 @@ def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgra
     for i, op in enumerate(graph.ops):
         builder.ops += (*before.get(i, ()), op.of(tuple([reads.get((i, v), v) for v in op.inputs])))
     return builder.built(sent)
-
-
-def _root(value: int, source: Mapping[int, int]) -> int:
-    while value in source:
-        value = source[value]
-    return value
 
 
 _SAME = frozenset({"convert", "transpose"})

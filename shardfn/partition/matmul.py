@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardfn.ir.model import Spec, dtype_bits
-from shardfn.partition.resharding import flat
+from shardfn.ir.model import Spec, axes_of, dtype_bits
 from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped
 
 
@@ -59,7 +58,7 @@ def partition_contraction(op: ShardedOp) -> OpPartitioning:
             break
     orders = ({**left, **out}, {**right, **out}, {**out, **left, **right})
     specs = [op.spec(dims, grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)]
-    first = _first_groups(op, (left, right), res) or {a for axes in reduced.values() for a in axes}
+    first = _first_groups(op, (left, right), res) or set(axes_of(reduced.values()))
     group_axes = tuple(_within(first, op.operand_specs[i], specs[i]) for i in (0, 1))
     detours = tuple(_detour(op, op.operand_specs[i], specs[i], first) for i in (0, 1))
     specs, over_idle = _reduced_over_idle(op, specs, detours)
@@ -98,10 +97,10 @@ def _reduced_over_idle(
     for i, detour in enumerate(via):
         dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
         factors, others = op.rule.operands[i][dim], op.rule.operands[1 - i]
-        result = math.prod(op.results[0].shape) // op.shards(flat(specs[2]))
+        result = math.prod(op.results[0].shape) // op.shards(axes_of(specs[2]))
         if not idle or factors not in others or factors in op.rule.results[0]:
             continue
-        if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(op.operands[i].shape) <= result:
+        if {*axes_of(specs[1 - i]), *axes_of(specs[2])} & {*idle} or math.prod(op.operands[i].shape) <= result:
             continue
         changed = [*specs]
         changed[i] = detour[-1]
@@ -134,4 +133,4 @@ def _first_groups(op: ShardedOp, has: tuple[Mapping[str, int], Mapping[str, int]
 def _within(groups: set[str], have: Spec, want: Spec) -> frozenset[str]:
     """The groups inside which an operand is resharded: those that shard it, where another axis changes too."""
     changed = {a for old, new in zip(have, want, strict=True) for a in {*old} ^ {*new}}
-    return frozenset(groups) if groups.intersection(flat(want)) and changed - groups else frozenset()
+    return frozenset(groups) if groups.intersection(axes_of(want)) and changed - groups else frozenset()

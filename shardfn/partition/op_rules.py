@@ -11,17 +11,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from shardfn.ir.model import DimFactors, Spec, Value, dtype_bits
+from shardfn.ir.model import DimFactors, Spec, Value, axes_of, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
 from shardfn.partition.matmul import partition_contraction
 from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
-
-
-def partition_op(op: ShardedOp, platform: str) -> OpPartitioning:
-    """How XLA's partitioner shards an op on `platform`."""
-    return rule_for(op.graph_op.name, platform)(op)
 
 
 @functools.cache
@@ -126,7 +121,7 @@ def _to_idle(
     """The table's sharding, and the idle axes that take over rows from axes which the index needs."""
     spec = list(op.spec(op.rule.operands[0], factors))
     taken = {*kinds["index"], *kinds["all"]}
-    used = {a for spec in op.operand_specs for axes in spec for a in axes}
+    used = {a for spec in op.operand_specs for a in axes_of(spec)}
     idle = [a for a in op.sizes if a not in used]
     found: list[str] = []
     for d, axes in enumerate(op.operand_specs[0]):

@@ -21,6 +21,8 @@ from shardfn.ir.model import (
     Spec,
     Value,
     WindowDim,
+    axes_of,
+    body_start,
     dtype_bits,
     is_gpu,
     trips_of,
@@ -29,9 +31,9 @@ from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
 from shardfn.partition.combine_reductions import gpu_collectives, scatter_into_addend
 from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.loop_reductions import all_reduces_after_loops
-from shardfn.partition.op_rules import partition_op
+from shardfn.partition.op_rules import rule_for
 from shardfn.partition.rebuild import ProgramBuilder, live_ops
-from shardfn.partition.resharding import flat, joined_axes, resharding_steps, split_axes
+from shardfn.partition.resharding import joined_axes, resharding_steps, split_axes
 from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
 from shardfn.partition.simplify import simplify
 from shardfn.partition.tile_assignment import ReshardingStep
@@ -62,7 +64,7 @@ class _Partitioner(ProgramBuilder):
         super().__init__(partitioned)
         self.platform, self.torus = platform, torus
         graph = partitioned.graph
-        used = {a for spec in set(partitioned.specs) for dim in spec for a in dim}
+        used = {a for spec in set(partitioned.specs) for a in axes_of(spec)}
         self.sizes, parts = split_axes(partitioned.axes, used)
         in_parts = functools.cache(lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec))
         self.specs = [in_parts(spec) for spec in partitioned.specs]
@@ -79,7 +81,7 @@ class _Partitioner(ProgramBuilder):
     def partition(self) -> PartitionedProgram:
         own = {c.result: c for c in self.given.communications}
         is_sharded = list(map(any, self.specs)).__getitem__
-        ops = _rotations(self.given)
+        ops = [_rotation(self.given.graph, op) for op in self.given.graph.ops]
         if self.platform != "cpu":
             ops = scatter_into_addend(ops, self.filled, self.given.graph.outputs)
         for op in _needed(self.given.graph, ops):
@@ -175,7 +177,7 @@ class _Partitioner(ProgramBuilder):
                 made = OpPartitioning(every_spec[:n], every_spec[n:])
             else:
                 sharded = ShardedOp(op, op.rule, values[:n], values[n:], specs[:n], specs[n:], self.sizes)
-                made = partition_op(sharded, self.platform)
+                made = rule_for(op.name, self.platform)(sharded)
             found = self.known_partitionings[key] = made, made == OpPartitioning(specs[:n], specs[n:])
         return found
 
@@ -277,7 +279,7 @@ class _Partitioner(ProgramBuilder):
             return False
         shard = [-(-n // self.shards(axes)) for n, axes in zip(value.shape, want, strict=True)]
         dims = tuple(turned) or tuple(range(len(shard)))
-        added = self.shards(flat(want)) // self.shards(flat(self.specs[partial]))
+        added = self.shards(axes_of(want)) // self.shards(axes_of(self.specs[partial]))
         spans_torus = added == math.prod(self.sizes.values())
         shape = tuple(shard[d] for d in dims)
         return makes_reduce_scatter(shape, dims.index(sharded[0]), dtype_bits(value.dtype), spans_torus, self.torus)
@@ -333,48 +335,32 @@ def _before_loops(ops: Sequence[Op]) -> list[Op]:
     found: list[Op] = []
     for op in ops:
         if op.seen:
-            first = len(found)
-            while first and found[first - 1].outputs and min(found[first - 1].outputs) > min(op.outputs):
-                first -= 1
-            body = found[first:]
-            if any(o.trips > op.trips for o in body):
-                body.sort(key=lambda o: o.trips > op.trips)
-                found[first:] = body
+            first = body_start(found, op)
+            found[first:] = sorted(found[first:], key=lambda o: o.trips > op.trips)
         found.append(op)
     return found
 
 
-def _rotations(partitioned: PartitionedProgram) -> list[Op]:
-    """Replace `concatenate` of two slices that make a rotation (`jnp.roll`) by one op, as XLA does."""
-    slices = {op.outputs[0]: op for op in partitioned.graph.ops if op.name == "slice"}
-    found = []
-    for op in partitioned.graph.ops:
-        if op.name == "concatenate" and len(op.inputs) == 2 and all(v in slices for v in op.inputs):
-            window = _rotation(partitioned, *(slices[v] for v in op.inputs))
-            if window is not None:
-                shape = partitioned.graph.values[op.outputs[0]].shape
-                dims = tuple((d,) for d in range(len(shape)))
-                source = slices[op.inputs[0]].inputs
-                op = dataclasses.replace(
-                    op, name="rotate", inputs=source, rule=ShardingRule((dims,), (dims,), shape), window_dims=(window,)
-                )
-        found.append(op)
-    return found
-
-
-def _rotation(partitioned: PartitionedProgram, end: Op, start: Op) -> WindowDim | None:
-    """The offset, if `end` and `start` are the two parts of one array."""
-    shape, one, two = (partitioned.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
+def _rotation(graph: Graph, op: Op) -> Op:
+    """A `concatenate` of two slices that make a rotation (`jnp.roll`) as one op, as XLA does; another op as it is."""
+    end, start = (
+        (graph.maker(v, "slice") for v in op.inputs)
+        if op.name == "concatenate" and len(op.inputs) == 2
+        else (None, None)
+    )
+    if end is None or start is None or end.inputs != start.inputs:
+        return op
+    shape, one, two = (graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
     dims = [d for d, n in enumerate(shape) if not one[d] == two[d] == n]
-    if (
-        end.inputs != start.inputs
-        or len(dims) != 1
-        or any(t.stride != 1 for t in (*end.window_dims, *start.window_dims))
-    ):
-        return None
+    if len(dims) != 1 or any(window.stride != 1 for window in (*end.window_dims, *start.window_dims)):
+        return op
     (d,) = dims
-    low, first = end.window_dims[d].low, start.window_dims[d].low
-    return WindowDim(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == shape[d] else None
+    low = end.window_dims[d].low
+    if start.window_dims[d].low != 0 or low != two[d] or one[d] + two[d] != shape[d]:
+        return op
+    every = tuple((d,) for d in range(len(shape)))
+    rule, window = ShardingRule((every,), (every,), shape), WindowDim(0, d, d, low=low)
+    return dataclasses.replace(op, name="rotate", inputs=end.inputs, rule=rule, window_dims=(window,))
 
 
 def _wire_dtype(platform: str, kind: str, dtype: str, is_read: bool) -> str:

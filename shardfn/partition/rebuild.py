@@ -60,6 +60,16 @@ def live_ops(ops: Sequence[Op], held: Iterable[int], stays: Callable[[Op], bool]
     return found[::-1]
 
 
+def ends(following: Mapping[int, int]) -> dict[int, int]:
+    """What each leads to in the end."""
+    found = dict(following)
+    for start, end in following.items():
+        while end in following:
+            end = following[end]
+        found[start] = end
+    return found
+
+
 def held_values(graph: Graph) -> list[int]:
     """Values that are read by no op: results, and what loops and branches carry."""
     return [*graph.outputs, *(v for tie in graph.ties for v in tie)]

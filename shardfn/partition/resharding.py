@@ -44,15 +44,6 @@ def _cached_steps(
     return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in path)
 
 
-def flat(spec: Spec) -> list[str]:
-    """All axes of a sharding, dimension by dimension.
-
-    >>> flat((("a", "b"), (), ("c",)))
-    ['a', 'b', 'c']
-    """
-    return [a for dim in spec for a in dim]
-
-
 # ---- axes in parts
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim
 from shardfn.ir.op_traits import RESHARDING_OPS
+from shardfn.partition.rebuild import ends
 
 
 def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
@@ -54,7 +55,7 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
             same.update({seen: operand for operand, seen, _, _ in loop.carries})
             same.update(zip(loop.outputs, returned, strict=True))
             regions.update({op.form[1]: loop.form[1] for op in inside if op.form and loop.form})
-    same, regions = _ends(same), _ends(regions)
+    same, regions = ends(same), ends(regions)
     ops = []
     for op in graph.ops:
         if op.form and op.form[1] in regions:
@@ -62,16 +63,6 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
         if same.keys().isdisjoint(op.outputs):
             ops.append(op)
     return _substituted(partitioned, ops, same)
-
-
-def _ends(following: Mapping[int, int]) -> dict[int, int]:
-    """What each leads to in the end."""
-    found = dict(following)
-    for start, end in following.items():
-        while end in following:
-            end = following[end]
-        found[start] = end
-    return found
 
 
 def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, axes_of
 
 
 class TileAssignment(NamedTuple):
@@ -107,7 +107,7 @@ class DeviceGroup:
         if now.dims == to.dims:
             return []
         if self.is_permuted(now, to):
-            return [ReshardingStep("collective-permute", _flat(now), to.dims)]
+            return [ReshardingStep("collective-permute", axes_of(now.dims), to.dims)]
         pairs = self.exchanges(now, to)
         if pairs is not None:
             return self._exchange(now, to, pairs)
@@ -119,16 +119,16 @@ class DeviceGroup:
         if found is not None:
             return found
         if now.is_replicated:
-            return [ReshardingStep("", _flat(to), to.dims)]
+            return [ReshardingStep("", axes_of(to.dims), to.dims)]
         replicated = ((),) * len(now.dims)
-        gathered = ReshardingStep("all-gather", _flat(now), replicated, not to.is_replicated)
+        gathered = ReshardingStep("all-gather", axes_of(now.dims), replicated, not to.is_replicated)
         if to.is_replicated:
             return [gathered]
         found = self._by_parts(now, to)
         if found is None:
             found = self._among_equals(now, to, is_last)
         if found is None and is_last:
-            found = [gathered, ReshardingStep("", _flat(to), to.dims)]
+            found = [gathered, ReshardingStep("", axes_of(to.dims), to.dims)]
         return found
 
     def is_permuted(self, now: TileAssignment, to: TileAssignment) -> bool:
@@ -181,8 +181,8 @@ class DeviceGroup:
             parts = self.split(dims[source], (keeps, self.count(dims[source]) // keeps))
             if parts is None:
                 return [
-                    ReshardingStep("all-gather", _flat(now), ((),) * len(now.dims), is_last_resort=True),
-                    ReshardingStep("", _flat(to), to.dims),
+                    ReshardingStep("all-gather", axes_of(now.dims), ((),) * len(now.dims), is_last_resort=True),
+                    ReshardingStep("", axes_of(to.dims), to.dims),
                 ]
             dims[source], dims[target] = parts[0], (*dims[target], *parts[1])
             together += parts[1]
@@ -194,11 +194,7 @@ class DeviceGroup:
     def _then_permute(self, path: ReshardingPath, to: TileAssignment) -> ReshardingPath:
         """With a final collective-permute, if shards have to change places."""
         here = path[-1].after
-        return (
-            path
-            if here == to.dims
-            else [*path, ReshardingStep("collective-permute", _flat(TileAssignment(here, ())), to.dims)]
-        )
+        return path if here == to.dims else [*path, ReshardingStep("collective-permute", axes_of(here), to.dims)]
 
     def _finer(self, coarse: TileAssignment, fine: TileAssignment) -> TileAssignment | None:
         """A sharding with the shard counts of `fine` that only subdivides shards of `coarse`; `fine` itself if it
@@ -226,7 +222,9 @@ class DeviceGroup:
         between = self._finer(to, now)
         if between is None:
             return None
-        first = [] if between.dims == now.dims else [ReshardingStep("collective-permute", _flat(now), between.dims)]
+        first = (
+            [] if between.dims == now.dims else [ReshardingStep("collective-permute", axes_of(now.dims), between.dims)]
+        )
         return [*first, ReshardingStep("all-gather", _new(to, between), to.dims)]
 
     def _shifted(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
@@ -332,12 +330,12 @@ class GroupedTiles:
         """Groups by the shards along `dims`; the dimension after the last stands for replicas."""
         every = (*tile.dims, tile.rest)
         inner = _emptied(every, dims)
-        return GroupedTiles({d: every[d] for d in dims}, inner[:-1], tuple(a for axes in inner for a in axes))
+        return GroupedTiles({d: every[d] for d in dims}, inner[:-1], axes_of(inner))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that tell groups apart."""
-        return tuple(a for axes in self.groups.values() for a in axes)
+        return axes_of(self.groups.values())
 
     def aligned(self, other: GroupedTiles, devices: DeviceGroup, any_order: bool = False) -> GroupedTiles | None:
         """The same sharding in the groups of `other`; where the groups differ, devices change places."""
@@ -361,10 +359,6 @@ class GroupedTiles:
 
 def _emptied(dims: Sequence[tuple[str, ...]], which: Sequence[int]) -> Spec:
     return tuple(() if d in which else axes for d, axes in enumerate(dims))
-
-
-def _flat(tile: TileAssignment) -> tuple[str, ...]:
-    return tuple(a for axes in tile.dims for a in axes)
 
 
 def _new(coarse: TileAssignment, fine: TileAssignment) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ import numpy as np
 from shardfn.cost.devices.chips import Chip, Hardware
 from shardfn.cost.devices.links import Link, links
 from shardfn.cost.platforms import backend_of
-from shardfn.ir.model import Axes, OpConstraint, Spec
+from shardfn.ir.model import Axes, OpConstraint, Spec, axes_of
 from shardfn.partition.libtpu import never_scatters_over
-from shardfn.partition.resharding import flat, primes
+from shardfn.partition.resharding import primes
 from shardfn.partition.tile_assignment import DeviceGroup
 from shardfn.solver.labelling import Array
 
@@ -199,7 +199,7 @@ def _path(
             for name in step.axes:
                 axis = axis_of[name]
                 taken[axis] = taken.get(axis, 1) * devices.sizes[name]
-            found.append((step.kind, tuple(sorted(taken.items())), 1 / devices.count(flat(here))))
+            found.append((step.kind, tuple(sorted(taken.items())), 1 / devices.count(axes_of(here))))
         here = step.after
     return tuple(found)
 

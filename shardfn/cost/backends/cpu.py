@@ -22,8 +22,8 @@ def on_cpu(partitioned: PartitionedProgram) -> PartitionedProgram:
 
 
 def is_flattened(partitioned: PartitionedProgram, op: Op, operand: int) -> bool:
-    """Whether a matmul reads an operand of higher rank as a matrix, through a view."""
-    if op.rule is None:
+    """Whether an op is a matmul that reads an operand of higher rank as a matrix, through a view."""
+    if op.name != "dot_general" or op.rule is None:
         return False
     return sum(n > 1 for n in partitioned.local_shape(operand)) > op.rule.matmul_roles(0).count(0) + 2
 
@@ -50,8 +50,8 @@ class _Backend(ProgramBuilder):
         for op in graph.ops:
             if op.name != "transpose" or graph.read_counts[op.inputs[0]] > 1:
                 continue
-            made = self.given.graph.maker(op.inputs[0])
-            if made and made.name == "dot_general" and is_swap(op, made, made.rule and made.rule.results[0]):
+            made = graph.maker(op.inputs[0], "dot_general")
+            if made and is_swap(op, made, made.rule and made.rule.results[0]):
                 into[made.outputs[0]] = made.of(made.inputs, op.outputs)  # its operands change places
                 dropped.add(op.outputs[0])
         for op in graph.ops:
@@ -85,8 +85,8 @@ class _Backend(ProgramBuilder):
         inputs = list(op.inputs)
         for side in (0, 1):
             v = inputs[side]
-            source = self.given.graph.maker(v)
-            if source and source.name == "transpose" and is_swap(source, op, op.rule.operands[side]):
+            source = self.given.graph.maker(v, "transpose")
+            if source and is_swap(source, op, op.rule.operands[side]):
                 given = self.wide(source.inputs[0], op)
                 inputs[side] = self.made("swapped", given, v, (), op, self.values[given].dtype)
                 continue
@@ -99,15 +99,11 @@ class _Backend(ProgramBuilder):
 
     def rewrite_divide(self, op: Op) -> Op:
         """A division by a broadcast: the reciprocal is computed before the broadcast, and multiplied."""
-        source = self.given.graph.maker(op.inputs[1])
-        size = math.prod(self.values[op.outputs[0]].shape)
-        if (
-            source is None
-            or source.name != "broadcast_in_dim"
-            or math.prod(self.values[source.inputs[0]].shape) >= size
-        ):
+        source = self.given.graph.maker(op.inputs[1], "broadcast_in_dim")
+        made = self.values[op.outputs[0]]
+        if source is None or made.dtype not in ("f32", "f64"):
             return op
-        if self.values[op.outputs[0]].dtype not in ("f32", "f64"):
+        if math.prod(self.values[source.inputs[0]].shape) >= math.prod(made.shape):
             return op
         few, many = source.inputs[0], op.inputs[1]
         if few in self.there:  # a constant is divided by when it is compiled
@@ -117,16 +113,16 @@ class _Backend(ProgramBuilder):
     def rewrite_multiply(self, op: Op) -> Op:
         """A product with a converted bool becomes a select."""
         for side in (0, 1):
-            mask = self.given.graph.maker(op.inputs[side])
-            if mask is not None and mask.name == "convert" and self.values[mask.inputs[0]].dtype == "i1":
+            mask = self.given.graph.maker(op.inputs[side], "convert")
+            if mask is not None and self.values[mask.inputs[0]].dtype == "i1":
                 chosen = op.of((mask.inputs[0], op.inputs[1 - side]), op.outputs)
                 return dataclasses.replace(chosen, name="select", rule=None)
         return op
 
     def rewrite_reduce(self, op: Op) -> Op:
         """The sum of negated elements becomes the negated sum."""
-        made = self.given.graph.maker(op.inputs[0])
-        if op.combines != "add" or made is None or made.name != "negate" or len(op.outputs) != 1:
+        made = self.given.graph.maker(op.inputs[0], "negate")
+        if op.combines != "add" or made is None or len(op.outputs) != 1:
             return op
         return self.then("negate", op, made.inputs[0], *op.inputs[1:])
 
@@ -350,10 +346,7 @@ def _known(graph: Graph) -> set[int]:
 def _scattered_into(partitioned: PartitionedProgram) -> tuple[dict[int, Op], set[int]]:
     """Scatters into zeros that are then added to an array, by that sum, and the results that nobody needs any more."""
     graph = partitioned.graph
-    maker = {v: op for op in graph.ops if op.name in ("scatter", "broadcast_in_dim") for v in op.outputs}
-    scatters = [op for op in maker.values() if op.name == "scatter" and len(op.inputs) == 3]
-    if not scatters:
-        return {}, set()
+    scatters = (op for op in graph.ops if op.name == "scatter" and len(op.inputs) == 3)
     single = {op.outputs[0]: op for op in scatters if graph.read_counts[op.outputs[0]] == 1}
     into: dict[int, Op] = {}
     dropped: set[int] = set()
@@ -362,13 +355,8 @@ def _scattered_into(partitioned: PartitionedProgram) -> tuple[dict[int, Op], set
         if found is None:
             continue
         scatter = single.pop(found)
-        zeros = maker.get(scatter.inputs[0])
-        if (
-            zeros is None
-            or zeros.name != "broadcast_in_dim"
-            or zeros.inputs[0] in graph.computed
-            or op.trips != scatter.trips
-        ):
+        zeros = graph.maker(scatter.inputs[0], "broadcast_in_dim")
+        if zeros is None or zeros.inputs[0] in graph.computed or op.trips != scatter.trips:
             continue
         (other,) = [v for v in op.inputs if v != found] or [found]
         into[op.outputs[0]] = scatter.of((other, *scatter.inputs[1:]), op.outputs)
