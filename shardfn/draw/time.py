@@ -77,11 +77,11 @@ def time_parts(plan: Plan) -> list[TimePart]:
     """
     found: dict[tuple[str, str, str], list[float]] = {}
     chip = plan.hardware.chip
-    order, fusion = schedule_ops(lower_for_backend(plan.partitioned, chip))
-    graph = order.partitioned.graph
+    schedule = schedule_ops(lower_for_backend(plan.partitioned, chip))
+    graph = schedule.partitioned.graph
     made = {v: op for op in graph.ops for v in op.outputs}
     for i, op in enumerate(graph.ops):
-        _, moved, seconds = once(order.partitioned, i, chip, fusion)
+        _, moved, seconds = once(schedule.partitioned, i, chip, schedule.fusion)
         if seconds:
             kind = "memory" if moved / chip.memory_bytes_s >= seconds else "compute"
             where = op.where or (source_line(made, op.outputs[0]) if op.outputs else "")

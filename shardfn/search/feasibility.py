@@ -31,12 +31,7 @@ def memory_lower_bound(problem: SearchProblem, scheduled: bool = False) -> float
         if scheduled:
             peak = problem.evaluate((("a", 1),), tuple(((),) * len(shape) for shape in problem.shapes), {}).memory.peak
         else:
-            peak = (
-                live_memory(
-                    unsharded_program(problem.graph, problem.hardware.platform), problem.donated, problem.hardware.chip
-                )
-                .estimate.estimate()
-                .peak
-            )
+            unsharded = unsharded_program(problem.graph, problem.hardware.platform)
+            peak = live_memory(unsharded, problem.donated, problem.hardware.chip).estimate.peak
         bounds[scheduled] = peak / problem.devices
     return bounds[scheduled]
