@@ -463,7 +463,7 @@ REASONS = {
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of `docs/deviations.md`: every row whose bytes differ, with its reason."""
+    """The table of `benchmarks/RESULTS.md`: every row whose bytes differ, with its reason."""
     lines = ["| | rows | bytes equal | within 5 % |", "|---|---:|---:|---:|"]
     for good, name in ((GOOD, "shardings that a person would choose"), (BAD, "deliberately bad shardings")):
         mine = [r for r in rows if r.good == good]
@@ -489,7 +489,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], help="rows whose name holds one of these")
     parser.add_argument("--quick", action="store_true", help="the subset that the tests hold")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/deviations.md at the end")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of benchmarks/RESULTS.md at the end")
     parser.add_argument("--json")
     options = parser.parse_args()
     rows: list[Row] = []

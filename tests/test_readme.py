@@ -97,3 +97,13 @@ def test_links_lead_somewhere(page):
     prose = FENCE.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+IN_PARTS = [page for page in PAGES if page.parent != DOCS]
+
+
+@pytest.mark.parametrize("page", IN_PARTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_page_has_one_title_and_at_most_1500_words(page):
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    assert len(re.findall(r"\w[\w'.-]*", prose)) <= 1500
+    assert page.name == "results.md" or len(re.findall(r"^# ", prose, re.M)) == 1
