@@ -28,11 +28,6 @@ def bare() -> dict[str, str]:
     return keep | {"PYTHONPATH": str(ROOT)}
 
 
-def flags() -> str:
-    """How XLA compiles here, without how many devices there are."""
-    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
-
-
 def test_all_are_here():
     assert [p.name[:2] for p in SCRIPTS] == [f"{i:02}" for i in range(1, len(SCRIPTS) + 1)]
     assert len(SCRIPTS) >= 8
@@ -90,9 +85,8 @@ def shown(cell) -> list[str]:
 def test_notebook_shows_what_is_stored(path, monkeypatch):
     stored = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
-    for name in ("NPROC", "JAX_PLATFORMS"):
+    for name in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XLA_FLAGS", flags())
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     nbclient.NotebookClient(again, timeout=180, kernel_name="python3", record_timing=False).execute()
