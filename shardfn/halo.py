@@ -127,16 +127,16 @@ def exchange(x: jax.Array, before: int, after: int, axes: str | AxisNames, dim: 
     >>> fetch(jax.numpy.arange(1, 9)).tolist()
     [0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8]
     """
-    count, held = lax.axis_size(axes), x.shape[dim]
+    count, size = lax.axis_size(axes), x.shape[dim]
     parts = [x]
     if before:
-        rows = lax.slice_in_dim(x, max(0, held - before), held, axis=dim)
+        rows = lax.slice_in_dim(x, max(0, size - before), size, axis=dim)
         rows = lax.ppermute(rows, axes, [(p, p + 1) for p in range(count - 1)])
-        parts.insert(0, _padded(rows, dim, max(0, before - held), 0))
+        parts.insert(0, _padded(rows, dim, max(0, before - size), 0))
     if after:
-        rows = lax.slice_in_dim(x, 0, min(held, after), axis=dim)
+        rows = lax.slice_in_dim(x, 0, min(size, after), axis=dim)
         rows = lax.ppermute(rows, axes, [(p + 1, p) for p in range(count - 1)])
-        parts.append(_padded(rows, dim, 0, max(0, after - held)))
+        parts.append(_padded(rows, dim, 0, max(0, after - size)))
     return lax.concatenate(parts, dim) if len(parts) > 1 else x
 
 
@@ -203,10 +203,10 @@ def conv(
             fail(StrategyTypeError, "the image and the kernel are on different meshes",
                  where=f"layout = {layout!r}, kernel_layout = {kernel_layout!r}",
                  fix="use one mesh, with the same axis names")  # fmt: skip
-    spatial = range(lhs.ndim - 2)
+    spatial = lhs.ndim - 2
     steps = {"window_strides": window_strides, "lhs_dilation": lhs_dilation, "rhs_dilation": rhs_dilation}
-    raise_problems(list(_problems_of_windows(len(spatial), steps, padding)))
-    strides, inner, outer = (tuple(map(int, n)) if n is not None else (1,) * len(spatial) for n in steps.values())
+    raise_problems(list(_problems_of_windows(spatial, steps, padding)))
+    strides, inner, outer = (tuple(map(int, n)) if n is not None else (1,) * spatial for n in steps.values())
     windows = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
     if isinstance(padding, str):
         if any(d > 1 for d in inner):
@@ -218,35 +218,32 @@ def conv(
         sizes = [lhs.shape[d] for d in numbers.lhs_spec[2:]]
         padding = lax.padtype_to_pads(sizes, spans, strides, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
-    strategy = [math.prod(mesh.shape[axis] for axis in dim) for dim in image]
-    problems = list(_problems(lhs, image, strategy, kernel, numbers, feature_group_count, batch_group_count))
-    problems += _problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, feature_group_count, batch_group_count)
+    strategy = [_size(mesh, dim) for dim in image]
+    counts = feature_group_count, batch_group_count
+    raise_problems([
+        *_problems_of_image(lhs, image, strategy, kernel, numbers, *counts),
+        *_problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, *counts),
+    ])  # fmt: skip
     halos: list[Halo | None] = []
-    for i in spatial:
-        dim = numbers.lhs_spec[2 + i]
+    for i, dim in enumerate(numbers.lhs_spec[2:]):
         found = None
-        if strategy[dim] > 1 and not problems:
+        if strategy[dim] > 1:
             found = halo_of(lhs.shape[dim], strategy[dim], windows[i], strides[i], pads[i], outer[i], inner[i])
         if isinstance(found, str):
-            problems.append(
-                Problem(
-                    f"a window reaches beyond the neighbouring shards of dim {dim} of the image",
-                    where=f"image {list(lhs.shape)} sharded {tuple(strategy)}, kernel {list(rhs.shape)}, stride {strides[i]}, "
-                    f"padding {pads[i]}, dilations {inner[i]} and {outer[i]}",
-                    why=found,
-                    fix=f"shard dim {dim} less than {strategy[dim]} ways, or another dimension",
-                )
-            )
-        halos.append(found if isinstance(found, Halo) else None)
-    raise_problems(problems)
+            fail(StrategyError, f"a window reaches beyond the neighbouring shards of dim {dim} of the image",
+                 where=f"image {list(lhs.shape)} sharded {tuple(strategy)}, kernel {list(rhs.shape)}, stride {strides[i]}, "
+                 f"padding {pads[i]}, dilations {inner[i]} and {outer[i]}",
+                 why=found, fix=f"shard dim {dim} less than {strategy[dim]} ways, or another dimension")  # fmt: skip
+        halos.append(found)
 
     grouped, channels = feature_group_count > 1, image[numbers.lhs_spec[1]]
     groups = feature_group_count // strategy[numbers.lhs_spec[1]] if grouped else 1
     summed = () if grouped else channels
     out = channels if grouped and channels else kernel[numbers.rhs_spec[0]]
+    # `_problems_of_outputs` has checked that the parts of the groups on different devices are equal.
+    shares = 1 if grouped and channels else min(max(groups, batch_group_count), _size(mesh, out))
     convolution = _Convolution(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
-                   precision, preferred_element_type, tuple(halos), summed,
-                   1 if grouped and channels else _shares(mesh, out, max(groups, batch_group_count)))  # fmt: skip
+                               precision, preferred_element_type, tuple(halos), summed, shares)  # fmt: skip
     places = partition_spec(image), partition_spec(convolution.kernel)
     return _program(mesh, convolution)(*(_on_mesh(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
 
@@ -299,19 +296,17 @@ class _Convolution:
             first = lax.axis_index(self.out) * self.shares // count * size
             x = lax.dynamic_slice_in_dim(x, first, size, axis=dim)
         groups, batch_groups = (n // self.shares if n > 1 else 1 for n in (self.groups, self.batch_groups))
-        ready = [found is not None or min(pad) < 0 for found, pad in zip(self.halos, self.pads, strict=True)]
-        for i, halo in enumerate(self.halos):
-            dim = self.numbers.lhs_spec[2 + i]
+        pads, inner = list(self.pads), list(self.inner)
+        for i, (halo, dim) in enumerate(zip(self.halos, self.numbers.lhs_spec[2:], strict=True)):
             if halo is not None:
                 x = _window(x, halo, self.image[dim], dim)
-            elif ready[i]:  # XLA computes negative padding wrongly on the CPU (seen on JAX 0.10.2)
-                x = _padded(x, dim, *self.pads[i], self.inner[i] - 1)
-        y = lax.conv_general_dilated(
-            x, k, self.strides,
-            [(0, 0) if done else pad for done, pad in zip(ready, self.pads, strict=True)],
-            [1 if done else d for done, d in zip(ready, self.inner, strict=True)],
-            self.outer, self.numbers, groups, batch_groups, self.precision, self.dtype,
-        )  # fmt: skip
+            elif min(pads[i]) < 0:  # XLA computes negative padding wrongly on the CPU (seen on JAX 0.10.2)
+                x = _padded(x, dim, *pads[i], inner[i] - 1)
+            else:
+                continue
+            pads[i], inner[i] = (0, 0), 1
+        y = lax.conv_general_dilated(x, k, self.strides, pads, inner, self.outer, self.numbers, groups, batch_groups,
+                                     self.precision, self.dtype)  # fmt: skip
         return lax.psum(y, self.summed) if self.summed else y
 
 
@@ -333,16 +328,14 @@ def _program(mesh: Mesh | AbstractMesh, convolution: _Convolution) -> Any:
     return program
 
 
-def _shares(mesh: Mesh | AbstractMesh, out: AxisNames, groups: int) -> int:
-    """The number of parts of the groups whose results are on different devices; `_problems` has checked that they are equal."""
-    return min(groups, math.prod(mesh.shape[axis] for axis in out))
+def _size(mesh: Mesh | AbstractMesh, axes: AxisNames) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _window(x: jax.Array, halo: Halo, axes: AxisNames, dim: int) -> jax.Array:
     """The rows that the windows of this device use, with zeros between them and beyond the image."""
     x = exchange(x, halo.before, halo.after, axes, dim)
-    if halo.dilation > 1:
-        x = _padded(x, dim, 0, halo.dilation - 1, halo.dilation - 1)
+    x = _padded(x, dim, 0, halo.dilation - 1, halo.dilation - 1)
     if len(set(halo.starts)) == 1:
         return lax.slice_in_dim(x, halo.starts[0], halo.starts[0] + halo.length, axis=dim)
     start = jax.numpy.asarray(halo.starts)[lax.axis_index(axes)]
@@ -375,7 +368,7 @@ def _mesh(layout: Any) -> Mesh:
     return layout.mesh()
 
 
-def _problems(
+def _problems_of_image(
     lhs: Any, image: Spec, strategy: Sequence[int], kernel: Spec, numbers: Any, groups: int, batch_groups: int
 ) -> Iterator[Problem]:
     where = f"image {list(lhs.shape)} sharded {tuple(strategy)}"
@@ -429,17 +422,10 @@ def _ints(given: Any, count: int) -> tuple[int, ...] | None:
 
 
 def _problems_of_outputs(
-    mesh: Mesh | AbstractMesh,
-    lhs: Any,
-    rhs: Any,
-    image: Spec,
-    kernel: Spec,
-    numbers: Any,
-    groups: int,
-    batch_groups: int,
-) -> Iterator[Problem]:
+    mesh: Mesh | AbstractMesh, lhs: Any, rhs: Any, image: Spec, kernel: Spec, numbers: Any, groups: int, batch_groups: int
+) -> Iterator[Problem]:  # fmt: skip
     out_dim = numbers.rhs_spec[0]
-    size, shards = rhs.shape[out_dim], math.prod(mesh.shape[axis] for axis in kernel[out_dim])
+    size, shards = rhs.shape[out_dim], _size(mesh, kernel[out_dim])
     where = f"kernel {list(rhs.shape)} sharded {shards} ways along dim {out_dim}"
     if groups > 1 and image[numbers.lhs_spec[1]]:
         return  # the image's channels place the groups, and the kernel follows
@@ -451,21 +437,18 @@ def _problems_of_outputs(
     for name, count, dim in (("feature", groups, numbers.lhs_spec[1]), ("batch", batch_groups, numbers.lhs_spec[0])):
         if count < 2 or shards < 2:
             continue
-        for of, held in ((f"dim {dim} of the image", lhs.shape[dim]), ("the kernel's output channels", size)):
-            if held % count:
+        for of, n in ((f"dim {dim} of the image", lhs.shape[dim]), ("the kernel's output channels", size)):
+            if n % count:
                 yield Problem(f"{of} cannot be split into {name}_group_count = {count} groups",
-                              f"image {list(lhs.shape)}, kernel {list(rhs.shape)}", f"{held} is not divisible by {count}",
+                              f"image {list(lhs.shape)}, kernel {list(rhs.shape)}", f"{n} is not divisible by {count}",
                               f"give a {name}_group_count that divides it")  # fmt: skip
                 return
         if count % shards and shards % count:
+            fitting = sorted({math.gcd(shards, count), count} - {1})
             yield Problem(f"the kernel's output channels cannot be sharded {shards} ways with {name}_group_count = {count}",
                           where,
                           f"neither of {shards} and {count} divides the other, so a device would hold parts of several groups",
-                          f"shard them {' or '.join(map(str, _fitting(shards, count)))} ways, or not at all")  # fmt: skip
-
-
-def _fitting(shards: int, count: int) -> list[int]:
-    return sorted({math.gcd(shards, count), count} - {1})
+                          f"shard them {' or '.join(map(str, fitting))} ways, or not at all")  # fmt: skip
 
 
 def _on_mesh(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:

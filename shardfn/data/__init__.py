@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `loader`, `batch_order` | `load`: batches of a source; their order and read-ahead, with Grain |
+| `loader` | `load`: batches of a source; their order and read-ahead, with Grain |
 | `shards` | `read`: one large array, window by window; `reads`: what that would read |
 | `dataset_strategy` | `input_shardings`: the sharding of every array of a batch |
 | `sources`, `tiff` | arrays, sequences of records and TIFF files as sources |

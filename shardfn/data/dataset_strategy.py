@@ -10,12 +10,13 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardfn.cost.devices import hardware as hardware_
+from shardfn.cost.devices import hardware
+from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.defaults import Defaults, current
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
-from shardfn.frontend.validation import check, check_all
+from shardfn.frontend.validation import check
 from shardfn.ir.model import Spec
 from shardfn.planning.mesh_inference import place
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
@@ -75,33 +76,21 @@ def input_shardings(
     if strategy is None:
         strategy, name = setting.dataset_strategy or PARALLEL, "context.dataset_strategy"
     leaves = _leaves(many, strategy, name, problems)
+    target = _devices(device, leaves, setting) if plan is None else plan.hardware
+    strategies = [_strategy(leaf, target.count, strategy == PARALLEL, problems) for leaf in leaves]
+    raise_problems(problems)
     if plan is not None:
-        mesh, count = _plan_mesh(plan), plan.hardware.count
-        specs = _on_plan_mesh(leaves, plan, strategy == PARALLEL, problems)
-        raise_problems(problems)
-        return InputShardings(leaves, tuple(_sharding(mesh, spec) for spec in specs))
-    count, devices, given = _devices(device, leaves, setting)
-    strategies = [_strategy(leaf, count, strategy == PARALLEL, problems) for leaf in leaves]
-    if problems and any(names_axes(leaf) for leaf in leaves):
-        check_all(leaves, count, [])
-    raise_problems(problems)
-    if any(names_axes(leaf) for leaf in leaves):
-        placed = place_named(leaves, strategies, count, given, problems, devices)
+        mesh, specs = _on_plan_mesh(leaves, strategies, plan, problems)
     else:
-        placed = place(leaves, strategies, _tied_dims(leaves), count, problems)
+        mesh, specs = _on_own_mesh(leaves, strategies, target, problems)
     raise_problems(problems)
-    axes = placed.axes or (("a", count),)
-    order = placed.order or range(count)
-    if given is not None and tuple(given.shape.items()) == axes:
-        mesh = mesh_on(given.devices, axes)
-    else:
-        mesh = mesh_on([devices[i] for i in order], axes)
-    return InputShardings(leaves, tuple(_sharding(mesh, spec or ((),) * len(leaf.shape))
-                              for leaf, spec in zip(leaves, placed.specs, strict=True)))  # fmt: skip
+    return _on_mesh(mesh, leaves, specs)
 
 
-def _sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
-    return NamedSharding(mesh, partition_spec(spec))
+def _on_mesh(mesh: Mesh, leaves: Sequence[Leaf], specs: Sequence[Spec | None]) -> InputShardings:
+    """The arrays with their shardings; without a spec, an array is replicated."""
+    full = (spec or ((),) * len(leaf.shape) for leaf, spec in zip(leaves, specs, strict=True))
+    return InputShardings(tuple(leaves), tuple(NamedSharding(mesh, partition_spec(spec)) for spec in full))
 
 
 def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[Problem]) -> tuple[Leaf, ...]:
@@ -123,30 +112,25 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
                  fix="give each input of the source an entry by its name")  # fmt: skip
         strategy = tuple(strategy[key] for key in names)
     leaves = match(many, strategy, name, problems)
-    for leaf in leaves:
-        if leaf.entry is AUTO and not problems:
-            problems.append(
-                Problem(
-                    f"{leaf.label} is AUTO",
-                    where=leaf.source,
-                    why="data is read before any search: its sharding must be known",
-                    fix="write its strategy, None for data parallel, or pass a plan as plan=",
-                )
-            )
+    is_open = next((leaf for leaf in leaves if leaf.entry is AUTO), None)
+    if is_open is not None and not problems:
+        problems.append(Problem(f"{is_open.label} is AUTO", is_open.source,
+                                "data is read before any search: its sharding must be known",
+                                "write its strategy, None for data parallel, or pass a plan as plan="))  # fmt: skip
     return tuple(leaves)
 
 
-def _devices(device: Any, leaves: Sequence[Leaf], setting: Defaults) -> tuple[int, tuple[Any, ...], Mesh | None]:
+def _devices(device: Any, leaves: Sequence[Leaf], setting: Defaults) -> Hardware:
     mesh = mesh_of(leaf.entry for leaf in leaves)
     asked = mesh if device is None and mesh is not None else device
-    found = hardware_.resolve(asked, count=setting.devices_asked, default=setting.platform)
+    found = hardware.resolve(asked, count=setting.devices_asked, default=setting.platform)
     setting.check_rank(found.count)
     if found.devices is None:
-        instead = hardware_.used_here(found)
+        instead = hardware.used_here(found)
         fail(DeviceError, f"data cannot be put on {found.name}", where=f"device = {short(device)}",
              why="a target is only planned for" if instead else "its devices are not here",
              fix=instead or 'use devices that are here, such as device="CPU"')  # fmt: skip
-    return found.count, tuple(found.devices), found.mesh
+    return found
 
 
 def _strategy(leaf: Leaf, devices: int, must: bool, problems: list[Problem]) -> tuple[int, ...] | None:
@@ -156,16 +140,11 @@ def _strategy(leaf: Leaf, devices: int, must: bool, problems: list[Problem]) -> 
     if must and (not leaf.shape or leaf.shape[0] % devices):
         size = leaf.shape[0] if leaf.shape else 0
         near = max(1, round(size / devices)) * devices
-        problems.append(
-            Problem(
-                f"{leaf.label} cannot be sharded {devices} ways along dimension 0",
-                where=leaf.source,
-                why=f"{size} is not divisible by {devices}, and data parallel gives each device a shard of the batch"
-                if leaf.shape
-                else "it has no dimension",
-                fix=f"choose a batch_size such as {near}, or give a tuple of numbers of shards for each input",
-            )
-        )
+        why = f"{size} is not divisible by {devices}, and data parallel gives each device a shard of the batch"
+        problems.append(Problem(f"{leaf.label} cannot be sharded {devices} ways along dimension 0", leaf.source,
+                                why if leaf.shape else "it has no dimension",
+                                f"choose a batch_size such as {near}, "
+                                "or give a tuple of numbers of shards for each input"))  # fmt: skip
         return None
     return check(leaf, devices, problems)
 
@@ -197,54 +176,58 @@ def _planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] | No
              where=f"inputs {', '.join(argument.name for argument in many)}; arguments = {short(arguments)}",
              why=f"the arguments of `{plan.function}` are {', '.join(known)}",
              fix=f"name one for each input: arguments={tuple(known[-len(many):])!r}")  # fmt: skip
-    leaves, shardings = [], []
+    leaves, specs = [], []
     for argument, name in zip(many, names, strict=True):
         for leaf in leaves_of(argument, problems):
             path = "/".join([name, *leaf.path.split("/")[1:]])
             found = next((d for d in plan.inputs if d.path == path), None)
-            if found is None or found.shape != leaf.shape:
-                problems.append(
-                    Problem(
-                        f"{leaf.label} does not fit the plan's `{path}`",
-                        where=leaf.text,
-                        why=f"the plan was made for {found.dtype}{list(found.shape)}"
-                        if found
-                        else f"`{plan.function}` has no such array",
-                        fix="plan again with the shapes of the batch, `loader.shapes`, or change batch_size",
-                    )
-                )
+            if found is not None and found.shape == leaf.shape:
+                leaves.append(leaf)
+                specs.append(found.spec)
                 continue
-            leaves.append(leaf)
-            shardings.append(_sharding(mesh, found.spec))
+            why = f"the plan was made for {found.dtype}{list(found.shape)}" if found else ""
+            fix = "plan again with the shapes of the batch, `loader.shapes`, or change batch_size"
+            problems.append(Problem(f"{leaf.label} does not fit the plan's `{path}`", leaf.text,
+                                    why or f"`{plan.function}` has no such array", fix))  # fmt: skip
     raise_problems(problems)
-    return InputShardings(tuple(leaves), tuple(shardings))
+    return _on_mesh(mesh, leaves, specs)
 
 
-def _on_plan_mesh(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Problem]) -> list[Spec]:
-    """The entries as axes of the plan's mesh."""
-    count = plan.hardware.count
-    if any(names_axes(leaf) for leaf in leaves):
+def _on_own_mesh(
+    leaves: Sequence[Leaf], strategies: Sequence[tuple[int, ...] | None], target: Hardware, problems: list[Problem]
+) -> tuple[Mesh, Sequence[Spec | None]]:
+    """A mesh of the devices for the entries, and their axes."""
+    assert target.devices is not None  # `_devices` refuses devices that are not here
+    if any(map(names_axes, leaves)):
+        placed = place_named(leaves, strategies, target.count, target.mesh, problems, target.devices)
+    else:
+        placed = place(leaves, strategies, _tied_dims(leaves), target.count, problems)
+    raise_problems(problems)
+    axes = placed.axes or (("a", target.count),)
+    if target.mesh is not None and tuple(target.mesh.shape.items()) == axes:
+        return mesh_on(target.mesh.devices, axes), placed.specs
+    return mesh_on([target.devices[i] for i in placed.order or range(target.count)], axes), placed.specs
+
+
+def _on_plan_mesh(
+    leaves: Sequence[Leaf], strategies: Sequence[tuple[int, ...] | None], plan: Plan, problems: list[Problem]
+) -> tuple[Mesh, Sequence[Spec | None]]:
+    """The mesh of the plan, and the entries as its axes."""
+    mesh = _plan_mesh(plan)
+    if any(map(names_axes, leaves)):
         fail(StrategyTypeError, "a strategy with named axes and a plan are both given", where=leaves[0].source,
              why="the plan has axes of its own", fix="write integers, or remove the plan")  # fmt: skip
-    strategies = [_strategy(leaf, count, must, problems) for leaf in leaves]
-    raise_problems(problems)
-    specs: list[Spec] = []
-    for leaf, row in zip(leaves, strategies, strict=True):
-        row = row or (1,) * len(leaf.shape)
-        same = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == row)
-        spec = next(same, None) or find_axes(plan.axes, row)
-        if spec is None:
-            mesh = " x ".join(f"{n}={s}" for n, s in plan.axes)
-            problems.append(
-                Problem(
-                    f"{leaf.label} cannot be sharded {row} on the plan's mesh",
-                    where=leaf.source,
-                    why=f"no axes of {mesh} have these products",
-                    fix="use a strategy of the plan's arguments, or remove the plan",
-                )
-            )
-        specs.append(spec or ())
-    return specs
+    specs = []
+    for leaf, strategy in zip(leaves, strategies, strict=True):
+        strategy = strategy or (1,) * len(leaf.shape)
+        same = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == strategy)
+        specs.append(next(same, None) or find_axes(plan.axes, strategy))
+        if specs[-1] is None:
+            axes = " x ".join(f"{n}={s}" for n, s in plan.axes)
+            problems.append(Problem(f"{leaf.label} cannot be sharded {strategy} on the plan's mesh", leaf.source,
+                                    f"no axes of {axes} have these products",
+                                    "use a strategy of the plan's arguments, or remove the plan"))  # fmt: skip
+    return mesh, specs
 
 
 def find_axes(axes: Sequence[tuple[str, int]], strategy: Sequence[int]) -> Spec | None:

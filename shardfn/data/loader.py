@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,28 +13,30 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.data.batch_order import batch_rows, read_ahead
 from shardfn.data.dataset_strategy import input_shardings
 from shardfn.data.shards import assemble_array, mesh_positions, windows_by_device
-from shardfn.data.sources import PADDING, Read, Window, columns, names_of
+from shardfn.data.sources import PADDING, ArrayColumn, Read, RecordsColumn, Window, columns, names_of
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import short
+from shardfn.frontend.value_checks import boolean, integer, one_of, option_problems
 from shardfn.planning.plan import Plan
 from shardfn.runtime.extras import need
-
-LAST = ("drop", "pad", "error")
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchArray:
-    """One array of a batch: its global shape, its sharding, and the windows that this process reads."""
+    """One array of a batch: its global shape and its sharding."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
-    windows: dict[Window, list[Any]]
+
+    @functools.cached_property
+    def windows(self) -> dict[Window, list[Any]]:
+        """The windows that this process reads, with the devices that hold each."""
+        return windows_by_device(self.sharding, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Loader:
     """
 
     arrays: tuple[BatchArray, ...]
-    columns: tuple[Any, ...]
+    columns: tuple[ArrayColumn | RecordsColumn, ...]
     treedef: Any
     records: int
     batch_size: int
@@ -125,9 +128,9 @@ class Batches(Iterator[Any]):
     def __init__(self, loader: Loader):
         self.loader = loader
         self.reads: tuple[Read, ...] = ()
-        rows = batch_rows(loader.records, loader.batch_size, seed=loader.seed, epochs=loader.epochs,
-                     drop=loader.last != "pad")  # fmt: skip
-        self._ahead = read_ahead(rows, self._read, loader.prefetch)
+        options = need("grain", "data").ReadOptions(num_threads=loader.prefetch, prefetch_buffer_size=loader.prefetch)
+        # Grain's iterator, whose state is the number of the next batch.
+        self._ahead = iter(_batch_rows(loader).map(self._read).to_iter_dataset(options))
 
     def __next__(self) -> Any:
         shards, self.reads = next(self._ahead)
@@ -179,18 +182,13 @@ class Batches(Iterator[Any]):
                  if not isinstance(state, Mapping) else "this dict is not the state of a data iterator",
                  where=f"state = {short(state)}", why="it holds the number of the next batch",
                  fix="pass what get_state() returned")  # fmt: skip
-        raise_problems(
-            [
-                Problem(
-                    f"the state is of a loader with {key} = {state.get(key)!r}",
-                    where=f"set_state: this loader has {key} = {value!r}",
-                    why="its batches differ, so its position has no meaning here",
-                    fix=f"load with {key}={state.get(key)!r}" if key != "records" else "load the same records",
-                )
-                for key, value in _identity(self.loader).items()
-                if state.get(key) != value
-            ]
-        )
+        raise_problems([
+            Problem(f"the state is of a loader with {key} = {state.get(key)!r}",
+                    f"set_state: this loader has {key} = {value!r}",
+                    "its batches differ, so its position has no meaning here",
+                    f"load with {key}={state.get(key)!r}" if key != "records" else "load the same records")
+            for key, value in _identity(self.loader).items() if state.get(key) != value
+        ])  # fmt: skip
         end = None if self.loader.epochs is None else len(self.loader)
         if state["next_index"] < 0 or (end is not None and state["next_index"] > end):
             fail(StrategyError, f"the state is at batch {state['next_index']}, and there are {end}",
@@ -200,19 +198,26 @@ class Batches(Iterator[Any]):
         self.reads = ()
 
 
+def _batch_rows(loader: Loader) -> Any:
+    """The record numbers of each batch, as a Grain dataset of int arrays; an incomplete batch has `PADDING` at the end.
+
+    The order is over record numbers and equal on every process. Each process computes it and reads what its devices hold,
+    so that one number is the position in the data, for any number of processes.
+    """
+    rows = need("grain", "data").MapDataset.range(loader.records)
+    if loader.seed is not None:
+        rows = rows.seed(loader.seed).shuffle()
+    rows = rows.batch(loader.batch_size, drop_remainder=loader.last != "pad")  # no batch spans two epochs
+    rows = rows.map(lambda found: np.pad(found, (0, loader.batch_size - len(found)), constant_values=PADDING))
+    return rows if loader.epochs == 1 else rows.repeat(loader.epochs)
+
+
 def _identity(loader: Loader) -> dict[str, Any]:
     return {"records": loader.records, "batch_size": loader.batch_size, "seed": loader.seed, "last": loader.last}
 
 
 def _bytes(window: Window, dtype: Any) -> int:
     return math.prod(last - first for first, last in window) * np.dtype(dtype).itemsize
-
-
-def _mask(arrays: Sequence[BatchArray], batch_size: int) -> BatchArray:
-    """Which records of a batch are real: a mask, sharded like the batch dimension of the first array."""
-    sharding = arrays[0].sharding
-    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-    return BatchArray("mask", (batch_size,), np.dtype(bool), sharding, windows_by_device(sharding, (batch_size,)))
 
 
 def load(
@@ -262,17 +267,16 @@ def load(
     >>> len(loader), image.sharding.shard_shape(image.shape), label.tolist()
     (4, (4, 8, 8, 3), [24, 25, 26, 27, 28, 29, 30, 31])
     """
-    raise_problems(list(_option_problems(batch_size=batch_size, shuffle=shuffle, seed=seed, epochs=epochs, last=last,
-                                         prefetch=prefetch)))  # fmt: skip
+    options = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "last": last, "prefetch": prefetch}
+    options |= {} if epochs is None else {"epochs": epochs}
+    raise_problems([p for name, value in options.items() for p in option_problems(_CHECKS[name], name, value)])
     need("grain", "data")
     found = columns(source)
     flat = tree_util.tree_leaves(found)
     records = flat[0].length
     raise_problems(list(_count_problems(records, batch_size, last)))
-    batch = tree_util.tree_map(
-        lambda s: jax.ShapeDtypeStruct((batch_size, *s.shape), s.dtype),
-        tree_util.tree_map(lambda column: column.record, found),
-    )
+    of_batch = lambda s: jax.ShapeDtypeStruct((batch_size, *s.shape), s.dtype)  # noqa: E731
+    batch = tree_util.tree_map(lambda column: tree_util.tree_map(of_batch, column.record), found)
     names = names_of(source) if isinstance(source, tuple | dict) else flat[0].names
     several = isinstance(batch, tuple | dict)
     parts = batch.values() if isinstance(batch, dict) else batch if several else (batch,)
@@ -284,11 +288,11 @@ def load(
     arrays = []
     for key, struct in tree_util.tree_leaves_with_path(batch):
         leaf, sharding = placed[join("" if several else "source", key)]
-        arrays.append(
-            BatchArray(leaf.path, leaf.shape, struct.dtype, sharding, windows_by_device(sharding, leaf.shape))
-        )
-    if last == "pad":
-        arrays.append(_mask(arrays, batch_size))
+        arrays.append(BatchArray(leaf.path, leaf.shape, struct.dtype, sharding))
+    if last == "pad":  # a mask of the real records, sharded as the batch dimension of the first array
+        first = arrays[0].sharding
+        sharding = NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))
+        arrays.append(BatchArray("mask", (batch_size,), np.dtype(bool), sharding))
     return Loader(tuple(arrays), tuple(flat), tree_util.tree_structure(batch), records, batch_size,
                   seed if shuffle else None, epochs, last, prefetch)  # fmt: skip
 
@@ -305,31 +309,7 @@ def _count_problems(records: int, batch_size: int, last: str) -> Iterator[Proble
                       'last="drop" leaves it out, last="pad" fills it up, or choose another batch_size')  # fmt: skip
 
 
-def _option_problems(**options: Any) -> Iterator[Problem]:
-    """The problems of the options, for any source."""
-    for name, value in options.items():
-        where = f"{name} = {short(value)}"
-        if name == "last":
-            if value not in LAST:
-                yield Problem(f"`last` cannot be {value!r}", where, "it chooses what happens to an incomplete batch",
-                              'write "drop", "pad" or "error"', is_type=not isinstance(value, str))  # fmt: skip
-        elif name == "shuffle":
-            if not isinstance(value, bool):
-                yield Problem(f"`shuffle` must be True or False, but it is {a(value)}", where,
-                              "the order's seed is an option of its own", "write shuffle=True, seed=0", is_type=True)  # fmt: skip
-        elif not (name == "epochs" and value is None):
-            least = 1 if name in ("batch_size", "epochs") else 0
-            is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not is_int or value < least or (name == "seed" and value >= 2**32):
-                end = " to 2**32 - 1" if name == "seed" else " up"
-                yield Problem(f"`{name}` must be an int from {least}{end}", where, _WHY[name],
-                              "write such a number" + (", or None for no end" if name == "epochs" else ""),
-                              is_type=not is_int)  # fmt: skip
-
-
-_WHY = {
-    "batch_size": "it counts the records of a batch, over all devices",
-    "epochs": "it counts the passes over the records",
-    "seed": "it determines the order of the records",
-    "prefetch": "it counts the batches that are read ahead",
-}
+_CHECKS = {
+    "batch_size": integer(1), "shuffle": boolean, "seed": integer(0, 2**32 - 1), "epochs": integer(1),
+    "last": one_of("drop", "pad", "error"), "prefetch": integer(0),
+}  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,33 +44,6 @@ class Read:
     devices: tuple[int, ...]
     bytes: int
     bytes_stored: int
-
-
-class Column(Protocol):
-    """One leaf of a source: a number of records with equal shapes."""
-
-    @property
-    def length(self) -> int:
-        """The number of records."""
-        ...
-
-    @property
-    def record(self) -> Any:
-        """The pytree of one record, with `jax.ShapeDtypeStruct` leaves."""
-        ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The inputs of a record, in their order, where the column is the complete source."""
-        ...
-
-    def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
-        """The values of each window of each array of a record; the first range of a window is over `rows`."""
-        ...
-
-    def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
-        """Bytes of the stored blocks that a read of the window of these rows touches."""
-        ...
 
 
 def columns(source: Any) -> Any:
@@ -123,7 +96,8 @@ def is_windowed(value: Any) -> bool:
     )
 
 
-def _column(leaf: Any, name: str) -> Column:
+def _column(leaf: Any, name: str) -> ArrayColumn | RecordsColumn:
+    """A leaf of a source as a number of records with equal shapes."""
     if isinstance(leaf, jax.Array):
         leaf = np.asarray(leaf)
     if is_windowed(leaf):
@@ -132,7 +106,7 @@ def _column(leaf: Any, name: str) -> Column:
             fail(StrategyTypeError, f"input `{name}` holds an array that JAX cannot take, or one without a dimension of records",
                  where=f"{name}: {leaf.dtype}{list(leaf.shape)}", why="dim 0 counts the records, and they become arrays",
                  fix="convert it to numbers; for a single picture use data.read")  # fmt: skip
-        return ArrayColumn(leaf, known[0][0], jax.ShapeDtypeStruct(known[0][1:], known[1]), name, ("source",))
+        return ArrayColumn(leaf, known[0][0], jax.ShapeDtypeStruct(known[0][1:], known[1]), name)
     if isinstance(leaf, str | Mapping) or not (hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")):
         fail(StrategyTypeError, f"input `{name}` is {a(leaf)}, which has no records that can be read by number",
              where=f"{name} = {short(leaf)}", why="a batch may hold records in any order",
@@ -164,11 +138,12 @@ class ArrayColumn:
     array: Any
     length: int
     record: jax.ShapeDtypeStruct
+    """The shape and dtype of one record."""
     name: str
-    names: tuple[str, ...]
+    names = ("source",)
 
     def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
-        """See `Column`."""
+        """The values of each window of each array of a record; the first range of a window is over `rows`."""
         return [[self._one(rows[first:last], inner) for (first, last), *inner in windows[0]]]
 
     def _one(self, rows: np.ndarray, window: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -188,7 +163,7 @@ class ArrayColumn:
         return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
-        """See `Column`."""
+        """Bytes of the stored blocks that a read of the window of these rows touches."""
         if _run(rows):
             return stored_bytes(self.array, ((rows[0], rows[-1] + 1), *window))
         block = (getattr(self.array, "chunks", None) or (1,))[0]
@@ -199,17 +174,20 @@ class ArrayColumn:
 
 @dataclasses.dataclass(frozen=True)
 class RecordsColumn:
-    """Records that are read by number, each once per batch; `blocks` holds the block shape of each array of a record."""
+    """Records that are read by number, each once per batch."""
 
     records: Any
     length: int
     record: Any
+    """The pytree of one record, of shapes and dtypes."""
     name: str
     names: tuple[str, ...]
+    """The inputs of a record, in their order, where the column is the complete source."""
     blocks: tuple[tuple[int, ...], ...]
+    """The block shape of each array of a record."""
 
     def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
-        """See `Column`."""
+        """See `ArrayColumn`."""
         structs, structure = tree_util.tree_flatten(self.record)
         made = [[np.zeros([last - first for first, last in window], struct.dtype) for window in part]
                 for struct, part in zip(structs, windows, strict=True)]  # fmt: skip
@@ -227,7 +205,7 @@ class RecordsColumn:
         return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
-        """See `Column`."""
+        """See `ArrayColumn`."""
         struct = tree_util.tree_leaves(self.record)[leaf]
         return len(rows) * blocks_bytes(struct.shape, struct.dtype, self.blocks[leaf], window)
 

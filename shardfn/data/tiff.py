@@ -37,8 +37,9 @@ class Tiff:
     def __init__(self, path: Any, page: int = 0):
         try:
             import tifffile
-        except ImportError as error:
-            raise ExtraError(_missing(str(path))) from error
+        except ImportError:
+            fail(ExtraError, "TIFF files are read by the package tifffile, which is not installed", where=str(path),
+                 why="shardfn does not depend on it", fix="pip install tifffile")  # fmt: skip
         self.path, self.bytes_read = str(path), 0
         self._file = tifffile.TiffFile(path)
         self._lock = threading.Lock()
@@ -58,16 +59,13 @@ class Tiff:
             fail(StrategyError, f"a page with the axes {self._page.axes} cannot be read in windows", where=self.path,
                  why="a page is rows, columns, and perhaps samples and depth", fix="convert the file")  # fmt: skip
         self._places = tuple(places)
-        self._map: Any = None
-        if self._page.is_memmappable:  # uncompressed: a window is read without its block
-            self._map = tifffile.memmap(path, page=page, mode="r")
-        depth, rows, columns = (self._page.tiledepth, self._page.tilelength, self._page.tilewidth) if (
-            self._page.is_tiled
-        ) else (1, self._page.rowsperstrip, self._five[3])  # fmt: skip
+        # Of an uncompressed page a window is read without its block.
+        self._map: Any = tifffile.memmap(path, page=page, mode="r") if self._page.is_memmappable else None
+        depth, rows, columns = 1, self._page.rowsperstrip, self._five[3]
+        if self._page.is_tiled:
+            depth, rows, columns = self._page.tiledepth, self._page.tilelength, self._page.tilewidth
         self._blocks = (1, max(1, depth), min(rows, self._five[2]), min(columns, self._five[3]), self._five[4])
-        self.chunks: tuple[int, ...] = tuple(
-            1 if self._map is not None else self._blocks[place] for place in self._places
-        )
+        self.chunks: tuple[int, ...] = tuple(self._blocks[place] if self._map is None else 1 for place in self._places)
 
     @property
     def ndim(self) -> int:
@@ -142,10 +140,3 @@ class Tiff:
             into.append(slice(low - first, high - first))
             of.append(slice(low - start, high - start))
         out[tuple(into)] = block[tuple(of)]
-
-
-def _missing(path: str) -> Any:
-    from shardfn.errors import Problem
-
-    return Problem("TIFF files are read by the package tifffile, which is not installed", where=path,
-                   why="shardfn does not depend on it", fix="pip install tifffile")  # fmt: skip

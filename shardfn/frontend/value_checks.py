@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from shardfn.errors import Problem, nearest
 
@@ -20,6 +23,12 @@ def clipped(value: Any) -> str:
 def wrong(name: str, value: Any, why: str, fix: str, *, is_type: bool = False) -> Problem:
     """The problem that setting `name` has this value."""
     return Problem(f"`{name}` cannot be {clipped(value)}", why=why, fix=fix, is_type=is_type)
+
+
+def option_problems(check: Check, name: str, value: Any) -> Iterator[Problem]:
+    """The problems of an option with this value, each with the option as its place; NumPy's ints are ints here."""
+    for problem in check(name, int(value) if isinstance(value, np.integer) else value):
+        yield dataclasses.replace(problem, where=f"{name} = {clipped(value)}")
 
 
 def of_type(kind: type, words: str) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,11 @@ class FlatJaxpr:
     equations: tuple[FlatEquation, ...]
     outputs: tuple[Any, ...]
     avals: tuple[Any, ...]
+
+    @functools.cached_property
+    def makers(self) -> dict[int, int]:
+        """The equation that computes each value."""
+        return {v: i for i, one in enumerate(self.equations) for v in one.outputs}
 
 
 def flatten_jaxpr(

@@ -25,9 +25,9 @@ from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import shape_of, short
+from shardfn.frontend.value_checks import boolean, option_problems
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.planning.op_constraints import anchors
-from shardfn.train.value_checks import bool_problems
 
 COMMUNICATED = "shardfn.communicated"
 """The name of a collective's result."""
@@ -124,7 +124,7 @@ def recompute(
         in_strategy, parameter_plan, device,
     )  # fmt: skip
     flags = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "offload")
-    problems = [problem for name in flags for problem in bool_problems(name, getattr(options, name))]
+    problems = [problem for name in flags for problem in option_problems(boolean, name, getattr(options, name))]
     if not callable(fn) and paths is None:
         problems.append(Problem(f"`fn` is {a(fn)}, which cannot be called", f"fn = {short(fn)}",
                                 "recompute takes a function or a module", "pass one, or name submodules by `paths`",

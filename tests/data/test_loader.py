@@ -301,12 +301,12 @@ def test_no_end():
 
 
 BAD = [
-    (StrategyTypeError, "`batch_size` must be an int from 1 up", {"batch_size": 2.0}),
-    (StrategyError, "`batch_size` must be an int from 1 up", {"batch_size": 0}),
+    (StrategyTypeError, "`batch_size` cannot be 2.0", {"batch_size": 2.0}),
+    (StrategyError, "`batch_size` cannot be 0", {"batch_size": 0}),
     (StrategyError, "a batch of 23 is more than the 22 records", {"batch_size": 23}),
     (StrategyError, "`last` cannot be 'keep'", {"last": "keep"}),
-    (StrategyTypeError, "`shuffle` must be True or False", {"shuffle": 3}),
-    (StrategyError, "`seed` must be an int from 0 to", {"seed": -1}),
+    (StrategyTypeError, "`shuffle` cannot be 3", {"shuffle": 3}),
+    (StrategyError, "`seed` cannot be -1", {"seed": -1}),
     (StrategyError, "2 problems", {"epochs": 0, "prefetch": -1}),
     (StrategyError, "5 is not divisible by 2", {"batch_size": 5}),
 ]

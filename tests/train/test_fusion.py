@@ -382,8 +382,8 @@ def test_where_xla_makes_the_collectives_it_says_so():
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        (dict(fusion={"l0/*": -1}), StrategyError, "`fusion` of 'l0/*' cannot be -1"),
-        (dict(fusion={"l0/*": True}), StrategyTypeError, "`fusion` of 'l0/*' cannot be True"),
+        (dict(fusion={"l0/*": -1}), StrategyError, "`fusion['l0/*']` cannot be -1"),
+        (dict(fusion={"l0/*": True}), StrategyTypeError, "`fusion['l0/*']` cannot be True"),
         (dict(fusion=3), StrategyTypeError, "`fusion` must be a dict of paths to numbers"),
         (dict(fusion={"nowhere": 1}), StrategyError, "fusion 'nowhere' matches no trained parameter"),
         (dict(comm_fusion={"alltoall": {}}), ContextError, "`comm_fusion` has no entry 'alltoall'"),

@@ -330,16 +330,16 @@ def test_gradients_of_the_batch_are_refused():
 
 MADE = [  # arguments of pipeline, parts of the message
     (dict(micro_size=2, pipeline_stages=4), ["`micro_size` 2 is less than the number of stages 4", "use 4 or more"]),
-    (dict(micro_size=0), ["`micro_size` must be an int from 1 up"]),
+    (dict(micro_size=0), ["`micro_size` cannot be 0", "int from 1 up"]),
     (dict(micro_size=4, schedule="1f2b"), ["no schedule '1f2b'", "1f1b, gpipe, interleaved"]),
     (dict(micro_size=4, loss="median"), ["`loss` cannot be 'median'"]),
     (dict(micro_size=4, stages=[LAYERS[0]], pipeline_stages=2), ["1 functions do not fill 2 stages"]),
-    (dict(micro_size=4, stage_config={"w": -1}), ["must be an int from 0 up"]),
+    (dict(micro_size=4, stage_config={"w": -1}), ["int from 0 up"]),
 ]
 MADE_OF_TYPE = [
-    (dict(micro_size=True), ["`micro_size` must be an int from 1 up"]),
+    (dict(micro_size=True), ["`micro_size` cannot be True", "int from 1 up"]),
     (dict(micro_size=4, stages=3), ["`stages` is an int, no function"]),
-    (dict(micro_size=4, pipeline_stages="2"), ["`pipeline_stages` must be an int"]),
+    (dict(micro_size=4, pipeline_stages="2"), ["`pipeline_stages` cannot be '2'"]),
 ]
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shardfn.errors import ContextError, Problem, fail, raise_problems
-from shardfn.frontend.paths import ruled, unmet
+from shardfn.errors import ContextError, Problem, fail
+from shardfn.frontend.paths import ruled
 from shardfn.frontend.strategy import short
 from shardfn.frontend.training_settings import FUSION, TrainingSettings
+from shardfn.frontend.value_checks import integer, option_problems
 
 AUTO_MB = 64
 """The size of a bucket in mode "auto", MindSpore's."""
@@ -51,6 +52,9 @@ class FusionOptions:
         """The bucket number of a path, None if the user gave none."""
         found = ruled([glob for glob, _ in self.ids], [path], lambda one, two: True).rules
         return self.ids[found[0]][1] if found else None
+
+
+UNFUSED = FusionOptions(tuple((kind, FusionRule("off", None)) for kind in KINDS.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +104,7 @@ def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) 
     if config is None and indices is None and not ids:
         return None
     config = config or FUSION
-    rules = {
-        kind: FusionRule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()
-    }
+    rules = {kind: _rule(config[name]) for name, kind in KINDS.items()}
     if indices is not None:
         if config["allreduce"]["mode"] != "auto":
             fail(ContextError, "two settings fuse all-reduces",
@@ -110,11 +112,13 @@ def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) 
                  why="each is a rule of its own", fix="leave one of them out")  # fmt: skip
         rules["all-reduce"] = FusionRule("index", indices)
     if not config["openstate"]:
-        rules = dict.fromkeys(rules, FusionRule("off", None))
+        rules = dict(UNFUSED.rules)
     return FusionOptions(tuple(rules.items()), tuple((ids or {}).items()))
 
 
 def _rule(config: Mapping[str, Any]) -> FusionRule:
+    if config["mode"] == "auto":
+        return FusionRule()
     value = config["config"]
     return FusionRule(config["mode"], tuple(value) if isinstance(value, list) else value)
 
@@ -127,15 +131,7 @@ def id_problems(ids: Any) -> Iterator[Problem]:
                       is_type=True)  # fmt: skip
         return
     for glob, number in ids.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            yield Problem(f"`fusion` of {glob!r} cannot be {short(number)}", f"fusion = {short(dict(ids))}",
-                          "it is the number of a bucket", "give an int from 1 up, or 0 for a collective of its own",
-                          is_type=not isinstance(number, int) or isinstance(number, bool))  # fmt: skip
-
-
-def check_ids(fusion: FusionOptions, paths: Sequence[str]) -> None:
-    """Raise a StrategyError if a glob of `fusion` matches no path."""
-    raise_problems(list(unmet("fusion", [glob for glob, _ in fusion.ids], paths, "trained parameter")))
+        yield from option_problems(integer(0), f"fusion[{glob!r}]", number)
 
 
 def buckets(tensors: Sequence[BucketMember], fusion: FusionOptions) -> tuple[Bucket, ...]:

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+Job = tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]
+"""The operands of a collective, and the collective."""
+
 
 def all_reduced(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     """The sum of each array over the axes."""
@@ -69,15 +72,8 @@ def all_gathered(arrays: Sequence[jax.Array], dims: Sequence[int], axes: tuple[s
     ]
 
 
-def in_turn(
-    jobs: Sequence[tuple[Sequence[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]], backwards: bool
-) -> list[list[jax.Array]]:
-    """Run collectives in sequence, so that XLA's combiners cannot join them.
-
-    Args:
-      jobs: the operands of each collective, and the collective.
-      backwards: begin with the last, whose gradients are computed first.
-    """
+def in_turn(jobs: Sequence[Job], backwards: bool) -> list[list[jax.Array]]:
+    """Run collectives in sequence, so that XLA's combiners cannot join them; `backwards` begins with the last."""
     done: list[list[jax.Array]] = []
     for arrays, collective in reversed(jobs) if backwards else jobs:
         if done:

@@ -19,6 +19,7 @@ from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
 from shardfn.frontend.paths import join, listed
 from shardfn.frontend.strategy import short
+from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.train.pipelines import flat_parameters
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, buffer_spec, pipeline_executor
 from shardfn.train.pipelines.flat_parameters import FlatLayout, PackedParameters, flat_layout
@@ -27,9 +28,8 @@ from shardfn.train.pipelines.stage_marks import Mark, cell_marks, module_marks, 
 from shardfn.train.pipelines.stages import is_inexact, split_into_stages
 from shardfn.train.pipelines.tensor_parallel import sharded_dims
 from shardfn.train.pipelines.trace_loss import trace_loss
-from shardfn.train.steps.batches import batch_problems
-from shardfn.train.steps.state import ModelParts, model_parts
-from shardfn.train.value_checks import int_problems
+from shardfn.train.steps.batches import batch_problems, part_shapes
+from shardfn.train.steps.state import ModelParts, model_parts, shapes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class BuiltPipeline:
         return PackedParameters(buffers, shared, layout)
 
 
-def option_problems(options: PipelineOptions) -> Iterator[Problem]:
+def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
     """The problems with the arguments, before any model is known."""
     functions = options.stages if options.is_list else [options.stages]
     for i, function in enumerate(functions):
@@ -120,17 +120,12 @@ def option_problems(options: PipelineOptions) -> Iterator[Problem]:
     if options.is_list and not options.stages:
         yield Problem("`stages` is empty", f"stages = {options.stages!r}", "a pipeline has at least one stage",
                       "list its functions")  # fmt: skip
-    counted = {
-        "micro_size": "it is the number of micro-batches", "pipeline_stages": "it is the number of stages at a time",
-        "interleave": "it is the number of chunks of the model on each device",
-    }  # fmt: skip
-    for name, why in counted.items():
-        value = getattr(options, name)
-        if (value is not None or name == "micro_size") and (
-            found := list(int_problems(name, value, 1, why, "write 1 for none"))
-        ):
-            yield from found
-            return
+    counts = {"micro_size": options.micro_size}
+    counts |= {name: n for name in ("pipeline_stages", "interleave") if (n := getattr(options, name)) is not None}
+    wrong = [problem for name, n in counts.items() for problem in option_problems(integer(1), name, n)]
+    yield from wrong
+    if wrong:
+        return
     if options.schedule not in SCHEDULES:
         yield Problem(f"there is no schedule {options.schedule!r}", f"schedule = {options.schedule!r}",
                       "a schedule is the order in which stages work",
@@ -147,8 +142,7 @@ def option_problems(options: PipelineOptions) -> Iterator[Problem]:
                           f"at least {devices * chunks} are needed", "list more, or use fewer stages")  # fmt: skip
     for name, config in (("stage_config", options.stage_config), ("segment_config", options.segment_config)):
         for glob, number in config.items():
-            why = "stages and segments are counted from 0"
-            yield from int_problems(f"{name}[{glob!r}]", number, 0, why, "write 0 for the first")
+            yield from option_problems(integer(0), f"{name}[{glob!r}]", number)
 
 
 def _micro_size_problems(options: PipelineOptions, devices: int) -> Iterator[Problem]:
@@ -189,7 +183,7 @@ def build_pipeline(
         model = parts.model(arrays)
     else:
         model, parts, layout = params, model_parts(params), None
-        arrays = tree_util.tree_map(_shape, parts.arrays(params))
+        arrays = shapes_of(parts.arrays(params))
     found = cell_marks(options.stages, parts.paths) if options.is_cell else module_marks(model, parts.arrays(model))
     marks, problems = with_config(parts.paths, options.stage_config, options.segment_config, found)
     devices, chunks = options.counts(marks)
@@ -222,10 +216,6 @@ def build_pipeline(
     executor = pipeline_executor(mesh, split, layout, options.loss == "mean")
     order = schedule(options.schedule, devices, options.micro_size, chunks)
     return BuiltPipeline(parts, executor, order, _differentiable(executor, order))
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
 
 
 def _loss_of_arrays(options: PipelineOptions, parts: ModelParts) -> Callable[..., Any]:
@@ -281,9 +271,7 @@ def _micro_batch(options: PipelineOptions, batch: tuple[Any, ...], devices: int)
                                     "dimension 0 of every array of the batch is split into micro-batches",
                                     "close over it in the loss function"))  # fmt: skip
     raise_problems([*problems, *batch_problems(batch, devices, options.micro_size)])
-    parts = devices * options.micro_size
-    one = lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)  # noqa: E731
-    return tree_util.tree_map(one, tuple(batch))
+    return part_shapes(tuple(batch), devices * options.micro_size)
 
 
 def _differentiable(executor: PipelineExecutor, order: Schedule) -> Callable[..., Any]:

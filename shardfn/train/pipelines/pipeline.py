@@ -12,12 +12,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import StrategyError, fail, raise_problems
 from shardfn.frontend import defaults
+from shardfn.frontend.meshes import spec_of
 from shardfn.ir.model import Spec
 from shardfn.train.pipelines import flat_parameters
-from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, build_pipeline, option_problems
+from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, build_pipeline, pipeline_problems
 from shardfn.train.pipelines.description import PipelineDescription, pipeline_description
-from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR
-from shardfn.train.pipelines.flat_parameters import SHARDED, PackedParameters
+from shardfn.train.pipelines.executor import DATA
+from shardfn.train.pipelines.flat_parameters import PackedParameters
 from shardfn.train.pipelines.schedule import Schedule
 from shardfn.train.pipelines.schedule import schedule as schedule_of
 
@@ -93,7 +94,7 @@ def pipeline(
         interleaves, settings.auto_pipeline if auto_pipeline is None else auto_pipeline,
         frozen(stage_config), frozen(segment_config), frozen(parameter_plan), loss, device, current,
     )  # fmt: skip
-    raise_problems(list(option_problems(options)))
+    raise_problems(list(pipeline_problems(options)))
     return Pipeline(options)
 
 
@@ -192,12 +193,11 @@ class Pipeline:
         built = self._for(params, batch) if batch else self._last
         if built is None:
             _fail_unknown()
-        if not isinstance(params, PackedParameters):
-            specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(built.parts.arrays(params))]
+        if isinstance(params, PackedParameters):
+            named = zip(tree_util.tree_leaves(built.shardings()), tree_util.tree_leaves(params), strict=True)
+            specs = [spec_of(sharding.spec, len(x.shape)) for sharding, x in named]
         else:
-            sharded = lambda k: ((TENSOR,),) if k.endswith(SHARDED) else ()  # noqa: E731
-            specs = [((STAGE,), (), *sharded(k), ()) for k in sorted(params.buffers)]
-            specs += [((),) * len(params.shared[k].shape) for k in sorted(params.shared)]
+            specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(built.parts.arrays(params))]
         batch_specs: list[Spec] = [((DATA,), *((),) * (len(x.shape) - 1)) for x in tree_util.tree_leaves(batch)]
         return built.executor.mesh, specs, batch_specs
 

@@ -74,20 +74,14 @@ class StageSplit:
         if names[0] != names[1]:
             return None
         stage_of = {i: stage for m, i in zip(mine, other, strict=True) if (stage := self.stage_of[m]) is not None}
-        makers = _makers(jaxpr)
         for i, one in enumerate(jaxpr.equations):
-            if _is_cast(one) and one.reads and (source := makers.get(one.reads[0])) in stage_of:
+            if _is_cast(one) and one.reads and (source := jaxpr.makers.get(one.reads[0])) in stage_of:
                 stage_of[i] = stage_of[source]
         return stage_of
 
 
 def _is_cast(one: FlatEquation) -> bool:
     return one.eqn.primitive.name == "convert_element_type"
-
-
-def _makers(jaxpr: FlatJaxpr) -> dict[int, int]:
-    """The equation that computes each value."""
-    return {o: i for i, one in enumerate(jaxpr.equations) for o in one.outputs}
 
 
 UNEVEN = 1.5
@@ -138,12 +132,8 @@ def split_into_stages(
         }
     else:
         stage_of = _by_marks(jaxpr, main, kinds, marks, paths, count, 0 if layers else devices)
-    ends = {o: s for i, s in stage_of.items() for o in jaxpr.equations[i].outputs}
-    _place_terms(jaxpr, kinds, stage_of, ends)
-    loss = jaxpr.outputs[0]
-    if not isinstance(loss, core.Literal):
-        ends.setdefault(loss, count - 1)
-    stages = _stages(jaxpr, stage_of, ends, count)
+    _place_terms(jaxpr, kinds, stage_of)
+    stages = _stages(jaxpr, stage_of, count)
     raise_problems([
         Problem(f"pipeline stage {s} of {count} is empty", f"pipeline_stages = {count}", "no op has that stage",
                 "mark a part of the model with it, or use fewer stages")
@@ -217,12 +207,11 @@ def _by_marks(
     """The stage of each main equation: the latest of its inputs' stages and its own mark."""
     leaves = _leaves_under(jaxpr, kinds)
     stage_of: dict[int, int] = {}
-    ends: dict[int, int] = {}
     first: dict[int, int] = {}
     problems: list[Problem] = []
     for i in main:
         one = jaxpr.equations[i]
-        before = max((ends.get(v, 0) for v in one.reads), default=0)
+        before = _latest(jaxpr, stage_of, one)
         read = {leaf for v in one.reads for leaf in leaves.get(v, ())}
         marked = [m for leaf in read if leaf not in first and (m := marks[leaf]) is not None]
         stage, segment = one.label or (0, 0)
@@ -236,7 +225,6 @@ def _by_marks(
             problems.append(Problem(f"`staged` ops are marked for stage {own}", where, f"stages are 0 to {count - 1}",
                                     "mark them lower, or use more stages"))  # fmt: skip
         stage_of[i] = max([before, own, *marked])
-        ends |= dict.fromkeys(one.outputs, stage_of[i])
         for leaf in read:
             first.setdefault(leaf, stage_of[i])
     for leaf, stage in first.items():
@@ -252,6 +240,11 @@ def _by_marks(
     return stage_of
 
 
+def _latest(jaxpr: FlatJaxpr, stage_of: Mapping[int, int], one: FlatEquation) -> int:
+    """The latest stage of the equations that compute an equation's inputs."""
+    return max((stage_of.get(jaxpr.makers.get(v, -1), 0) for v in one.reads), default=0)
+
+
 def _leaves_under(jaxpr: FlatJaxpr, kinds: Mapping[int, str]) -> dict[int, frozenset[int]]:
     """The parameters that each value of parameters alone comes from."""
     found = {leaf: frozenset((leaf,)) for leaf in range(jaxpr.params)}
@@ -262,7 +255,7 @@ def _leaves_under(jaxpr: FlatJaxpr, kinds: Mapping[int, str]) -> dict[int, froze
     return found
 
 
-def _place_terms(jaxpr: FlatJaxpr, kinds: Mapping[int, str], stage_of: dict[int, int], ends: dict[int, int]) -> None:
+def _place_terms(jaxpr: FlatJaxpr, kinds: Mapping[int, str], stage_of: dict[int, int]) -> None:
     """Move loss terms of parameters alone to a stage that reads those parameters anyway."""
     leaves = _leaves_under(jaxpr, kinds)
     home: dict[int, int] = {}
@@ -274,15 +267,12 @@ def _place_terms(jaxpr: FlatJaxpr, kinds: Mapping[int, str], stage_of: dict[int,
     for i, one in enumerate(jaxpr.equations):
         if kinds[one.outputs[0]] == "term":
             stage_of[i] = max([home.get(leaf, 0) for leaf in leaves[one.outputs[0]]], default=0)
-            ends |= dict.fromkeys(one.outputs, stage_of[i])
     for i in sorted(stage_of):  # an equation that reads a term comes after it
-        one = jaxpr.equations[i]
-        stage_of[i] = max([stage_of[i], *(ends.get(v, 0) for v in one.reads)])
-        ends |= dict.fromkeys(one.outputs, stage_of[i])
+        stage_of[i] = max(stage_of[i], _latest(jaxpr, stage_of, jaxpr.equations[i]))
 
 
-def _stages(jaxpr: FlatJaxpr, stage_of: Mapping[int, int], ends: Mapping[int, int], count: int) -> list[Stage]:
-    makers = _makers(jaxpr)
+def _stages(jaxpr: FlatJaxpr, stage_of: Mapping[int, int], count: int) -> list[Stage]:
+    makers = jaxpr.makers
     asked: list[set[int]] = []  # of each stage, the results of earlier stages that it reads
     content: list[tuple[tuple[FlatEquation, ...], tuple[int, ...]]] = []
     for stage in range(count):
@@ -306,10 +296,13 @@ def _stages(jaxpr: FlatJaxpr, stage_of: Mapping[int, int], ends: Mapping[int, in
         asked.append(received)
         leaves = tuple(sorted(v for v in seen if v < jaxpr.params))
         content.append((tuple(jaxpr.equations[i] for i in sorted(own)), leaves))
-    over = lambda border: tuple(sorted({v for later in asked[border:] for v in later if ends[v] < border}))  # noqa: E731
-    borders = [(), *map(over, range(1, count)), ()]
+    sent: list[tuple[int, ...]] = [()]  # over each stage boundary
+    for boundary in range(1, count):
+        later = set().union(*asked[boundary:])
+        sent.append(tuple(sorted(v for v in later if stage_of[makers[v]] < boundary)))
+    sent.append(())
     return [
-        Stage(equations, leaves, borders[s], borders[s + 1], sum(cost_s(one.eqn) for one in equations))
+        Stage(equations, leaves, sent[s], sent[s + 1], sum(cost_s(one.eqn) for one in equations))
         for s, (equations, leaves) in enumerate(content)
     ]
 

@@ -130,30 +130,49 @@ def _sink(equations: Sequence[FlatEquation], params: int, outputs: Sequence[Any]
 
 def tokens(flat: FlatJaxpr) -> list[int]:
     """A number for each equation, the same for equal ones."""
-    kinds: dict[Any, list[tuple[Any, int]]] = collections.defaultdict(list)
+    numbers: dict[Any, int] = {}
+    jaxprs: dict[int, int] = {}
+
+    def number(value: Any, depth: int = 6) -> int:
+        """A number for a parameter, the same for equal ones: functions by their code and closures, to this depth."""
+        if depth == 0:
+            return -1
+        key: Any
+        if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+            if id(value) not in jaxprs:
+                inside = [number(eqn.params[name], depth) for eqn in value.eqns for name in sorted(eqn.params)]
+                key = _jaxpr_text(value), tuple(map(id, getattr(value, "consts", ()))), tuple(inside)
+                jaxprs[id(value)] = numbers.setdefault(key, len(numbers))
+            return jaxprs[id(value)]
+        if isinstance(value, types.FunctionType):
+            inside = [value.__defaults__, *map(_cell, value.__closure__ or ())]
+            key = id(value.__code__), *(number(each, depth - 1) for each in inside)
+        elif isinstance(value, functools.partial):
+            inside = value.func, value.args, tuple(value.keywords.items())
+            key = tuple(number(each, depth - 1) for each in inside)
+        elif type(value).__name__ == "WrappedFun":
+            key = tuple(number(getattr(value, name, None), depth - 1) for name in ("f", "f_transformed"))
+        elif isinstance(value, tuple | list):
+            key = tuple(number(each, depth) for each in value)
+        elif isinstance(value, np.generic | np.ndarray):
+            key = str(value.dtype), value.shape, value.tobytes()
+        elif hasattr(value, "addressable_shards"):
+            key = id(value)  # the content of arrays on devices is not compared
+        else:
+            key = value if isinstance(value, str | bytes) else _without_addresses(value)
+        return numbers.setdefault((type(value), key), len(numbers))
+
     found: list[int] = []
-    count = 0
     for i, one in enumerate(flat.equations):
         key = (
             one.eqn.primitive.name,
-            tuple(_text(v) for _, v in sorted(one.eqn.params.items())),
+            tuple((name, number(value)) for name, value in sorted(one.eqn.params.items())),
             tuple(str(v.aval if isinstance(v, core.Literal) else flat.avals[v]) for v in one.inputs),
             tuple(isinstance(v, core.Literal) for v in one.inputs),
             i if one.eqn.effects else None,  # an equation with effects equals no other
         )
-        same = (n for params, n in kinds[key] if all(_is_same(params[k], v) for k, v in one.eqn.params.items()))
-        number = next(same, count)
-        if number == count:
-            kinds[key].append((one.eqn.params, count))
-            count += 1
-        found.append(number)
+        found.append(numbers.setdefault(key, len(numbers)))
     return found
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
-        return _jaxpr_text(value)
-    return value.tobytes() if isinstance(value, np.ndarray) else _without_addresses(value)
 
 
 def _without_addresses(value: Any) -> str:
@@ -161,40 +180,6 @@ def _without_addresses(value: Any) -> str:
 
 
 _jaxpr_text = functools.lru_cache(maxsize=4096)(_without_addresses)
-
-
-def _is_same(a: Any, b: Any, depth: int = 6) -> bool:
-    """Whether two parameters with equal texts are the same: functions by their code and closures."""
-    if a is b or depth == 0:
-        return True
-    if isinstance(a, core.ClosedJaxpr | core.Jaxpr) and type(a) is type(b):
-        consts = zip(getattr(a, "consts", ()), getattr(b, "consts", ()), strict=True)
-        pairs = zip(a.eqns, b.eqns, strict=True)
-        return all(x is y for x, y in consts) and all(
-            _is_same(e.params[k], f.params.get(k), depth) for e, f in pairs for k in e.params
-        )
-    if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
-        if a.__code__ is not b.__code__ or not _is_same(a.__defaults__, b.__defaults__, depth - 1):
-            return False
-        cells = zip(a.__closure__ or (), b.__closure__ or (), strict=True)
-        return all(_is_same(_cell(x), _cell(y), depth - 1) for x, y in cells)
-    if isinstance(a, functools.partial) and isinstance(b, functools.partial):
-        return _is_same(
-            (a.func, a.args, tuple(a.keywords.items())), (b.func, b.args, tuple(b.keywords.items())), depth - 1
-        )
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(_is_same(x, y, depth) for x, y in zip(a, b, strict=True))
-    if isinstance(a, bool | int | float | complex | str | bytes | None.__class__):
-        return type(a) is type(b) and a == b
-    if isinstance(a, np.generic | np.ndarray):
-        return type(a) is type(b) and bool(np.array_equal(a, b))
-    if hasattr(a, "shape") and hasattr(a, "addressable_shards"):
-        return False  # two arrays on devices: their content is not compared
-    if type(a).__name__ == "WrappedFun":
-        return _is_same(getattr(a, "f", None), getattr(b, "f", None), depth - 1) and _is_same(
-            getattr(a, "f_transformed", None), getattr(b, "f_transformed", None), depth - 1
-        )
-    return type(a) is type(b)
 
 
 def _cell(cell: Any) -> Any:

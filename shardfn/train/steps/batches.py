@@ -1,15 +1,22 @@
-"""Check that a batch splits over devices and into micro-batches."""
+"""The parts of a batch, over devices and as micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem
 from shardfn.frontend.paths import join
+
+
+def part_shapes(batch: Any, parts: int) -> Any:
+    """The shapes of one of `parts` parts of a batch; every part gets the scalars."""
+    part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)  # noqa: E731
+    return tree_util.tree_map(part, batch)
 
 
 def batch_problems(batch: tuple[Any, ...], devices: int, micro_batches: int) -> Iterator[Problem]:

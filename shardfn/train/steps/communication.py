@@ -3,54 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
-from shardfn.errors import warn
+from shardfn.errors import raise_problems, warn
+from shardfn.frontend.paths import unmet
 from shardfn.ir.model import Spec
-from shardfn.train.collectives.buckets import KINDS, Bucket, buckets, check_ids, compiler_options, ignored_fusion
+from shardfn.train.collectives.buckets import KINDS, Bucket, buckets, compiler_options, ignored_fusion
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.steps.gradients import GradientSync, ShardedDim
+from shardfn.train.steps.gradients import GradientSync, LeafSync, ShardedDim
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shardings import StepShardings
+from shardfn.train.steps.shardings import StepShardings, is_per_device
 from shardfn.train.steps.state import ModelParts
 
 
-def gradient_sync(options: StepOptions, parts: ModelParts, shardings: StepShardings) -> GradientSync:
-    """The collectives of gradients and parameters where each device works on its part of the batch."""
-    zero, trained = options.zero, [i for i, mine in enumerate(parts.trained) if mine]
-    # XLA partitions over the axes that do not shard the batch: it cannot scatter along them without a gather before.
-    is_all = set(shardings.batch_axes) == set(shardings.mesh.axis_names)
-    scatters = is_all and zero is not None and zero.level > 1
-    before, stored, updates = shardings.params, shardings.stored, shardings.updates
-    return GradientSync(
-        shardings.mesh,
-        shardings.batch_axes,
-        scattered=tuple(_added(before[i], updates[i]) if scatters else None for i in trained),
-        gathered=tuple(_added(before[i], stored[i]) if is_all else None for i in trained),
-        own=tuple(shardings.own[i] for i in trained),
-        paths=tuple(parts.paths[i] for i in trained),
-        other_specs=tuple(
-            PartitionSpec(*(tuple(a for a in axes if a not in shardings.batch_axes) or None for axes in before[i]))
-            for i in trained
-        ),
-        fusion=options.fusion,
-        regathers=options.gathers_again,
-        reduction=options.reduction,
-    )
-
-
-def update_sync(options: StepOptions, parts: ModelParts, shardings: StepShardings) -> GradientSync | None:
-    """The gathers of updated parameters, if the step makes them in buckets; None where XLA does."""
-    sync, zero = gradient_sync(options, parts, shardings), options.zero
-    if zero is None or zero.level > 2 or sync.fusion is None or sync.is_partial:
+def gradient_sync(options: StepOptions, parts: ModelParts, shardings: StepShardings) -> GradientSync | None:
+    """The collectives of gradients and parameters where each device works on its part of the batch; None elsewhere."""
+    if not is_per_device(options, shardings):
         return None
-    pairs = zip(shardings.params, shardings.updates, parts.trained, strict=True)
-    return dataclasses.replace(sync, gathered=tuple(_added(a, b) for a, b, mine in pairs if mine))
+    zero, axes = options.zero, shardings.batch_axes
+    # XLA partitions over the axes that do not shard the batch: it cannot scatter along them without a gather before.
+    is_all = set(axes) == set(shardings.mesh.axis_names)
+    scatters = is_all and zero is not None and zero.level > 1
+    leaves = []
+    for i in (i for i, mine in enumerate(parts.trained) if mine):
+        before = shardings.params[i]
+        scattered = _added(before, shardings.updates[i]) if scatters else None
+        gathered = _added(before, shardings.stored[i]) if is_all else None
+        others = PartitionSpec(*(tuple(a for a in dim if a not in axes) or None for dim in before))
+        leaves.append(LeafSync(parts.paths[i], parts.own[i], scattered, gathered, others))
+    return GradientSync(
+        shardings.mesh, axes, tuple(leaves), options.fusion, options.parallel_optimizer_comm_recompute,
+        options.settings.gradients_mean, options.settings.gradient_fp32_sync,
+    )  # fmt: skip
+
+
+def update_sync(
+    options: StepOptions, parts: ModelParts, shardings: StepShardings, sync: GradientSync | None
+) -> GradientSync | None:
+    """The gathers of updated parameters, if the step makes them in buckets; None where XLA does."""
+    zero = options.zero
+    if sync is None or zero is None or zero.level > 2 or sync.fusion is None or sync.is_partial:
+        return None
+    specs = zip(shardings.params, shardings.updates, parts.trained, strict=True)
+    further = [_added(before, after) for before, after, mine in specs if mine]
+    leaves = (dataclasses.replace(leaf, gathered=at) for leaf, at in zip(sync.leaves, further, strict=True))
+    return dataclasses.replace(sync, leaves=tuple(leaves))
 
 
 def fusion_options(options: StepOptions, sync: GradientSync | None) -> dict[str, Any]:
@@ -70,23 +71,27 @@ def fusion_options(options: StepOptions, sync: GradientSync | None) -> dict[str,
 
 
 def step_buckets(
-    options: StepOptions, parts: ModelParts, params: Any, shardings: StepShardings
+    options: StepOptions, params: Any, sync: GradientSync | None, updated: GradientSync | None
 ) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
-    """The fused collectives of a step, each with the paths of its operands; none unless fusion was asked for."""
-    sync = gradient_sync(options, parts, shardings)
-    if sync.fusion is None:
+    """The fused collectives of a step, each with the paths of its operands; none unless fusion was asked for.
+
+    Args:
+      options: those of the step.
+      params: shapes of the trained parameters.
+      sync: the collectives of gradients.
+      updated: the gathers of updated parameters.
+    """
+    if sync is None or sync.fusion is None:
         return ()
-    check_ids(sync.fusion, sync.paths)
-    leaves = tree_util.tree_leaves(parts.split(params)[0])
+    globs = [glob for glob, _ in sync.fusion.ids]
+    raise_problems(list(unmet("fusion", globs, [leaf.path for leaf in sync.leaves], "trained parameter")))
     found = []
-    for one, gathers in ((update_sync(options, parts, shardings) or sync, True), (sync, False)):
+    for one, gathers in ((updated or sync, True), (sync, False)):
         local = []
-        for x, at, own in zip(leaves, one.gathered, sync.own, strict=True):
-            shape = list(x.shape)
-            if gathers and at is not None:
-                shape[at[0]] //= math.prod(sync.mesh.shape[a] for a in at[1])
-            local.append(jax.ShapeDtypeStruct(shape[1:] if own else shape, options.compute_dtype or x.dtype))
-        members = [m for m in one.members(local, gathers) if m is not None]
+        for x, leaf in zip(tree_util.tree_leaves(params), one.leaves, strict=True):
+            shape = one.shard_shape(x.shape, leaf.gathered if gathers else None)
+            local.append(jax.ShapeDtypeStruct(shape[leaf.own :], options.compute_dtype or x.dtype))
+        members = list(one.members(local, gathers).values())
         found += [(b, tuple(members[i].path for i in b.members)) for b in buckets(members, sync.fusion)]
     return tuple(found)
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.meshes import spec_of
 from shardfn.frontend.paths import join
 from shardfn.train.collectives import flat_collectives
-from shardfn.train.collectives.buckets import Bucket, BucketMember, FusionOptions, buckets
+from shardfn.train.collectives.buckets import UNFUSED, Bucket, BucketMember, FusionOptions, buckets
 from shardfn.train.remat import PARAMETER, keep_but_parameters
+from shardfn.train.steps.batches import part_shapes
 
 Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
 """(trained, carried, batch) -> (loss, (auxiliary output, carried))."""
@@ -38,37 +39,37 @@ ShardedDim = tuple[int, tuple[str, ...]] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduction:
-    """How the devices' gradients become one."""
+class LeafSync:
+    """The collectives of a trained leaf and its gradient."""
 
-    mean: bool = True
-    """Divide the sum by the number of parts, for a loss that is a mean over the batch."""
-    fp32: bool = True
-    """Sum 16-bit gradients in float32."""
+    path: str
+    own: bool
+    """Each device has a parameter of its own (layerwise parallel), with a leading dimension of one, whose gradient is not
+    reduced."""
+    scattered: ShardedDim
+    """The dimension along which each device keeps a shard of the reduced gradient; None for an all-reduce."""
+    gathered: ShardedDim
+    """The dimension along which the parameter itself is sharded; None for a replicated one."""
+    other_spec: PartitionSpec
+    """The sharding over the mesh axes that do not shard the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync:
-    """The collectives of gradients and parameters over the mesh axes of the batch; a field per trained leaf.
-
-    `scattered` is the dimension along which each device keeps a shard of the reduced gradient, None for an all-reduce.
-    `gathered` is the dimension along which the parameter itself is sharded. `own` says that each device has a parameter of
-    its own (layerwise parallel), with a leading dimension of one, whose gradient is not reduced.
-    """
+    """The collectives of gradients and parameters over the mesh axes of the batch."""
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
-    scattered: tuple[ShardedDim, ...]
-    gathered: tuple[ShardedDim, ...]
-    own: tuple[bool, ...]
-    paths: tuple[str, ...]
-    other_specs: tuple[PartitionSpec, ...]
-    """The sharding over the mesh axes that do not shard the batch."""
+    leaves: tuple[LeafSync, ...]
+    """Of the trained leaves."""
     fusion: FusionOptions | None
     """Which collectives are fused; None leaves that to XLA."""
     regathers: bool
     """Gather sharded parameters again for the backward pass instead of keeping them."""
-    reduction: Reduction
+    mean: bool
+    """Divide summed gradients by the number of parts, for a loss that is a mean over the batch."""
+    fp32: bool
+    """Sum 16-bit gradients in float32."""
 
     @property
     def count(self) -> int:
@@ -80,30 +81,36 @@ class GradientSync:
         """Whether XLA partitions the loss over other mesh axes."""
         return set(self.axes) != set(self.mesh.axis_names)
 
-    def members(self, leaves: Sequence[Any], gathers: bool) -> list[BucketMember | None]:
-        """For each trained leaf the operand of its gather or of its gradient's reduction, None for no collective."""
-        found: list[BucketMember | None] = []
-        dims = self.gathered if gathers else self.scattered
-        for leaf, path, own, at, spec in zip(leaves, self.paths, self.own, dims, self.other_specs, strict=True):
-            if own or (gathers and at is None):
-                found.append(None)
+    def members(self, arrays: Sequence[Any], gathers: bool) -> dict[int, BucketMember]:
+        """By the trained leaf's number, the operands of gathers or of gradients' reductions; some leaves need neither."""
+        found = {}
+        for i, (x, leaf) in enumerate(zip(arrays, self.leaves, strict=True)):
+            at = leaf.gathered if gathers else leaf.scattered
+            if leaf.own or (gathers and at is None):
                 continue
-            shards = [_size(self.mesh, _axes(entry)) for entry in spec]
-            shape = tuple(n // k for n, k in itertools.zip_longest(leaf.shape, shards, fillvalue=1))
+            shards = [_size(self.mesh, axes) for axes in spec_of(leaf.other_spec, x.ndim)]
+            shape = tuple(n // k for n, k in zip(x.shape, shards, strict=True))
             kind = "all-gather" if gathers else "reduce-scatter" if at else "all-reduce"
-            dtype = leaf.dtype if gathers else self.sum_dtype(leaf.dtype)
-            found.append(BucketMember(path, shape, str(dtype), kind, at[1] if at else self.axes))
+            dtype = x.dtype if gathers else self.sum_dtype(x.dtype)
+            found[i] = BucketMember(leaf.path, shape, str(dtype), kind, at[1] if at else self.axes)
         return found
+
+    def shard_shape(self, shape: tuple[int, ...], at: ShardedDim) -> tuple[int, ...]:
+        """The shape of a shard along a dimension."""
+        if at is None:
+            return shape
+        dim, axes = at
+        return (*shape[:dim], shape[dim] // _size(self.mesh, axes), *shape[dim + 1 :])
 
     def sum_dtype(self, dtype: Any) -> Any:
         """The dtype in which a gradient is summed."""
         # XLA's CPU compiler crashes on 16-bit sums over some of the mesh axes.
-        widens = dtype.itemsize < 4 and (self.reduction.fp32 or self.is_partial)
+        widens = dtype.itemsize < 4 and (self.fp32 or self.is_partial)
         return jnp.dtype(jnp.float32) if widens else dtype
 
     def averaged(self, x: jax.Array) -> jax.Array:
         """A sum of gradients as the mean, where that is the reduction."""
-        return x / self.count if self.reduction.mean else x
+        return x / self.count if self.mean else x
 
 
 def global_gradients(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
@@ -144,7 +151,7 @@ def regathering_loss(
 def micro_batched(
     loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], zeros: Callable[[Any], Any]
 ) -> Gradients:
-    """As `global_gradients`, on `count` micro-batches, whose gradients a scan accumulates.
+    """As `global_gradients`, on `count` micro-batches, whose gradients a scan accumulates; one is the batch itself.
 
     Args:
       loss: a mean over the batch that it gets.
@@ -153,6 +160,8 @@ def micro_batched(
       each: maps the gradients of a micro-batch before they are added.
       zeros: the first sums, from the trained leaves.
     """
+    if count == 1:
+        return functools.partial(global_gradients, loss)
 
     def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
         leaves, treedef = tree_util.tree_flatten(batch)
@@ -181,9 +190,8 @@ def _unstacked(dim: int, x: jax.Array) -> jax.Array:
 
 
 def per_device_gradients(
-    loss: Loss, sync: GradientSync, micro_batches: int, early: bool, growing: Any, micro_growing: Any,
-    changing: Sequence[bool], trained: Any, carried: Any, batch: tuple[Any, ...],
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    loss: Loss, sync: GradientSync, micro_batches: int, early: bool, shapes: tuple[Any, Any, tuple[Any, ...]]
+) -> Gradients:
     """As `global_gradients`, in a shard_map over the mesh axes of the batch.
 
     Args:
@@ -191,39 +199,32 @@ def per_device_gradients(
       sync: the axes, and the collectives of each gradient.
       micro_batches: how many on each device; gradients are reduced once, after all.
       early: reduce-scatter the gradients of each micro-batch, so that the sums stay sharded.
-      growing: for each leaf of the auxiliary output the dimension that grows with the batch, -1 for a mean.
-      micro_growing: the same within one device's part.
-      changing: which carried leaves the loss changes; the devices agree on one value for these.
-      trained: the arguments of `loss`.
-      carried: the arguments of `loss`.
-      batch: the arguments of `loss`.
+      shapes: of the arguments of the loss, for the global batch.
     """
+    trained, carried, batch = shapes
     treedef = tree_util.tree_structure(trained)
+    pairs = zip(treedef.flatten_up_to(trained), sync.leaves, strict=True)
+    local = treedef.unflatten(jax.ShapeDtypeStruct(x.shape[leaf.own :], x.dtype) for x, leaf in pairs)
+    part = part_shapes(batch, sync.count)
+    growing = growing_dims(loss, local, carried, batch, sync.count)
+    micro_growing = growing_dims(loss, local, carried, part, micro_batches)
+    changing = _changing_leaves(loss, local, carried, part)  # the devices agree on one value for these
     per_device = PartitionSpec(sync.axes)
     batch_spec = tree_util.tree_map(lambda x: per_device if x.ndim else PartitionSpec(), batch)
     early = early and micro_batches > 1
     varying = lambda tree: tree_util.tree_map(lambda x: lax.pcast(x, sync.axes, to="varying"), tree)  # noqa: E731
+    is_early = [early and leaf.scattered is not None for leaf in sync.leaves]
 
-    def reduce(grads: Any, now: Sequence[bool], extra: Sequence[jax.Array] = ()) -> tuple[Any, list[jax.Array]]:
-        """The gradients, those in `now` reduced; and the sums of `extra` scalars, if collectives are fused."""
-        leaves = treedef.flatten_up_to(grads)
-        chosen = [here and not own for here, own in zip(now, sync.own, strict=True)]
-        if sync.fusion is not None:
-            leaves, sums = _reduce_buckets(leaves, chosen, sync, extra)
-        else:
-            dims = zip(leaves, sync.scattered, chosen, strict=True)
-            leaves, sums = [_reduce(g, sync, at) if here else g for g, at, here in dims], []
-        return treedef.unflatten(leaves), sums
+    def reduce(grads: Any, chosen: Sequence[bool], extra: Sequence[jax.Array] = ()) -> tuple[Any, list[jax.Array]]:
+        """The gradients, the chosen ones reduced; and the sums of `extra` scalars."""
+        reduced, sums = _reduce_all(treedef.flatten_up_to(grads), chosen, sync, extra)
+        return treedef.unflatten(reduced), sums
 
     def zeros(full: Any) -> Any:
         """Sums to start from, sharded where each micro-batch's gradients are."""
-        leaves = []
-        for leaf, at in zip(tree_util.tree_leaves(full), sync.scattered, strict=True):
-            shape = list(leaf.shape)
-            if early and at is not None:
-                shape[at[0]] //= _size(sync.mesh, at[1])
-            leaves.append(varying(jnp.zeros(shape, wide(leaf.dtype))))
-        return treedef.unflatten(leaves)
+        pairs = zip(tree_util.tree_leaves(full), sync.leaves, strict=True)
+        shapes = ((sync.shard_shape(x.shape, leaf.scattered if early else None), wide(x.dtype)) for x, leaf in pairs)
+        return treedef.unflatten(varying(jnp.zeros(shape, dtype)) for shape, dtype in shapes)
 
     def gather(trained: Any) -> Any:
         return treedef.unflatten(_gather_all(treedef.flatten_up_to(trained), sync))
@@ -235,53 +236,46 @@ def per_device_gradients(
             called, full = loss, gather(trained)
         carried = varying(carried)
         batch = tree_util.tree_map(lambda x: x if x.ndim else varying(x), batch)
-        is_scattered = [at is not None for at in sync.scattered]
-        if micro_batches == 1:
-            value, aux, grads, carried = global_gradients(called, full, carried, batch)
-        else:
-            each = (lambda g: reduce(g, is_scattered)[0]) if early else lambda g: g
-            value, aux, grads, carried = micro_batched(called, micro_batches, micro_growing, each, zeros)(
-                full, carried, batch
-            )
+        each = (lambda g: reduce(g, is_early)[0]) if early else lambda g: g
+        run = micro_batched(called, micro_batches, micro_growing, each, zeros)
+        value, aux, grads, carried = run(full, carried, batch)
         changed = [x for x, changes in zip(tree_util.tree_leaves(carried), changing, strict=True) if changes]
         rest, structure = tree_util.tree_flatten((value, aux, changed))
         dims = [-1, *tree_util.tree_leaves(growing), *[-1] * len(changed)]
         joins = [sync.fusion is not None and d < 0 and _is_inexact(x) for x, d in zip(rest, dims, strict=True)]
         extra = [x.astype(wide(x.dtype)) for x, join in zip(rest, joins, strict=True) if join]
-        grads, sums = reduce(grads, [not (early and s) for s in is_scattered], extra)
-        leaves = zip(treedef.flatten_up_to(grads), sync.own, strict=True)
-        grads = treedef.unflatten([g[None] if own else g for g, own in leaves])
+        grads, sums = reduce(grads, [not done for done in is_early], extra)
+        reduced = zip(treedef.flatten_up_to(grads), sync.leaves, strict=True)
+        grads = treedef.unflatten(g[None] if leaf.own else g for g, leaf in reduced)
         arrived = iter(sums)
         rest = [
             (next(arrived) / sync.count).astype(x.dtype) if join else _agreed(x, sync.axes) if d < 0 else x
             for x, join, d in zip(rest, joins, dims, strict=True)
         ]
         value, aux, changed = structure.unflatten(rest)
-        return value if sync.reduction.mean else value * sync.count, aux, grads, changed
+        return value if sync.mean else value * sync.count, aux, grads, changed
 
-    specs = lambda dims: treedef.unflatten(  # noqa: E731
-        [per_device if own else _spec(at) for at, own in zip(dims, sync.own, strict=True)]
+    stored, reduced = (
+        treedef.unflatten(per_device if leaf.own else _spec(getattr(leaf, name)) for leaf in sync.leaves)
+        for name in ("gathered", "scattered")
     )
     aux_spec = tree_util.tree_map(lambda dim: _spec(None if dim < 0 else (dim, sync.axes)), growing)
     mapped = jax.shard_map(
         on_device,
         mesh=sync.mesh,
-        in_specs=(specs(sync.gathered), PartitionSpec(), batch_spec),
-        out_specs=(PartitionSpec(), aux_spec, specs(sync.scattered), PartitionSpec()),
+        in_specs=(stored, PartitionSpec(), batch_spec),
+        out_specs=(PartitionSpec(), aux_spec, reduced, PartitionSpec()),
         axis_names=set(sync.axes),
     )
-    value, aux, grads, changed = mapped(trained, carried, batch)
-    new = iter(changed)
-    leaves, structure = tree_util.tree_flatten(carried)
-    kept = [next(new) if changes else x for x, changes in zip(leaves, changing, strict=True)]
-    return value, aux, grads, structure.unflatten(kept)
 
+    def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+        value, aux, grads, changed = mapped(trained, carried, batch)
+        new = iter(changed)
+        leaves, structure = tree_util.tree_flatten(carried)
+        kept = [next(new) if changes else x for x, changes in zip(leaves, changing, strict=True)]
+        return value, aux, grads, structure.unflatten(kept)
 
-def part_shapes(batch: Any, parts: int) -> Any:
-    """The shapes of one of `parts` parts of a batch; every part gets the scalars."""
-    return tree_util.tree_map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
-    )
+    return run
 
 
 def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...], parts: int) -> Any:
@@ -307,7 +301,7 @@ def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...],
     return tree_util.tree_map_with_path(dim, large, small)
 
 
-def changing_leaves(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[bool, ...]:
+def _changing_leaves(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[bool, ...]:
     """Which carried leaves the loss changes."""
     found: list[bool] = []
 
@@ -328,16 +322,15 @@ def wide(dtype: Any) -> Any:
 
 
 def _gather_all(leaves: Sequence[jax.Array], sync: GradientSync) -> list[jax.Array]:
-    """The full parameters on a device, gathered in buckets where collectives are fused."""
-    gathered = {} if sync.fusion is None or sync.is_partial else _gather_buckets(leaves, sync)
+    """The full parameters on a device."""
+    gathered = _gather_buckets(leaves, sync)
     found = []
-    for i, (x, at, own) in enumerate(zip(leaves, sync.gathered, sync.own, strict=True)):
-        if own:
+    for i, (x, leaf) in enumerate(zip(leaves, sync.leaves, strict=True)):
+        if leaf.own:
             found.append(x[0])
             continue
-        if at is not None:
-            x = gathered[i] if i in gathered else lax.all_gather(x, at[1], axis=at[0], tiled=True)
-        missing = tuple(a for a in sync.axes if at is None or a not in at[1])
+        x = gathered.get(i, x)
+        missing = tuple(a for a in sync.axes if leaf.gathered is None or a not in leaf.gathered[1])
         found.append(lax.pcast(x, missing, to="varying") if missing else x)
     return found
 
@@ -345,17 +338,16 @@ def _gather_all(leaves: Sequence[jax.Array], sync: GradientSync) -> list[jax.Arr
 def gather_updated(trained: Any, sync: GradientSync) -> Any:
     """Gather updated parameters of which each device has a shard, in buckets."""
     leaves, treedef = tree_util.tree_flatten(trained)
-    places = [i for i, (at, own) in enumerate(zip(sync.gathered, sync.own, strict=True)) if at and not own]
+    places = [i for i, leaf in enumerate(sync.leaves) if leaf.gathered and not leaf.own]
     if not places:
         return trained
-    fields = ("scattered", "gathered", "own", "paths", "other_specs")
-    few = dataclasses.replace(sync, **{name: tuple(getattr(sync, name)[i] for i in places) for name in fields})
+    few = dataclasses.replace(sync, leaves=tuple(sync.leaves[i] for i in places))
 
     def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
         found = _gather_buckets(shards, few)
         return tuple(found[i] for i in range(len(shards)))
 
-    specs = tuple(map(_spec, few.gathered))
+    specs = tuple(_spec(leaf.gathered) for leaf in few.leaves)
     mapped = jax.shard_map(
         on_device, mesh=sync.mesh, in_specs=specs, out_specs=(PartitionSpec(),) * len(specs), check_vma=False
     )
@@ -364,54 +356,51 @@ def gather_updated(trained: Any, sync: GradientSync) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _buckets(
-    members: Sequence[BucketMember | None], fusion: FusionOptions | None, chosen: Sequence[bool] | None = None
-) -> Iterator[tuple[Bucket, list[int]]]:
-    """The buckets of the chosen leaves' collectives, each with the places of its leaves."""
-    assert fusion is not None
-    pairs = [(i, m) for i, m in enumerate(members) if m is not None and (chosen is None or chosen[i])]
-    for bucket in buckets([m for _, m in pairs], fusion):
-        yield bucket, [pairs[k][0] for k in bucket.members]
+def _buckets(members: Mapping[int, BucketMember], fusion: FusionOptions | None) -> list[tuple[Bucket, list[int]]]:
+    """The buckets of some leaves' collectives, each with the numbers of its leaves."""
+    numbers = list(members)
+    found = buckets(list(members.values()), UNFUSED if fusion is None else fusion)
+    return [(bucket, [numbers[k] for k in bucket.members]) for bucket in found]
+
+
+def _run(jobs: Sequence[flat_collectives.Job], sync: GradientSync, backwards: bool) -> list[list[jax.Array]]:
+    """The results of collectives; XLA must not join fused ones."""
+    if sync.fusion is None:
+        return [collective(arrays) for arrays, collective in jobs]
+    return flat_collectives.in_turn(jobs, backwards)
 
 
 def _gather_buckets(leaves: Sequence[jax.Array], sync: GradientSync) -> dict[int, jax.Array]:
-    """Each full leaf of which a device has a shard, by its place."""
-    jobs: list[Any] = []
-    joined = list(_buckets(sync.members(leaves, gathers=True), sync.fusion))
+    """Each full leaf of which a device has a shard, by its number."""
+    joined = _buckets(sync.members(leaves, gathers=True), sync.fusion)
+    jobs: list[flat_collectives.Job] = []
     for bucket, places in joined:
-        dims = [_dim(sync.gathered[i]) for i in places]
+        dims = [_dim(sync.leaves[i].gathered) for i in places]
         gather = functools.partial(flat_collectives.all_gathered, dims=dims, axes=bucket.axes)
         jobs.append(([leaves[i] for i in places], gather))
-    done = flat_collectives.in_turn(jobs, backwards=False)
+    done = _run(jobs, sync, backwards=False)
     return {i: x for (_, places), arrays in zip(joined, done, strict=True) for i, x in zip(places, arrays, strict=True)}
 
 
-def _reduce(g: jax.Array, sync: GradientSync, at: ShardedDim) -> jax.Array:
-    g = g.astype(sync.sum_dtype(g.dtype))
-    if at is not None:
-        g = lax.psum_scatter(g, at[1], scatter_dimension=at[0], tiled=True)
-    rest = tuple(a for a in sync.axes if at is None or a not in at[1])
-    return sync.averaged(lax.psum(g, rest) if rest else g)
-
-
-def _reduce_buckets(
+def _reduce_all(
     leaves: Sequence[jax.Array], chosen: Sequence[bool], sync: GradientSync, extra: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The leaves, the chosen ones reduced by bucket; and the sums of `extra`, which join the last fitting bucket."""
-    joined = list(_buckets(sync.members(leaves, gathers=False), sync.fusion, chosen))
+    members = sync.members(leaves, gathers=False)
+    joined = _buckets({i: member for i, member in members.items() if chosen[i]}, sync.fusion)
     fitting = [
         i for i, (b, _) in enumerate(joined)
         if b.kind == "all-reduce" and b.axes == sync.axes and all(str(x.dtype) == b.dtype for x in extra)
     ]  # fmt: skip
-    jobs: list[Any] = []
+    jobs: list[flat_collectives.Job] = []
     for i, (bucket, places) in enumerate(joined):
         arrays = [leaves[place].astype(bucket.dtype) for place in places]
         arrays += extra if fitting and i == fitting[-1] else []
-        dims, specs = [_dim(sync.scattered[p]) for p in places], [sync.other_specs[p] for p in places]
-        jobs.append((arrays, functools.partial(_sum_bucket, bucket.kind, sync, dims, bucket.axes, specs)))
+        jobs.append((arrays, functools.partial(_sum_bucket, bucket, [sync.leaves[p] for p in places], sync)))
     if extra and not fitting:
-        jobs.append((list(extra), functools.partial(_sum_bucket, "all-reduce", sync, [], sync.axes, [])))
-    done = flat_collectives.in_turn(jobs, backwards=True)
+        alone = Bucket("all-reduce", sync.axes, str(extra[0].dtype), (), 0)
+        jobs.append((list(extra), functools.partial(_sum_bucket, alone, [], sync)))
+    done = _run(jobs, sync, backwards=True)
     found = list(leaves)
     for (_, places), arrays in zip(joined, done, strict=False):
         for place, g in zip(places, arrays, strict=False):
@@ -420,29 +409,23 @@ def _reduce_buckets(
 
 
 def _sum_bucket(
-    kind: str, sync: GradientSync, dims: Sequence[int], axes: tuple[str, ...], specs: Sequence[PartitionSpec],
-    arrays: Sequence[jax.Array],
-) -> list[jax.Array]:  # fmt: skip
-    """Sums over the parts of the batch; arrays after the bucket's members are scalars."""
+    bucket: Bucket, leaves: Sequence[LeafSync], sync: GradientSync, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Sums over the parts of the batch; arrays after those of the leaves are scalars."""
     if sync.is_partial:
         others = frozenset(sync.mesh.axis_names) - set(sync.axes)
-        specs = [*specs, *[PartitionSpec()] * (len(arrays) - len(specs))]
-        return flat_collectives.all_reduced_shards(arrays, axes, specs, others)
-    if kind != "reduce-scatter":
-        found = flat_collectives.all_reduced(arrays, axes)
+        specs = [leaf.other_spec for leaf in leaves] + [PartitionSpec()] * (len(arrays) - len(leaves))
+        return flat_collectives.all_reduced_shards(arrays, bucket.axes, specs, others)
+    if bucket.kind == "reduce-scatter":
+        found = flat_collectives.reduce_scattered(arrays, [_dim(leaf.scattered) for leaf in leaves], bucket.axes)
     else:
-        found = flat_collectives.reduce_scattered(arrays, dims, axes)
-    rest = tuple(a for a in sync.axes if a not in axes)
+        found = flat_collectives.all_reduced(arrays, bucket.axes)
+    rest = tuple(a for a in sync.axes if a not in bucket.axes)
     return flat_collectives.all_reduced(found, rest) if rest else found
 
 
 def _size(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[a] for a in axes)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The axes of an entry of a `PartitionSpec`."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _dim(at: ShardedDim) -> int:

@@ -1,24 +1,62 @@
-"""The checked options of a training step."""
+"""The options of a training step, and MindSpore's parallel modes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
+from shardfn.errors import ContextError, fail
+from shardfn.frontend import defaults
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.training_settings import TrainingSettings
-from shardfn.train.collectives.buckets import FusionOptions
-from shardfn.train.steps.gradients import Reduction
-from shardfn.train.steps.modes import Mode
 from shardfn.train.steps.optimizer_parallel import OptimizerParallel, optimizer_parallel_of
 
 
 @dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a mode treats devices, the loss and shardings."""
+
+    name: str
+    one_device: bool = False
+    per_device: bool = False
+    """Call the loss on each device with its part of the batch, then reduce gradients; a batch statistic sees one part.
+    Otherwise the loss is called once on the global batch, and XLA partitions it."""
+    layouts: str = "replicated"
+    """Of parameters: "replicated", "given" by the user, or "searched" where the user leaves them open."""
+
+
+MODES: Mapping[str, Mode] = MappingProxyType({
+    mode.name: mode
+    for mode in (
+        Mode("stand_alone", one_device=True),
+        Mode("data_parallel", per_device=True),
+        Mode("hybrid_parallel", per_device=True),
+        Mode("semi_auto_parallel", layouts="given"),
+        Mode("auto_parallel", layouts="searched"),
+    )
+})  # fmt: skip
+
+
+def mode_of(name: str | None) -> Mode:
+    """The mode of that name; None is the context's if set, else "auto_parallel".
+
+    >>> mode_of("data_parallel").per_device, mode_of(None).layouts
+    (True, 'searched')
+    """
+    name = name or defaults.current().parallel_mode or "auto_parallel"
+    if name not in MODES:
+        fail(ContextError, f"there is no mode {name!r}", where=f"mode = {name!r}",
+             why="a mode is one of MindSpore's parallel modes", fix=f"use one of {', '.join(MODES)}")  # fmt: skip
+    return MODES[name]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The options of `train.step`, checked."""
+    """The arguments of `train.step`, by their names; `step_problems` checks them."""
 
     loss_fn: Callable[..., Any]
     optimizer: Any
@@ -32,17 +70,16 @@ class StepOptions:
     micro_batches: int
     compute_dtype: Any
     cross_batch: bool
-    own: tuple[str, ...]
+    layerwise_parallel: tuple[str, ...]
     frozen: tuple[str, ...]
     donate: bool
-    gathers_again: bool
-    """Whether sharded parameters are gathered again for the backward pass."""
+    parallel_optimizer_comm_recompute: bool
     opt_state_memory_kind: str | None
     """The memory of the optimizer's arrays between steps; None for that of the devices."""
-    fusion: FusionOptions | None
-    """Which collectives are fused; None leaves that to XLA."""
-    reuse: int | None
-    """The largest number of layers in one scan; None scans nothing."""
+    fusion: Any
+    """As the user gave it; then `FusionOptions`, or None, which leaves fusion to XLA."""
+    reuse: Any
+    """As the user gave it; then the largest number of layers in one scan, or None, which scans nothing."""
     recompute: Any
     """How many layers the backward pass rematerialises, or "auto"."""
     options: Mapping[str, Any]
@@ -54,11 +91,6 @@ class StepOptions:
         return self.defaults.training
 
     @property
-    def reduction(self) -> Reduction:
-        """How the devices' gradients become one."""
-        return Reduction(self.settings.gradients_mean, self.settings.gradient_fp32_sync)
-
-    @property
     def zero(self) -> OptimizerParallel | None:
         """Optimizer parallel; None for none."""
         return optimizer_parallel_of(self.settings)
@@ -66,8 +98,9 @@ class StepOptions:
     @property
     def is_plain(self) -> bool:
         """Whether a step is loss, gradients and update only, so that `shard` can plan and run it as it is."""
-        once = self.settings.loss_repeated_mean
-        return self.zero is None and self.micro_batches == 1 and self.reduction.mean and once
+        settings = self.settings
+        is_mean = settings.gradients_mean and settings.loss_repeated_mean
+        return self.zero is None and self.micro_batches == 1 and is_mean
 
     def hardware(self) -> Hardware:
         """The devices of the mode."""

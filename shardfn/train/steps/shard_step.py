@@ -15,18 +15,17 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import join, ruled
 from shardfn.frontend.strategy import AUTO
-from shardfn.ir.model import Spec
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives.buckets import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.batches import batch_problems
-from shardfn.train.steps.communication import fusion_options, gradient_sync, step_buckets
+from shardfn.train.steps.communication import fusion_options, gradient_sync, step_buckets, update_sync
 from shardfn.train.steps.gradients import GradientSync
 from shardfn.train.steps.offload import OffloadedStep, offload_step, with_memory_kind
 from shardfn.train.steps.optimizer_parallel import OptimizerParallel, mirrored_paths, shard_further
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shardings import StepShardings, is_per_device, tree_of
-from shardfn.train.steps.state import ModelParts, TrainState, own_leaves
+from shardfn.train.steps.state import ModelParts, TrainState
 from shardfn.train.steps.update import update_function
 
 
@@ -55,36 +54,32 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
     else:
         shardings = _planned(options, parts, state, batch)
     if isinstance(shardings, ShardedStep):
-        return _offloaded(options, shardings, _compiler_options(options, None), state, batch)
-    shardings = _with_zero(options, parts, state, shardings)
-    of_state = _state_shardings(state, shardings)
-    named = [*tree_util.tree_leaves(of_state), *(shardings.named(s) for s in shardings.batch)]
-    keyed = [*_keyed("state", state), *_keyed("batch", batch)]
-    per_device = is_per_device(options, shardings)
-    compile_with = _compiler_options(options, gradient_sync(options, parts, shardings) if per_device else None)
-    function = shard(
-        update_function(options, parts, shardings, state, batch),
-        device=shardings.mesh if isinstance(shardings.mesh, Mesh) else options.device,  # that of the step's constraints
-        parameter_plan={path: sharding for (path, _), sharding in zip(keyed, named, strict=True)},
-        donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
-    )  # fmt: skip
-    fused = step_buckets(options, parts, state.params, shardings) if per_device else ()
-    return _offloaded(options, ShardedStep(function, of_state, fused), compile_with, state, batch)
+        step, compile_with = shardings, _compiler_options(options, None)
+    else:
+        shardings = _with_zero(options, parts, state, shardings)
+        of_state = _state_shardings(state, shardings)
+        named = [*tree_util.tree_leaves(of_state), *(shardings.named(s) for s in shardings.batch)]
+        paths = [path for path, _ in (*_keyed("state", state), *_keyed("batch", batch))]
+        sync = gradient_sync(options, parts, shardings)
+        compile_with = _compiler_options(options, sync)
+        function = shard(
+            update_function(options, parts, shardings, sync, state, batch),
+            device=shardings.mesh if isinstance(shardings.mesh, Mesh) else options.device,  # that of the step's constraints
+            parameter_plan=dict(zip(paths, named, strict=True)),
+            donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
+        )  # fmt: skip
+        updated = update_sync(options, parts, shardings, sync)
+        step = ShardedStep(function, of_state, step_buckets(options, parts.split(state.params)[0], sync, updated))
+    kind = options.opt_state_memory_kind
+    if kind is None or not isinstance(step.function, ShardedFunction):
+        return step
+    offloaded = offload_step(step.function, step.state, kind, options.donate, compile_with, state, batch)
+    return dataclasses.replace(step, function=offloaded, state=offloaded.stored)
 
 
 def _compiler_options(options: StepOptions, sync: GradientSync | None) -> dict[str, Any]:
     """XLA's options for fusion, and the user's."""
     return {**fusion_options(options, sync), **(options.options.get("compiler_options") or {})}
-
-
-def _offloaded(
-    options: StepOptions, step: ShardedStep, compile_with: Mapping[str, Any], state: TrainState, batch: Any
-) -> ShardedStep:
-    kind = options.opt_state_memory_kind
-    if kind is None or not isinstance(step.function, ShardedFunction):
-        return step
-    made = offload_step(step.function, step.state, kind, options.donate, compile_with, state, batch)
-    return dataclasses.replace(step, function=made, state=made.stored)
 
 
 def state_shardings(options: StepOptions, parts: ModelParts, state: TrainState) -> TrainState:
@@ -110,14 +105,12 @@ def _replicated(options: StepOptions, parts: ModelParts, state: TrainState, batc
     devices = options.hardware()
     axes = _data_axes(devices.count, options.zero)
     names = tuple(name for name, _ in axes)
-    own = own_leaves(parts, options.own)
     first_dim = lambda x: (names, *((),) * (len(x.shape) - 1))  # noqa: E731
     leaves = parts.treedef.flatten_up_to(state.params)
-    params = tuple(first_dim(x) if o else ((),) * len(x.shape) for x, o in zip(leaves, own, strict=True))
+    params = tuple(first_dim(x) if o else ((),) * len(x.shape) for x, o in zip(leaves, parts.own, strict=True))
     of_batch = tuple(first_dim(x) if x.shape else () for x in tree_util.tree_leaves(batch))
     raise_problems(list(batch_problems(batch, devices.count, options.micro_batches)))
-    opt_state = _like_params(parts, state, params)
-    return StepShardings(_mesh(devices, axes), names, params, opt_state, of_batch, own)
+    return StepShardings(_mesh(devices, axes), names, params, _like_params(parts, state, params), of_batch)
 
 
 def _of_pipeline(options: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]) -> StepShardings:
@@ -129,8 +122,7 @@ def _of_pipeline(options: StepOptions, parts: ModelParts, state: TrainState, bat
         raise_problems([Problem("the step and its pipeline are for different devices",
                                 f"{len(devices)} devices in train.step, {mesh.size} in train.pipeline",
                                 "a step runs on the mesh of its pipeline", "leave `device` out of train.step")])  # fmt: skip
-    opt_state = _like_params(parts, state, params)
-    return StepShardings(mesh, (), tuple(params), opt_state, tuple(of_batch), own_leaves(parts, options.own))
+    return StepShardings(mesh, (), tuple(params), _like_params(parts, state, params), tuple(of_batch))
 
 
 def _planned(
@@ -145,26 +137,26 @@ def _planned(
         raise_problems([Problem(f"`in_strategy` must be a tuple with {len(batch)} entries", f"in_strategy = {entries!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
                                 "write an entry for each, None for data parallel")])  # fmt: skip
-    plan = _parameter_plan(parts, state, rest.pop("parameter_plan"), given)
+    plan = _parameter_plan(parts, state, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
-        update_function(dataclasses.replace(options, micro_batches=1), parts, None, state, batch),
+        update_function(options, parts, None, None, state, batch),
         (AUTO, *entries), device=options.device, parameter_plan=plan, donate_argnums=(0,) if options.donate else (),
         compiler_options=_compiler_options(options, None) if is_plain else None, **rest,
     )  # fmt: skip
-    made = function.plan(state, *batch)
-    specs = [d.spec for d in made.inputs]
-    counts = [len(tree_util.tree_leaves(part)) for part in (state.params, state.opt_state)]
-    end = sum(counts)  # the step counter is at `end`, the batch after it
-    of_batch = specs[end + 1 :]
+    planned = function.plan(state, *batch)
+    specs = tuple(d.spec for d in planned.inputs)
+    count, end = len(parts.paths), len(tree_util.tree_leaves(state))
+    params, opt_state, of_batch = (
+        specs[:count],
+        specs[count : end - 1],
+        specs[end:],
+    )  # the step counter is before the batch
     batch_axes = next((spec[0] for spec in of_batch if spec and spec[0]), ())
-    shardings = StepShardings(
-        made.mesh, batch_axes, tuple(specs[: counts[0]]), tuple(specs[counts[0] : end]), tuple(of_batch),
-        (False,) * len(parts.paths),
-    )  # fmt: skip
+    shardings = StepShardings(planned.mesh, batch_axes, params, opt_state, of_batch)
     per_device = is_per_device(options, shardings)
     if options.is_plain and not per_device:
-        return ShardedStep(function, tree_of(state, list(map(shardings.named, specs[: end + 1]))))
+        return ShardedStep(function, tree_of(state, list(map(shardings.named, specs[:end]))))
     raise_problems(list(batch_problems(batch, shardings.count if per_device else 1, options.micro_batches)))
     return shardings
 
@@ -177,28 +169,22 @@ def _with_zero(options: StepOptions, parts: ModelParts, state: TrainState, shard
     further = lambda x, spec: shard_further(x.shape, x.dtype.itemsize, spec, shardings.axes, zero)  # noqa: E731
     leaves = zip(parts.treedef.flatten_up_to(state.params), shardings.params, parts.trained, strict=True)
     updates = tuple(further(x, spec) if trained else spec for x, spec, trained in leaves)
-    like = dict(zip(parts.paths, updates, strict=True))
-    opt_state = zip(
-        tree_util.tree_leaves(state.opt_state), _mirrored_paths(parts, state), shardings.opt_state, strict=True
-    )
+    rest = [further(x, s) for x, s in zip(tree_util.tree_leaves(state.opt_state), shardings.opt_state, strict=True)]
     return dataclasses.replace(
         shardings,
         stored=updates if zero.level == 3 else shardings.params,
         updates=updates,
-        opt_state=tuple(further(x, spec) if path is None else like[path] for x, path, spec in opt_state),
+        opt_state=_like_params(parts, state, updates, rest),
     )
 
 
-def _like_params(parts: ModelParts, state: TrainState, params: Sequence[Spec]) -> tuple[Spec, ...]:
-    """The specs of the optimizer's state: those of the parameters that it mirrors, else replicated."""
-    like = dict(zip(parts.paths, params, strict=True))
-    pairs = zip(_mirrored_paths(parts, state), tree_util.tree_leaves(state.opt_state), strict=True)
-    return tuple(((),) * len(x.shape) if path is None else like[path] for path, x in pairs)
-
-
-def _mirrored_paths(parts: ModelParts, state: TrainState) -> list[str | None]:
+def _like_params(parts: ModelParts, state: TrainState, params: Sequence[Any], rest: Any = None) -> tuple[Any, ...]:
+    """The specs of the optimizer's state: those of the parameters that it mirrors, else of `rest`, else replicated."""
+    rest = rest or [((),) * len(x.shape) for x in tree_util.tree_leaves(state.opt_state)]
     shapes = [tuple(x.shape) for x in parts.treedef.flatten_up_to(state.params)]
-    return mirrored_paths(state.opt_state, dict(zip(parts.paths, shapes, strict=True)))
+    mirrored = mirrored_paths(state.opt_state, dict(zip(parts.paths, shapes, strict=True)))
+    like = dict(zip(parts.paths, params, strict=True))
+    return tuple(spec if path is None else like[path] for path, spec in zip(mirrored, rest, strict=True))
 
 
 def _parameter_plan(parts: ModelParts, state: TrainState, plan: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
@@ -219,12 +205,12 @@ def _parameter_plan(parts: ModelParts, state: TrainState, plan: Mapping[str, Any
     entries |= {keyed[i][0]: plan[globs[rule]] for i, rule in found.rules.items()}
     if not is_given:
         return entries
-    by_path: dict[str | None, Any] = {parts.paths[i]: plan[globs[rule]] for i, rule in found.rules.items()}
-    states = zip(_keyed("state/opt_state", state.opt_state), _mirrored_paths(parts, state), strict=True)
-    replicated = lambda x: (1,) * len(x.shape)  # noqa: E731
-    rest = {name: replicated(x) for name, x in keyed}
-    rest |= {name: by_path.get(path, replicated(x)) for (name, x), path in states}
-    return {**rest, "state/step": (), **entries}
+    states = _keyed("state/opt_state", state.opt_state)
+    replicated, rest = ([(1,) * len(x.shape) for _, x in leaves] for leaves in (keyed, states))
+    params = [plan[globs[found.rules[i]]] if i in found.rules else entry for i, entry in enumerate(replicated)]
+    names = [name for name, _ in (*keyed, *states)]
+    of_all = (*params, *_like_params(parts, state, params, rest))
+    return {**dict(zip(names, of_all, strict=True)), "state/step": (), **entries}
 
 
 def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, int], ...]:

@@ -26,8 +26,6 @@ class StepShardings:
     """Of the model's arrays as the loss uses them."""
     opt_state: tuple[Spec, ...]
     batch: tuple[Spec, ...]
-    own: tuple[bool, ...]
-    """Which of the model's arrays each device has of its own (layerwise parallel)."""
     stored: tuple[Spec, ...] = ()
     """Of the model's arrays between steps; with optimizer level 3 sharded further than `params`."""
     updates: tuple[Spec, ...] = ()

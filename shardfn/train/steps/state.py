@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import tree_util
 
@@ -43,6 +44,8 @@ class ModelParts:
     """Of the model's arrays, with None for static leaves."""
     paths: tuple[str, ...]
     trained: tuple[bool, ...]
+    own: tuple[bool, ...]
+    """Which leaves each device has of its own (layerwise parallel)."""
     model_treedef: Any
     static: tuple[Any, ...]
     """The model's leaves, with None for each array."""
@@ -77,7 +80,9 @@ class ModelParts:
         )
 
 
-def model_parts(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ()) -> ModelParts:
+def model_parts(
+    model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = (), layerwise_parallel: Sequence[str] = ()
+) -> ModelParts:
     """Sort the leaves of a model, which may be shapes.
 
     Args:
@@ -85,6 +90,7 @@ def model_parts(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] =
         first of its places.
       frozen: globs of paths that are not trained.
       mutable: the collections of Linen variables that the loss returns.
+      layerwise_parallel: globs of paths of which each device has an array of its own.
 
     >>> import numpy as np
     >>> parts = model_parts({"w": np.ones(3, np.float32), "steps": np.int32(0), "act": abs})
@@ -98,7 +104,8 @@ def model_parts(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] =
     is_array = [not t and holds_array(model, leaf) for (_, leaf), t in zip(keyed, is_tied, strict=True)]
     inside = [(join("", key), leaf) for (key, leaf), here in zip(keyed, is_array, strict=True) if here]
     paths = tuple(tidy(name) for name, _ in inside)
-    raise_problems([*_missing(model, mutable), *unmet("frozen", frozen, paths)])
+    globs = {"frozen": frozen, "layerwise_parallel": layerwise_parallel}
+    raise_problems([*_missing(model, mutable), *(p for name in globs for p in unmet(name, globs[name], paths))])
     no_params = _not_params(model, mutable)
     trained = tuple(
         jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in no_params and not is_frozen
@@ -108,7 +115,14 @@ def model_parts(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] =
         None if here else _TIED if t else leaf for (_, leaf), here, t in zip(keyed, is_array, is_tied, strict=True)
     )
     arrays = treedef.unflatten([x if here else None for (_, x), here in zip(keyed, is_array, strict=True)])
-    return ModelParts(tree_util.tree_structure(arrays), paths, trained, treedef, static, tied)
+    own = matches(paths, layerwise_parallel)
+    return ModelParts(tree_util.tree_structure(arrays), paths, trained, own, treedef, static, tied)
+
+
+def shapes_of(tree: Any) -> Any:
+    """A pytree of arrays or numbers as shapes."""
+    shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x))  # noqa: E731
+    return tree_util.tree_map(shape, tree)
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
@@ -152,8 +166,12 @@ def tied_variables(model: Any) -> tuple[tuple[Any, Any], ...]:
 
 def retie(model: Any, tied: Sequence[tuple[Any, Any]]) -> Any:
     """A rebuilt module with its tied variables tied again."""
-    for place, first in tied:
-        _put(model, place, functools.reduce(_inside, first, model))
+    for (*outer, last), first in tied:
+        parent, variable = (functools.reduce(_inside, place, model) for place in (outer, first))
+        if isinstance(last, tree_util.GetAttrKey):
+            setattr(parent, last.name, variable)
+        else:
+            parent[last.idx if isinstance(last, tree_util.SequenceKey) else last.key] = variable
     return model
 
 
@@ -167,16 +185,6 @@ def _inside(node: Any, key: Any) -> Any:
     if isinstance(key, tree_util.GetAttrKey):
         return getattr(node, key.name)
     return node[key.idx if isinstance(key, tree_util.SequenceKey) else key.key]
-
-
-def _put(model: Any, place: Any, variable: Any) -> None:
-    """Make a place of a module hold a variable."""
-    *outer, last = place
-    parent = functools.reduce(_inside, outer, model)
-    if isinstance(last, tree_util.GetAttrKey):
-        setattr(parent, last.name, variable)
-    else:
-        parent[last.idx if isinstance(last, tree_util.SequenceKey) else last.key] = variable
 
 
 _TIED = object()
@@ -197,13 +205,3 @@ def matches(paths: Sequence[str], globs: Sequence[str]) -> tuple[bool, ...]:
     """Which paths match a glob."""
     hits = {i for glob in globs for i in met(glob, paths)[0]}
     return tuple(i in hits for i in range(len(paths)))
-
-
-def own_leaves(parts: ModelParts, globs: Sequence[str]) -> tuple[bool, ...]:
-    """Which leaves `layerwise_parallel` names.
-
-    Raises:
-      StrategyError: a glob matches none.
-    """
-    raise_problems(list(unmet("layerwise_parallel", globs, parts.paths)))
-    return matches(parts.paths, globs)

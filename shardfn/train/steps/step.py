@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.frontend import defaults
+from shardfn.frontend.option_checks import positional
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.planning.plan import Plan
@@ -30,8 +30,7 @@ from shardfn.train.remat import recompute as again
 from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers, scan_limit
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
 from shardfn.train.steps.checks import step_problems
-from shardfn.train.steps.modes import mode_of
-from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.options import StepOptions, mode_of
 from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
 from shardfn.train.steps.state import (
     ModelParts,
@@ -39,8 +38,8 @@ from shardfn.train.steps.state import (
     holds_array,
     is_incomplete,
     model_parts,
-    own_leaves,
     retie,
+    shapes_of,
     tied_variables,
 )
 
@@ -140,7 +139,6 @@ def step(
     >>> float(loss), int(state.step)
     (1.0, 1)
     """
-    mode_asked = mode_of(mode)
     if parallel_optimizer_config is not None and enable_parallel_optimizer is None:
         enable_parallel_optimizer = True
     current = defaults.current()
@@ -150,31 +148,26 @@ def step(
         enable_parallel_optimizer=enable_parallel_optimizer, parallel_optimizer_config=parallel_optimizer_config,
         comm_fusion=comm_fusion, all_reduce_fusion_config=all_reduce_fusion_config,
     )  # fmt: skip
-    mutable = _globs(mutable)
     globs = _globs(recompute) if _is_by_path(recompute) else ()
     if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
         loss_fn, recompute = _recomputing(loss_fn, globs), None
-    options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan}
-    raise_problems(step_problems({
-        "loss_fn": loss_fn, "optimizer": optimizer, "micro_batches": micro_batches, "has_aux": has_aux, "mutable": mutable,
-        "cross_batch": cross_batch, "compute_dtype": compute_dtype,
-        "layerwise_parallel": layerwise_parallel, "fusion": fusion, "reuse": reuse,
-        "recompute": recompute, "opt_state_memory_kind": opt_state_memory_kind,
-        "parallel_optimizer_comm_recompute": parallel_optimizer_comm_recompute, "options": options,
-    }, mode_asked, settings))  # fmt: skip
     # The mode and the layout of the data are applied here.
     current = dataclasses.replace(
         current, training=settings, parallel_mode=None, dataset_strategy=None, honours_out_strategy=True
     )
-    options["parameter_plan"] = dict(parameter_plan or {})
-    limit = scan_limit("auto" if recompute and (reuse is None or reuse is False) else reuse)
-    return TrainStep(StepOptions(
-        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=mode_asked, defaults=current, has_aux=has_aux, mutable=mutable,
+    asked = StepOptions(
+        loss_fn=loss_fn, optimizer=optimizer, mode=mode_of(mode), defaults=current, has_aux=has_aux, mutable=_globs(mutable),
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
-        own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
-        gathers_again=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
-        fusion=fusion_of(settings, fusion), reuse=limit, recompute=recompute, options=types.MappingProxyType(options),
-    ))  # fmt: skip
+        layerwise_parallel=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
+        parallel_optimizer_comm_recompute=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
+        fusion=fusion, reuse=reuse, recompute=recompute,
+        options={**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan},
+    )  # fmt: skip
+    raise_problems(step_problems(asked, inspect.signature(step).parameters))
+    limit = scan_limit("auto" if recompute and (reuse is None or reuse is False) else reuse)
+    return TrainStep(
+        dataclasses.replace(asked, optimizer=adapted(optimizer), fusion=fusion_of(settings, fusion), reuse=limit)
+    )
 
 
 class TrainStep:
@@ -219,16 +212,15 @@ class TrainStep:
         model = _model_shapes(make) if _is_maker(params) else params
         if self.options.reuse is not None:
             make, model = self._scan_layers(make, model, batch)
-        parts = model_parts(model, self.options.frozen, self.options.mutable)
+        parts = self._model_parts(model)
         if self.options.settings.parameter_broadcast and jax.process_count() > 1:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
-        own, count = own_leaves(parts, self.options.own), self.options.hardware().count
+        count = self.options.hardware().count
 
         def first() -> TrainState:
-            leaves = parts.treedef.flatten_up_to(parts.arrays(make()))
-            leaves = [jnp.broadcast_to(x, (count, *x.shape)) if o else x for x, o in zip(leaves, own, strict=True)]
-            arrays = parts.treedef.unflatten(leaves)
+            leaves = zip(parts.treedef.flatten_up_to(parts.arrays(make())), parts.own, strict=True)
+            arrays = parts.treedef.unflatten(jnp.broadcast_to(x, (count, *x.shape)) if own else x for x, own in leaves)
             return TrainState(arrays, self.options.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
         shapes = jax.eval_shape(first)
@@ -362,7 +354,7 @@ class TrainStep:
         options, parts = self._given_options, model_parts(model, self._given_options.frozen)
         limit = options.reuse or DEFAULT_LIMIT
         scanned = scan_step_loss(parts, model, batch, options.loss_fn, options.optimizer, limit)
-        shapes, batch_shapes = _shapes(parts.arrays(model)), _shapes(batch)
+        shapes, batch_shapes = shapes_of((parts.arrays(model), batch))
         if options.recompute:
             rescan = lambda n: scan_layers(  # noqa: E731
                 lambda a, *b: options.loss_fn(parts.model(a), *b), shapes, *batch_shapes, limit=limit, recomputed=n
@@ -403,18 +395,20 @@ class TrainStep:
                  why="the step keeps tied variables and leaves that are no arrays, and `init` finds them",
                  fix="call init(model) once before")  # fmt: skip
         if self._parts is None:  # a state from elsewhere, such as a checkpoint
-            self._parts = model_parts(state.params, self.options.frozen, self.options.mutable)
+            self._parts = self._model_parts(state.params)
         return self._parts
+
+    def _model_parts(self, model: Any) -> ModelParts:
+        options = self.options
+        return model_parts(model, options.frozen, options.mutable, options.layerwise_parallel)
 
     def _for(self, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:
         leaves, treedef = tree_util.tree_flatten(batch)
         key = treedef, tuple(map(shape_of, leaves))
-        found = self._sharded.get(key)
-        if found is None:
+        if key not in self._sharded:
             with defaults.override(self.options.defaults):
-                found = shard_step(self.options, self._parts_of(state), *_shapes((state, batch)))
-            self._sharded[key] = found
-        return found
+                self._sharded[key] = shard_step(self.options, self._parts_of(state), *shapes_of((state, batch)))
+        return self._sharded[key]
 
 
 def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -434,15 +428,13 @@ def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named:
         fail(StrategyTypeError, f"the batch does not fit the loss function: {error}", where=f"by name: {names}",
              why=f"it is called as loss_fn(params, *batch), here with {len(batch)} by position",
              fix="give each argument once, by its name in the loss function or by position")  # fmt: skip
-    parameters = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
-        1:
-    ]
-    if len(parameters) < len(batch) or not set(named) <= {p.name for p in parameters}:
+    parameters = positional(signature)[1:]
+    if len(parameters) < len(batch) or not set(named) <= set(parameters):
         fail(StrategyTypeError, "an array of the batch is given by name, but has no position", where=f"by name: {names}",
              why="the step shards arrays by their position, which *args, **kwargs and keyword-only arguments do not have",
              fix="write loss_fn(params, x, y, ...) with an argument for each")  # fmt: skip
-    last = max(i for i, p in enumerate(parameters) if p.name in bound)
-    return tuple(bound.get(p.name, p.default) for p in parameters[: last + 1])
+    last = max(i for i, name in enumerate(parameters) if name in bound)
+    return tuple(bound.get(name, signature.parameters[name].default) for name in parameters[: last + 1])
 
 
 def _globs(given: Any) -> tuple[str, ...]:
@@ -487,9 +479,3 @@ def _model_shapes(make: Callable[[], Any]) -> Any:
     shapes = jax.eval_shape(arrays)
     leaves = [a if b is None else b for a, b in zip(made[0], shapes, strict=True)]
     return retie(tree_util.tree_unflatten(made[1], leaves), made[2])
-
-
-def _shapes(tree: Any) -> Any:
-    return tree_util.tree_map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
-    )

@@ -15,33 +15,33 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.callee import as_pure
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.train.steps import gradients
-from shardfn.train.steps.communication import gradient_sync, update_sync
-from shardfn.train.steps.gradients import Gradients, Loss
+from shardfn.train.steps.communication import update_sync
+from shardfn.train.steps.gradients import Gradients, GradientSync, Loss
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shardings import StepShardings, is_per_device, tree_of
+from shardfn.train.steps.shardings import StepShardings, tree_of
 from shardfn.train.steps.state import ModelParts, TrainState
 
 
 def update_function(
-    options: StepOptions, parts: ModelParts, shardings: StepShardings | None, state: TrainState, batch: tuple[Any, ...]
-) -> Callable[..., Any]:
+    options: StepOptions, parts: ModelParts, shardings: StepShardings | None, sync: GradientSync | None,
+    state: TrainState, batch: tuple[Any, ...],
+) -> Callable[..., Any]:  # fmt: skip
     """The function `(state, *batch) -> (state, loss)`.
 
     Args:
       options: those of the step.
       parts: which of the model's leaves are trained.
       shardings: those of the step; None while they are being planned.
+      sync: the collectives of gradients, if the loss is called on each device's part of the batch.
       state: shapes.
       batch: shapes.
     """
     cast = functools.partial(_cast, dtype=options.compute_dtype)
     loss = _loss(options, parts)
     trained, carried = parts.split(state.params)
-    gradients_of = _gradients(options, parts, shardings, loss, (cast(trained), carried, batch))
+    gradients_of = _gradients(options, parts, shardings, sync, loss, (cast(trained), carried, batch))
     zero = options.zero if shardings is not None else None
-    sync = None
-    if shardings is not None and is_per_device(options, shardings):
-        sync = update_sync(options, parts, shardings)
+    updated = None if shardings is None else update_sync(options, parts, shardings, sync)
 
     def sharded(tree: Any) -> Any:
         return tree if zero is None or shardings is None else _constrain(tree, shardings, shardings.updates, parts)
@@ -57,7 +57,7 @@ def update_function(
             value_fn=lambda p: loss(cast(p), before, batch)[0].astype(jnp.float32),  # for a line search
         )  # fmt: skip
         new = sharded(optax.apply_updates(shards, updates))
-        new = new if sync is None else gradients.gather_updated(new, sync)
+        new = new if updated is None else gradients.gather_updated(new, updated)
         made = TrainState(parts.join(new, carried), opt_state, state.step + 1)
         return made, ((value, aux) if options.has_aux else value)
 
@@ -129,56 +129,31 @@ def _with_collections(model: Any, collections: Mapping[str, Any] | None) -> Any:
 
 
 def _gradients(
-    options: StepOptions, parts: ModelParts, shardings: StepShardings | None, loss: Loss,
+    options: StepOptions, parts: ModelParts, shardings: StepShardings | None, sync: GradientSync | None, loss: Loss,
     shapes: tuple[Any, Any, tuple[Any, ...]],
 ) -> Gradients:  # fmt: skip
     if shardings is None:
         return functools.partial(gradients.global_gradients, loss)
+    count, zero = options.micro_batches, options.zero
     repeats = 1 if options.settings.loss_repeated_mean else shardings.mesh.size // shardings.count
-    if is_per_device(options, shardings):
-        return _scaled(_per_device(options, parts, shardings, loss, shapes), repeats, 1)
-    total = 1 if options.reduction.mean else shardings.count
+    if sync is not None:
+        early = zero is not None and zero.accumulation_shard
+        return _scaled(gradients.per_device_gradients(loss, sync, count, early, shapes), repeats, 1)
+    total = 1 if options.settings.gradients_mean else shardings.count
     put = lambda tree: _constrain(tree, shardings, shardings.params, parts)  # noqa: E731
+    growing = gradients.growing_dims(loss, *shapes, count)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+    sums = lambda tree: tree_util.tree_map(lambda x: jnp.zeros(x.shape, gradients.wide(x.dtype)), tree)  # noqa: E731
 
     def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
         called = loss
-        if options.gathers_again:
-            zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        if options.parallel_optimizer_comm_recompute:
             called, trained = gradients.regathering_loss(loss, trained, put, zeros)
-        elif options.zero is not None and options.zero.level > 2:
+        elif zero is not None and zero.level > 2:
             trained = put(trained)
-        return _on_global_batch(options, called, shapes)(trained, carried, batch)
+        return gradients.micro_batched(called, count, growing, lambda g: g, sums)(trained, carried, batch)
 
     return _scaled(run, repeats * total, total)
-
-
-def _on_global_batch(options: StepOptions, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
-    count = options.micro_batches
-    if count == 1:
-        return functools.partial(gradients.global_gradients, loss)
-    zeros = lambda tree: tree_util.tree_map(lambda x: jnp.zeros(x.shape, gradients.wide(x.dtype)), tree)  # noqa: E731
-    return gradients.micro_batched(loss, count, gradients.growing_dims(loss, *shapes, count), lambda g: g, zeros)
-
-
-def _per_device(
-    options: StepOptions, parts: ModelParts, shardings: StepShardings, loss: Loss,
-    shapes: tuple[Any, Any, tuple[Any, ...]],
-) -> Gradients:  # fmt: skip
-    zero, count = options.zero, options.micro_batches
-    sync = gradient_sync(options, parts, shardings)
-    trained, carried, batch = shapes
-    leaves, treedef = tree_util.tree_flatten(trained)
-    local = treedef.unflatten([
-        jax.ShapeDtypeStruct(x.shape[1:] if own else x.shape, x.dtype)
-        for x, own in zip(leaves, sync.own, strict=True)
-    ])  # fmt: skip
-    part = gradients.part_shapes(batch, shardings.count)
-    return functools.partial(
-        gradients.per_device_gradients, loss, sync, count, zero is not None and zero.accumulation_shard,
-        gradients.growing_dims(loss, local, carried, batch, shardings.count),
-        gradients.growing_dims(loss, local, carried, part, count),
-        gradients.changing_leaves(loss, local, carried, part),
-    )  # fmt: skip
 
 
 def _scaled(run: Gradients, of_gradients: int, of_loss: int) -> Gradients:
