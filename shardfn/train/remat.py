@@ -255,9 +255,8 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 def _run(callee: Callee, options: RematOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state = callee.read()
     leaves, treedef = tree_util.tree_flatten((state, args, kwargs))
-    places = [
-        i for i, leaf in enumerate(leaves) if shape_of(leaf) is not None and not isinstance(leaf, bool | int | float)
-    ]
+    is_array = lambda leaf: shape_of(leaf) is not None and not isinstance(leaf, bool | int | float)  # noqa: E731
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     first = len(tree_util.tree_leaves(state)) or len(tree_util.tree_leaves(args[:1]))
     is_parameter = [i < first for i in places]
 
@@ -268,22 +267,23 @@ def _run(callee: Callee, options: RematOptions, args: tuple[Any, ...], kwargs: d
         return callee.call(*tree_util.tree_unflatten(treedef, filled))
 
     arrays = [leaves[i] for i in places]
-    slices: list[_Slicing | None] = [None] * len(arrays)
+    slicings = [_UNSLICED] * len(arrays)
     if options.recompute_slice_activation:
-        slices = [None if p else _slicing(x) for x, p in zip(arrays, is_parameter, strict=True)]
-        if not any(slices):
+        slicings = [_UNSLICED if p else _slicing(x) for x, p in zip(arrays, is_parameter, strict=True)]
+        if all(one is _UNSLICED for one in slicings):
             fail(StrategyError, f"no activation of `{callee.name}` can be kept sharded",
                  where="recompute_slice_activation = True",
                  why="no mesh axis, on which an activation is replicated, divides one of its dimensions",
                  fix="call it inside jax.shard_map or under jax.set_mesh with such an axis, or leave the flag out")  # fmt: skip
-    arrays = [x if one is None else one.slice(x) for x, one in zip(arrays, slices, strict=True)]
+    arrays = [slice(x) for x, (slice, _) in zip(arrays, slicings, strict=True)]
 
     def inside(*arrays: Any) -> Any:
-        given = list(arrays)
-        for i, (x, one) in enumerate(zip(arrays, slices, strict=True)):
-            x = checkpoint_name(x, INPUT) if options.offload and not is_parameter[i] else x
-            given[i] = x if one is None else one.gather(x)
-        return _with_names(pure, options, is_parameter, callee, args)(*given)
+        named = [
+            checkpoint_name(x, INPUT) if options.offload and not p else x
+            for x, p in zip(arrays, is_parameter, strict=True)
+        ]
+        full = [gather(x) for x, (_, gather) in zip(named, slicings, strict=True)]
+        return _with_names(pure, options, is_parameter, callee, args)(*full)
 
     result, changed = jax.checkpoint(inside, policy=options.policy)(*arrays)
     callee.write(changed)
@@ -353,19 +353,16 @@ def _planned_collectives(callee: Callee, options: RematOptions, args: tuple[Any,
 # ---- sharded activations
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slicing:
-    """How an activation becomes sharded, and replicated again."""
-
-    slice: Callable[[Any], Any]
-    gather: Callable[[Any], Any]
+_Slicing = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""How an activation becomes sharded, and replicated again."""
+_UNSLICED: _Slicing = (lambda x: x, lambda x: x)
 
 
-def _slicing(x: Any) -> _Slicing | None:
+def _slicing(x: Any) -> _Slicing:
     """Over axes on which `x` is replicated: those of a `shard_map` along which it does not vary, else the mesh's."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return None
+        return _UNSLICED
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Manual" in str(kind)}
     varying = _varying(x) if manual else frozenset()
     free = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in varying and (not manual or n in manual))
@@ -375,7 +372,7 @@ def _slicing(x: Any) -> _Slicing | None:
         for dim, size in enumerate(x.shape):
             if size % shards == 0 and size >= shards:
                 return _in_shard_map(dim, axes, shards) if manual else _by_constraint(dim, axes, x.ndim, mesh)
-    return None
+    return _UNSLICED
 
 
 def _varying(x: Any) -> frozenset[str]:
@@ -390,7 +387,7 @@ def _in_shard_map(dim: int, axes: tuple[str, ...], shards: int) -> _Slicing:
         x = lax.pcast(x, axes, to="varying")
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
-    return _Slicing(slice, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying"))
+    return slice, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
 
 
 def _by_constraint(dim: int, axes: tuple[str, ...], ndim: int, mesh: Any) -> _Slicing:
@@ -398,4 +395,4 @@ def _by_constraint(dim: int, axes: tuple[str, ...], ndim: int, mesh: Any) -> _Sl
         spec = PartitionSpec(*(entry if i == dim else PartitionSpec.UNCONSTRAINED for i in range(ndim)))
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    return _Slicing(functools.partial(constrain, axes), functools.partial(constrain, None))
+    return functools.partial(constrain, axes), functools.partial(constrain, None)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.train.pipelines.schedule import BACKWARD, FORWARD, SCHEDULES, forward_only, schedule
+from shardfn.train.pipelines.schedule import BACKWARD, FORWARD, SCHEDULES, schedule
 
 SIZES = st.tuples(
     st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4)
@@ -78,7 +78,7 @@ def test_interleaved_keeps_no_more_with_more_micro_batches(devices, chunks):
 
 
 def test_forward_only():
-    made = forward_only(3, 5, 2)
+    made = schedule(FORWARD, 3, 5, 2)
     assert {tick.kind for tick in made.ticks} == {FORWARD}
     assert len(done(made)) == 5 * 6
 

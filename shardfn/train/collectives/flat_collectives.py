@@ -36,8 +36,6 @@ def all_reduced_shards(
       specs: the sharding of each array over the other axes.
       others: the other axes.
     """
-    if len(arrays) == 1:
-        return [lax.psum(arrays[0], axes)]
     summed = jax.shard_map(
         lambda *shards: tuple(all_reduced(shards, axes)),
         in_specs=tuple(specs), out_specs=tuple(specs), axis_names=set(others), check_vma=False,

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, tree_util
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.devices import hardware
-from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
@@ -21,9 +20,9 @@ from shardfn.frontend.paths import join, listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.train.pipelines import flat_parameters
-from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, buffer_spec, pipeline_executor
-from shardfn.train.pipelines.flat_parameters import FlatLayout, PackedParameters, flat_layout
-from shardfn.train.pipelines.schedule import SCHEDULES, Schedule, forward_only, schedule
+from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, pipeline_executor
+from shardfn.train.pipelines.flat_parameters import PackedParameters, flat_layout
+from shardfn.train.pipelines.schedule import FORWARD, SCHEDULES, Schedule, schedule
 from shardfn.train.pipelines.stage_marks import Mark, cell_marks, module_marks, staged, with_config
 from shardfn.train.pipelines.stages import is_inexact, split_into_stages
 from shardfn.train.pipelines.tensor_parallel import sharded_dims
@@ -81,10 +80,6 @@ class PipelineOptions:
             devices = max(1 + stage for stage, _ in given)
         return devices, chunks
 
-    def hardware(self) -> Hardware:
-        """The devices."""
-        return hardware.resolve(self.device, count=self.defaults.device_count, default=self.defaults.platform)
-
 
 @dataclasses.dataclass(frozen=True)
 class BuiltPipeline:
@@ -94,18 +89,6 @@ class BuiltPipeline:
     executor: PipelineExecutor
     schedule: Schedule
     call: Callable[..., Any]
-
-    @property
-    def layout(self) -> FlatLayout:
-        """The layout of packed parameters."""
-        return self.executor.layout
-
-    def shardings(self) -> PackedParameters:
-        """The shardings of packed parameters."""
-        mesh, layout = self.executor.mesh, self.layout
-        buffers = {name: NamedSharding(mesh, buffer_spec(name)) for name, _ in layout.lengths}
-        shared = {layout.slots[i].path: NamedSharding(mesh, PartitionSpec()) for i in layout.of_stage(-1)}
-        return PackedParameters(buffers, shared, layout)
 
 
 def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
@@ -172,7 +155,7 @@ def build_pipeline(
             fail(StrategyError, "these packed parameters are of a pipeline that has not seen the model",
                  where=options.name, why="the content of the stages depends on the model and the batch",
                  fix="call pack(params, *batch) first; shapes will do")  # fmt: skip
-        if params.layout != earlier.layout:
+        if params.layout != earlier.executor.layout:
             fail(StrategyError, "packed parameters of another pipeline, or of other stage boundaries",
                  where=options.name, why="their flat buffers hold other stages than this pipeline's",
                  fix="unpack them with the pipeline that packed them, and pack them again with this one")  # fmt: skip
@@ -250,7 +233,7 @@ def _loss_of_arrays(options: PipelineOptions, parts: ModelParts) -> Callable[...
 
 def _mesh(options: PipelineOptions, devices: int, shards: int) -> Mesh | AbstractMesh:
     """Stages x data x tensor, row-major, so that the devices of a stage are contiguous."""
-    found = options.hardware()
+    found = hardware.resolve(options.device, count=options.defaults.device_count, default=options.defaults.platform)
     if found.count % (devices * shards):
         within = f" with {shards} tensor shards each" if shards > 1 else ""
         raise_problems([Problem(f"{found.count} devices cannot be shared by {devices} stages{within}",
@@ -277,14 +260,14 @@ def _micro_batch(options: PipelineOptions, batch: tuple[Any, ...], devices: int)
 def _differentiable(executor: PipelineExecutor, order: Schedule) -> Callable[..., Any]:
     """(parameters, packed or not; batch) -> loss, with gradients that the schedule computes together with the loss."""
     layout = executor.layout
-    evaluation = forward_only(order.devices, order.micro_size, order.chunks)
+    evaluation = schedule(FORWARD, order.devices, order.micro_size, order.chunks)
     checked: set[str] = set()
 
-    def run(schedule: Schedule, packed: PackedParameters, batch: Any) -> Any:
-        if schedule.name not in checked:
-            executor.check(schedule, packed, batch)
-            checked.add(schedule.name)
-        return executor.run(schedule, packed, batch)
+    def run(ticks: Schedule, packed: PackedParameters, batch: Any) -> Any:
+        if ticks.name not in checked:
+            executor.check(ticks, packed, batch)
+            checked.add(ticks.name)
+        return executor.run(ticks, packed, batch)
 
     @jax.custom_vjp
     def loss(packed: PackedParameters, batch: Any) -> Any:
@@ -313,8 +296,7 @@ def _differentiable(executor: PipelineExecutor, order: Schedule) -> Callable[...
 
     def call(params: Any, batch: tuple[Any, ...]) -> Any:
         packed = params if isinstance(params, PackedParameters) else flat_parameters.pack(layout, params)
-        put = lambda k, x: lax.with_sharding_constraint(x, NamedSharding(executor.mesh, buffer_spec(k)))  # noqa: E731
-        buffers = {k: put(k, x) for k, x in packed.buffers.items()}
+        buffers = lax.with_sharding_constraint(dict(packed.buffers), dict(executor.shardings.buffers))
         return loss(dataclasses.replace(packed, buffers=buffers), batch)
 
     return jax.jit(call)

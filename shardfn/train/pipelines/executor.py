@@ -21,17 +21,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.ir.rewrite import bind_one
 from shardfn.train.pipelines.deadlock import check_no_deadlock
-from shardfn.train.pipelines.flat_parameters import (
-    SHARDED,
-    FlatLayout,
-    PackedParameters,
-    stage_buffers,
-    stage_leaves,
-)
-from shardfn.train.pipelines.schedule import FORWARD, Phase, Schedule
+from shardfn.train.pipelines.flat_parameters import SHARDED, FlatLayout, PackedParameters, stage_buffers, stage_leaves
+from shardfn.train.pipelines.schedule import FORWARD, Phase, Schedule, Unit
 from shardfn.train.pipelines.stage_boundary import StageBoundary, stage_boundary
 from shardfn.train.pipelines.stages import StageSplit, is_inexact
 from shardfn.train.pipelines.tensor_parallel import bind_unsharded
+from shardfn.train.steps.state import shapes_of
 
 STAGE, DATA, TENSOR = "stage", "data", "tensor"
 
@@ -62,6 +57,14 @@ class PipelineExecutor:
         """That of the loss, at least float32."""
         loss = self.split.jaxpr.outputs[0]
         return jnp.float32 if isinstance(loss, core.Literal) else _wide(self.split.jaxpr.avals[loss].dtype)
+
+    @property
+    def shardings(self) -> PackedParameters:
+        """Of packed parameters: buffers over the stages and, where their leaves are sharded, the tensor axis."""
+        specs = {True: PartitionSpec(STAGE, None, TENSOR), False: PartitionSpec(STAGE)}
+        buffers = {name: NamedSharding(self.mesh, specs[name.endswith(SHARDED)]) for name, _ in self.layout.lengths}
+        paths = [self.layout.slots[i].path for i in self.layout.of_stage(-1)]
+        return PackedParameters(buffers, dict.fromkeys(paths, NamedSharding(self.mesh, PartitionSpec())), self.layout)
 
     # ---- one stage
 
@@ -214,19 +217,11 @@ class PipelineExecutor:
         """
         if self.mesh.shape[TENSOR] == 1 or self.mesh.shape[STAGE] == 1 or not isinstance(self.mesh, Mesh):
             return
-        put = lambda spec: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))  # noqa: E731
-        buffers = {k: put(buffer_spec(k))(x) for k, x in packed.buffers.items()}
-        shared = tree_util.tree_map(put(PartitionSpec()), packed.shared)
-        shapes = dataclasses.replace(packed, buffers=buffers, shared=shared)
-        batch = tree_util.tree_map(put(PartitionSpec(DATA)), batch)
-        lowered = jax.jit(functools.partial(self.run, schedule)).lower(shapes, batch)
+        of_batch = tree_util.tree_map(lambda x: NamedSharding(self.mesh, PartitionSpec(DATA)), batch)
+        shapes = shapes_of((packed, batch), (self.shardings, of_batch))
+        lowered = jax.jit(functools.partial(self.run, schedule)).lower(*shapes)
         sharded = {i: slot.path for i, slot in enumerate(self.layout.slots) if slot.sharded_dim >= 0}
         check_no_deadlock(lowered, self.mesh, self.split.stages, sharded)
-
-
-def buffer_spec(name: str) -> PartitionSpec:
-    """The sharding of a flat buffer over stages and, where its leaves are sharded, the tensor axis."""
-    return PartitionSpec(STAGE, None, TENSOR) if name.endswith(SHARDED) else PartitionSpec(STAGE)
 
 
 def pipeline_executor(
@@ -242,18 +237,16 @@ def pipeline_executor(
 def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
     """For each kind of a phase what each device works on, arrays of shape [rounds, devices]."""
 
-    def table(kind: int, read: Callable[[Any], Any], dtype: Any) -> np.ndarray:
-        return np.array([[read(u) if u else 0 for u in one[kind].units] for one in phase.rounds], dtype)
-
-    return tuple(
-        {
-            "micro": table(i, lambda u: u.micro, np.int32),
-            "chunk": table(i, lambda u: u.chunk, np.int32),
-            "slot": table(i, lambda u: u.slot, np.int32),
-            "on": table(i, lambda u: True, bool),
+    idle = Unit(0, 0)
+    found = []
+    for kind in range(len(phase.kinds)):
+        units = [one[kind].units for one in phase.rounds]
+        fields = {
+            name: [[getattr(u or idle, name) for u in row] for row in units] for name in ("micro", "chunk", "slot")
         }
-        for i in range(len(phase.kinds))
-    )
+        table = {name: np.array(rows, np.int32) for name, rows in fields.items()}
+        found.append({**table, "on": np.array([[u is not None for u in row] for row in units])})
+    return tuple(found)
 
 
 def _ring(devices: int, chunks: int, by: int) -> list[tuple[int, int]]:

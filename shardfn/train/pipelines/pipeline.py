@@ -21,6 +21,7 @@ from shardfn.train.pipelines.executor import DATA
 from shardfn.train.pipelines.flat_parameters import PackedParameters
 from shardfn.train.pipelines.schedule import Schedule
 from shardfn.train.pipelines.schedule import schedule as schedule_of
+from shardfn.train.steps.state import shapes_of
 
 
 def pipeline(
@@ -142,12 +143,11 @@ class Pipeline:
           StrategyError: if marks, batch or devices do not fit.
         """
         built = self._for(params, batch)
-        arrays, shardings = built.parts.arrays(params), built.shardings()
-        pack = lambda arrays: flat_parameters.pack(built.layout, arrays)  # noqa: E731
+        arrays, executor = built.parts.arrays(params), built.executor
+        pack = lambda arrays: flat_parameters.pack(executor.layout, arrays)  # noqa: E731
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in tree_util.tree_leaves(arrays)):
-            with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-            return tree_util.tree_map(with_sharding, jax.eval_shape(pack, arrays), shardings)
-        return jax.jit(pack, out_shardings=shardings)(arrays)
+            return shapes_of(jax.eval_shape(pack, arrays), executor.shardings)
+        return jax.jit(pack, out_shardings=executor.shardings)(arrays)
 
     def unpack(self, packed: PackedParameters) -> Any:
         """The inverse of `pack`.
@@ -194,7 +194,7 @@ class Pipeline:
         if built is None:
             _fail_unknown()
         if isinstance(params, PackedParameters):
-            named = zip(tree_util.tree_leaves(built.shardings()), tree_util.tree_leaves(params), strict=True)
+            named = zip(tree_util.tree_leaves(built.executor.shardings), tree_util.tree_leaves(params), strict=True)
             specs = [spec_of(sharding.spec, len(x.shape)) for sharding, x in named]
         else:
             specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(built.parts.arrays(params))]

@@ -119,10 +119,10 @@ def _cell(tick: Tick, device: int, chunks: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def schedule(name: str, devices: int, micro_size: int, chunks: int = 1) -> Schedule:
-    """The schedule of a training step.
+    """The schedule of a training step, or of a loss without gradients.
 
     Args:
-      name: "gpipe", all forwards before all backwards, or "1f1b", each backward as early as possible.
+      name: "gpipe", all forwards before all backwards, "1f1b", each backward as early as possible, or `FORWARD`.
       devices: how many stages run at the same time.
       micro_size: the number of micro-batches, at least `devices`.
       chunks: how many stages each device holds; with more than one, device d holds stages d, d + devices, ...
@@ -131,29 +131,22 @@ def schedule(name: str, devices: int, micro_size: int, chunks: int = 1) -> Sched
     (4, 3, 3)
     >>> schedule("1f1b", 4, 8).bubble == 3 / 11, schedule("1f1b", 4, 8, chunks=2).bubble == 3 / 19
     (True, True)
+    >>> print(schedule(FORWARD, 2, 2))
+    device 0: F0 F1 --
+    device 1: -- F0 F1
+    forward, 2 devices x 1 chunk, 2 micro-batches: bubble 1/3 = 33.3%, at most 1 inputs kept
     """
-    forwards, backwards = (list(_ticks(kind, devices, micro_size, chunks)) for kind in (FORWARD, BACKWARD))
-    alone = len(forwards) if name == "gpipe" else chunks * devices - 1  # forwards before the first possible backward
+    forwards = list(_ticks(FORWARD, devices, micro_size, chunks))
+    backwards = [] if name == FORWARD else list(_ticks(BACKWARD, devices, micro_size, chunks))
+    alone = chunks * devices - 1 if name == "1f1b" else len(forwards)  # forwards before the first possible backward
     both = len(forwards) - alone
     phases = [
         ((FORWARD,), [(tick,) for tick in forwards[:alone]]),
         ((FORWARD, BACKWARD), list(zip(forwards[alone:], backwards[:both], strict=True))),
         ((BACKWARD,), [(tick,) for tick in backwards[both:]]),
     ]
-    return _with_slots(Schedule(name, devices, micro_size, chunks, tuple(Phase(k, tuple(r)) for k, r in phases if r)))
-
-
-@functools.lru_cache(maxsize=64)
-def forward_only(devices: int, micro_size: int, chunks: int = 1) -> Schedule:
-    """The schedule of a loss without gradients.
-
-    >>> print(forward_only(2, 2))
-    device 0: F0 F1 --
-    device 1: -- F0 F1
-    forward, 2 devices x 1 chunk, 2 micro-batches: bubble 1/3 = 33.3%, at most 1 inputs kept
-    """
-    rounds = tuple((tick,) for tick in _ticks(FORWARD, devices, micro_size, chunks))
-    return Schedule(FORWARD, devices, micro_size, chunks, (Phase((FORWARD,), rounds),))
+    made = Schedule(name, devices, micro_size, chunks, tuple(Phase(k, tuple(r)) for k, r in phases if r))
+    return made if name == FORWARD else _with_slots(made)
 
 
 def _ticks(kind: str, devices: int, micro_size: int, chunks: int) -> Iterator[Tick]:

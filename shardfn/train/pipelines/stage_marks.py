@@ -54,12 +54,12 @@ def module_marks(model: Any, arrays: Any) -> list[Mark | None]:
     [None]
     """
     keyed = tree_util.tree_flatten_with_path(arrays)[0]
-    return [_innermost(model, [_child(k) for k in key[:-1]]) for key, _ in keyed]
+    return [_innermost(model, key[:-1], _child) for key, _ in keyed]
 
 
 def cell_marks(cell: Any, paths: Sequence[str]) -> list[Mark | None]:
     """The same for a `Cell`, whose parameters have paths such as `block1.weight`."""
-    return [_innermost(cell, list(map(_named_child, path.replace("/", ".").split(".")))) for path in paths]
+    return [_innermost(cell, path.replace("/", ".").split("."), _named_child) for path in paths]
 
 
 def with_config(
@@ -82,34 +82,34 @@ def with_config(
     return marks, problems
 
 
-def _innermost(value: Any, children: Sequence[Callable[[Any], Any]]) -> Mark | None:
-    mark = None
-    for child in [lambda value: value, *children]:
+def _innermost(value: Any, keys: Sequence[Any], child: Callable[[Any, Any], Any]) -> Mark | None:
+    """The mark of the innermost value that has one, on the way along the keys."""
+    marks = [_own_mark(value)]
+    for key in keys:
         try:
-            value = child(value)
+            value = child(value, key)
         except (AttributeError, KeyError, IndexError, TypeError):
             break
-        stage = getattr(value, "pipeline_stage", None)
-        if isinstance(stage, int) and not isinstance(stage, bool):
-            segment = getattr(value, "pipeline_segment", 0)
-            mark = (stage, segment if isinstance(segment, int) else 0)
-    return mark
+        marks.append(_own_mark(value))
+    return next(filter(None, reversed(marks)), None)
 
 
-def _child(key: Any) -> Callable[[Any], Any]:
+def _own_mark(value: Any) -> Mark | None:
+    stage, segment = getattr(value, "pipeline_stage", None), getattr(value, "pipeline_segment", 0)
+    if not isinstance(stage, int) or isinstance(stage, bool):
+        return None
+    return stage, segment if isinstance(segment, int) else 0
+
+
+def _child(value: Any, key: Any) -> Any:
     if isinstance(key, tree_util.GetAttrKey):
-        return lambda value: getattr(value, key.name)
-    if isinstance(key, tree_util.SequenceKey):
-        return lambda value: value[key.idx]
-    if isinstance(key, tree_util.DictKey):
-        return lambda value: value[key.key] if isinstance(value, Mapping) else getattr(value, str(key.key))
-    return lambda value: value[key.key]
+        return getattr(value, key.name)
+    name = key.idx if isinstance(key, tree_util.SequenceKey) else key.key
+    is_attribute = isinstance(key, tree_util.DictKey) and not isinstance(value, Mapping)
+    return getattr(value, str(name)) if is_attribute else value[name]
 
 
-def _named_child(name: str) -> Callable[[Any], Any]:
-    def child(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return value[name]
-        return value[int(name)] if isinstance(value, Sequence) else getattr(value, name)
-
-    return child
+def _named_child(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return value[name]
+    return value[int(name)] if isinstance(value, Sequence) else getattr(value, name)

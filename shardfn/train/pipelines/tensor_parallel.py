@@ -140,8 +140,7 @@ def _slice(eqn: Any, shards: int) -> Dims:
 
 
 def _dynamic_update_slice(eqn: Any, shards: int) -> Dims:
-    dims = _differing(eqn.invars[0], eqn.invars[1])
-    return [dims, dims], [dims]
+    return _of_all(_differing(eqn.invars[0], eqn.invars[1]), eqn)
 
 
 def _pad(eqn: Any, shards: int) -> Dims:
@@ -151,8 +150,8 @@ def _pad(eqn: Any, shards: int) -> Dims:
 
 def _along(name: str) -> Callable[[Any, int], Dims]:
     def rule(eqn: Any, shards: int) -> Dims:
-        given = eqn.params[name]
-        return _of_all(given if isinstance(given, tuple | list) else (int(given),), eqn)
+        dims = eqn.params[name]
+        return _of_all(dims if isinstance(dims, tuple | list) else (int(dims),), eqn)
 
     return rule
 

@@ -412,7 +412,7 @@ def _sum_bucket(
     bucket: Bucket, leaves: Sequence[LeafSync], sync: GradientSync, arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Sums over the parts of the batch; arrays after those of the leaves are scalars."""
-    if sync.is_partial:
+    if sync.is_partial and len(arrays) > 1:
         others = frozenset(sync.mesh.axis_names) - set(sync.axes)
         specs = [leaf.other_spec for leaf in leaves] + [PartitionSpec()] * (len(arrays) - len(leaves))
         return flat_collectives.all_reduced_shards(arrays, bucket.axes, specs, others)

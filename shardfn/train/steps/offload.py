@@ -18,7 +18,7 @@ from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
 from shardfn.runtime.apply import moved
 from shardfn.runtime.sharded_function import ShardedFunction
-from shardfn.train.steps.state import TrainState
+from shardfn.train.steps.state import TrainState, shapes_of
 
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
@@ -95,8 +95,7 @@ class OffloadedStep:
     def lower(self, state: TrainState, *batch: Any) -> Any:
         """`jax.stages.Lowered` of the whole step."""
         leaves, treedef = tree_util.tree_flatten((state, batch))
-        with_sharding = lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s)  # noqa: E731
-        return self.jitted.lower(*treedef.unflatten(map(with_sharding, leaves, self._targets)))
+        return self.jitted.lower(*treedef.unflatten(shapes_of(leaves, self._targets)))
 
 
 def offload_step(

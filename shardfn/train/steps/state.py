@@ -119,10 +119,13 @@ def model_parts(
     return ModelParts(tree_util.tree_structure(arrays), paths, trained, own, treedef, static, tied)
 
 
-def shapes_of(tree: Any) -> Any:
-    """A pytree of arrays or numbers as shapes."""
-    shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x))  # noqa: E731
-    return tree_util.tree_map(shape, tree)
+def shapes_of(tree: Any, *shardings: Any) -> Any:
+    """A pytree of arrays or numbers as shapes; a pytree of shardings may be given, too."""
+
+    def shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x), sharding=sharding)
+
+    return tree_util.tree_map(shape, tree, *shardings)
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
