@@ -16,7 +16,7 @@ from shardfn.train.pipelines.flat_parameters import PackedParameters
 from shardfn.train.pipelines.pipeline import Pipeline, pipeline
 from shardfn.train.pipelines.stage_marks import staged
 from shardfn.train.remat import communicated, recompute
-from shardfn.train.steps.optimizer_parallel import OptimizerParallel
+from shardfn.train.steps.shardings import OptimizerParallel
 from shardfn.train.steps.state import TrainState
 from shardfn.train.steps.step import TrainStep, step
 

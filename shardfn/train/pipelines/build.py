@@ -16,7 +16,7 @@ from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
-from shardfn.frontend.paths import join, listed
+from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.train.pipelines import flat_parameters
@@ -179,7 +179,9 @@ def build_pipeline(
     dims, shards, problems = sharded_dims(parts.paths, leaf_shapes, options.parameter_plan)
     raise_problems([*problems, *_micro_size_problems(options, devices)])
     mesh = _mesh(options, devices, shards)
-    jaxpr = trace_loss(_loss_of_arrays(options, parts), arrays, _micro_batch(options, batch, mesh.shape[DATA]))
+    raise_problems(list(batch_problems(batch, mesh.shape[DATA], options.micro_size, takes_scalars=False)))
+    micro_batch = part_shapes(tuple(batch), mesh.shape[DATA] * options.micro_size)
+    jaxpr = trace_loss(_loss_of_arrays(options, parts), arrays, micro_batch)
     stages = [None if mark is None else mark[1] * devices + mark[0] for mark in marks]
     layers, by_cost, like = len(options.stages) if options.is_list else 0, options.auto, None
     if layout is not None and earlier is not None:  # another batch: the parameters stay on their stages
@@ -242,19 +244,6 @@ def _mesh(options: PipelineOptions, devices: int, shards: int) -> Mesh | Abstrac
                                 "use a number of stages that does, or other devices")])  # fmt: skip
     axes = (STAGE, devices), (DATA, found.count // (devices * shards)), (TENSOR, shards)
     return abstract_mesh(axes) if found.devices is None else mesh_on(found.devices, axes)
-
-
-def _micro_batch(options: PipelineOptions, batch: tuple[Any, ...], devices: int) -> tuple[Any, ...]:
-    """The shapes of one micro-batch on one device along the data axis."""
-    problems = []
-    for key, x in tree_util.tree_flatten_with_path(batch)[0]:
-        if not jnp.shape(x):
-            path = join("batch", key)
-            problems.append(Problem(f"`{path}` is a scalar, which has no batch dimension", f"{path}: {short(x)}",
-                                    "dimension 0 of every array of the batch is split into micro-batches",
-                                    "close over it in the loss function"))  # fmt: skip
-    raise_problems([*problems, *batch_problems(batch, devices, options.micro_size)])
-    return part_shapes(tuple(batch), devices * options.micro_size)
 
 
 def _differentiable(executor: PipelineExecutor, order: Schedule) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core
 
+from shardfn.train.flat_jaxpr import FlatJaxpr, flatten_jaxpr
+
 
 def numpy_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.jit` that evaluates with NumPy; it compiles a function with a primitive that has no row in `_BY_NUMPY`.
@@ -23,41 +25,25 @@ def numpy_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> print(run(np.array([1.0, 4.0], np.float32))["y"])
     4.0
     """
-    made: list[Any] = []
+    traced: list[tuple[FlatJaxpr, Any]] = []
 
     def run(*args: Any) -> Any:
-        if not made:
+        if not traced:
             closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-            treedef = tree_util.tree_structure(shape)
-            made.append((closed, treedef) if _is_known(closed.jaxpr) else jax.jit(function))
-        if not isinstance(made[0], tuple):
-            return made[0](*args)
-        closed, treedef = made[0]
+            flat = flatten_jaxpr(closed, 0, lambda eqn: eqn.primitive.name in ("jit", "pjit"))
+            traced.append((flat, tree_util.tree_structure(shape)))
+        flat, treedef = traced[0]
+        if any(one.eqn.primitive.name not in _BY_NUMPY for one in flat.equations):
+            return jax.jit(function)(*args)
+        env = {**flat.consts, **dict(enumerate(tree_util.tree_leaves(args)))}
+        read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
         with np.errstate(all="ignore"):
-            return tree_util.tree_unflatten(treedef, _run(closed, tree_util.tree_leaves(args)))
+            for one in flat.equations:
+                result = _BY_NUMPY[one.eqn.primitive.name](one.eqn.params, *(np.asarray(read(v)) for v in one.inputs))
+                env[one.outputs[0]] = np.asarray(result, one.eqn.outvars[0].aval.dtype)
+        return tree_util.tree_unflatten(treedef, map(read, flat.outputs))
 
     return run
-
-
-def _is_known(jaxpr: Any) -> bool:
-    return all(
-        _is_known(eqn.params["jaxpr"].jaxpr) if eqn.primitive.name in _CALLS else eqn.primitive.name in _BY_NUMPY
-        for eqn in jaxpr.eqns
-    )
-
-
-def _run(closed: Any, args: list[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-    read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            env |= zip(eqn.outvars, _run(eqn.params["jaxpr"], given), strict=True)
-        else:
-            found = _BY_NUMPY[eqn.primitive.name](eqn.params, *map(np.asarray, given))
-            env[eqn.outvars[0]] = np.asarray(found, eqn.outvars[0].aval.dtype)
-    return [read(v) for v in jaxpr.outvars]
 
 
 def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
@@ -67,7 +53,6 @@ def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.reshape(shape), params["shape"])
 
 
-_CALLS = frozenset({"jit", "pjit"})
 _BY_NUMPY: Mapping[str, Callable[..., Any]] = {
     **{name: lambda params, *xs, of=of: of(*xs) for name, of in {
         "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "copy": np.array, "cos": np.cos, "div": np.divide,

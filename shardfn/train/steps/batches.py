@@ -11,6 +11,7 @@ from jax import tree_util
 
 from shardfn.errors import Problem
 from shardfn.frontend.paths import join
+from shardfn.frontend.strategy import short
 
 
 def part_shapes(batch: Any, parts: int) -> Any:
@@ -19,16 +20,22 @@ def part_shapes(batch: Any, parts: int) -> Any:
     return tree_util.tree_map(part, batch)
 
 
-def batch_problems(batch: tuple[Any, ...], devices: int, micro_batches: int) -> Iterator[Problem]:
+def batch_problems(
+    batch: tuple[Any, ...], devices: int, micro_batches: int, takes_scalars: bool = True
+) -> Iterator[Problem]:
     """The arrays of a batch whose dimension 0 `devices` x `micro_batches` does not divide; scalars go to all parts."""
     parts = devices * micro_batches
-    if parts == 1:
+    if parts == 1 and takes_scalars:
         return
     over = f"{micro_batches} micro-batches" if micro_batches > 1 else ""
     over += (" on each of " if over else "") + (f"{devices} devices" if devices > 1 else "")
     sizes: dict[int, str] = {}
     for key, x in tree_util.tree_flatten_with_path(batch)[0]:
         path, shape = join("batch", key), jnp.shape(x)
+        if not shape and not takes_scalars:
+            yield Problem(f"`{path}` is a scalar, which has no batch dimension", f"{path}: {short(x)}",
+                          "dimension 0 of every array of the batch is split into micro-batches",
+                          "close over it in the loss function")  # fmt: skip
         if not shape:
             continue
         sizes.setdefault(shape[0], f"`{path}`: {x.dtype}{list(shape)}")
@@ -36,7 +43,7 @@ def batch_problems(batch: tuple[Any, ...], devices: int, micro_batches: int) -> 
             yield Problem(f"argument {key[0].idx + 1} `{path}` cannot be split into {parts} parts",
                           f"{x.dtype}{list(shape)}", f"{shape[0]} is not divisible by {parts}: {over}",
                           f"use a batch of {max(shape[0] // parts, 1) * parts}, or pad it")  # fmt: skip
-    if len(sizes) > 1:
+    if parts > 1 and len(sizes) > 1:
         yield Problem("the arrays of the batch differ in dimension 0", ", ".join(sizes.values()),
                       f"dimension 0 of every array is the batch, and is split into {parts} parts: {over}",
                       "close over arrays that all parts share, or make them parameters and name those in `frozen`; "

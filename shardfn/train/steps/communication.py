@@ -16,8 +16,13 @@ from shardfn.train.collectives.buckets import KINDS, Bucket, buckets, compiler_o
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.gradients import GradientSync, LeafSync, ShardedDim
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shardings import StepShardings, is_per_device
+from shardfn.train.steps.shardings import StepShardings
 from shardfn.train.steps.state import ModelParts
+
+
+def is_per_device(options: StepOptions, shardings: StepShardings) -> bool:
+    """Whether the loss is called on each device's part of the batch."""
+    return shardings.count > 1 and (options.mode.per_device or options.cross_batch or options.micro_batches > 1)
 
 
 def gradient_sync(options: StepOptions, parts: ModelParts, shardings: StepShardings) -> GradientSync | None:

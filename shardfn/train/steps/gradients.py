@@ -156,7 +156,7 @@ def micro_batched(
     Args:
       loss: a mean over the batch that it gets.
       count: divides dimension 0 of every array of the batch; every micro-batch gets the scalars.
-      growing: for each leaf of the auxiliary output the dimension that grows with the batch, -1 for a mean.
+      growing: for each leaf of the auxiliary output the dimension that grows with the batch, -1 for a mean; None for one.
       each: maps the gradients of a micro-batch before they are added.
       zeros: the first sums, from the trained leaves.
     """
@@ -207,7 +207,7 @@ def per_device_gradients(
     local = treedef.unflatten(jax.ShapeDtypeStruct(x.shape[leaf.own :], x.dtype) for x, leaf in pairs)
     part = part_shapes(batch, sync.count)
     growing = growing_dims(loss, local, carried, batch, sync.count)
-    micro_growing = growing_dims(loss, local, carried, part, micro_batches)
+    micro_growing = growing_dims(loss, local, carried, part, micro_batches) if micro_batches > 1 else None
     changing = _changing_leaves(loss, local, carried, part)  # the devices agree on one value for these
     per_device = PartitionSpec(sync.axes)
     batch_spec = tree_util.tree_map(lambda x: per_device if x.ndim else PartitionSpec(), batch)

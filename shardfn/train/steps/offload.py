@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import short
-from shardfn.planning.plan import Plan
-from shardfn.report.report import Report
 from shardfn.runtime.apply import moved
 from shardfn.runtime.sharded_function import ShardedFunction
+from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.state import TrainState, shapes_of
 
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
@@ -58,19 +57,19 @@ class OffloadedStep:
     batch: tuple[NamedSharding, ...]
     """Of each array of the batch."""
     donates: bool
-    compiler_options: Mapping[str, Any] | None
+    compiler_options: Mapping[str, Any]
 
     @functools.cached_property
     def jitted(self) -> Any:
         """The step from and to the other memory, as one program."""
 
         def step(state: TrainState, batch: tuple[Any, ...]) -> Any:
-            made, result = self.function(_placed(state, self.on_device), *batch)
-            return _placed(made, self.stored), result
+            following, result = self.function(_placed(state, self.on_device), *batch)
+            return _placed(following, self.stored), result
 
         return jax.jit(
             step, out_shardings=(self.stored, None), donate_argnums=(0,) if self.donates else (),
-            compiler_options=dict(self.compiler_options) if self.compiler_options else None,
+            compiler_options=dict(self.compiler_options) or None,
         )  # fmt: skip
 
     def __call__(self, state: TrainState, *batch: Any) -> Any:
@@ -84,14 +83,6 @@ class OffloadedStep:
     def _targets(self) -> list[NamedSharding]:
         return [*tree_util.tree_leaves(self.stored), *self.batch]
 
-    def plan(self, state: TrainState, *batch: Any) -> Plan:
-        """The plan of what runs in the devices' memory."""
-        return self.function.plan(state, *batch)
-
-    def explain(self, state: TrainState, *batch: Any, compiled: bool = False) -> Report:
-        """Its report."""
-        return self.function.explain(state, *batch, compiled=compiled)
-
     def lower(self, state: TrainState, *batch: Any) -> Any:
         """`jax.stages.Lowered` of the whole step."""
         leaves, treedef = tree_util.tree_flatten((state, batch))
@@ -99,15 +90,14 @@ class OffloadedStep:
 
 
 def offload_step(
-    function: ShardedFunction, on_device: TrainState, kind: str, donates: bool, options: Mapping[str, Any] | None,
+    options: StepOptions, function: ShardedFunction, on_device: TrainState, compiler_options: Mapping[str, Any],
     state: TrainState, batch: tuple[Any, ...],
 ) -> OffloadedStep:  # fmt: skip
-    """A step with the optimizer's arrays in memory `kind` between calls; from shapes."""
+    """A step with the optimizer's arrays in another memory between calls; from shapes."""
     plan = function.plan(state, *batch)
-    batch_shardings = tree_util.tree_leaves(plan.in_shardings)[len(tree_util.tree_leaves(state)) :]
-    return OffloadedStep(
-        function, on_device, with_memory_kind(on_device, state, kind), tuple(batch_shardings), donates, options
-    )
+    of_batch = tree_util.tree_leaves(plan.in_shardings)[len(tree_util.tree_leaves(state)) :]
+    stored = with_memory_kind(on_device, state, options.opt_state_memory_kind)
+    return OffloadedStep(function, on_device, stored, tuple(of_batch), options.donate, compiler_options)
 
 
 def _brought(x: Any, target: NamedSharding) -> Any:

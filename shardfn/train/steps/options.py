@@ -13,7 +13,7 @@ from shardfn.errors import ContextError, fail
 from shardfn.frontend import defaults
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.training_settings import TrainingSettings
-from shardfn.train.steps.optimizer_parallel import OptimizerParallel, optimizer_parallel_of
+from shardfn.train.steps.shardings import OptimizerParallel, optimizer_parallel_of
 
 
 @dataclasses.dataclass(frozen=True)

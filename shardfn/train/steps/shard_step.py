@@ -19,12 +19,11 @@ from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives.buckets import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.batches import batch_problems
-from shardfn.train.steps.communication import fusion_options, gradient_sync, step_buckets, update_sync
+from shardfn.train.steps.communication import fusion_options, gradient_sync, is_per_device, step_buckets, update_sync
 from shardfn.train.steps.gradients import GradientSync
 from shardfn.train.steps.offload import OffloadedStep, offload_step, with_memory_kind
-from shardfn.train.steps.optimizer_parallel import OptimizerParallel, mirrored_paths, shard_further
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shardings import StepShardings, is_per_device, tree_of
+from shardfn.train.steps.shardings import OptimizerParallel, StepShardings, mirrored_paths, shard_further, tree_of
 from shardfn.train.steps.state import ModelParts, TrainState
 from shardfn.train.steps.update import update_function
 
@@ -33,7 +32,10 @@ from shardfn.train.steps.update import update_function
 class ShardedStep:
     """A step for one kind of call."""
 
+    planned: ShardedFunction
+    """The step in the devices' memory, which `shard` plans."""
     function: ShardedFunction | OffloadedStep
+    """The step from and to the memory where the optimizer's states are kept."""
     state: TrainState
     """Of `NamedSharding`s."""
     buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
@@ -69,11 +71,11 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
             donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
         )  # fmt: skip
         updated = update_sync(options, parts, shardings, sync)
-        step = ShardedStep(function, of_state, step_buckets(options, parts.split(state.params)[0], sync, updated))
-    kind = options.opt_state_memory_kind
-    if kind is None or not isinstance(step.function, ShardedFunction):
+        fused = step_buckets(options, parts.split(state.params)[0], sync, updated)
+        step = ShardedStep(function, function, of_state, fused)
+    if options.opt_state_memory_kind is None:
         return step
-    offloaded = offload_step(step.function, step.state, kind, options.donate, compile_with, state, batch)
+    offloaded = offload_step(options, step.planned, step.state, compile_with, state, batch)
     return dataclasses.replace(step, function=offloaded, state=offloaded.stored)
 
 
@@ -90,11 +92,7 @@ def state_shardings(options: StepOptions, parts: ModelParts, state: TrainState) 
 
 
 def _state_shardings(state: TrainState, shardings: StepShardings) -> TrainState:
-    return TrainState(
-        tree_of(state.params, list(map(shardings.named, shardings.stored))),
-        tree_of(state.opt_state, list(map(shardings.named, shardings.opt_state))),
-        shardings.named(()),
-    )
+    return tree_of(state, [shardings.named(spec) for spec in (*shardings.stored, *shardings.opt_state, ())])
 
 
 # ---- the shardings of each mode
@@ -147,16 +145,13 @@ def _planned(
     planned = function.plan(state, *batch)
     specs = tuple(d.spec for d in planned.inputs)
     count, end = len(parts.paths), len(tree_util.tree_leaves(state))
-    params, opt_state, of_batch = (
-        specs[:count],
-        specs[count : end - 1],
-        specs[end:],
-    )  # the step counter is before the batch
+    params, opt_state = specs[:count], specs[count : end - 1]  # then comes the step counter
+    of_batch = specs[end:]
     batch_axes = next((spec[0] for spec in of_batch if spec and spec[0]), ())
     shardings = StepShardings(planned.mesh, batch_axes, params, opt_state, of_batch)
     per_device = is_per_device(options, shardings)
     if options.is_plain and not per_device:
-        return ShardedStep(function, tree_of(state, list(map(shardings.named, specs[:end]))))
+        return ShardedStep(function, function, tree_of(state, list(map(shardings.named, specs[:end]))))
     raise_problems(list(batch_problems(batch, shardings.count if per_device else 1, options.micro_batches)))
     return shardings
 

@@ -1,18 +1,20 @@
-"""The shardings of a training step: the mesh, and the mesh axes of each dimension of every array."""
+"""The shardings of a training step; optimizer parallel (ZeRO, HSDP) shards them over devices with replicas."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.frontend.meshes import partition_spec
+from shardfn.frontend.paths import join, tidy
+from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.ir.model import Spec
-from shardfn.train.steps.options import StepOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,81 @@ class StepShardings:
         return NamedSharding(self.mesh, partition_spec(spec))
 
 
-def is_per_device(options: StepOptions, shardings: StepShardings) -> bool:
-    """Whether the loss is called on each device's part of the batch."""
-    return shardings.count > 1 and (options.mode.per_device or options.cross_batch or options.micro_batches > 1)
-
-
 def tree_of(like: Any, leaves: Sequence[Any]) -> Any:
     """A pytree with the structure of another."""
     return tree_util.tree_unflatten(tree_util.tree_structure(like), leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerParallel:
+    """Which arrays are sharded further, and from which size on; MindSpore's `parallel_optimizer_config`.
+
+    Attributes:
+      level: 1 shards the optimizer's states (ZeRO-1), 2 gradients too (ZeRO-2), 3 parameters too (ZeRO-3, FSDP).
+      threshold: the smallest size, in kilobytes per device, of a parameter that is sharded.
+      shard_size: the number of shards; -1 for all devices with replicas.
+      accumulation_shard: True keeps the gradient sums of micro-batches sharded, and reduces each micro-batch's gradients.
+    """
+
+    level: int = 1
+    threshold: int = 64
+    shard_size: int = -1
+    accumulation_shard: bool = False
+
+
+def optimizer_parallel_of(settings: TrainingSettings) -> OptimizerParallel | None:
+    """Optimizer parallel as in the settings; None if it is off.
+
+    >>> optimizer_parallel_of(TrainingSettings(enable_parallel_optimizer=True)).level
+    1
+    """
+    if not settings.enable_parallel_optimizer:
+        return None
+    config = settings.parallel_optimizer_config
+    size = config["optimizer_weight_shard_size"]
+    size = settings.optimizer_weight_shard_size if size == -1 else size
+    level = int(config["optimizer_level"].removeprefix("level"))
+    return OptimizerParallel(level, config["parallel_optimizer_threshold"], size, config["gradient_accumulation_shard"])
+
+
+def shard_further(
+    shape: Sequence[int], itemsize: int, spec: Spec, axes: Sequence[tuple[str, int]], how: OptimizerParallel
+) -> Spec:
+    """The spec of an optimizer state: the parameter's, sharded further over the axes along which it is replicated.
+
+    These axes shard the first dimension that they divide, or fewer axes do; arrays below the threshold stay as they are.
+    (MindSpore shards dimension 0 or nothing.)
+
+    >>> shard_further((6, 64, 256), 4, ((), (), ("b",)), [("a", 4), ("b", 2)], OptimizerParallel())
+    ((), ('a',), ('b',))
+    """
+    sizes = dict(axes)
+    shards = [math.prod(sizes[a] for a in dim) for dim in spec]
+    if 0 in shape or math.prod(shape) * itemsize // math.prod(shards) < how.threshold * 1024:
+        return spec
+    free = [a for a, n in axes if n > 1 and not any(a in dim for dim in spec)]
+    for count in range(len(free), 0, -1):
+        for chosen in itertools.combinations(free, count):
+            more = math.prod(sizes[a] for a in chosen)
+            if how.shard_size != -1 and more != how.shard_size:
+                continue
+            for i, (size, count_here) in enumerate(zip(shape, shards, strict=True)):
+                if size % (count_here * more) == 0:
+                    return (*spec[:i], (*spec[i], *chosen), *spec[i + 1 :])
+    return spec
+
+
+def mirrored_paths(opt_state: Any, params: Mapping[str, tuple[int, ...]]) -> list[str | None]:
+    """For each leaf of an optimizer's state, the path of the parameter with its shape and place, else None.
+
+    >>> import optax, numpy as np
+    >>> mirrored_paths(optax.adam(1.0).init({"w": np.ones((2, 3))}), {"w": (2, 3)})
+    [None, 'w', 'w']
+    """
+    found = []
+    for key, leaf in tree_util.tree_flatten_with_path(opt_state)[0]:
+        path = tidy(join("", key))
+        ends = [p for p in params if path == p or path.endswith("/" + p)]
+        best = max(ends, key=len, default=None)
+        found.append(best if best is not None and params[best] == tuple(leaf.shape) else None)
+    return found

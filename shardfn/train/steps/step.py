@@ -271,7 +271,7 @@ class TrainStep:
         """
         batch = self._ordered(batch, named)
         with defaults.override(self.options.defaults):
-            return self._for(state, batch).function.plan(state, *batch)
+            return self._for(state, batch).planned.plan(state, *batch)
 
     def explain(self, state: TrainState, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
         """The report of a step.
@@ -290,7 +290,7 @@ class TrainStep:
         """
         batch = self._ordered(batch, named)
         with defaults.override(self.options.defaults):
-            return self._for(state, batch).function.explain(state, *batch, compiled=compiled)
+            return self._for(state, batch).planned.explain(state, *batch, compiled=compiled)
 
     def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
         """Lower a step.

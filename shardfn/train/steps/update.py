@@ -141,7 +141,7 @@ def _gradients(
         return _scaled(gradients.per_device_gradients(loss, sync, count, early, shapes), repeats, 1)
     total = 1 if options.settings.gradients_mean else shardings.count
     put = lambda tree: _constrain(tree, shardings, shardings.params, parts)  # noqa: E731
-    growing = gradients.growing_dims(loss, *shapes, count)
+    growing = gradients.growing_dims(loss, *shapes, count) if count > 1 else None
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
     sums = lambda tree: tree_util.tree_map(lambda x: jnp.zeros(x.shape, gradients.wide(x.dtype)), tree)  # noqa: E731
 
