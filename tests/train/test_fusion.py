@@ -32,7 +32,7 @@ MB = 2**20
 
 
 def rules(mode, config, ids=()):
-    return FusionOptions(tuple((kind, FusionRule(mode, config)) for kind in KINDS.values()), ids)
+    return FusionOptions(dict.fromkeys(KINDS.values(), FusionRule(mode, config)), dict(ids))
 
 
 def tensors(*sizes, dtype="float32", kind="all-reduce"):
@@ -111,7 +111,7 @@ def test_read_from_the_context():
     assert fusion_of(defaults.current().training) is None
     with context.auto_parallel(all_reduce_fusion_config=[3, 7]):
         assert context.get_auto_parallel_context("all_reduce_fusion_config") == [3, 7]
-        assert fusion_of(defaults.current().training).rule("all-reduce") == FusionRule("index", (3, 7))
+        assert fusion_of(defaults.current().training).rules["all-reduce"] == FusionRule("index", (3, 7))
         with context.auto_parallel(comm_fusion={"allreduce": {"mode": "size", "config": 3}}):
             both = defaults.current().training
     with pytest.raises(ContextError, match="two settings fuse all-reduces"):

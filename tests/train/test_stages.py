@@ -36,7 +36,7 @@ def test_marks():
     first, last = found.stages
     assert [op.eqn.primitive.name for op in first.equations].count("dot_general") == 2
     # the mask is worked out on both; the squares of the first stage's weights there, and one number of them sent on
-    assert len(first.sends) == 2 == len(last.receives)
+    assert len(first.sends) == 2 and not last.sends
     assert {found.jaxpr.avals[v].shape for v in first.sends} == {(4, D), ()}
 
 

@@ -39,22 +39,18 @@ class FusionRule:
 class FusionOptions:
     """Which collectives to fuse."""
 
-    rules: tuple[tuple[str, FusionRule], ...]
-    """One for each kind."""
-    ids: tuple[tuple[str, int], ...] = ()
+    rules: Mapping[str, FusionRule]
+    """By kind: "all-reduce", "all-gather" and "reduce-scatter"."""
+    ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Path globs to bucket numbers, 0 for a collective of its own. A path has priority, then the last glob that matches."""
-
-    def rule(self, kind: str) -> FusionRule:
-        """The rule of "all-reduce", "all-gather" or "reduce-scatter"."""
-        return dict(self.rules)[kind]
 
     def id_of(self, path: str) -> int | None:
         """The bucket number of a path, None if the user gave none."""
-        found = ruled([glob for glob, _ in self.ids], [path], lambda one, two: True).rules
-        return self.ids[found[0]][1] if found else None
+        found = ruled(list(self.ids), [path], lambda one, two: True).rules
+        return list(self.ids.values())[found[0]] if found else None
 
 
-UNFUSED = FusionOptions(tuple((kind, FusionRule("off", None)) for kind in KINDS.values()))
+UNFUSED = FusionOptions(dict.fromkeys(KINDS.values(), FusionRule("off", None)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +93,7 @@ def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) 
       ContextError: both settings fuse all-reduces.
 
     >>> settings = TrainingSettings().changed("doc", comm_fusion={"allreduce": {"mode": "size", "config": 32}})
-    >>> fusion_of(settings).rule("all-reduce")
+    >>> fusion_of(settings).rules["all-reduce"]
     FusionRule(mode='size', config=32)
     """
     config, indices = settings.comm_fusion, settings.all_reduce_fusion_config
@@ -112,8 +108,8 @@ def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) 
                  why="each is a rule of its own", fix="leave one of them out")  # fmt: skip
         rules["all-reduce"] = FusionRule("index", indices)
     if not config["openstate"]:
-        rules = dict(UNFUSED.rules)
-    return FusionOptions(tuple(rules.items()), tuple((ids or {}).items()))
+        return FusionOptions(UNFUSED.rules, ids or {})
+    return FusionOptions(rules, ids or {})
 
 
 def _rule(config: Mapping[str, Any]) -> FusionRule:
@@ -141,7 +137,7 @@ def buckets(tensors: Sequence[BucketMember], fusion: FusionOptions) -> tuple[Buc
     counts four bytes for every element, and does not count the operand that opens a bucket.) By index: each index is the
     last operand of its bucket, counted among those of the kind, as in MindSpore's code.
 
-    >>> rules = tuple((kind, FusionRule("index", (1,))) for kind in KINDS.values())
+    >>> rules = dict.fromkeys(KINDS.values(), FusionRule("index", (1,)))
     >>> tensors = [BucketMember(f"w{i}", (2, 3), "float32", "all-reduce", ("data",)) for i in range(5)]
     >>> [(b.members, b.nbytes) for b in buckets(tensors, FusionOptions(rules))]
     [((0, 1), 48), ((2, 3, 4), 72)]
@@ -150,7 +146,7 @@ def buckets(tensors: Sequence[BucketMember], fusion: FusionOptions) -> tuple[Buc
     counted: dict[str, int] = {}
     filled: dict[Any, tuple[int, int]] = {}
     for i, tensor in enumerate(tensors):
-        rule, alike = fusion.rule(tensor.kind), (tensor.kind, tensor.axes, tensor.dtype)
+        rule, alike = fusion.rules[tensor.kind], (tensor.kind, tensor.axes, tensor.dtype)
         place = counted.get(tensor.kind, 0)
         counted[tensor.kind] = place + 1
         number = fusion.id_of(tensor.path)
@@ -182,15 +178,15 @@ def compiler_options(fusion: FusionOptions | None, platform: str, explicit: Coll
       explicit: kinds whose buckets are collectives of the program, which XLA's combiners must not join. XLA's partitioner
         inserts the others, and its combiners get the size.
 
-    >>> rules = tuple((kind, FusionRule("size", 1)) for kind in KINDS.values())
+    >>> rules = dict.fromkeys(KINDS.values(), FusionRule("size", 1))
     >>> compiler_options(FusionOptions(rules), "tpu", [])
     {'xla_jf_crs_combiner_threshold_in_bytes': 1048576}
     """
     if fusion is None:
         return {}
     names = _THRESHOLDS.get(platform, {})
-    alone = [kind for kind, rule in fusion.rules if kind in explicit or rule.mode == "off"]
-    sizes = {names[kind]: rule.config * 2**20 for kind, rule in fusion.rules
+    alone = [kind for kind, rule in fusion.rules.items() if kind in explicit or rule.mode == "off"]
+    sizes = {names[kind]: rule.config * 2**20 for kind, rule in fusion.rules.items()
              if kind not in alone and rule.mode == "size" and kind in names}  # fmt: skip
     passes = [f"{device}{kind}-combiner" for device in ("", "cpu-", "gpu-") for kind in alone]
     return ({"xla_disable_hlo_passes": ",".join(passes)} if passes else {}) | sizes
@@ -198,12 +194,12 @@ def compiler_options(fusion: FusionOptions | None, platform: str, explicit: Coll
 
 def ignored_fusion(fusion: FusionOptions | None, platform: str, explicit: Collection[str]) -> list[str]:
     """The parts of `fusion` without an XLA option, for collectives that its partitioner inserts (not `explicit`)."""
-    if fusion is None or all(rule.mode == "off" for _, rule in fusion.rules):
+    if fusion is None or all(rule.mode == "off" for rule in fusion.rules.values()):
         return []
     names = _THRESHOLDS.get(platform, {})
     found = [
         f"{kind} by {r.mode}"
-        for kind, r in fusion.rules
+        for kind, r in fusion.rules.items()
         if kind not in explicit and (r.mode == "index" or (kind not in names and r != FusionRule()))
     ]
     return found + (["numbers by path"] if fusion.ids and not explicit else [])

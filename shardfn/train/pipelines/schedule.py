@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 from shardfn.draw import Picture, pipeline_picture
@@ -145,13 +146,17 @@ def schedule(name: str, devices: int, micro_size: int, chunks: int = 1) -> Sched
         ((FORWARD, BACKWARD), list(zip(forwards[alone:], backwards[:both], strict=True))),
         ((BACKWARD,), [(tick,) for tick in backwards[both:]]),
     ]
-    made = Schedule(name, devices, micro_size, chunks, tuple(Phase(k, tuple(r)) for k, r in phases if r))
-    return made if name == FORWARD else _with_slots(made)
+    found = Schedule(name, devices, micro_size, chunks, tuple(Phase(k, tuple(r)) for k, r in phases if r))
+    return found if name == FORWARD else _with_slots(found)
 
 
 def _ticks(kind: str, devices: int, micro_size: int, chunks: int) -> Iterator[Tick]:
     """The ticks of a kind. Each group of `devices` micro-batches goes through one chunk after another."""
-    order = [_unit(k, kind, devices, micro_size, chunks) for k in range(-(-micro_size // devices) * devices * chunks)]
+    order: list[Unit | None] = []
+    for group, chunk, j in itertools.product(range(-(-micro_size // devices)), range(chunks), range(devices)):
+        micro = group * devices + j
+        unit = Unit(micro, chunk if kind == FORWARD else chunks - 1 - chunk)
+        order.append(unit if micro < micro_size else None)
     while order and order[-1] is None:
         order.pop()
     for i in range(len(order) + devices - 1):
@@ -159,17 +164,10 @@ def _ticks(kind: str, devices: int, micro_size: int, chunks: int) -> Iterator[Ti
         yield Tick(kind, tuple(order[i - lag] if 0 <= i - lag < len(order) else None for lag in lags))
 
 
-def _unit(k: int, kind: str, devices: int, micro_size: int, chunks: int) -> Unit | None:
-    group, within = divmod(k, devices * chunks)
-    chunk, j = divmod(within, devices)
-    micro = group * devices + j
-    return Unit(micro, chunk if kind == FORWARD else chunks - 1 - chunk) if micro < micro_size else None
-
-
-def _with_slots(made: Schedule) -> Schedule:
+def _with_slots(schedule: Schedule) -> Schedule:
     """Give each chunk's input a slot from its forward to its backward."""
-    free: list[list[int]] = [[] for _ in range(made.devices)]
-    count = [0] * made.devices
+    free: list[list[int]] = [[] for _ in range(schedule.devices)]
+    unused = [itertools.count() for _ in range(schedule.devices)]
     used: dict[tuple[int, int, int], int] = {}
 
     def placed(tick: Tick) -> Tick:
@@ -181,13 +179,10 @@ def _with_slots(made: Schedule) -> Schedule:
             key = device, unit.micro, unit.chunk
             if tick.kind == BACKWARD:
                 free[device].append(slot := used.pop(key))
-            elif free[device]:
-                slot = used[key] = free[device].pop()
             else:
-                slot = used[key] = count[device]
-                count[device] += 1
+                slot = used[key] = free[device].pop() if free[device] else next(unused[device])
             units.append(dataclasses.replace(unit, slot=slot))
         return Tick(tick.kind, tuple(units))
 
-    phases = tuple(Phase(p.kinds, tuple(tuple(map(placed, one)) for one in p.rounds)) for p in made.phases)
-    return dataclasses.replace(made, phases=phases)
+    phases = tuple(Phase(p.kinds, tuple(tuple(map(placed, one)) for one in p.rounds)) for p in schedule.phases)
+    return dataclasses.replace(schedule, phases=phases)

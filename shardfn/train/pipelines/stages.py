@@ -36,8 +36,8 @@ class Stage:
     equations: tuple[FlatEquation, ...]
     leaves: tuple[int, ...]
     """The parameters that it reads."""
-    receives: tuple[int, ...]
     sends: tuple[int, ...]
+    """What later stages read, of this stage's results or of those before."""
     cost_s: float
 
     def run(
@@ -296,15 +296,12 @@ def _stages(jaxpr: FlatJaxpr, stage_of: Mapping[int, int], count: int) -> list[S
         asked.append(received)
         leaves = tuple(sorted(v for v in seen if v < jaxpr.params))
         content.append((tuple(jaxpr.equations[i] for i in sorted(own)), leaves))
-    sent: list[tuple[int, ...]] = [()]  # over each stage boundary
-    for boundary in range(1, count):
-        later = set().union(*asked[boundary:])
-        sent.append(tuple(sorted(v for v in later if stage_of[makers[v]] < boundary)))
-    sent.append(())
-    return [
-        Stage(equations, leaves, sent[s], sent[s + 1], sum(cost_s(one.eqn) for one in equations))
-        for s, (equations, leaves) in enumerate(content)
-    ]
+    found = []
+    for stage, (equations, leaves) in enumerate(content):
+        later = set().union(*asked[stage + 1 :])
+        sends = tuple(sorted(v for v in later if stage_of[makers[v]] <= stage))
+        found.append(Stage(equations, leaves, sends, sum(cost_s(one.eqn) for one in equations)))
+    return found
 
 
 def is_inexact(aval: Any) -> bool:

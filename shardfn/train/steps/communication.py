@@ -88,8 +88,8 @@ def step_buckets(
     """
     if sync is None or sync.fusion is None:
         return ()
-    globs = [glob for glob, _ in sync.fusion.ids]
-    raise_problems(list(unmet("fusion", globs, [leaf.path for leaf in sync.leaves], "trained parameter")))
+    paths = [leaf.path for leaf in sync.leaves]
+    raise_problems(list(unmet("fusion", sync.fusion.ids, paths, "trained parameter")))
     found = []
     for one, gathers in ((updated or sync, True), (sync, False)):
         local = []
