@@ -207,28 +207,26 @@ def conv(
     steps = {"window_strides": window_strides, "lhs_dilation": lhs_dilation, "rhs_dilation": rhs_dilation}
     raise_problems(list(_problems_of_windows(spatial, steps, padding)))
     strides, inner, outer = (tuple(map(int, n)) if n is not None else (1,) * spatial for n in steps.values())
-    windows = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
+    window_shape = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
     if isinstance(padding, str):
         if any(d > 1 for d in inner):
             fail(StrategyError, f"padding {padding!r} has no meaning with zeros between the image's rows",
                  where=f"padding = {padding!r}, lhs_dilation = {inner}",
                  why="the output size is ambiguous; `jax.lax.conv_general_dilated` refuses it too",
                  fix="give the zeros before and after each spatial dimension: padding=[(1, 1), (1, 1)]")  # fmt: skip
-        spans = [(w - 1) * d + 1 for w, d in zip(windows, outer, strict=True)]
+        spans = [(w - 1) * d + 1 for w, d in zip(window_shape, outer, strict=True)]
         sizes = [lhs.shape[d] for d in numbers.lhs_spec[2:]]
         padding = lax.padtype_to_pads(sizes, spans, strides, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
     strategy = [_size(mesh, dim) for dim in image]
-    counts = feature_group_count, batch_group_count
-    raise_problems([
-        *_problems_of_image(lhs, image, strategy, kernel, numbers, *counts),
-        *_problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, *counts),
-    ])  # fmt: skip
+    raise_problems(
+        list(_problems(mesh, lhs.shape, rhs.shape, image, kernel, numbers, feature_group_count, batch_group_count))
+    )
     halos: list[Halo | None] = []
     for i, dim in enumerate(numbers.lhs_spec[2:]):
         found = None
         if strategy[dim] > 1:
-            found = halo_of(lhs.shape[dim], strategy[dim], windows[i], strides[i], pads[i], outer[i], inner[i])
+            found = halo_of(lhs.shape[dim], strategy[dim], window_shape[i], strides[i], pads[i], outer[i], inner[i])
         if isinstance(found, str):
             fail(StrategyError, f"a window reaches beyond the neighbouring shards of dim {dim} of the image",
                  where=f"image {list(lhs.shape)} sharded {tuple(strategy)}, kernel {list(rhs.shape)}, stride {strides[i]}, "
@@ -240,7 +238,7 @@ def conv(
     groups = feature_group_count // strategy[numbers.lhs_spec[1]] if grouped else 1
     summed = () if grouped else channels
     out = channels if grouped and channels else kernel[numbers.rhs_spec[0]]
-    # `_problems_of_outputs` has checked that the parts of the groups on different devices are equal.
+    # `_problems` has checked that the parts of the groups on different devices are equal.
     shares = 1 if grouped and channels else min(max(groups, batch_group_count), _size(mesh, out))
     convolution = _Convolution(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
                                precision, preferred_element_type, tuple(halos), summed, shares)  # fmt: skip
@@ -368,11 +366,14 @@ def _mesh(layout: Any) -> Mesh:
     return layout.mesh()
 
 
-def _problems_of_image(
-    lhs: Any, image: Spec, strategy: Sequence[int], kernel: Spec, numbers: Any, groups: int, batch_groups: int
-) -> Iterator[Problem]:
-    where = f"image {list(lhs.shape)} sharded {tuple(strategy)}"
-    for dim, (size, shards) in enumerate(zip(lhs.shape, strategy, strict=True)):
+def _problems(
+    mesh: Mesh | AbstractMesh, lhs: Sequence[int], rhs: Sequence[int], image: Spec, kernel: Spec, numbers: Any,
+    groups: int, batch_groups: int,
+) -> Iterator[Problem]:  # fmt: skip
+    """What is wrong with the shardings of an image and a kernel of these shapes."""
+    strategy = [_size(mesh, dim) for dim in image]
+    where = f"image {list(lhs)} sharded {tuple(strategy)}"
+    for dim, (size, shards) in enumerate(zip(lhs, strategy, strict=True)):
         if size % shards:
             yield Problem(f"dim {dim} of the image cannot be sharded {shards} ways", where,
                           f"{size} is not divisible by {shards}",
@@ -390,6 +391,31 @@ def _problems_of_image(
     if both:
         yield Problem(f"the kernel's output channels and the image are both sharded over {', '.join(both)}", where,
                       "two dimensions of the result would use one axis", "shard the kernel over another axis")  # fmt: skip
+    out_dim = numbers.rhs_spec[0]
+    size, shards = rhs[out_dim], _size(mesh, kernel[out_dim])
+    where = f"kernel {list(rhs)} sharded {shards} ways along dim {out_dim}"
+    if groups > 1 and image[numbers.lhs_spec[1]]:
+        return  # the image's channels place the groups, and the kernel follows
+    if size % shards:
+        yield Problem(f"the kernel's output channels cannot be sharded {shards} ways", where,
+                      f"{size} is not divisible by {shards}",
+                      "leave them unsharded, or use fewer shards")  # fmt: skip
+        return
+    for name, count, dim in (("feature", groups, numbers.lhs_spec[1]), ("batch", batch_groups, numbers.lhs_spec[0])):
+        if count < 2 or shards < 2:
+            continue
+        for of, n in ((f"dim {dim} of the image", lhs[dim]), ("the kernel's output channels", size)):
+            if n % count:
+                yield Problem(f"{of} cannot be split into {name}_group_count = {count} groups",
+                              f"image {list(lhs)}, kernel {list(rhs)}", f"{n} is not divisible by {count}",
+                              f"give a {name}_group_count that divides it")  # fmt: skip
+                return
+        if count % shards and shards % count:
+            fitting = sorted({math.gcd(shards, count), count} - {1})
+            yield Problem(f"the kernel's output channels cannot be sharded {shards} ways with {name}_group_count = {count}",
+                          where,
+                          f"neither of {shards} and {count} divides the other, so a device would hold parts of several groups",
+                          f"shard them {' or '.join(map(str, fitting))} ways, or not at all")  # fmt: skip
 
 
 def _problems_of_windows(dims: int, steps: dict[str, Any], padding: Any) -> Iterator[Problem]:
@@ -419,36 +445,6 @@ def _ints(given: Any, count: int) -> tuple[int, ...] | None:
     except TypeError:
         return None
     return found if len(found) == count else None
-
-
-def _problems_of_outputs(
-    mesh: Mesh | AbstractMesh, lhs: Any, rhs: Any, image: Spec, kernel: Spec, numbers: Any, groups: int, batch_groups: int
-) -> Iterator[Problem]:  # fmt: skip
-    out_dim = numbers.rhs_spec[0]
-    size, shards = rhs.shape[out_dim], _size(mesh, kernel[out_dim])
-    where = f"kernel {list(rhs.shape)} sharded {shards} ways along dim {out_dim}"
-    if groups > 1 and image[numbers.lhs_spec[1]]:
-        return  # the image's channels place the groups, and the kernel follows
-    if size % shards:
-        yield Problem(f"the kernel's output channels cannot be sharded {shards} ways", where,
-                      f"{size} is not divisible by {shards}",
-                      "leave them unsharded, or use fewer shards")  # fmt: skip
-        return
-    for name, count, dim in (("feature", groups, numbers.lhs_spec[1]), ("batch", batch_groups, numbers.lhs_spec[0])):
-        if count < 2 or shards < 2:
-            continue
-        for of, n in ((f"dim {dim} of the image", lhs.shape[dim]), ("the kernel's output channels", size)):
-            if n % count:
-                yield Problem(f"{of} cannot be split into {name}_group_count = {count} groups",
-                              f"image {list(lhs.shape)}, kernel {list(rhs.shape)}", f"{n} is not divisible by {count}",
-                              f"give a {name}_group_count that divides it")  # fmt: skip
-                return
-        if count % shards and shards % count:
-            fitting = sorted({math.gcd(shards, count), count} - {1})
-            yield Problem(f"the kernel's output channels cannot be sharded {shards} ways with {name}_group_count = {count}",
-                          where,
-                          f"neither of {shards} and {count} divides the other, so a device would hold parts of several groups",
-                          f"shard them {' or '.join(map(str, fitting))} ways, or not at all")  # fmt: skip
 
 
 def _on_mesh(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:

@@ -140,7 +140,7 @@ class Batches(Iterator[Any]):
 
     def _read(self, rows: np.ndarray) -> tuple[list[list[np.ndarray]], tuple[Read, ...]]:
         """The windows of a batch that this process's devices hold; runs in Grain's threads."""
-        loader, found, made = self.loader, [], []
+        loader, found, reads = self.loader, [], []
         place = 0
         for column in loader.columns:
             count = len(tree_util.tree_leaves(column.record))
@@ -149,14 +149,14 @@ class Batches(Iterator[Any]):
             for leaf, x in enumerate(mine):
                 for ((first, last), *inner), devices in x.windows.items():
                     kept = [row for row in rows[first:last].tolist() if row != PADDING]
-                    made.append(Read(x.path, ((first, last), *inner), mesh_positions(x.sharding, devices),
+                    reads.append(Read(x.path, ((first, last), *inner), mesh_positions(x.sharding, devices),
                                      len(kept) * _bytes(tuple(inner), x.dtype),
                                      column.stored(leaf, kept, tuple(inner)) if kept else 0))  # fmt: skip
             place += count
         if loader.last == "pad":
             mask = rows != PADDING
             found.append([mask[first:last] for ((first, last),) in loader.arrays[-1].windows])
-        return found, tuple(made)
+        return found, tuple(reads)
 
     def get_state(self) -> dict[str, Any]:
         """The position of the iterator.

@@ -156,11 +156,11 @@ class ArrayColumn:
             return to_dtype(self.array.oindex[(rows, *inner)], dtype, self.name)
         if full and isinstance(self.array, np.ndarray):
             return to_dtype(self.array[(rows, *inner)], dtype, self.name)
-        made = np.zeros((len(rows), *(last - first for first, last in window)), dtype)
+        values = np.zeros((len(rows), *(last - first for first, last in window)), dtype)
         for place, row in enumerate(rows.tolist()):
             if row != PADDING:
-                made[place] = to_dtype(self.array[(row, *inner)], dtype, self.name)
-        return made
+                values[place] = to_dtype(self.array[(row, *inner)], dtype, self.name)
+        return values
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
         """Bytes of the stored blocks that a read of the window of these rows touches."""
@@ -189,20 +189,20 @@ class RecordsColumn:
     def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
         """See `ArrayColumn`."""
         structs, structure = tree_util.tree_flatten(self.record)
-        made = [[np.zeros([last - first for first, last in window], struct.dtype) for window in part]
+        values = [[np.zeros([last - first for first, last in window], struct.dtype) for window in part]
                 for struct, part in zip(structs, windows, strict=True)]  # fmt: skip
         for place, row in enumerate(rows.tolist()):
             wanted = [[w[0][0] <= place < w[0][1] for w in part] for part in windows]
             if row == PADDING or not any(map(any, wanted)):
                 continue
             leaves = self._checked(row, structs, structure)
-            for leaf, part, hits, out in zip(leaves, windows, wanted, made, strict=True):
+            for leaf, part, hits, out in zip(leaves, windows, wanted, values, strict=True):
                 for window, hit, into in zip(part, hits, out, strict=True):
                     if hit:
                         inner = tuple(slice(*edges) for edges in window[1:])
                         found = leaf[inner] if inner else leaf
                         into[place - window[0][0]] = to_dtype(found, into.dtype, self.name)
-        return made
+        return values
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
         """See `ArrayColumn`."""

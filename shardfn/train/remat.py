@@ -153,9 +153,9 @@ def _recomputed(fn: Any, options: RematOptions) -> Any:
     is_function = isinstance(fn, types.FunctionType | types.BuiltinFunctionType | types.MethodType)
     if is_function or hasattr(fn, "__wrapped__") or describe(fn).adapter is None:
         return RecomputedFunction(fn, options)
-    made = copy.copy(fn)
-    object.__setattr__(made, "__class__", _class_of(type(fn), options))
-    return made
+    recomputed = copy.copy(fn)
+    object.__setattr__(recomputed, "__class__", _class_of(type(fn), options))
+    return recomputed
 
 
 class RecomputedFunction:
@@ -204,13 +204,13 @@ def _by_path(module: Any, globs: tuple[str, ...], options: RematOptions) -> Any:
                 return _recomputed(value, options)  # its submodules included
         return _rebuilt(value, path, walk)
 
-    made = walk(module, "")
+    rebuilt = walk(module, "")
     if not seen:
         fail(StrategyError, f"{a(module)} has no submodules to recompute", where=f"paths = {globs!r}",
              why="paths name callable parts of a Cell, a Flax NNX or an Equinox model",
              fix="wrap a block's function in train.recompute; train.step(recompute=n) finds equal blocks by itself")  # fmt: skip
     raise_problems(list(unmet("paths", globs, seen, "submodule")))
-    return made
+    return rebuilt
 
 
 def _has_attributes(value: Any) -> bool:
@@ -221,14 +221,14 @@ def _has_attributes(value: Any) -> bool:
 def _rebuilt(value: Any, path: str, walk: Callable[[Any, str], Any]) -> Any:
     """`value` with its children walked; itself if none changed."""
     children = dict(_children(value))
-    made = {name: walk(child, f"{path}/{name}" if path else str(name)) for name, child in children.items()}
-    changed = {name: new for name, new in made.items() if new is not children[name]}
+    walked = {name: walk(child, f"{path}/{name}" if path else str(name)) for name, child in children.items()}
+    changed = {name: new for name, new in walked.items() if new is not children[name]}
     if not changed:
         return value
     if isinstance(value, Mapping):
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        return type(value)(made[i] for i in range(len(children)))
+        return type(value)(walked[i] for i in range(len(children)))
     new = copy.copy(value)
     for name, child in changed.items():
         if isinstance(name, int):

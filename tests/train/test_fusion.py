@@ -17,7 +17,7 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ContextError, ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.frontend import defaults
 from shardfn.mindspore import context
-from shardfn.train.collectives.buckets import (
+from shardfn.train.collectives import (
     KINDS,
     BucketMember,
     FusionOptions,

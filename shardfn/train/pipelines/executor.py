@@ -106,10 +106,6 @@ class PipelineExecutor:
     def _leaves(self, stage: int, buffers: Any) -> list[Any]:
         return stage_leaves(self.layout, stage, self._constrain_buffers(buffers))
 
-    def _forward(self, stage: int, buffers: Any, shared: Any, message: Any, batch: Any) -> Any:
-        """One stage on one micro-batch."""
-        return self._apply(stage, self._leaves(stage, buffers), shared, message, batch)
-
     def _backward(
         self, stage: int, buffers: Any, shared: Any, message: Any, batch: Any, cotangent: Any, seed: Any, sums: Any, on: Any
     ) -> Any:  # fmt: skip
@@ -151,12 +147,15 @@ class PipelineExecutor:
         def send(tree: Any, by: int) -> Any:
             return tree_util.tree_map(lambda x: lax.ppermute(x, STAGE, _ring(devices, self.layout.chunks, by)), tree)
 
+        def apply(stage: int, own: Any, message: Any, batch: Any) -> Any:
+            return self._apply(stage, self._leaves(stage, own), shared, message, batch)
+
         def forward(carry: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any]:
             stage, own, part = at(unit)
             if trains:
                 keep = lambda old, new: _put(old, new, unit["slot"], unit["on"])  # noqa: E731
                 carry = {**carry, "inputs": tree_util.tree_map(keep, carry["inputs"], carry["message"])}
-            given, loss = switch(stage, self._forward, own, shared, carry["message"], part)
+            given, loss = switch(stage, apply, own, carry["message"], part)
             is_loss = jnp.logical_and(unit["on"], stage == last)
             return {**carry, "message": send(given, 1), "loss": carry["loss"] + jnp.where(is_loss, loss, 0.0)}
 

@@ -183,15 +183,15 @@ def _crossing_bytes(
 ) -> list[float]:
     """For each link the bytes sent if a stage begins with it."""
     last: dict[int, int] = {}
-    made: dict[int, int] = {}
+    computed_at: dict[int, int] = {}
     for k, i in enumerate(main):
         one = jaxpr.equations[i]
         last |= {v: k for v in one.reads if kinds[v] == "both"}
-        made |= dict.fromkeys(one.outputs, k)
+        computed_at |= dict.fromkeys(one.outputs, k)
     change = [0.0] * (len(main) + 2)
     for value, end in last.items():
         aval = jaxpr.avals[value]
-        change[made[value] + 1] += math.prod(aval.shape) * aval.dtype.itemsize
+        change[computed_at[value] + 1] += math.prod(aval.shape) * aval.dtype.itemsize
         change[end + 1] -= math.prod(aval.shape) * aval.dtype.itemsize
     crossing, total = [], 0.0
     for delta in change:

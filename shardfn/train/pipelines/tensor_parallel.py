@@ -81,9 +81,9 @@ def unshardable_dims(eqn: Any, shards: int = 2) -> Dims:
     (((1,),), ((1,),))
     """
     default = _custom_rule if eqn.primitive.name.startswith("custom_") else _no_dims
-    given, made = _RULES.get(eqn.primitive.name, default)(eqn, shards)
+    inputs, outputs = _RULES.get(eqn.primitive.name, default)(eqn, shards)
     fill = lambda dims, count: (*map(tuple, dims), *((),) * (count - len(dims)))  # noqa: E731
-    return fill(given, len(eqn.invars)), fill(made, len(eqn.outvars))
+    return fill(inputs, len(eqn.invars)), fill(outputs, len(eqn.outvars))
 
 
 def bind_unsharded(eqn: Any, inputs: Sequence[Any], shards: int) -> list[Any]:
@@ -191,29 +191,29 @@ def _scatter(eqn: Any, shards: int) -> Dims:
 
 def _reshape(eqn: Any, shards: int) -> Dims:
     """Of dims that merge or split, all but the first; the first too if its shards would not fit."""
-    given, made = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     before: list[int] = []
     after: list[int] = []
-    for left, right in _reshape_groups(given, made):
+    for left, right in _reshape_groups(old, new):
         if len(left) == 1 and len(right) == 1:
             continue
-        fits = left and right and given[left[0]] % shards == 0 and made[right[0]] % shards == 0
+        fits = left and right and old[left[0]] % shards == 0 and new[right[0]] % shards == 0
         before += left[1:] if fits else left
         after += right[1:] if fits else right
     return [before], [after]
 
 
-def _reshape_groups(given: Sequence[int], made: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The dims of two shapes that become each other, in the order of the data, without dims of one element.
 
     >>> _reshape_groups((2, 6, 4), (12, 1, 2, 2))
     [([0, 1], [0]), ([2], [2, 3])]
     """
-    a, b = ([d for d, n in enumerate(shape) if n != 1] for shape in (given, made))
+    a, b = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
     found = []
     while a and b:
         left, right = [a.pop(0)], [b.pop(0)]
-        while (m := math.prod(given[d] for d in left)) != (n := math.prod(made[d] for d in right)):
+        while (m := math.prod(old[d] for d in left)) != (n := math.prod(new[d] for d in right)):
             (left if m < n else right).append((a if m < n else b).pop(0))
         found.append((left, right))
     return found

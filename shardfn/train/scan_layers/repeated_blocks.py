@@ -83,13 +83,13 @@ _SLICES = frozenset({"slice", "squeeze"})
 
 def _hoist(equations: Sequence[FlatEquation]) -> list[FlatEquation]:
     """Move slices to where their operand is computed: `keys[i]` tells which block it is in."""
-    made = {value for one in equations for value in one.outputs}
+    computed = {value for one in equations for value in one.outputs}
     after: dict[int, list[FlatEquation]] = collections.defaultdict(list)
     first: list[FlatEquation] = []
     rest: list[FlatEquation] = []
     for one in equations:
         is_slice = one.eqn.primitive.name in _SLICES
-        (rest if not is_slice else after[one.inputs[0]] if one.inputs[0] in made else first).append(one)
+        (rest if not is_slice else after[one.inputs[0]] if one.inputs[0] in computed else first).append(one)
 
     def with_slices(one: FlatEquation) -> Iterator[FlatEquation]:
         yield one
@@ -107,16 +107,16 @@ def _sink(equations: Sequence[FlatEquation], params: int, outputs: Sequence[Any]
 
     def needed(value: Any) -> Iterator[FlatEquation]:
         if not isinstance(value, core.Literal) and (one := waiting.get(value)):
-            for made in one.outputs:
-                waiting.pop(made, None)
+            for output in one.outputs:
+                waiting.pop(output, None)
             for v in one.reads:
                 yield from needed(v)
             yield one
 
     for one in equations:
         if len(one.reads) == 1 and one.reads[0] in roots and not one.eqn.effects and not inner(one.eqn):
-            for made in one.outputs:
-                roots[made], waiting[made] = roots[one.reads[0]], one
+            for output in one.outputs:
+                roots[output], waiting[output] = roots[one.reads[0]], one
             continue
         for v in one.reads:
             yield from needed(v)
@@ -131,48 +131,55 @@ def _sink(equations: Sequence[FlatEquation], params: int, outputs: Sequence[Any]
 def tokens(flat: FlatJaxpr) -> list[int]:
     """A number for each equation, the same for equal ones."""
     numbers: dict[Any, int] = {}
-    jaxprs: dict[int, int] = {}
+    known: dict[tuple[int, int], int] = {}
 
-    def number(value: Any, depth: int = 6) -> int:
-        """A number for a parameter, the same for equal ones: functions by their code and closures, to this depth."""
+    def number(value: Any, depth: int) -> int:
+        """A number for a parameter, the same for equal ones."""
+        at = id(value), depth
+        if at not in known:
+            known[at] = numbers.setdefault((type(value), key(value, depth)), len(numbers))
+        return known[at]
+
+    def key(value: Any, depth: int) -> Any:
+        """What makes parameters equal: of functions the code and the closures, of other objects in closures the type."""
         if depth == 0:
-            return -1
-        key: Any
+            return None
         if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
-            if id(value) not in jaxprs:
-                inside = [number(eqn.params[name], depth) for eqn in value.eqns for name in sorted(eqn.params)]
-                key = _jaxpr_text(value), tuple(map(id, getattr(value, "consts", ()))), tuple(inside)
-                jaxprs[id(value)] = numbers.setdefault(key, len(numbers))
-            return jaxprs[id(value)]
+            inside = [number(eqn.params[name], depth) for eqn in value.eqns for name in sorted(eqn.params)]
+            return _jaxpr_text(value), *map(id, getattr(value, "consts", ())), *inside
         if isinstance(value, types.FunctionType):
             inside = [value.__defaults__, *map(_cell, value.__closure__ or ())]
-            key = id(value.__code__), *(number(each, depth - 1) for each in inside)
-        elif isinstance(value, functools.partial):
-            inside = value.func, value.args, tuple(value.keywords.items())
-            key = tuple(number(each, depth - 1) for each in inside)
-        elif type(value).__name__ == "WrappedFun":
-            key = tuple(number(getattr(value, name, None), depth - 1) for name in ("f", "f_transformed"))
-        elif isinstance(value, tuple | list):
-            key = tuple(number(each, depth) for each in value)
-        elif isinstance(value, np.generic | np.ndarray):
-            key = str(value.dtype), value.shape, value.tobytes()
-        elif hasattr(value, "addressable_shards"):
-            key = id(value)  # the content of arrays on devices is not compared
-        else:
-            key = value if isinstance(value, str | bytes) else _without_addresses(value)
-        return numbers.setdefault((type(value), key), len(numbers))
+            return id(value.__code__), *(number(each, depth - 1) for each in inside)
+        if isinstance(value, functools.partial):
+            inside = [value.func, value.args, *value.keywords.values()]
+            return tuple(value.keywords), *(number(each, depth - 1) for each in inside)
+        if type(value).__name__ == "WrappedFun":
+            return tuple(number(getattr(value, name, None), depth - 1) for name in ("f", "f_transformed"))
+        if isinstance(value, tuple | list):
+            return tuple(number(each, depth) for each in value)
+        if isinstance(value, np.generic | np.ndarray):
+            return str(value.dtype), value.shape, value.tobytes()
+        if hasattr(value, "addressable_shards"):
+            return id(value)  # the content of arrays on devices is not compared
+        if isinstance(value, bool | int | float | complex | str | bytes):
+            return repr(value)
+        return _without_addresses(value) if depth == _DEPTH else None
 
     found: list[int] = []
     for i, one in enumerate(flat.equations):
-        key = (
+        token = (
             one.eqn.primitive.name,
-            tuple((name, number(value)) for name, value in sorted(one.eqn.params.items())),
+            tuple((name, number(value, _DEPTH)) for name, value in sorted(one.eqn.params.items())),
             tuple(str(v.aval if isinstance(v, core.Literal) else flat.avals[v]) for v in one.inputs),
             tuple(isinstance(v, core.Literal) for v in one.inputs),
             i if one.eqn.effects else None,  # an equation with effects equals no other
         )
-        found.append(numbers.setdefault(key, len(numbers)))
+        found.append(numbers.setdefault(token, len(numbers)))
     return found
+
+
+_DEPTH = 6
+"""How deep the closures of functions are compared."""
 
 
 def _without_addresses(value: Any) -> str:

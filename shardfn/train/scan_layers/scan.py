@@ -298,11 +298,11 @@ def _scan(
     stacks: Mapping[tuple[int, ...], Any], limit: int, recomputed: int, read_later: set[int],
 ) -> None:  # fmt: skip
     wiring, block = run.wiring, flat.equations[run.start : run.start + run.period]
-    made = lambda j, r, o: flat.equations[run.start + j * run.period + r].outputs[o]  # noqa: E731
+    result = lambda j, r, o: flat.equations[run.start + j * run.period + r].outputs[o]  # noqa: E731
     carries = {(r, o): k for k, (r, o, _) in enumerate(wiring.carried)}
     collected, only_last = [], []  # results that are read after the run: of several blocks, of the last one alone
     for r, o in [(r, o) for r, one in enumerate(block) for o in range(len(one.outputs))]:
-        readers = [j for j in range(run.count) if made(j, r, o) in read_later]
+        readers = [j for j in range(run.count) if result(j, r, o) in read_later]
         if readers:
             (only_last if (r, o) in carries and readers == [run.count - 1] else collected).append((r, o))
     fixed = {where: read(where) for row in wiring.inputs for kind, where in row if kind == "fixed"}
@@ -332,8 +332,8 @@ def _scan(
         parts.append(ys)
     for k, at in enumerate(collected):
         column = jnp.concatenate([ys[k] for ys in parts]) if len(parts) > 1 else parts[0][k]
-        env |= {made(j, *at): column[j] for j in range(run.count)}
-    env |= {made(run.count - 1, *at): carry[carries[at]] for at in only_last}
+        env |= {result(j, *at): column[j] for j in range(run.count)}
+    env |= {result(run.count - 1, *at): carry[carries[at]] for at in only_last}
 
 
 def _value(v: Any, read: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from shardfn.frontend import option_checks
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import boolean, integer, option_problems
-from shardfn.train.collectives.buckets import id_problems
+from shardfn.train.collectives import id_problems
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.scan_layers.scan import reuse_problems
 from shardfn.train.scan_layers.train_step import recompute_problems

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from shardfn.errors import raise_problems, warn
 from shardfn.frontend.paths import unmet
 from shardfn.ir.model import Spec
-from shardfn.train.collectives.buckets import KINDS, Bucket, buckets, compiler_options, ignored_fusion
+from shardfn.train.collectives import KINDS, Bucket, buckets, compiler_options, ignored_fusion
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.gradients import GradientSync, LeafSync, ShardedDim
 from shardfn.train.steps.options import StepOptions

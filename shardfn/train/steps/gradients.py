@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.frontend.paths import join
-from shardfn.train.collectives import flat_collectives
-from shardfn.train.collectives.buckets import UNFUSED, Bucket, BucketMember, FusionOptions, buckets
+from shardfn.train import collectives
+from shardfn.train.collectives import UNFUSED, Bucket, BucketMember, FusionOptions, buckets
 from shardfn.train.remat import PARAMETER, keep_but_parameters
 from shardfn.train.steps.batches import part_shapes
 
@@ -363,20 +363,20 @@ def _buckets(members: Mapping[int, BucketMember], fusion: FusionOptions | None) 
     return [(bucket, [numbers[k] for k in bucket.members]) for bucket in found]
 
 
-def _run(jobs: Sequence[flat_collectives.Job], sync: GradientSync, backwards: bool) -> list[list[jax.Array]]:
+def _run(jobs: Sequence[collectives.Job], sync: GradientSync, backwards: bool) -> list[list[jax.Array]]:
     """The results of collectives; XLA must not join fused ones."""
     if sync.fusion is None:
         return [collective(arrays) for arrays, collective in jobs]
-    return flat_collectives.in_turn(jobs, backwards)
+    return collectives.in_turn(jobs, backwards)
 
 
 def _gather_buckets(leaves: Sequence[jax.Array], sync: GradientSync) -> dict[int, jax.Array]:
     """Each full leaf of which a device has a shard, by its number."""
     joined = _buckets(sync.members(leaves, gathers=True), sync.fusion)
-    jobs: list[flat_collectives.Job] = []
+    jobs: list[collectives.Job] = []
     for bucket, places in joined:
         dims = [_dim(sync.leaves[i].gathered) for i in places]
-        gather = functools.partial(flat_collectives.all_gathered, dims=dims, axes=bucket.axes)
+        gather = functools.partial(collectives.all_gathered, dims=dims, axes=bucket.axes)
         jobs.append(([leaves[i] for i in places], gather))
     done = _run(jobs, sync, backwards=False)
     return {i: x for (_, places), arrays in zip(joined, done, strict=True) for i, x in zip(places, arrays, strict=True)}
@@ -392,7 +392,7 @@ def _reduce_all(
         i for i, (b, _) in enumerate(joined)
         if b.kind == "all-reduce" and b.axes == sync.axes and all(str(x.dtype) == b.dtype for x in extra)
     ]  # fmt: skip
-    jobs: list[flat_collectives.Job] = []
+    jobs: list[collectives.Job] = []
     for i, (bucket, places) in enumerate(joined):
         arrays = [leaves[place].astype(bucket.dtype) for place in places]
         arrays += extra if fitting and i == fitting[-1] else []
@@ -415,13 +415,13 @@ def _sum_bucket(
     if sync.is_partial and len(arrays) > 1:
         others = frozenset(sync.mesh.axis_names) - set(sync.axes)
         specs = [leaf.other_spec for leaf in leaves] + [PartitionSpec()] * (len(arrays) - len(leaves))
-        return flat_collectives.all_reduced_shards(arrays, bucket.axes, specs, others)
+        return collectives.all_reduced_shards(arrays, bucket.axes, specs, others)
     if bucket.kind == "reduce-scatter":
-        found = flat_collectives.reduce_scattered(arrays, [_dim(leaf.scattered) for leaf in leaves], bucket.axes)
+        found = collectives.reduce_scattered(arrays, [_dim(leaf.scattered) for leaf in leaves], bucket.axes)
     else:
-        found = flat_collectives.all_reduced(arrays, bucket.axes)
+        found = collectives.all_reduced(arrays, bucket.axes)
     rest = tuple(a for a in sync.axes if a not in bucket.axes)
-    return flat_collectives.all_reduced(found, rest) if rest else found
+    return collectives.all_reduced(found, rest) if rest else found
 
 
 def _size(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> int:

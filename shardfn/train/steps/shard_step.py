@@ -16,7 +16,7 @@ from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import join, ruled
 from shardfn.frontend.strategy import AUTO
 from shardfn.runtime.sharded_function import ShardedFunction
-from shardfn.train.collectives.buckets import Bucket
+from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.batches import batch_problems
 from shardfn.train.steps.communication import fusion_options, gradient_sync, is_per_device, step_buckets, update_sync

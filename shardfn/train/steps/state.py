@@ -67,10 +67,10 @@ class ModelParts:
     def model(self, params: Any) -> Any:
         """The model as the loss function takes it, with its static leaves."""
         arrays = iter(self.treedef.flatten_up_to(params))
-        made = tree_util.tree_unflatten(
+        model = tree_util.tree_unflatten(
             self.model_treedef, [next(arrays) if leaf is None else leaf for leaf in self.static]
         )
-        return retie(made, self.tied)
+        return retie(model, self.tied)
 
     def arrays(self, model: Any) -> Any:
         """The inverse of `model`, for one whose arrays may have changed."""

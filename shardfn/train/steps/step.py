@@ -23,7 +23,7 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
-from shardfn.train.collectives.buckets import Bucket, fusion_of
+from shardfn.train.collectives import Bucket, fusion_of
 from shardfn.train.optimizer_adapters import adapted
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.remat import recompute as again
@@ -469,13 +469,13 @@ def _is_maker(params: Any) -> bool:
 
 def _model_shapes(make: Callable[[], Any]) -> Any:
     """The model that a function makes, with shapes for arrays."""
-    made: list[Any] = []
+    found: list[Any] = []
 
     def arrays() -> list[Any]:
         model = make()
-        made[:] = *tree_util.tree_flatten(model), tied_variables(model)
-        return [leaf if holds_array(model, leaf) else None for leaf in made[0]]
+        found[:] = *tree_util.tree_flatten(model), tied_variables(model)
+        return [leaf if holds_array(model, leaf) else None for leaf in found[0]]
 
     shapes = jax.eval_shape(arrays)
-    leaves = [a if b is None else b for a, b in zip(made[0], shapes, strict=True)]
-    return retie(tree_util.tree_unflatten(made[1], leaves), made[2])
+    leaves = [a if b is None else b for a, b in zip(found[0], shapes, strict=True)]
+    return retie(tree_util.tree_unflatten(found[1], leaves), found[2])

@@ -58,8 +58,8 @@ def update_function(
         )  # fmt: skip
         new = sharded(optax.apply_updates(shards, updates))
         new = new if updated is None else gradients.gather_updated(new, updated)
-        made = TrainState(parts.join(new, carried), opt_state, state.step + 1)
-        return made, ((value, aux) if options.has_aux else value)
+        following = TrainState(parts.join(new, carried), opt_state, state.step + 1)
+        return following, ((value, aux) if options.has_aux else value)
 
     return as_pure(update)
 

@@ -1,1 +1,0 @@
-"""Communication of gradients and parameters: buckets, fused collectives, traffic."""
