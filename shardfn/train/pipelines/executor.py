@@ -240,11 +240,10 @@ def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
     found = []
     for kind in range(len(phase.kinds)):
         units = [one[kind].units for one in phase.rounds]
-        fields = {
-            name: [[getattr(u or idle, name) for u in row] for row in units] for name in ("micro", "chunk", "slot")
-        }
-        table = {name: np.array(rows, np.int32) for name, rows in fields.items()}
-        found.append({**table, "on": np.array([[u is not None for u in row] for row in units])})
+        table = {"on": np.array([[u is not None for u in row] for row in units])}
+        for name in ("micro", "chunk", "slot"):
+            table[name] = np.array([[getattr(u or idle, name) for u in row] for row in units], np.int32)
+        found.append(table)
     return tuple(found)
 
 

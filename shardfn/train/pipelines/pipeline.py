@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -91,11 +90,10 @@ def pipeline(
         schedule, interleaves = config["pipeline_scheduler"], config["pipeline_interleave"]
     if pipeline_stages is None:
         pipeline_stages = settings.pipeline_stages
-    frozen = lambda config: types.MappingProxyType(dict(config or {}))  # noqa: E731
     options = PipelineOptions(
         stages, micro_size, pipeline_stages, "1f1b" if schedule in (None, "interleaved") else schedule, interleave,
         interleaves, settings.auto_pipeline if auto_pipeline is None else auto_pipeline,
-        frozen(stage_config), frozen(segment_config), frozen(parameter_plan), loss, device, current,
+        dict(stage_config or {}), dict(segment_config or {}), dict(parameter_plan or {}), loss, device, current,
     )  # fmt: skip
     raise_problems(list(pipeline_problems(options)))
     return Pipeline(options)

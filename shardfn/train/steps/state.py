@@ -54,30 +54,25 @@ class ModelParts:
 
     def split(self, params: Any) -> tuple[Any, Any]:
         """The trained and the carried leaves, each with None for the other."""
-        leaves = self.treedef.flatten_up_to(params)
-        first = [leaf if mine else None for leaf, mine in zip(leaves, self.trained, strict=True)]
-        second = [None if mine else leaf for leaf, mine in zip(leaves, self.trained, strict=True)]
-        return tree_util.tree_unflatten(self.treedef, first), tree_util.tree_unflatten(self.treedef, second)
+        pairs = list(zip(self.treedef.flatten_up_to(params), self.trained, strict=True))
+        trained = self.treedef.unflatten(leaf if mine else None for leaf, mine in pairs)
+        return trained, self.treedef.unflatten(None if mine else leaf for leaf, mine in pairs)
 
     def join(self, trained: Any, carried: Any) -> Any:
         """The inverse of `split`."""
         pairs = zip(self.treedef.flatten_up_to(trained), self.treedef.flatten_up_to(carried), strict=True)
-        return tree_util.tree_unflatten(self.treedef, [b if a is None else a for a, b in pairs])
+        return self.treedef.unflatten(b if a is None else a for a, b in pairs)
 
     def model(self, params: Any) -> Any:
         """The model as the loss function takes it, with its static leaves."""
         arrays = iter(self.treedef.flatten_up_to(params))
-        model = tree_util.tree_unflatten(
-            self.model_treedef, [next(arrays) if leaf is None else leaf for leaf in self.static]
-        )
+        model = self.model_treedef.unflatten(next(arrays) if leaf is None else leaf for leaf in self.static)
         return retie(model, self.tied)
 
     def arrays(self, model: Any) -> Any:
         """The inverse of `model`, for one whose arrays may have changed."""
         leaves = self.model_treedef.flatten_up_to(model)
-        return tree_util.tree_unflatten(
-            self.treedef, [x for x, r in zip(leaves, self.static, strict=True) if r is None]
-        )
+        return self.treedef.unflatten(x for x, rest in zip(leaves, self.static, strict=True) if rest is None)
 
 
 def model_parts(
@@ -100,9 +95,9 @@ def model_parts(
     keyed, treedef = tree_util.tree_flatten_with_path(model)
     tied = tied_variables(model)
     tied_places = {place for place, _ in tied}
-    is_tied = [any(key[:n] in tied_places for n in range(1, len(key) + 1)) for key, _ in keyed]
-    is_array = [not t and holds_array(model, leaf) for (_, leaf), t in zip(keyed, is_tied, strict=True)]
-    inside = [(join("", key), leaf) for (key, leaf), here in zip(keyed, is_array, strict=True) if here]
+    is_tied = lambda key: any(key[:n] in tied_places for n in range(1, len(key) + 1))  # noqa: E731
+    static = tuple(_TIED if is_tied(key) else None if holds_array(model, leaf) else leaf for key, leaf in keyed)
+    inside = [(join("", key), leaf) for (key, leaf), rest in zip(keyed, static, strict=True) if rest is None]
     paths = tuple(tidy(name) for name, _ in inside)
     globs = {"frozen": frozen, "layerwise_parallel": layerwise_parallel}
     raise_problems([*_missing(model, mutable), *(p for name in globs for p in unmet(name, globs[name], paths))])
@@ -111,10 +106,7 @@ def model_parts(
         jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in no_params and not is_frozen
         for (name, leaf), is_frozen in zip(inside, matches(paths, frozen), strict=True)
     )
-    static = tuple(
-        None if here else _TIED if t else leaf for (_, leaf), here, t in zip(keyed, is_array, is_tied, strict=True)
-    )
-    arrays = treedef.unflatten([x if here else None for (_, x), here in zip(keyed, is_array, strict=True)])
+    arrays = treedef.unflatten(x if rest is None else None for (_, x), rest in zip(keyed, static, strict=True))
     own = matches(paths, layerwise_parallel)
     return ModelParts(tree_util.tree_structure(arrays), paths, trained, own, treedef, static, tied)
 
