@@ -97,14 +97,8 @@ class PackedParameters:
 
 
 def flat_layout(
-    params: Any,
-    paths: Sequence[str],
-    stages: Sequence[int],
-    dims: Sequence[int],
-    devices: int,
-    chunks: int,
-    shards: int,
-) -> FlatLayout:
+    params: Any, paths: Sequence[str], stages: Sequence[int], dims: Sequence[int], devices: int, chunks: int, shards: int,
+) -> FlatLayout:  # fmt: skip
     """Give every parameter a slot.
 
     Args:
