@@ -17,7 +17,7 @@ from shardfn.draw.mesh import shard_of_device
 from shardfn.draw.svg import text_width
 from shardfn.draw.time import time_parts
 from shardfn.errors import ShardError
-from shardfn.train.pipelines.schedule import forward_only, schedule
+from shardfn.train.pipelines.schedule import FORWARD, schedule
 
 WIDTHS = (320, 760)
 LONG = "a_name_that_nobody_should_give_" * 6
@@ -86,7 +86,7 @@ SCHEDULES = {
     "1f1b": schedule("1f1b", 4, 8),
     "gpipe": schedule("gpipe", 2, 4),
     "chunks": schedule("1f1b", 4, 8, 2),
-    "forward": forward_only(3, 5),
+    "forward": schedule(FORWARD, 3, 5),
     "many devices": schedule("1f1b", 64, 128),
     "many micro-batches": schedule("1f1b", 4, 2000),
     "one": schedule("1f1b", 1, 1),
