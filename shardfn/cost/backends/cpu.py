@@ -207,8 +207,8 @@ class _Backend(ProgramBuilder):
         result, groups = op.outputs[0], all_groups(self.given, op)
         if groups == 1 and not _moves(orders[2], self.given.local_shape(result)):
             return op.of(tuple(inputs))
-        shape = self.values[result].shape
-        copied = self.then("copy", op, *inputs, via=self.like(result, shape=(groups * shape[0], *shape[1:])))
+        first, *others = self.values[result].shape
+        copied = self.then("copy", op, *inputs, via=self.like(result, shape=(groups * first, *others)))
         if groups == 1:
             return copied
         return self.then("reduce_window", copied, via=self.like(copied.inputs[0]))
