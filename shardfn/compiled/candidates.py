@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from shardfn.compiled.executable import Compiled
@@ -90,29 +90,18 @@ def program_key(program: str, problem: SearchProblem, answer: Answer) -> object:
     """The cache key of a compiled program: the text of the function's module, and an answer's shardings."""
     constraints = tuple(sorted(answer.constraints.items(), key=lambda item: item[0]))
     ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
-    text = hashlib.sha256(program.encode()).digest()
-    return (
-        text,
-        problem.hardware,
-        ends,
-        answer.axes,
-        answer.specs,
-        constraints,
-        tuple(sorted(answer.result_specs.items())),
-    )
+    text, result_specs = hashlib.sha256(program.encode()).digest(), tuple(sorted(answer.result_specs.items()))
+    return text, problem.hardware, ends, answer.axes, answer.specs, constraints, result_specs
 
 
-def known(key: object) -> Compiled | None:
-    """The compiled program of a key, for any level and limit; None if there is none."""
-    return _made.get(key)
-
-
-def remember(key: object, compiled: Compiled) -> Compiled:
-    """Cache a compiled program; the oldest of `KEPT` programs is dropped."""
-    while len(_made) >= KEPT:
-        _made.pop(next(iter(_made)), None)
-    _made[key] = compiled
-    return compiled
+def compiled_once(key: object, compile_: Callable[[], Compiled]) -> Compiled:
+    """The compiled program of a key, for any level and limit; the oldest of `KEPT` programs is dropped."""
+    if key not in _made:
+        found = compile_()
+        while len(_made) >= KEPT:
+            _made.pop(next(iter(_made)), None)
+        _made[key] = found
+    return _made[key]
 
 
 @dataclasses.dataclass(frozen=True)

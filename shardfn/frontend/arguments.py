@@ -153,16 +153,11 @@ class Call:
     def unhashable(self) -> list[Problem]:
         """The static values that cannot be hashed."""
         return [
-            Problem(
-                f"static argument `{s.name}` is {a(v)}, which cannot be hashed",
-                where=f"{s.name} = {short(v)}",
-                why="a compiled function is found by the values of its static arguments",
-                fix="pass a tuple, a string or a frozen dataclass there, or make the argument a dynamic one",
-                is_type=True,
-            )
-            for v, s in self._pairs()
-            if s.is_static and not _hashable(v)
-        ]
+            Problem(f"static argument `{s.name}` is {a(v)}, which cannot be hashed", f"{s.name} = {short(v)}",
+                    "a compiled function is found by the values of its static arguments",
+                    "pass a tuple, a string or a frozen dataclass there, or make the argument a dynamic one", is_type=True)
+            for v, s in self._pairs() if s.is_static and not _hashable(v)
+        ]  # fmt: skip
 
     def _pairs(self) -> Sequence[tuple[Any, Slot]]:
         return list(zip(self.values[self.stateful :], self.slots, strict=True))

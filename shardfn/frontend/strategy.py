@@ -140,13 +140,8 @@ def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Pr
     what = f"{argument.label} holds {kind} at `{path}`" if nested else f"{argument.label} is {kind}"
     if isinstance(value, np.ndarray):
         what += f" of dtype {value.dtype}"
-    return Problem(
-        f"{what}, which JAX does not take as an array",
-        where=f"{path} = {short(value)}",
-        why="only arrays and numbers can be sharded",
-        fix=fix,
-        is_type=True,
-    )
+    return Problem(f"{what}, which JAX does not take as an array", f"{path} = {short(value)}",
+                   "only arrays and numbers can be sharded", fix, is_type=True)  # fmt: skip
 
 
 def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: list[Problem]) -> list[Leaf]:
@@ -276,41 +271,27 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
     count = len(tree_util.tree_leaves(tree))
     if is_entry(entry):
         if not count and where.startswith("out_strategy") and entry not in (None, AUTO, REPLICATED, DATA_PARALLEL, ()):
-            problems.append(
-                Problem(
-                    f"{label} holds no array, but it has an entry",
-                    where=f"{where} = {short(entry)}, {label.removeprefix('the ')}: {short(tree)}",
-                    why="an entry without an array has no effect",
-                    fix=f"write AUTO there, or return the array: {where} = AUTO",
-                )
-            )
+            problems.append(Problem(f"{label} holds no array, but it has an entry",
+                                    f"{where} = {short(entry)}, {label.removeprefix('the ')}: {short(tree)}",
+                                    "an entry without an array has no effect",
+                                    f"write AUTO there, or return the array: {where} = AUTO"))  # fmt: skip
         return [(entry, where)] * count
     if tree_util.all_leaves([tree]) and count == 1:
         if type(entry) is tuple and entry and all(e is AUTO for e in entry):
             return [(AUTO if len(entry) == len((shape_of(tree) or ((), UNKNOWN))[0]) else entry, where)]
-        problems.append(
-            Problem(
-                f"{label} is one array, but its entry is {a(entry)} of entries"
-                if not isinstance(entry, list)
-                else f"the entry of {label} is a list",
-                where=f"{where} = {short(entry)}, {_array_text(tree)}",
-                why="the entry of an array is a flat tuple of ints, in which AUTO leaves a dimension to the search",
-                fix=f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}",
-                is_type=True,
-            )
-        )
+        what = f"{label} is one array, but its entry is {a(entry)} of entries"
+        problems.append(Problem(f"the entry of {label} is a list" if isinstance(entry, list) else what,
+                                f"{where} = {short(entry)}, {_array_text(tree)}",
+                                "the entry of an array is a flat tuple of ints, in which AUTO leaves a dimension to the search",
+                                f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}", is_type=True))  # fmt: skip
         return [(AUTO, where)]
     mine, theirs = dict(_children(tree)), dict(_children(entry))
     wrong = [k for k in theirs if k not in mine] + [k for k in mine if k not in theirs]
     if wrong:
-        problems.append(
-            Problem(
-                f"{label} and its entry differ in structure",
-                where=f"{where} has {', '.join(theirs) or 'nothing'}; the arrays are {', '.join(mine) or 'none'}",
-                why="; ".join(_mismatch(k, mine) for k in wrong[:4]),
-                fix=_fix_structure(tree, mine, theirs, where),
-            )
-        )
+        problems.append(Problem(f"{label} and its entry differ in structure",
+                                f"{where} has {', '.join(theirs) or 'nothing'}; the arrays are {', '.join(mine) or 'none'}",
+                                "; ".join(_mismatch(k, mine) for k in wrong[:4]),
+                                _fix_structure(tree, mine, theirs, where)))  # fmt: skip
         return [(AUTO, where)] * count
     spread: list[tuple[Entry, str]] = []
     for key, child in mine.items():

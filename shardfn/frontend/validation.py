@@ -113,13 +113,9 @@ def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
         fix = f"give that array an entry of its own: parameter_plan={{{leaf.path!r}: {likely}}}"
     else:
         fix = f"write one int for each dimension: {likely}"
-    return Problem(
-        f"{leaf.label} has {count(len(leaf.shape), 'dimension', 'dimensions')}, "
-        f"but its entry has {count(len(strategy), 'number', 'numbers')}",
-        where=leaf.source,
-        why="an entry has one number for each dimension" + (", for each array of a subtree" if spread else ""),
-        fix=fix,
-    )
+    dimensions, numbers = count(len(leaf.shape), "dimension", "dimensions"), count(len(strategy), "number", "numbers")
+    why = "an entry has one number for each dimension" + (", for each array of a subtree" if spread else "")
+    return Problem(f"{leaf.label} has {dimensions}, but its entry has {numbers}", leaf.source, why, fix)
 
 
 def _positive_int(ways: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -99,12 +100,7 @@ class Figures:
         return cls(cost.time_s, cost.bytes_sent, cost.memory.peak, cost.flops)
 
     def __sub__(self, other: Figures) -> Figures:
-        return Figures(
-            self.time_s - other.time_s,
-            self.bytes_sent - other.bytes_sent,
-            self.memory - other.memory,
-            self.flops - other.flops,
-        )
+        return Figures(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def texts(self) -> tuple[str, str, str]:
         """Time, bytes sent and memory."""

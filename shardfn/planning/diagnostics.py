@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from shardfn.cost.collectives import communication_bytes
+from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import estimate_cost
 from shardfn.frontend.paths import escaped
-from shardfn.ir.model import Communication, PartitionedProgram, Spec, axis_name
+from shardfn.frontend.strategy import Leaf
+from shardfn.frontend.trace import Traced
+from shardfn.ir.correspondence import pairs
+from shardfn.ir.model import Axes, Communication, Graph, PartitionedProgram, Spec, axis_name
+from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
@@ -17,7 +21,7 @@ from shardfn.planning.summary import FIX
 from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import Algorithm, objective
-from shardfn.search.resharding_costs import Axes, strategy_of
+from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, time_text
 
 LEAST_BYTES = 1 << 20
@@ -36,30 +40,17 @@ def advice(plan: Plan, study: AnsweredCall) -> list[str]:
 # ---- one rule for each kind of diagnostic; `RULES` at the end of the file lists them
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sent:
-    """Equal collectives at one line, and the bytes that one device sends for them in one call."""
-
-    communications: tuple[Communication, ...]
-    bytes: int
-
-    @property
-    def one(self) -> Communication:
-        return self.communications[0]
-
-
 def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Arrays that are gathered or resharded in every iteration of a loop, for a large share of the bytes sent."""
-    for sent in _alike_sent(plan.partitioned, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
-        c = sent.one
+    for c, sent in _alike_sent(plan.partitioned, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
         same = is_constant(plan.partitioned, c.operand, c.trips)
         if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
             continue
-        if sent.bytes < LEAST_BYTES or sent.bytes < plan.cost.bytes_sent / (20 if same else 4):
+        if sent < LEAST_BYTES or sent < plan.cost.bytes_sent / (20 if same else 4):
             continue
         yield (
             f"{c.kind} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} iterations of a loop{_at(c.where)}"
-            f"{', the same array each time' if same else ''}: {_share(sent.bytes, plan)}; "
+            f"{', the same array each time' if same else ''}: {_share(sent, plan)}; "
             + avoided(
                 plan,
                 study,
@@ -73,15 +64,14 @@ def rematerialised(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Arrays that XLA gathers and slices at once, because it has no other resharding between their shardings."""
     partitioned = plan.partitioned
     detours = _detours(partitioned)
-    for sent in _alike_sent(partitioned, detours.__contains__)[:2]:
-        c = sent.one
-        if sent.bytes < plan.cost.bytes_sent / 10:
+    for c, sent in _alike_sent(partitioned, detours.__contains__)[:2]:
+        if sent < plan.cost.bytes_sent / 10:
             continue
         before, after = partitioned.shards(c.operand), partitioned.shards(detours[c])
         gathered = "replicated" if not any(partitioned.specs[c.result]) else "gathered"
         yield (
             f"XLA has no direct resharding of {partitioned.graph.values[c.result]} from {before} to {after} for {c.cause}"
-            f"{_at(c.where)}: the array is {gathered} and sliced again (full rematerialisation), {_share(sent.bytes, plan)}; "
+            f"{_at(c.where)}: the array is {gathered} and sliced again (full rematerialisation), {_share(sent, plan)}; "
             + avoided(plan, study, c, lambda partitioned, c=c: not any(_is_like(c, o) for o in _detours(partitioned)))
         )
 
@@ -259,20 +249,18 @@ def _distance(spec: Spec, now: Spec) -> tuple[int, int, Spec]:
     return sum(set(a) != set(b) for a, b in zip(spec, now, strict=True)), sum(map(bool, spec)), spec
 
 
-def _alike_sent(partitioned: PartitionedProgram, wanted: Callable[[Communication], bool]) -> list[_Sent]:
-    """The wanted collectives, equal ones at one line together, the largest senders first."""
-    groups: dict[tuple[object, ...], list[Communication]] = {}
+def _alike_sent(
+    partitioned: PartitionedProgram, wanted: Callable[[Communication], bool]
+) -> list[tuple[Communication, int]]:
+    """The wanted collectives with the bytes that one device sends for them in one call, the largest first. Equal ones at one
+    line are one."""
+    found: dict[tuple[object, ...], tuple[Communication, int]] = {}
     for c in partitioned.communications:
         if c.group_size > 1 and wanted(c):
-            groups.setdefault((c.kind, c.where, partitioned.graph.values[c.result], c.trips), []).append(c)
-    found = [
-        _Sent(
-            tuple(same),
-            sum(communication_bytes(partitioned, c) * c.trips for c in same),
-        )
-        for same in groups.values()
-    ]
-    return sorted(found, key=lambda sent: -sent.bytes)
+            key = c.kind, c.where, partitioned.graph.values[c.result], c.trips
+            first, sent = found.get(key, (c, 0))
+            found[key] = first, sent + communication_bytes(partitioned, c) * c.trips
+    return sorted(found.values(), key=lambda row: -row[1])
 
 
 def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
@@ -317,3 +305,65 @@ def _global_bytes(d: Decision) -> int:
 
 
 RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, replicated, idle)
+
+
+# ---- what the cost model does not predict
+
+
+def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
+    """The diagnostics of a function that hold for all shardings."""
+    graph, found = traced.graph, []
+    if graph.unruled:
+        found.append(
+            f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, unpredicted;{FIX}"
+            "check it with explain(..., compiled=True)"
+        )
+    if graph.uncounted:
+        found.append(
+            f"loops of unknown length, counted once: {', '.join(graph.uncounted)};{FIX}give the loop a constant length"
+        )
+    if traced.platform not in ("", hardware.platform):
+        found.append(
+            f"the function calls back into Python, which cannot be lowered for {hardware.platform} from here, and is lowered for "
+            f"{traced.platform} instead: the cost of the call and ops that only {hardware.platform} uses are not predicted;{FIX}"
+            "leave the call (jax.debug.print, jax.pure_callback) out to plan"
+        )
+    if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
+        found.append(
+            f'one device: strategies are checked, the function runs unsharded;{FIX}use more devices, or device="cpu:8" to plan'
+        )
+    others = [one for one in traced.mesh_shapes if math.prod(one) > 1 and one != tuple(size for _, size in axes)]
+    if others:
+        shapes = ", ".join("x".join(map(str, one)) for one in dict.fromkeys(others))
+        found.append(
+            f"parts of the function have a mesh of their own ({shapes}), and transfers between it and the rest are not predicted;"
+            f"{FIX}use one mesh for the whole function"
+        )
+    if traced.captured:
+        found.append(
+            f"{traced.captured} arrays of the surrounding transformation are captured and left to XLA;{FIX}pass them as arguments"
+        )
+    return found
+
+
+def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
+    """Ops without a partitioning rule that are sharded along a dimension which they need unsharded, or with halo exchanges."""
+    found: dict[str, None] = {}
+    for _, op, at in pairs(graph, partitioned.graph):
+        if op.rule is None or op.name in HAS_OWN_RULE:
+            continue
+        unsharded = op.rule.permuted | op.rule.replicated
+        rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
+        if unsharded and any(
+            axes and unsharded.intersection(factors)
+            for dims, value in rows
+            for factors, axes in zip(dims, partitioned.specs[value], strict=True)
+        ):
+            found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+    if not found:
+        return []
+    text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return [
+        f"no partitioning rule for ops that are sharded along a dimension that they need unsharded: {text}; the bytes that XLA "
+        f"sends there are not predicted;{FIX}check them with explain(..., compiled=True)"
+    ]

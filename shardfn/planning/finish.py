@@ -12,11 +12,10 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
-from shardfn.planning.diagnostics import advice
+from shardfn.planning.diagnostics import advice, not_predicted, of_program
 from shardfn.planning.op_constraints import match_file_constraints
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall, PosedCall
-from shardfn.planning.unmodelled import not_predicted, of_program
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.memory_limit import near_limit_note
 from shardfn.search.problem import Answer, OpConstraints

@@ -168,12 +168,10 @@ def mesh_axes(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes
             fix = (f'use {fixed} devices, or change [mesh]: sizes with a product of {devices}, or an axis left to the '
                    f'device count, {layout.mesh[0][0]} = "left"')  # fmt: skip
         text = " x ".join(f"{name}={size or 'left'}" for name, size in layout.mesh)
-        found = Problem(
-            f"the mesh of {layout.name} has {fixed} devices{' in its fixed axes' if is_open else ''}, but there are {devices}",
-            where=f"{at_line(layout.name, layout.lines.get('mesh', 0))}: [mesh] {text}",
-            why=f"{devices} is not divisible by {fixed}" if is_open else "the product of the axes is the device count",
-            fix=fix,
-        )
+        where = f"{at_line(layout.name, layout.lines.get('mesh', 0))}: [mesh] {text}"
+        why = f"{devices} is not divisible by {fixed}" if is_open else "the product of the axes is the device count"
+        found = Problem(f"the mesh of {layout.name} has {fixed} devices{' in its fixed axes' if is_open else ''}, but there are "
+                        f"{devices}", where, why, fix)  # fmt: skip
         if found not in problems:  # arguments and results are checked one after the other
             problems.append(found)
         return tuple((name, size or 1) for name, size in layout.mesh)

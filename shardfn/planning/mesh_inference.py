@@ -77,7 +77,8 @@ def place(
     used = [_atoms(need, chains[need.chain]) for need in needs]
     total = math.prod(p for chain in chains for p in chain)
     if devices % total == 0:
-        slots_of = _own_slots(chains)
+        atoms = ((chain, position) for chain, factors in enumerate(chains) for position in range(len(factors)))
+        slots_of = {atom: slot for slot, atom in enumerate(atoms)}
     else:
         tries = _kept_apart(_meeting(needs, groups, values, sizes or (1,) * len(values)))
         found = (_share(needs, used, chains, devices, apart) for apart in tries)
@@ -171,10 +172,6 @@ def _atoms(need: Need, chain: list[int]) -> tuple[Atom, ...]:
             left //= prime
             taken.append((need.chain, position))
     return tuple(taken)
-
-
-def _own_slots(chains: list[list[int]]) -> dict[Atom, int]:
-    return {atom: slot for slot, atom in enumerate((c, i) for c, chain in enumerate(chains) for i in range(len(chain)))}
 
 
 def _meeting(
@@ -357,9 +354,8 @@ def _clash(
     before = given[: given.index(last)]
     other = next((i for i in before if fits([j for j in (*before, last) if j != i])), before[0])
     a, b = leaves[other], leaves[last]
-    return Problem(
-        f"the strategies of {a.label} and {b.label} do not fit on one mesh of {devices} devices",
-        where=f"{a.source}; {b.source}",
-        why="tied dimensions share mesh axes, and the dimensions of one array need different axes",
-        fix=f"leave one of them open ({b.where or b.path} = AUTO), shard it less, or write NamedShardings on one mesh for all",
-    )
+    return Problem(f"the strategies of {a.label} and {b.label} do not fit on one mesh of {devices} devices",
+                   f"{a.source}; {b.source}",
+                   "tied dimensions share mesh axes, and the dimensions of one array need different axes",
+                   f"leave one of them open ({b.where or b.path} = AUTO), shard it less, or write NamedShardings on one mesh "
+                   "for all")  # fmt: skip

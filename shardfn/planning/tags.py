@@ -63,17 +63,11 @@ def match_tags(
 
 
 def _without_axes(rule: LayoutRule, layout: LayoutFile) -> Problem:
-    what = (
-        "gives numbers of shards for an activation"
-        if rule.has_counts
-        else "is for an activation, and there is no [mesh]"
-    )
-    return Problem(
-        f"a rule of {layout.name} {what}: `{printable(rule.glob)}`",
-        where=f"{rule.where(layout.name, 'activations')} = {list(rule.sharding or ())}",
-        why="an activation is sharded over named mesh axes; the axes that numbers of shards stand for are chosen later",
-        fix='write [mesh] and a line for each axis, a = "left", and name axes in all rules: ["a", 1]',
-    )
+    counts, bare = "gives numbers of shards for an activation", "is for an activation, and there is no [mesh]"
+    return Problem(f"a rule of {layout.name} {counts if rule.has_counts else bare}: `{printable(rule.glob)}`",
+                   f"{rule.where(layout.name, 'activations')} = {list(rule.sharding or ())}",
+                   "an activation is sharded over named mesh axes; the axes that numbers of shards stand for are chosen later",
+                   'write [mesh] and a line for each axis, a = "left", and name axes in all rules: ["a", 1]')  # fmt: skip
 
 
 def _leaves(jaxpr: Any) -> Iterator[Leaf]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 from typing import Any
@@ -12,6 +13,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardfn.compiled import candidates
+from shardfn.compiled.executable import Compiled
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
 from shardfn.frontend.arguments import Call
@@ -81,6 +83,10 @@ def make_entry(callee: Callee, options: Options, call: Call, defaults: Defaults)
     )
 
 
+def _compiled(posed: PosedCall, answer: Answer) -> Compiled:
+    return compile_plan(plan_fixed_answer(posed, answer), quick=True)
+
+
 def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
     """The best of the compiled candidates, within the memory limit first.
 
@@ -108,10 +114,7 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
         key = candidates.program_key(source, problem, one)
         try:
             with progress(f"compiling {posed.call.name}: {name}"):
-                found = candidates.known(key)
-                if found is None:
-                    plan = plan_fixed_answer(posed, one)
-                    found = candidates.remember(key, compile_plan(plan, quick=True))
+                found = candidates.compiled_once(key, functools.partial(_compiled, posed, one))
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
             refused.append(candidates.refused(name, one, error))
             continue

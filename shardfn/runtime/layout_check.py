@@ -72,14 +72,12 @@ def _nameless(layout: LayoutFile, tree: Any) -> list[Problem]:
     if type(tree) is not tuple or not layout.arguments or any(met(rule.glob, paths)[0] for rule in layout.arguments):
         return []
     function = layout.function or "function"
-    found = Problem(
-        f"no rule of {layout.name} matches an array of the tuple, whose items have no names",
-        where=f"{layout.arguments[0].where(layout.name, 'arguments')}; the tuple has {listed(paths, 3)}",
-        why="a file that a plan wrote names arrays by the arguments of its function"
-        + (f", `{layout.function}`" if layout.function else ""),
-        fix=f"give the function with its arguments: --model FILE.py:{function} --args FILE.py:FUNCTION, where FUNCTION returns "
-        f"the tuple; in Python check(layout, {function}, arguments)",
-    )
+    named = f", `{layout.function}`" if layout.function else ""
+    found = Problem(f"no rule of {layout.name} matches an array of the tuple, whose items have no names",
+                    f"{layout.arguments[0].where(layout.name, 'arguments')}; the tuple has {listed(paths, 3)}",
+                    f"a file that a plan wrote names arrays by the arguments of its function{named}",
+                    f"give the function with its arguments: --model FILE.py:{function} --args FILE.py:FUNCTION, where FUNCTION "
+                    f"returns the tuple; in Python check(layout, {function}, arguments)")  # fmt: skip
     return [*problems, found]
 
 

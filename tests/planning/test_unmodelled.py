@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import shardfn
-from shardfn.planning.unmodelled import not_predicted
+from shardfn.planning.diagnostics import not_predicted
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 
