@@ -156,7 +156,7 @@ class Call:
             Problem(f"static argument `{s.name}` is {a(v)}, which cannot be hashed", f"{s.name} = {short(v)}",
                     "a compiled function is found by the values of its static arguments",
                     "pass a tuple, a string or a frozen dataclass there, or make the argument a dynamic one", is_type=True)
-            for v, s in self._pairs() if s.is_static and not _hashable(v)
+            for v, s in self._pairs() if s.is_static and not is_hashable(v)
         ]  # fmt: skip
 
     def _pairs(self) -> Sequence[tuple[Any, Slot]]:
@@ -177,7 +177,8 @@ def _shape_and_dtype(leaf: Any) -> Any:
         return type(leaf)
 
 
-def _hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
+    """Whether a value has a hash."""
     try:
         hash(value)
     except TypeError:

@@ -20,7 +20,7 @@ from jax import tree_util
 
 from shardfn.errors import StrategyError, fail, warn
 from shardfn.frontend import nnx_objects
-from shardfn.frontend.arguments import Call, Slot
+from shardfn.frontend.arguments import Call, Slot, is_hashable
 from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import shape_of
@@ -273,11 +273,7 @@ def _cell_fixed(owner: Any) -> Any:
 
 
 def _hashed(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return type(value), id(value)
-    return type(value), value
+    return type(value), value if is_hashable(value) else id(value)
 
 
 def _cell_rebuild(owner: Any, state: State) -> Any:

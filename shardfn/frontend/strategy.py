@@ -345,26 +345,35 @@ def short(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Problem]) -> list[Leaf]:
-    """Override entries by path glob. `.` and `/` separate alike, a leading `self.` and the argument's name are optional."""
+def apply_parameter_plan(
+    leaves: Sequence[Leaf], plan: Any, problems: list[Problem], name: str = "parameter_plan"
+) -> list[Leaf]:
+    """Override entries by path glob. `.` and `/` separate alike, a leading `self.` and the argument's name are optional.
+
+    Args:
+      leaves: the arrays.
+      plan: entries by glob; None overrides nothing.
+      problems: receives what is wrong with them.
+      name: what the plan is called in errors.
+    """
     if plan is None:
         return list(leaves)
     if not isinstance(plan, dict):
-        problems.append(Problem(f"`parameter_plan` must be a dict from path to entry, but it is {a(plan)}",
-                                f"parameter_plan = {short(plan)}", "it gives single arrays entries, by their paths",
-                                'write it as parameter_plan={"params/w1": (1, 4)}', is_type=True))  # fmt: skip
+        problems.append(Problem(f"`{name}` must be a dict from path to entry, but it is {a(plan)}",
+                                f"{name} = {short(plan)}", "it gives single arrays entries, by their paths",
+                                f'write it as {name}={{"params/w1": (1, 4)}}', is_type=True))  # fmt: skip
         return list(leaves)
     full, globs = [normal(leaf.path) for leaf in leaves], list[str]()
-    where = {pattern: f"parameter_plan[{pattern!r}]" for pattern in plan}
+    where = {pattern: f"{name}[{pattern!r}]" for pattern in plan}
     said = {pattern: f"{where[pattern]} = {short(entry)}" for pattern, entry in plan.items()}
     for pattern, entry in plan.items():
         if not isinstance(pattern, str):
-            problems.append(Problem(f"a key of `parameter_plan` is {a(pattern)}", said[pattern],
+            problems.append(Problem(f"a key of `{name}` is {a(pattern)}", said[pattern],
                                     "a key is the path of an array, or a glob of paths",
                                     'write a string there, such as "params/w1"', is_type=True))  # fmt: skip
         elif not is_entry(entry) or isinstance(entry, str | int | float):
             likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
-            problems.append(Problem(f"a value of `parameter_plan` is {a(entry)}", said[pattern], ENTRY_KINDS,
+            problems.append(Problem(f"a value of `{name}` is {a(entry)}", said[pattern], ENTRY_KINDS,
                                     f"write {where[pattern]} = {likely!r}", is_type=True))  # fmt: skip
         else:
             globs.append(pattern)
@@ -373,10 +382,10 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
         close = near(pattern, full)
         fix = "use one of these paths, or a glob that meets them: * stands for any part"
         fix = f"did you mean {' or '.join(map(repr, close))}?" if close else fix
-        problems.append(Problem(f"`parameter_plan` names `{pattern}`, which is no array of this call", said[pattern],
+        problems.append(Problem(f"`{name}` names `{pattern}`, which is no array of this call", said[pattern],
                                 f"the arrays are {listed(full)}", fix))  # fmt: skip
     for i, one, two in found.clashes:
-        problems.append(Problem(f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
+        problems.append(Problem(f"two rules of `{name}` speak of `{leaves[i].path}`",
                                 f"{said[globs[one]]} and {said[globs[two]]}",
                                 "an array has one entry, and no rule comes before the other",
                                 "make one of the globs narrower, or name the path itself"))  # fmt: skip

@@ -82,22 +82,10 @@ def _with_entries(
     for key, entry in entries.items():
         is_result = isinstance(key, str) and re.split(r"[/.\[]", key.lstrip("/."))[0] == "result"
         sides[is_result and not is_input][key] = entry
-    changed = []
-    for leaves, mine in zip((inputs, outputs), sides, strict=True):
-        now = apply_parameter_plan(leaves, mine or None, problems)
-        changed.append(tuple(dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
-                             for leaf, old in zip(now, leaves, strict=True)))  # fmt: skip
-    raise_problems([_renamed(p) for p in problems])
+    changed = [tuple(apply_parameter_plan(leaves, mine or None, problems, "what_if"))
+               for leaves, mine in zip((inputs, outputs), sides, strict=True)]  # fmt: skip
+    raise_problems(problems)
     return changed[0], changed[1]
-
-
-def _said(text: str) -> str:
-    return text.replace("parameter_plan", "what_if")
-
-
-def _renamed(problem: Problem) -> Problem:
-    said = {name: _said(getattr(problem, name)) for name in ("what", "where", "why", "fix")}
-    return dataclasses.replace(problem, **said)
 
 
 def find(plan: Plan, path: str) -> tuple[Decision, ...]:

@@ -126,6 +126,7 @@ def test_the_devices_of_this_process_are_not_pickled():
     assert plan.hardware.is_here
     found = pickle.loads(pickle.dumps(plan))
     assert not found.hardware.is_here
+    assert found == plan
     assert found.with_devices(jax.devices()).mesh == plan.mesh
 
 

@@ -161,14 +161,17 @@ _SHAPE = re.compile(r"\d+(x\d+)*", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a plan runs on. `devices` is None for a target that is only planned for; `mesh` where the user gave one."""
+    """What a plan runs on. `devices` is None for a target that is only planned for; `mesh` where the user gave one.
+
+    Equal hardware may be other devices of the same kind.
+    """
 
     chip: Chip
     platform: str
     """As JAX lowers for it: cpu, cuda, rocm, tpu."""
     count: int
-    devices: tuple[Any, ...] | None = None
-    mesh: Mesh | None = None
+    devices: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)
+    mesh: Mesh | None = dataclasses.field(default=None, compare=False)
     name: str = ""
     topology: tuple[int, ...] = ()
     """Dims of the torus that the devices fill, the last one fastest; () where there is none."""
