@@ -74,7 +74,7 @@ def _role(layouts: Layouts, axis: str) -> str:
     if axis in layouts.batch:
         if parameters >= MOST and (state >= MOST or not layouts.optimizer_state):
             is_gathered = _share(layouts.gathered, axis) >= HALF
-            return "FSDP" if is_gathered else "batch and weights sharded, without gathers of the weights,"
+            return "FSDP" if is_gathered else "batch and weights sharded (weights not gathered)"
         if parameters > FEW:
             return f"batch and {parameters:.0%} of the weights sharded"
         if state > FEW:
