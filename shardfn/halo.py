@@ -219,9 +219,8 @@ def conv(
         padding = lax.padtype_to_pads(sizes, spans, strides, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
     strategy = [_size(mesh, dim) for dim in image]
-    raise_problems(
-        list(_problems(mesh, lhs.shape, rhs.shape, image, kernel, numbers, feature_group_count, batch_group_count))
-    )
+    counts = feature_group_count, batch_group_count
+    raise_problems(list(_problems(mesh, lhs.shape, rhs.shape, image, kernel, numbers, *counts)))
     halos: list[Halo | None] = []
     for i, dim in enumerate(numbers.lhs_spec[2:]):
         found = None
