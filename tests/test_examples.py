@@ -77,7 +77,7 @@ def shown(cell) -> list[str]:
     for output in cell.get("outputs", ()):
         data = output.get("data", {"text/plain": output.get("text", "")})
         is_figure = data.keys() - {"text/plain"}
-        found.append(", ".join(sorted(data)) if is_figure else re.sub(r"[\d.,]+", "0", data["text/plain"]))
+        found.append(", ".join(sorted(data)) if is_figure else " ".join(without_numbers(data["text/plain"])))
     return found
 
 
