@@ -251,7 +251,7 @@ class ShardedFunction(Generic[P, R]):
         leaves = tree_util.tree_leaves(call.dynamic)
         return tuple(
             f"`{d.path}` arrives with {leaf.sharding} and is transferred in every call: {bytes_text(d.local_bytes)} per device; "
-            f"fix: move it once, as in jax.device_put(args, plan.in_shardings)"
+            "fix: move it once, as in jax.device_put(args, plan.in_shardings)"
             for d, leaf, target in zip(entry.plan.inputs, leaves, entry.targets, strict=True)
             if lies_elsewhere(leaf, target) and leaf.committed
         )
@@ -283,9 +283,8 @@ class ShardedFunction(Generic[P, R]):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return _finish(callee, call, self._run_nested(entry, call, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
-            self._transfers_arrays = any(
-                map(lies_elsewhere, leaves, entry.targets)
-            )  # of a first state, not of the next
+            # Of a first state; the next lies as planned.
+            self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
         simple = not call.returns_changes and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._transfers_arrays:
