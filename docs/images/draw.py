@@ -1,4 +1,7 @@
-"""Draw the pictures of the README and the site: `python docs/images/draw.py` writes each as SVG, light and dark."""
+"""Draw the pictures of the README and the site: `python docs/images/draw.py` writes each as SVG.
+
+Those of a plan are drawn by the library, from the plan of `docs/reference/pictures.md`; the others come light and dark.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -128,11 +131,27 @@ def search(theme: dict[str, str]) -> str:
     return c.done()
 
 
+def draw_a_plan() -> None:
+    """The pictures that a plan draws of itself: they follow the page's theme."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    from examples.models import abstract, gpt2
+    from shardfn import plan
+    from shardfn.draw import KINDS
+
+    step, arguments = abstract(gpt2.make, gpt2.small())
+    made = plan(step, *arguments, device="h100:8", donate_argnums=(0, 1))
+    for kind in KINDS:
+        made.draw(kind).save(FOLDER / f"plan-{kind}.svg")
+
+
 PICTURES: dict[str, Callable[[dict[str, str]], str]] = {"mlp": mlp, "search": search}
 
 
 def main() -> None:
     """Write every picture in every theme."""
+    draw_a_plan()
     for name, draw in PICTURES.items():
         for theme, colours in THEMES.items():
             (FOLDER / f"{name}-{theme}.svg").write_text(draw(colours), encoding="utf-8")
