@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardfn.draw.svg import MARGIN, fitted, page, rectangle, text, text_width, wrapped
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail
+from shardfn.render.files import save_text
 
 WIDTH = 760
 """Width of a picture in pixels, unless it is asked for."""
@@ -55,15 +55,7 @@ class Picture:
         Raises:
           StrategyError: the name has another ending, or the file cannot be written.
         """
-        target = pathlib.Path(path)
-        if target.suffix.lower() != ".svg":
-            fail(StrategyError, f"a picture cannot be saved as `{target.name}`", where=f"save({str(path)!r})",
-                 why="a picture is SVG", fix=f"save it as {target.with_suffix('.svg').name!r}")  # fmt: skip
-        try:
-            target.write_text(self.svg, encoding="utf-8")
-        except OSError as error:
-            fail(StrategyError, f"the picture cannot be written to {str(path)!r}", where=f"save({str(path)!r})",
-                 why=str(error), fix="give a path in a directory that exists and can be written to")  # fmt: skip
+        save_text(path, {".svg": self.__str__}, "a picture")
 
 
 def checked_width(width: Any) -> float:

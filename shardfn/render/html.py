@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardfn.render.parts import Drawing, Part, Table, Text
 
@@ -12,54 +12,61 @@ _OPEN_ROWS = 24
 """A longer table is closed at first."""
 
 
-def to_html(parts: Sequence[Part], title: str, page: bool = False) -> str:
-    """The parts as HTML, all escaped, that needs no script and no file; colours go with a light and a dark page.
+def to_html(parts: Sequence[Part], title: str) -> str:
+    """The parts as a piece of HTML for a notebook, all escaped; colours go with a light and a dark page.
 
     Args:
       parts: what to show, in order.
-      title: name of the whole, for screen readers and for the page.
-      page: make it a whole page instead of a fragment for a notebook.
+      title: name of the whole, for screen readers.
 
     >>> to_html([Text("", ("a < b",))], "example").endswith("<p>a &lt; b</p></section>")
     True
     """
-    inner = "".join(itertools.chain.from_iterable(_HTML[type(part)](part) for part in parts))
-    body = f'<section class="shardfn" aria-label="{html.escape(title)}"><style>{_CSS}</style>{inner}</section>'
-    if not page:
-        return body
-    head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{html.escape(title)}</title>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+    inner = "".join(map(_titled, parts))
+    return f'<section class="shardfn" aria-label="{html.escape(title)}"><style>{_CSS}</style>{inner}</section>'
 
 
-def _element(tag: str, text: str) -> str:
+def _titled(part: Part) -> str:
+    if not isinstance(part, Table):
+        return element("h4", part.title) + body(part)
+    state = " open" if part.is_open and len(part.rows) <= _OPEN_ROWS else ""
+    return f"<details{state}>{element('summary', f'{part.title} ({len(part.rows)})')}{body(part)}</details>"
+
+
+def element(tag: str, text: str) -> str:
+    """A text in an element, escaped; nothing where the text is empty. `tag` may have attributes."""
     return f"<{tag}>{html.escape(text)}</{tag.split()[0]}>" if text else ""
 
 
-def _html_text(text: Text) -> Iterator[str]:
-    yield _element("h4", text.title)
-    yield from (_element("p", line) for line in text.lines)
+def body(part: Part, cell: Callable[[str], str] = html.escape) -> str:
+    """A part below its title.
+
+    Args:
+      part: the part.
+      cell: a cell of a table as HTML.
+    """
+    if isinstance(part, Text):
+        return "".join(element("p", line) for line in part.lines)
+    return "".join(_table(part, cell) if isinstance(part, Table) else _drawing(part))
 
 
-def _html_table(table: Table) -> Iterator[str]:
-    title = html.escape(table.title)
+def _table(table: Table, cell: Callable[[str], str]) -> Iterator[str]:
     style = [' class="n"' if table.is_numeric(i) else "" for i in range(len(table.columns))]
     head = "".join(f'<th scope="col"{s}>{html.escape(c)}</th>' for c, s in zip(table.columns, style, strict=True))
     tags = ('th scope="row"', *(f"td{s}" for s in style[1:]))
-    cells = ((f"<{t}>{html.escape(c)}</{t[:2]}>" for t, c in zip(tags, row, strict=True)) for row in table.rows)
+    cells = ((f"<{t}>{cell(c)}</{t[:2]}>" for t, c in zip(tags, row, strict=True)) for row in table.rows)
     rows = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
-    is_open = table.is_open and len(table.rows) <= _OPEN_ROWS
-    yield f"<details{' open' if is_open else ''}><summary>{title} ({len(table.rows)})</summary>"
-    yield f'<div role="region" tabindex="0" aria-label="{title}"><table><thead><tr>{head}</tr></thead>'
-    yield f"<tbody>{rows}</tbody></table></div>{_element('p class=note', table.note)}</details>"
+    yield f'<div role="region" tabindex="0" aria-label="{html.escape(table.title)}"><table><thead><tr>{head}</tr></thead>'
+    yield f"<tbody>{rows}</tbody></table></div>{element('p class=note', table.note)}"
 
 
-def _html_drawing(drawing: Drawing) -> Iterator[str]:
+def _drawing(drawing: Drawing) -> Iterator[str]:
     *outer, (last, columns) = drawing.axes or (("", 1),)
     indices = itertools.product(*(range(size) for _, size in outer))
     names = (" ".join(f"{name}={i}" for (name, _), i in zip(outer, index, strict=True)) for index in indices)
     ids = [html.escape(name or "devices") for name in names]
     head = "".join(f'<th scope="col">{html.escape(f"{last}={i}")}</th>' for i in range(columns))
-    yield f"{_element('h4', drawing.title)}{_element('p class=note', drawing.note)}<div class='meshes'>"
+    yield f"{element('p class=note', drawing.note)}<div class='meshes'>"
     for array in drawing.arrays:
         colours: dict[tuple[tuple[int, int], ...], int] = {}
         cells = []
@@ -83,8 +90,6 @@ def _slice_text(shard: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> s
     ranges = (":" if r == (0, n) else f"{r[0]}:{r[1]}" for r, n in zip(shard, shape, strict=True))
     return f"[{', '.join(ranges)}]"
 
-
-_HTML = {Text: _html_text, Table: _html_table, Drawing: _html_drawing}
 
 # Text takes the page's colour and backgrounds are translucent, so that it reads on light and on dark alike.
 _CSS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,6 +13,24 @@ class Text:
 
     title: str
     lines: tuple[str, ...]
+
+
+class Cell(str):
+    """A cell that an HTML page shows with more than its text.
+
+    Attributes:
+      members: what the text stands for, where it is short for several.
+      place: `file:line` with directories, where it is a line of code.
+    """
+
+    members: tuple[str, ...]
+    place: str
+
+    def __new__(cls, text: str, members: Iterable[str] = (), place: str = "") -> Cell:
+        """The text with what it stands for."""
+        cell = super().__new__(cls, text)
+        cell.members, cell.place = tuple(members), place
+        return cell
 
 
 @dataclasses.dataclass(frozen=True)

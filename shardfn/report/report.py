@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,19 @@ from shardfn.compiled.executable import Compiled
 from shardfn.errors import StrategyError, fail
 from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import with_runners_up
+from shardfn.render.files import save_text
 from shardfn.render.html import to_html
 from shardfn.render.parts import Part
 from shardfn.render.text import Shown, terminal_width, to_text
 from shardfn.report.data import compiled_data, plan_data
-from shardfn.report.sections import Subject, parts
+from shardfn.report.page import page_html
+from shardfn.report.sections import MOST_ROWS, Subject, parts
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What a plan does and why. `print` it, show it in a notebook, or take its data with `to_dict` or `to_json`.
+    `save("report.html")` writes a page for a colleague.
 
     Text is short unless it is asked for with `full`; HTML and data always hold everything.
 
@@ -37,6 +41,8 @@ class Report:
     """What text shows."""
     complete: tuple[Part, ...]
     json: str
+    subject: Subject = dataclasses.field(compare=False)
+    """What the HTML page is made of."""
 
     def __str__(self) -> str:
         """Fitted to the terminal; nothing is wrapped where standard output is a file or a pipe."""
@@ -70,12 +76,24 @@ class Report:
         return to_text(self.parts, width)
 
     def to_html(self) -> str:
-        """The full report as an HTML page that needs no other file and no script.
+        """The full report as one HTML page with pictures, for readers who have never seen shardfn; it needs no other file.
 
         Returns:
           The page, from `<!doctype html>` on.
         """
-        return to_html(self.complete, self.title, page=True)
+        return page_html(self.subject)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as a file.
+
+        Args:
+          path: the file; `.html` gives the page of `to_html`, `.json` the data, `.txt` the text that `print` shows.
+
+        Raises:
+          StrategyError: the name has another ending, or the file cannot be written.
+        """
+        forms = {".html": self.to_html, ".json": self.to_json, ".txt": self.to_text}
+        save_text(path, {ending: lambda make=make: f"{make()}\n" for ending, make in forms.items()}, "a report")
 
     def to_dict(self) -> dict[str, Any]:
         """The full report as dicts, lists, strings and numbers; `schema` is the version of the keys.
@@ -107,8 +125,9 @@ def make_report(plan: Plan, compiled: Compiled | None = None, transfers: Sequenc
     data = plan_data(plan, transfers)
     if compiled is not None and compared is not None:
         data["compiled"] = compiled_data(compiled, compared)
-    short, complete = (parts(Subject(plan, transfers, compared, is_full)) for is_full in (False, True))
-    return Report(f"Plan of {plan.function}", short, complete, json.dumps(data, ensure_ascii=False))
+    subjects = [Subject(plan, transfers, compared, is_full, MOST_ROWS[is_full]) for is_full in (False, True)]
+    short, complete = map(parts, subjects)
+    return Report(f"Plan of {plan.function}", short, complete, json.dumps(data, ensure_ascii=False), subjects[True])
 
 
 def in_detail(report: Report, detail: str) -> Report:

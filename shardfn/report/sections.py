@@ -15,7 +15,7 @@ from shardfn.ir.op_traits import LISTED
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
 from shardfn.render.cells import file_line, shape_text, spec_text, table, times
-from shardfn.render.parts import Part, Table, Text
+from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, attributions, seconds, strides
 from shardfn.report.drawing import drawing
 from shardfn.units import bytes_text, flops_text, number_text, time_text
@@ -34,11 +34,8 @@ class Subject:
     transfers: Sequence[str]
     compared: Comparison | None
     is_full: bool
-
-    @property
-    def most(self) -> int:
-        """The most rows of a table."""
-        return MOST_ROWS[self.is_full]
+    most: int
+    """The most rows of a table."""
 
 
 def _headline(of: Subject) -> Iterable[Part]:
@@ -76,7 +73,7 @@ def _arrays(of: Subject) -> Iterable[Part]:
         counts = collections.Counter(_reason(same[0]) for same in groups)
         stated = {reason for reason, count in counts.items() if count >= min(MOST_REASONS, len(groups)) > 1}
         rows = [
-            (starred([d.path for d in same]), times(len(same)), f"{d.dtype}{shape_text(d.shape)}", str(d.strategy),
+            (_name([d.path for d in same]), times(len(same)), f"{d.dtype}{shape_text(d.shape)}", str(d.strategy),
              spec_text(d.spec), shape_text(d.local_shape) if any(d.spec) else "replicated", bytes_text(d.local_bytes),
              _chosen_by(same, of.is_full and _reason(d) not in stated))
             for same in groups for d in same[:1]
@@ -86,6 +83,15 @@ def _arrays(of: Subject) -> Iterable[Part]:
         )
         columns = ("array", "count", "shape", "strategy", "spec", "shard", "per device", "chosen by")
         yield table(title, columns, rows, note, of.most, ("spec",))
+
+
+def _name(paths: Sequence[str]) -> Cell:
+    """One name for arrays whose paths differ only in numbers."""
+    return Cell(starred(paths), paths if len(paths) > 1 else ())
+
+
+def _line(where: str) -> Cell:
+    return Cell(file_line(where), place=where)
 
 
 def _chosen_by(same: Sequence[Decision], has_reason: bool) -> str:
@@ -109,8 +115,8 @@ def _collectives(of: Subject) -> Iterable[Part]:
     groups = sorted(counts.items(), key=lambda g: (-seconds(of.plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     rows = [
         (c.kind, times(count), f"{','.join(c.axes) or '-'} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",
-         times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(of.plan, c) * count), file_line(c.where),
-         ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(due[c], 2)))))
+         times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(of.plan, c) * count), _line(c.where),
+         Cell(": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(due[c], 2)))), due[c] if len(due[c]) > 2 else ()))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "mesh axes", "operand", "runs", "sent", "time", "line", "caused by")
@@ -143,7 +149,7 @@ def _runners_up(of: Subject) -> Iterable[Part]:
     without = sum(d.source == "searched" and any(n > 1 for n in d.shape) for d in of.plan.inputs) - len(chosen)
     groups = alike(chosen, lambda d: (layer(d.path), d.strategy, d.runner_up), least=2)
     rows = [
-        (starred([d.path for d in same]), times(len(same)), str(same[0].strategy), same[0].runner_up) for same in groups
+        (_name([d.path for d in same]), times(len(same)), str(same[0].strategy), same[0].runner_up) for same in groups
     ]
     note = "everything else as planned; evaluate a strategy of your own with plan.what_if"
     note += f"; {without} smaller arrays: plan.why(path)" if without > 0 else ""
@@ -159,8 +165,15 @@ def _dimension_groups(of: Subject) -> Iterable[Part]:
     rows = []
     for same in alike(sorted(of.plan.dimension_groups, key=lambda g: not g.axes), key, least=2):
         members = [starred(each) for each in zip(*(g.members[1:] for g in same), strict=True)]
-        name = starred([g.name for g in same])
-        rows.append((name, times(len(same)), str(same[0].size), ",".join(same[0].axes) or "-", few(members, 3)))
+        rows.append(
+            (
+                _name([g.name for g in same]),
+                times(len(same)),
+                str(same[0].size),
+                ",".join(same[0].axes) or "-",
+                few(members, 3),
+            )
+        )
     yield table("Dimension groups", ("dimension", "count", "size", "mesh axes", "tied dimensions"), rows)
 
 
@@ -177,7 +190,7 @@ def _ops(of: Subject) -> Iterable[Part]:
     shown = collections.Counter(o for o in every if o.op in LISTED or o.op.startswith("custom_call"))
     rows = [
         (o.op, times(count), ", ".join(map(str, o.inputs)), ", ".join(map(str, o.outputs)), times(o.trips),
-         file_line(o.where))
+         _line(o.where))
         for o, count in shown.items()
     ]  # fmt: skip
     hidden = len(every) - sum(shown.values())
@@ -188,7 +201,7 @@ def _ops(of: Subject) -> Iterable[Part]:
 def _constraints(of: Subject) -> Iterable[Part]:
     shown = collections.Counter((c.kind, c.where, c.operands, c.results) for c in of.plan.constraints)
     rows = [
-        (kind, times(count), ", ".join(map(_open, operands)), ", ".join(map(_open, results)), file_line(where))
+        (kind, times(count), ", ".join(map(_open, operands)), ", ".join(map(_open, results)), _line(where))
         for (kind, where, operands, results), count in shown.items()
     ]
     note = "sharding propagation alone would choose other shardings for these ops"
