@@ -39,10 +39,10 @@ for name, function in (("heads", by_heads), ("time", by_time)):
     for why in data["compiled"]["differences"]:
         print("  ", why)
 
-# The report as a web page, with a drawing of the shards on each device; a notebook shows it without a call.
+# The report as a web page, with pictures and the lines that communicate; a notebook shows it without a call.
 with tempfile.TemporaryDirectory() as directory:
     page = pathlib.Path(directory) / "report.html"
-    page.write_text(by_heads.explain(*args).to_html())
+    by_heads.explain(*args).save(page)
     print(f"a page of {page.stat().st_size / 1024:.0f} KiB")
 
 # The compiled program is JAX's own.

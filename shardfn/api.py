@@ -161,7 +161,7 @@ def explain(
       kwargs: as in `plan`; none for a plan.
 
     Returns:
-      The `Report`. Print it, or use `to_html` and `to_dict`.
+      The `Report`. Print it, `save` it as a page, or use `to_dict`.
 
     Raises:
       ShardError: all problems of the call; or arguments beside a plan.

@@ -152,7 +152,7 @@ class ShardedFunction(Generic[P, R]):
           kwargs: the keyword arguments.
 
         Returns:
-          The `Report`. Print it, or use `to_html` and `to_dict`.
+          The `Report`. Print it, `save` it as a page, or use `to_dict`.
 
         Raises:
           ShardError: all problems of the call, or a parameter of the function named `compiled` or `detail`.

