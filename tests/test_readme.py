@@ -14,12 +14,15 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(p for p in DOCS.rglob("*.md") if p.relative_to(DOCS).parts[0][0] != "_")]
+IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
+"""Another release of XLA compiles other collectives and memory: there the blocks run, and outputs are not compared."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -90,7 +93,7 @@ def test_every_python_block_runs_and_prints_what_is_shown(page, tmp_path, monkey
                 text = text[: shown.start(2)] + elided(shown[2], printed) + text[shown.end(2) :]
         page.write_text(text, encoding="utf-8")
         return
-    for shown, printed in outputs:
+    for shown, printed in outputs if IS_THE_RELEASE_SHOWN else ():
         assert matches(shown[2], printed), printed
 
 
