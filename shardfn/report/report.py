@@ -41,7 +41,7 @@ class Report:
     """What text shows."""
     complete: tuple[Part, ...]
     json: str
-    subject: Subject = dataclasses.field(compare=False)
+    _subject: Subject = dataclasses.field(compare=False)
     """What the HTML page is made of."""
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Report:
         Returns:
           The page, from `<!doctype html>` on.
         """
-        return page_html(self.subject)
+        return page_html(self._subject)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as a file.
