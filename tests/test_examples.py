@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 
 import jax
 import nbclient
@@ -19,6 +20,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("[0-9]*.py"))
 OUTPUTS = ROOT / "examples" / "outputs"
 """What the scripts print, shown on the site."""
+VARYING = {"17_gpt"}
+"""It draws its losses and writes a text, which are other ones on another machine."""
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 
 
@@ -39,17 +42,18 @@ def test_all_are_here():
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
 def test_script(path, as_user_code, capsys):
     runpy.run_path(str(path), run_name="__main__")  # in this process: it saves starting JAX again
-    printed, stored = capsys.readouterr().out, OUTPUTS / f"{path.stem}.txt"
+    folder = re.escape(tempfile.gettempdir()) + r"/\w+"
+    printed, stored = re.sub(folder, "/tmp/folder", capsys.readouterr().out), OUTPUTS / f"{path.stem}.txt"
     assert printed
     if os.environ.get("SHARDFN_UPDATE_GOLDEN"):
         stored.write_text(printed, encoding="utf-8")
-    elif jax.__version__.startswith("0.10."):  # another release of XLA compiles other collectives
+    elif jax.__version__.startswith("0.10.") and path.stem not in VARYING:  # other releases: other collectives
         assert without_numbers(printed) == without_numbers(stored.read_text(encoding="utf-8"))
 
 
 def without_numbers(text: str) -> list[str]:
     """The words of an output, for the site: losses and times differ between machines."""
-    return re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(B|KiB|MiB|GiB|ns|µs|ms|s)\b)?|-+", " # ", text).split()
+    return re.sub(r"0x[0-9a-f]+|[-+]?\d[\d.,]*(e[-+]?\d+)?( ?(B|KiB|MiB|GiB|ns|µs|ms|s)\b)?|-+", " # ", text).split()
 
 
 def test_a_script_runs_alone():

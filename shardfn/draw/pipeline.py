@@ -96,6 +96,10 @@ def pipeline_picture(schedule: PipelineSchedule, width: float = WIDTH) -> Pictur
 
     Raises:
       StrategyError: the width is too small or too large.
+
+    >>> from shardfn.train.pipelines.schedule import schedule
+    >>> print(pipeline_picture(schedule("1f1b", 2, 3)).title)
+    Pipeline schedule 1f1b
     """
     s, ticks, width = schedule, schedule.ticks, checked_width(width)
     many = f"{s.devices} device{'s'[: s.devices != 1]}" + (f" with {s.chunks} chunks each" if s.chunks > 1 else "")
