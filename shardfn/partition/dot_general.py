@@ -1,4 +1,4 @@
-"""How XLA's partitioner shards a matmul (`dot_general`), and a convolution along dimensions without a window.
+"""How XLA's partitioner shards a matmul (`dot_general`).
 
 XLA splits the devices into groups while operands and result agree about some dimension, and decides again inside a
 group:
@@ -28,10 +28,7 @@ from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAss
 
 
 def dot(op: ShardedOp) -> OpPartitioning:
-    """Shardings of the operands, reductions, and the path of the result to the sharding wanted.
-
-    A convolution is a matmul along its dimensions without a window.
-    """
+    """dot_general: shardings of the operands, reductions, and the path of the result to the sharding wanted."""
     values = (*op.operands, *op.results)
     return _partition_dot(
         (*op.rule.operands, *op.rule.results),

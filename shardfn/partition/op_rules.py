@@ -15,7 +15,8 @@ from shardfn.ir.model import DimFactors, Spec, Value, axes_of, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
-from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, ShardedOp, replicated
+from shardfn.partition.matmul import partition_contraction
+from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
 
 
 @functools.cache
@@ -169,10 +170,7 @@ def _indexed(op: ShardedOp, rows: DimFactors, written: Value) -> tuple[dict[int,
         kinds[kind] += found
         for axis in found:
             del left[axis]
-    axes_of_factor: dict[int, list[str]] = {}
-    for axis, factor in decided.items():
-        axes_of_factor.setdefault(factor, []).append(axis)
-    return axes_of_factor, kinds
+    return grouped(decided, decided), kinds
 
 
 def windowed(op: ShardedOp) -> OpPartitioning:
@@ -186,7 +184,7 @@ def windowed(op: ShardedOp) -> OpPartitioning:
 
 def convolve(op: ShardedOp) -> OpPartitioning:
     """As a matmul whose image may be sharded along height or width, with a halo exchange."""
-    return _with_halos(op, dot(op))
+    return _with_halos(op, partition_contraction(op))
 
 
 def convolve_on_tpu(op: ShardedOp) -> OpPartitioning:

@@ -134,3 +134,11 @@ class ShardedOp:
 def replicated(value: Value) -> Spec:
     """The replicated sharding of a value."""
     return ((),) * len(value.shape)
+
+
+def grouped(placed: Mapping[str, int], order: Mapping[str, int]) -> dict[int, list[str]]:
+    """By factor, the axes placed on it: those in `order` first."""
+    found: dict[int, list[str]] = {}
+    for axis in (*(a for a in order if a in placed), *(a for a in placed if a not in order)):
+        found.setdefault(placed[axis], []).append(axis)
+    return found
