@@ -18,7 +18,7 @@ from shardfn.units import bytes_text
 MOST_ROWS = 24
 """Bars of arguments; of results a third as many."""
 ONE_LINE = 560
-"""Pixels from which name, bar and figures are beside each other."""
+"""The least width in pixels at which name, bar and figures are beside each other."""
 _BAR = 16.0
 
 

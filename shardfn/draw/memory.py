@@ -21,13 +21,13 @@ from shardfn.search.memory_limit import source_line
 from shardfn.units import bytes_text
 
 BANDS = 6
-"""Temporaries that have a colour of their own."""
+"""How many temporaries have a colour of their own."""
 MOST_ROWS = 9
 """Rows below the area."""
 HEIGHT = 260.0
 """Pixels of the area."""
 FAR = 4.0
-"""A limit so many times the peak is only named."""
+"""A limit of more than this many times the peak is named, not drawn."""
 _ROW = 20.0
 
 

@@ -18,17 +18,17 @@ from shardfn.render.cells import shape_text, spec_text
 from shardfn.units import bytes_text
 
 MOST_DEVICES = 512
-"""Of a larger mesh the first devices are drawn, and of more shards the first."""
+"""The most devices, and the most shards of an array, that are drawn: the first ones."""
 MOST_COLUMNS = 32
 """Devices side by side."""
 SIDE_BY_SIDE = 560
-"""Pixels from which the devices may be beside the array."""
+"""The least width in pixels at which the devices may be beside the array."""
 GAP = 32.0
 """Between the array and the devices."""
 HIGHEST = 560.0
-"""Pixels of all rows together: more of them have less text, and at last none."""
+"""The greatest height of all rows together, in pixels. More rows have less text, and in the end none."""
 WITH_TITLES = 15
-"""Rows of an array from which they say where they begin."""
+"""The least number of an array's rows at which each row says where it begins."""
 _LINE = 15.0
 
 

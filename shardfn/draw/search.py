@@ -18,7 +18,7 @@ HEIGHT = 300.0
 MOST_ROWS = 12
 """Candidates that have a number and a row."""
 LOG = 40.0
-"""A scale is logarithmic where the largest value is so many times the smallest."""
+"""A scale is logarithmic if the largest value is more than this many times the smallest."""
 _ROW = 20.0
 
 

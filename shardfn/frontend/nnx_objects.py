@@ -16,7 +16,7 @@ from jax import tree_util
 from shardfn.frontend.paths import join
 
 State = dict[str, Any]
-"""Path to array."""
+"""Arrays, or objects, by path."""
 
 
 def is_module(owner: Any) -> bool:
@@ -27,12 +27,12 @@ def is_module(owner: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class HeldObjects:
-    """The NNX objects among the arguments of a call, whose changes it has to keep."""
+    """The NNX objects among the arguments of a call. What the call changes in them is written back."""
 
     nodes: State = dataclasses.field(default_factory=dict)
-    """The objects, by the paths of where they stand."""
+    """The objects by path."""
     places: Mapping[str, tuple[Any, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
-    """For each argument with such objects its structure down to them, and for each leaf the object's path, or ""."""
+    """By argument: its tree structure with the objects as leaves, and the path of each leaf, "" if the leaf is no object."""
 
     def __bool__(self) -> bool:
         return bool(self.nodes)
@@ -102,7 +102,7 @@ def nested(owner: Any) -> Any:
 
 
 def read(owner: Any) -> State:
-    """The arrays of an owner."""
+    """The arrays of an owner by path."""
     return by_path(nested(owner))
 
 
@@ -112,7 +112,7 @@ def by_path(arrays: Mapping[str, Any]) -> State:
 
 
 def fixed(owner: Any) -> Any:
-    """All of an owner but its arrays."""
+    """The `nnx.GraphDef` of an owner: all of it but its arrays."""
     return sys.modules["flax.nnx"].graphdef(owner)
 
 

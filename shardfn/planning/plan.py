@@ -29,7 +29,7 @@ __all__ = [
 
 
 def _later(name: str) -> Any:
-    """A function of a module that imports this one, such as "planning.summary.summary"."""
+    """The function `name`, such as "planning.summary.summary", of a module that imports this one."""
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(f"shardfn.{module}"), function)
 
@@ -69,8 +69,8 @@ class Plan:
     constraints: tuple[Constraint, ...] = ()
     """The sharding constraints on ops for which propagation alone would choose another sharding."""
     gap: float | None = None
-    """The relative gap to the optimum of the cost model summed over ops, on the meshes tried, at level 0 on the plan's own mesh.
-    0 is proved optimal, None is unknown."""
+    """The relative gap to the optimum of the cost model summed over ops: 0 is proved optimal, None is unknown. It holds on the
+    meshes tried; at level 0, on the plan's own mesh only."""
     runner_up: str = ""
     """The second best candidate and the cost of both; empty if there is none."""
     candidates: tuple[Candidate, ...] = ()
@@ -202,7 +202,7 @@ class Plan:
         return _later("draw.draw_plan")(self, kind, path, width)
 
     def verify(self) -> Any:
-        """Compile the plan and compare it with the prediction. A TPU that is not here is compiled for by libtpu.
+        """Compile the plan and compare it with the prediction. The target's own compiler is used for TPUs and GPUs not here.
 
         Returns:
           The `Report`, with XLA's collectives, memory and FLOPs beside the predicted ones.

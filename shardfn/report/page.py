@@ -31,7 +31,7 @@ INTRODUCTION = (
     "communicate."
 )
 ESTIMATED = "All figures are estimates, made without running the function."
-COMPARED = "The figures are estimates; the tables “Compiled” hold them against the compiled program."
+COMPARED = "The figures are estimates; the tables “Compiled” compare them with the compiled program."
 
 WORDS = (
     ("Mesh, mesh axis", "The devices as a grid, and a named direction of it. `a=4 x b=2` is 8 devices in 4 groups of 2."),
@@ -57,8 +57,8 @@ _LEADING = ("Arguments", "Collectives")
 def page_html(of: Subject) -> str:
     """The report of a plan as a page, from `<!doctype html>` on.
 
-    Nothing loads from elsewhere, and a policy in the page forbids it. Without scripts everything is there but the filter and
-    the sorting.
+    The page loads nothing, and its content security policy forbids it. Where scripts are off, only the filter and the sorting
+    of tables are missing.
     """
     headline, *rest = parts(dataclasses.replace(of, is_full=True, most=_ALL))
     assert isinstance(headline, Text)

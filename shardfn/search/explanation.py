@@ -17,8 +17,8 @@ def explained_answer(
     """The answer for a candidate that comes from `solution`, or from a baseline where that is None."""
     if solution is None:
         gap, optimum = None, _optimum(problem, solutions)
-        policy = f"{what}, meshes tried: {tried}{optimum}; a baseline has the lower cost: {best.name}"
-        reason = f"a baseline, which costs less than the optimum of the label model: {best.name}"
+        policy = f"{what}, meshes tried: {tried}{optimum}; as a program a baseline has the lower cost: {best.name}"
+        reason = f"a baseline, cheaper than the plan of the solver: {best.name}"
     else:
         gap = (
             None if is_cut_short or not estimate_holds(problem, solution, best) else _gap(problem, solution, solutions)
@@ -52,12 +52,12 @@ def gap_text(axes: Axes, gap: float | None) -> str:
 
 
 def _optimum(problem: SearchProblem, solutions: Sequence[MeshSolution]) -> str:
-    """What is proved of the label model's optimum, where a baseline is taken instead."""
+    """What is proved of the optimum of the sum over ops, where a baseline is the plan."""
     if not solutions or not solutions[0].is_exact or problem.level == 1 or solutions[0].solution.gap >= 1:
         return ""
     gap = solutions[0].solution.gap
     known = f"known within {gap:.1%}" if gap else "proved"
-    return f"; the optimum of the cost model on the mesh {mesh_text(solutions[0].axes)} is {known}"
+    return f"; the optimum of the sum over ops on the mesh {mesh_text(solutions[0].axes)} is {known}"
 
 
 def _gap(problem: SearchProblem, solution: MeshSolution, solutions: Sequence[MeshSolution]) -> float | None:
