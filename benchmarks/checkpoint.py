@@ -94,9 +94,8 @@ def restore_table(mib: int, folder: pathlib.Path) -> list[dict]:
 
 CHILD = """
 import sys
+import tensorstore  # before the first peak
 from shardfn import checkpoint
-from shardfn.checkpoint import extra
-extra.need("tensorstore")
 import jax; jax.local_devices(backend="cpu")
 
 def peak():

@@ -309,8 +309,8 @@ def test_pieces_of_weights_are_reduced_by_scattering(libtpu):
 
 COORDS = """
 import sys
-from shardfn.cost.hardware import resolve
-from shardfn.targets import devices, target
+from shardfn.cost.devices.hardware import resolve
+from shardfn.compiled.targets import devices, target
 from shardfn.runtime.verify import compile_plan
 for name in sys.argv[1:]:
     print(*(",".join(map(str, device.coords)) for device in devices(target(resolve(name)))))
@@ -319,7 +319,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.tpu
 def test_the_grid_follows_the_torus(libtpu):
-    """Device numbers walk the last dim of the torus first, as `cost.links` has it."""
+    """Device numbers walk the last dim of the torus first, as `cost.devices.links` has it."""
     names = {"tpu-v5e:2x4": (2, 4), "tpu-v5e:4x2": (4, 2), "tpu-v5p:2x2x4": (2, 2, 4), "tpu-v4:2x2x2": (2, 2, 2)}
     done = subprocess.run(
         [sys.executable, "-c", COORDS, *names], env=verify._environment(targets.target(resolve("tpu-v5e:4"))),

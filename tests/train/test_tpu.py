@@ -15,7 +15,8 @@ RUN = """
 import json, re, sys
 import jax, jax.numpy as jnp, optax
 from jax.experimental import topologies
-from shardfn import compiled, train
+from shardfn import train
+from shardfn.compiled import executable
 from shardfn.train.pipelines.deadlock import waiting
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
@@ -34,7 +35,7 @@ for name, plan in (("plain", {}), ("tensor", {"*/up": (1, 2), "*/down": (2, 1)})
     text = jax.jit(jax.value_and_grad(pipe)).lower(pipe.pack(params, x, x), x, x).compile().as_text()
     pairs = re.findall(r"collective-permute.*?source_target_pairs=\\{(\\{.*?\\})\\}", text)
     steps = {int(b) // 2 - int(a) // 2 for one in pairs for a, b in re.findall(r"(\\d+),(\\d+)", one)}
-    found[name] = [sorted({c.kind for c in compiled.collectives(text)}), sorted(steps), len(waiting(text, 2))]
+    found[name] = [sorted({c.kind for c in executable.collectives(text)}), sorted(steps), len(waiting(text, 2))]
 
 optimizer = optax.adam(1e-2)
 state = jax.eval_shape(lambda p: train.TrainState(p, optimizer.init(p), jnp.int32(0)), params)
@@ -45,7 +46,7 @@ for kind in (None, "pinned_host"):
 for again in (False, True):
     step = train.step(loss, optimizer, mode="data_parallel", device=devices, parallel_optimizer_comm_recompute=again,
                       parallel_optimizer_config={"optimizer_level": "level3"})
-    made = compiled.read(step.lower(state, x, x).compile())
+    made = executable.read(step.lower(state, x, x).compile())
     found[f"gathers {again}"] = sum(c.kind == "all-gather" for c in made.collectives)
 print(json.dumps(found))
 """
