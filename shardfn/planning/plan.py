@@ -80,7 +80,7 @@ class Plan:
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
     """Bytes per device, as the user gave them; None is the device's memory."""
     _answered: AnsweredCall | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The call that the plan is for, with its search problem; None for a plan from a file or another process."""
+    """The call that the plan is for, with its search problem; None for a pickled plan."""
 
     def __str__(self) -> str:
         return _later("planning.summary.summary")(self)
@@ -111,8 +111,8 @@ class Plan:
           One row for each sharding, best first. Print it for a table.
 
         Raises:
-          StrategyError: no array has that path, the arrays of a glob differ in shape or sharding, or the plan comes from a
-            file or another process.
+          StrategyError: no array has that path, the arrays of a glob differ in shape or sharding, or the plan was
+            pickled.
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
@@ -165,7 +165,7 @@ class Plan:
 
         Args:
           path: the file. A name that ends in `.json` gets MindSpore's strategy JSON, with the layouts of the arguments and
-            the strategy of each op.
+            the strategy of each op. Every other name gets TOML; `explain(plan).save("report.html")` writes a web page.
 
         Raises:
           StrategyError: the file cannot be written.
@@ -208,7 +208,7 @@ class Plan:
           The `Report`, with XLA's collectives, memory and FLOPs beside the predicted ones.
 
         Raises:
-          StrategyError: the compiled program does not fit, or the plan comes from a file or another process.
+          StrategyError: the compiled program does not fit, or the plan was pickled.
           DeviceError: there is no compiler for the target.
         """
         return _later("runtime.verify.verify")(self)
@@ -260,7 +260,7 @@ class Plan:
           arrays of a module come first, as a dict by path.
 
         Raises:
-          StrategyError: the plan comes from a file or another process.
+          StrategyError: the plan was pickled.
 
         >>> import jax, shardfn
         >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
@@ -278,7 +278,7 @@ class Plan:
           the arrays that the call changes, by path.
 
         Raises:
-          StrategyError: the plan comes from a file or another process.
+          StrategyError: the plan was pickled.
         """
         return shardings_on(self, PlanMesh.of(self.mesh))[1]
 
@@ -295,7 +295,7 @@ class Plan:
           takes its arrays as nested dicts. Both return a pair: the result, and a dict of the arrays that the call changes.
 
         Raises:
-          StrategyError: the plan comes from a file or another process, or `fn` traces to another program.
+          StrategyError: the plan was pickled, or `fn` traces to another program.
         """
         return _later("runtime.apply.apply_plan")(self, fn)
 
@@ -321,11 +321,11 @@ def answered_call(plan: Plan) -> AnsweredCall:
     """The call that a plan is for.
 
     Raises:
-      StrategyError: the plan comes from a file or another process.
+      StrategyError: the plan was pickled.
     """
     if plan._answered is None:
         fail(StrategyError, f"the plan of `{plan.function}` has no function",
-             why="it comes from a file or another process", fix="plan again: plan(f, *args)")  # fmt: skip
+             why="it was pickled", fix="plan again, without a search: plan(f, *args, layout=plan, device=...)")  # fmt: skip
     return plan._answered
 
 
