@@ -17,7 +17,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a
-from shardfn.frontend.meshes import MeshLayout
+from shardfn.frontend.meshes import MeshLayout, partition_spec
 from shardfn.frontend.paths import join, listed, met, near, normal, ruled
 
 
@@ -71,7 +71,8 @@ class Leaf:
     @property
     def source(self) -> str:
         """Where the entry stands, with the entry and the array."""
-        return f"{self.where} = {self.entry!r}, {self.text}" if self.where else self.text
+        entry = partition_spec(self.entry.spec) if type(self.entry) is MeshLayout else self.entry
+        return f"{self.where} = {entry!r}, {self.text}" if self.where else self.text
 
 
 @dataclasses.dataclass(frozen=True)

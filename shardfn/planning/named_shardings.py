@@ -59,7 +59,8 @@ def place_named(
             problems.append(Problem(
                 f"{leaf.label} is sharded by integers and {first.label} by named axes", f"{leaf.source}; {first.source}",
                 "integers leave the choice of mesh axes open, and named shardings fix them",
-                f"write integers for all, {_all_as_strategies(leaves, mesh_axes)}, or named shardings for all",
+                f"write integers for all, {_all_as_strategies(leaves, mesh_axes)}, or named shardings for all, over "
+                + " x ".join(f"{name}={size}" for name, size in mesh_axes),
                 is_type=True))  # fmt: skip
     if len(problems) > before or devices == 1:
         return Placement((), tuple(None if s is None else ((),) * len(s) for s in specs))
