@@ -61,13 +61,15 @@ def mesh_text(axes: Sequence[tuple[str, int]]) -> str:
 
 
 def fit_text(plan: Plan) -> str:
-    """Whether a plan fits its memory limit by the estimate, and with how much to spare."""
+    """Whether a plan fits its memory limit by the estimate, and with how much to spare; and whether it exceeds the device."""
     peak, device = plan.cost.memory.peak, plan.hardware.chip.memory_bytes
     limit = device if plan.memory_limit is None else plan.memory_limit
     name = plan.hardware.chip.name if plan.memory_limit is None else "memory limit"
     used = f"{bytes_text(peak)} per device at the peak (estimate), {name} {bytes_text(limit)}"
     if peak > limit:
         return f"does not fit, {bytes_text(peak - limit)} too much: {used}"
+    if peak > device:
+        return f"fits the limit but not the device, {bytes_text(peak - device)} too much for {plan.hardware.chip.name}: {used}"
     return f"fits with {bytes_text(limit - peak)} to spare: {used}"
 
 

@@ -190,3 +190,9 @@ def test_many_that_are_held_are_told_by_kind_and_line():
     assert (change.first, change.second) == (
         "8; only here: 4 dot_general (m.py:1, m.py:2 and 1 more), 2 scatter (no line known), 1 add (m.py:3)", "1"
     )  # fmt: skip
+
+
+def test_fit_of_a_plan_within_a_limit_above_the_device_says_that_it_exceeds_the_device():
+    x = jax.ShapeDtypeStruct((40 * 2**20, 128), jnp.float32)  # 20 GiB, on one device of 14.9 GiB
+    plan = shardfn.plan(lambda x: x + 1, x, device="tpu-v5e:1", memory_limit="64GiB")
+    assert "fits the limit but not the device" in str(plan) and "too much for tpu-v5e" in str(plan)
