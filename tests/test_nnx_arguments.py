@@ -73,6 +73,18 @@ def test_shard_of_a_training_step_keeps_what_it_changes_in_its_arguments(options
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
+def test_donated_argument_keeps_the_arrays_that_the_call_does_not_change():
+    model, optimizer = make()
+    model.table = nnx.Variable(jnp.arange(8.0))
+    plan = shard(train_step, donate_argnums=(0, 1)).plan(model, optimizer, X, Y)
+    assert "state/model/table" in [d.path for d in plan.outputs]
+    step = shard(train_step, donate_argnums=(0, 1))
+    for _ in range(3):
+        step(model, optimizer, X, Y)
+    np.testing.assert_allclose(model.table[...], jnp.arange(8.0))
+    assert "state/model/table" not in [d.path for d in shardfn.plan(train_step, model, optimizer, X, Y).outputs]
+
+
 def test_arrays_of_a_changed_argument_have_the_planned_shardings():
     model, optimizer = make()
     step = shard(train_step, (AUTO, AUTO, (4, 1), AUTO), parameter_plan={"model/down/kernel": (4, 1)})

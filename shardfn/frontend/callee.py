@@ -56,7 +56,9 @@ class Callee:
     objects: HeldObjects = dataclasses.field(default_factory=HeldObjects)
     """Flax NNX objects among the arguments of one call (`of_call`)."""
 
-    def of_call(self, slots: Sequence[Slot], values: Sequence[Any]) -> tuple[Callee, Sequence[Any]]:
+    def of_call(
+        self, slots: Sequence[Slot], values: Sequence[Any], donated: frozenset[str] = frozenset()
+    ) -> tuple[Callee, Sequence[Any]]:
         """The callee of one call, and the call's values with their arrays in the place of NNX objects.
 
         Raises:
@@ -72,6 +74,7 @@ class Callee:
             fail(StrategyError, f"an argument of `{self.name}` shares variables with the module that it is a method of",
                  where=", ".join(shared), why="a change of a variable could be written back to only one of them",
                  fix="pass the variables once: leave the argument out and use the module's own")  # fmt: skip
+        objects = dataclasses.replace(objects, donated=donated & objects.places.keys())
         return dataclasses.replace(self, objects=objects), [*objects.arrays(arguments).values()]
 
     def read(self) -> State:

@@ -34,6 +34,9 @@ class HeldObjects:
     places: Mapping[str, tuple[Any, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     """By argument: its tree structure with the objects as leaves, and the path of each leaf, "" if the leaf is no object."""
 
+    donated: frozenset[str] = frozenset()
+    """The arguments that the call donates."""
+
     def __bool__(self) -> bool:
         return bool(self.nodes)
 
@@ -53,6 +56,10 @@ class HeldObjects:
         before = by_path(given)
         nodes = rebuild(self.nodes, before)
         return dataclasses.replace(self, nodes=nodes), self._filled(arguments, lambda path, _: nodes[path]), before
+
+    def is_donated(self, path: str) -> bool:
+        """Whether an array belongs to a donated argument: the call takes its memory, and has to return it though unchanged."""
+        return f"{path}/".startswith(tuple(f"{name}/" for name in self.donated))
 
     def _filled(self, arguments: State, made: Callable[[str, Any], Any]) -> State:
         filled = dict(arguments)

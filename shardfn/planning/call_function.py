@@ -83,7 +83,10 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
         for name, nodes in kept.items():
             _refuse_lost_changes(name, nodes)
         if objects:
-            changed |= callee.changed(before, nnx_objects.read(objects.nodes))
+            after = nnx_objects.read(objects.nodes)
+            changed |= callee.changed(before, after) | {
+                path: after[path] for path in before if objects.is_donated(path)
+            }
         return (result, changed) if call.returns_changes else result
 
     kind = inspect.Parameter.POSITIONAL_ONLY
