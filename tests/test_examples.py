@@ -22,6 +22,8 @@ OUTPUTS = ROOT / "examples" / "outputs"
 """What the scripts print, shown on the site."""
 VARYING = {"17_gpt"}
 """It draws its losses and writes a text, which are other ones on another machine."""
+IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
+"""Whether stored outputs are those of this JAX: another release has other collectives."""
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 
 
@@ -47,7 +49,7 @@ def test_script(path, as_user_code, capsys):
     assert printed
     if os.environ.get("SHARDFN_UPDATE_GOLDEN"):
         stored.write_text(printed, encoding="utf-8")
-    elif jax.__version__.startswith("0.10.") and path.stem not in VARYING:  # other releases: other collectives
+    elif IS_THE_RELEASE_SHOWN and path.stem not in VARYING:
         assert without_numbers(printed) == without_numbers(stored.read_text(encoding="utf-8"))
 
 
@@ -99,6 +101,7 @@ def test_notebook_shows_what_is_stored(path, monkeypatch):
         again.metadata = stored.metadata
         nbformat.write(again, path)
         return
-    for before, after in zip(stored.cells, again.cells, strict=True):
+    cells = zip(stored.cells, again.cells, strict=True) if IS_THE_RELEASE_SHOWN else ()
+    for before, after in cells:
         assert shown(after) == shown(before), after.source
     assert any("image/svg+xml" in texts for cell in again.cells for texts in shown(cell)), "a figure is shown"
