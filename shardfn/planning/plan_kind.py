@@ -73,8 +73,8 @@ def _role(layouts: Layouts, axis: str) -> str:
         return "expert parallel"
     if axis in layouts.batch:
         if parameters >= MOST and (state >= MOST or not layouts.optimizer_state):
-            is_gathered = _share(layouts.gathered, axis) >= HALF
-            return "FSDP" if is_gathered else "batch and weights sharded (weights not gathered)"
+            is_gathered = _share(layouts.gathered, axis) >= HALF  # else maybe the batch is
+            return "FSDP" if is_gathered else "batch and weights sharded together"
         if parameters > FEW:
             return f"batch and {parameters:.0%} of the weights sharded"
         if state > FEW:

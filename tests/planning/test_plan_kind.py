@@ -21,7 +21,7 @@ LAYOUTS = {
     "tensor parallel over 2 × data parallel over 4": Layouts(TWO, A, parameters=((64, B),)),
     "FSDP over 4 × tensor parallel over 2": Layouts(TWO, A, parameters=((64, A | B),), gathered=((64, A),)),
     "FSDP over 8 ": Layouts(TWO, A | B, parameters=((64, A | B),), gathered=((64, A | B),)),
-    "mixed: batch and weights sharded (weights not gathered) over 8 devices": Layouts(ONE, A, parameters=((64, A),)),
+    "mixed: batch and weights sharded together over 8 devices": Layouts(ONE, A, parameters=((64, A),)),
     "expert parallel over 2 × data parallel over 4": Layouts(TWO, A, parameters=((64, B),), experts=B),
     "data parallel over 4 × replicated over 2": Layouts(TWO, A, parameters=((64, NONE),)),
     "mixed: batch and 50% of the weights sharded over 8 devices": Layouts(ONE, A, parameters=((64, A), (64, NONE))),
