@@ -12,6 +12,7 @@ import numpy as np
 from shardfn.draw.palette import COLOURS, soft, strong
 from shardfn.draw.picture import Picture, head, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrapped
+from shardfn.frontend.meshes import shard_numbers
 from shardfn.planning.plan import Decision, Plan
 from shardfn.planning.summary import mesh_text
 from shardfn.render.cells import shape_text, spec_text
@@ -146,24 +147,6 @@ def mesh_picture(plan: Plan, path: str | None, width: float) -> Picture:
     return picture(width, y + MARGIN, [*elements, *above, *below], name, notes)
 
 
-def shard_of_device(d: Decision, axes: Sequence[tuple[str, int]]) -> np.ndarray:
-    """The index of the shard along each dimension that is at each position of the mesh: (devices, dimensions).
-
-    >>> from shardfn.planning.decisions import Decision
-    >>> d = Decision("x", (8, 4), "float32", (2, 2), (("b",), ("a",)), "you")
-    >>> shard_of_device(d, (("a", 2), ("b", 2))).tolist()
-    [[0, 0], [1, 0], [0, 1], [1, 1]]
-    """
-    sizes = dict(axes)
-    places = np.indices([size for _, size in axes]).reshape(len(axes), math.prod(size for _, size in axes)).T
-    position = {name: places[:, i] for i, (name, _) in enumerate(axes)}
-    found = np.zeros((len(places), len(d.spec)), int)
-    for dim, names in enumerate(d.spec):
-        for name in names:  # major to minor
-            found[:, dim] = found[:, dim] * sizes[name] + position[name]
-    return found
-
-
 def _slices(d: Decision, shard: Sequence[int]) -> str:
     """The slice of an array that a shard is, as one would index it; `:` for a dimension without shards."""
     parts = zip(shard, d.strategy, d.local_shape, strict=True)
@@ -177,7 +160,7 @@ def _array_grid(plan: Plan, d: Decision) -> _Grid:
     across = sharded.pop() if len(sharded) > 1 or sharded == [len(d.shape) - 1] else None
     columns = 1 if across is None else d.strategy[across]
     devices: dict[tuple[int, ...], list[int]] = {}
-    for place, shard in enumerate(map(tuple, shard_of_device(d, plan.axes).tolist())):
+    for place, shard in enumerate(map(tuple, shard_numbers(plan.axes, d.spec))):
         devices.setdefault(shard, []).append(_device(plan, place))
     cells = []
     for number, shard in enumerate(itertools.islice(np.ndindex(*d.strategy), MOST_DEVICES // columns * columns)):
@@ -215,7 +198,7 @@ def _device_grid(plan: Plan, d: Decision) -> _Grid:
     """The mesh: its last axis from left to right, all others from top to bottom; a long last axis takes several rows."""
     *outer, (last, size) = plan.axes or (("", 1),)
     number = {shard: n for n, shard in enumerate(np.ndindex(*d.strategy))}
-    shards = list(map(tuple, shard_of_device(d, plan.axes).tolist()))
+    shards = list(map(tuple, shard_numbers(plan.axes, d.spec)))
     step = max((n for n in range(1, min(size, MOST_COLUMNS) + 1) if size % n == 0), default=1)
     step = size if size <= MOST_COLUMNS else step if step > MOST_COLUMNS // 4 else MOST_COLUMNS
     rows, titles, base = [], [], 0

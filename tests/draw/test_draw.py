@@ -13,10 +13,10 @@ from shardfn.cost.estimate import collective_s
 from shardfn.cost.memory.live_memory import live_memory
 from shardfn.draw import KINDS, draw_plan, pipeline_picture
 from shardfn.draw.arrays import rows_of
-from shardfn.draw.mesh import shard_of_device
 from shardfn.draw.svg import text_width
 from shardfn.draw.time import time_parts
 from shardfn.errors import ShardError
+from shardfn.frontend.meshes import shard_numbers
 from shardfn.train.pipelines.schedule import FORWARD, schedule
 
 WIDTHS = (320, 760)
@@ -250,7 +250,7 @@ def test_mesh_picture_shows_the_slices_that_jax_gives_the_devices():
         [(s.start or 0) // n for s, n in zip(indices[device], d.local_shape, strict=False)]
         for device in mesh.devices.flat
     ]
-    assert shard_of_device(d, plan.axes).tolist() == starts
+    assert shard_numbers(plan.axes, d.spec) == starts
 
 
 def test_mesh_picture_has_the_devices_in_the_order_of_the_mesh():
