@@ -25,6 +25,10 @@ class Slot:
     """Position among the function's positional parameters; None for keyword-only ones."""
     is_static: bool
 
+    def is_among(self, argnums: Sequence[int], argnames: Sequence[str]) -> bool:
+        """Whether an option names this argument by number or name."""
+        return self.declared in argnums or self.name in argnames
+
 
 def bind(
     signature: inspect.Signature | None,
@@ -123,9 +127,7 @@ class Call:
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""
         return tuple(
-            i + self.stateful
-            for i, s in enumerate(self.slots)
-            if not s.is_static and (s.declared in argnums or s.name in argnames)
+            i + self.stateful for i, s in enumerate(self.slots) if not s.is_static and s.is_among(argnums, argnames)
         )
 
     def leaves_of(self, positions: Sequence[int]) -> tuple[int, ...]:

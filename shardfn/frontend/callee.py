@@ -67,14 +67,13 @@ class Callee:
         if getattr(self.function, PURE, False):
             return self, values
         arguments = {s.name: v for s, v in zip(slots, values, strict=True)}
-        objects = held_objects((s.name, arguments[s.name]) for s in slots if not s.is_static)
+        objects = held_objects(((s.name, arguments[s.name]) for s in slots if not s.is_static), donated)
         if not objects:
             return self, values
         if shared := nnx_objects.shared(self.owner, objects.nodes):
             fail(StrategyError, f"an argument of `{self.name}` shares variables with the module that it is a method of",
                  where=", ".join(shared), why="a change of a variable could be written back to only one of them",
                  fix="pass the variables once: leave the argument out and use the module's own")  # fmt: skip
-        objects = dataclasses.replace(objects, donated=donated & objects.places.keys())
         return dataclasses.replace(self, objects=objects), [*objects.arrays(arguments).values()]
 
     def read(self) -> State:
@@ -98,8 +97,7 @@ class Callee:
 
     def write(self, changed: State) -> None:
         """Put changed arrays back into the objects."""
-        heads = tuple(f"{path}/" for path in self.objects.nodes)
-        of_arguments = {path: a for path, a in changed.items() if f"{path}/".startswith(heads)}
+        of_arguments = {path: a for path, a in changed.items() if self.objects.holds(path)}
         if of_arguments:
             nnx_objects.write(self.objects.nodes, of_arguments)
         if self.adapter is not None and len(of_arguments) < len(changed):

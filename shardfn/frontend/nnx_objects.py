@@ -33,7 +33,6 @@ class HeldObjects:
     """The objects by path."""
     places: Mapping[str, tuple[Any, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     """By argument: its tree structure with the objects as leaves, and the path of each leaf, "" if the leaf is no object."""
-
     donated: frozenset[str] = frozenset()
     """The arguments that the call donates."""
 
@@ -59,7 +58,11 @@ class HeldObjects:
 
     def is_donated(self, path: str) -> bool:
         """Whether an array belongs to a donated argument: the call takes its memory, and has to return it though unchanged."""
-        return f"{path}/".startswith(tuple(f"{name}/" for name in self.donated))
+        return _is_below(path, self.donated)
+
+    def holds(self, path: str) -> bool:
+        """Whether an array is one of the objects' arrays."""
+        return _is_below(path, self.nodes)
 
     def _filled(self, arguments: State, made: Callable[[str, Any], Any]) -> State:
         filled = dict(arguments)
@@ -69,14 +72,23 @@ class HeldObjects:
         return filled
 
 
-def held_objects(arguments: Iterable[tuple[str, Any]]) -> HeldObjects:
-    """The NNX objects among arguments, given by name; an `nnx.State` is plain data."""
-    nnx = sys.modules.get("flax.nnx")
-    nodes: State = {}
-    places: dict[str, tuple[Any, tuple[str, ...]]] = {}
+def _is_below(path: str, heads: Iterable[str]) -> bool:
+    """Whether a path is one of `heads`, or a path inside one."""
+    return f"{path}/".startswith(tuple(f"{head}/" for head in heads))
 
+
+def held_objects(arguments: Iterable[tuple[str, Any]], donated: frozenset[str] = frozenset()) -> HeldObjects:
+    """The NNX objects among arguments, given by name; an `nnx.State` is plain data.
+
+    Args:
+      arguments: the names and values.
+      donated: the names of those that the call donates.
+    """
+    nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return HeldObjects()
+    nodes: State = {}
+    places: dict[str, tuple[Any, tuple[str, ...]]] = {}
 
     def is_object(node: Any) -> bool:
         return isinstance(node, nnx.Pytree | nnx.Variable)
@@ -90,7 +102,7 @@ def held_objects(arguments: Iterable[tuple[str, Any]]) -> HeldObjects:
         if any(paths):
             places[name] = treedef, paths
             nodes |= {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True) if path}
-    return HeldObjects(nodes, places)
+    return HeldObjects(nodes, places, donated & places.keys())
 
 
 def shared(owner: Any, objects: State) -> list[str]:

@@ -322,9 +322,8 @@ class ShardedFunction(Generic[P, R]):
             signature = f"{self.callee.name}{self.callee.signature}"
             fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {error}", where=short(signature),
                  why="a call has the arguments of the function itself", fix=f"call it as {short(signature)}")  # fmt: skip
-        options = self.options
-        donated = {s.name for s in slots if s.declared in options.donate_argnums or s.name in options.donate_argnames}
-        callee, values = self.callee.of_call(slots, values, frozenset(donated))
+        donated = self.options.donate_argnums, self.options.donate_argnames
+        callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
         stateful = callee.adapter is not None
         call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
         if problems := call.unhashable():
