@@ -77,6 +77,14 @@ def attribute_names(op: Any) -> list[str]:
     return [name for name in names if name != NUMBER]
 
 
+def attributes_of(op: Any) -> list[tuple[str, Any]]:
+    """(name, attribute) of an op, without its number; a complex constant, which the bindings do not read, gives its text."""
+    try:
+        return [(name, op.attributes[name]) for name in attribute_names(op)]
+    except TypeError:
+        return [("value", str(op).split(" = ", 1)[-1])]
+
+
 def number_all(ops: Sequence[Any], first: int) -> int:
     """Number ops; gives the next number."""
     kind = ir.IntegerType.get_signless(64)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 from typing import Any
 
-from shardfn.ir.mlir import attribute_names, ir, sdy, short_name, stablehlo
+from shardfn.ir.mlir import attributes_of, ir, sdy, short_name, stablehlo
 from shardfn.ir.model import Convolution, Op, ShardingRule, WindowDim
 from shardfn.ir.source_lines import user_line
 from shardfn.ir.windows import ATTRIBUTES, WINDOWED, window_dims
@@ -112,7 +113,9 @@ def form_of(op: Any) -> tuple[Any, ...] | None:
     if op.name in _EACH_TIME:
         return None
     inner = tuple([_form_inside(block) for region in op.regions for block in region.blocks])
-    attributes = [(n, op.attributes[n]) for n in sorted(attribute_names(op)) if not n.startswith("sdy.")]
+    attributes = sorted(
+        (pair for pair in attributes_of(op) if not pair[0].startswith("sdy.")), key=operator.itemgetter(0)
+    )
     return op.name, *attributes, *[r.type for r in op.results], *inner
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from shardfn.ir.mlir import (
     MESH_NAME,
     NUMBER,
+    attributes_of,
     blocks_of,
     functions_of,
     ir,
@@ -161,8 +162,10 @@ def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
 def mesh_shapes(module: Any) -> tuple[tuple[int, ...], ...]:
     """Axis sizes of the meshes of a lowered module that shardings use."""
     meshes = meshes_of(module)
-    every = [op for op in preorder(module.operation) if not _is_on_any(op)] if meshes else []
-    used = {name for op in every for a in op.attributes.values() for name in re.findall(r"@([^\s,>]+)", str(a))}
+    every = [
+        op for op in preorder(module.operation) if meshes and not (_is_on_any(op) or op.name == "stablehlo.constant")
+    ]
+    used = {name for op in every for _, a in attributes_of(op) for name in re.findall(r"@([^\s,>]+)", str(a))}
     return tuple(tuple(size for _, size in mesh_axes(op.attributes["mesh"])) for op in meshes if symbol_of(op) in used)
 
 
