@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.ir.model import Axes
+from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
 from shardfn.search import baselines
@@ -152,15 +154,17 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A candidate that XLA does not compile: the first line of the error, and a fix where one is known."""
+    """A candidate that XLA does not compile: the first line of the error, a fix where one is known, and the user's line."""
 
     name: str
     axes: Axes
     why: str
     fix: str = ""
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, mesh {mesh_text(self.axes)}, is left out, as XLA does not compile it: {self.why}"
+        line = f" ({self.where})" if self.where else ""
+        return f"{self.name}, mesh {mesh_text(self.axes)}, is left out, as XLA does not compile it: {self.why}{line}"
 
 
 def refused(name: str, answer: Answer, error: Exception) -> Refused:
@@ -168,15 +172,29 @@ def refused(name: str, answer: Answer, error: Exception) -> Refused:
     why, fix = str(error), ""
     if isinstance(error, ShardError):
         why, fix = error.problems[0].why or error.problems[0].what, error.problems[0].fix
-    return Refused(name, answer.axes, why.strip().split("\n")[0].rstrip(" {") or type(error).__name__, fix)
+    first = why.strip().split("\n")[0].rstrip(" {:") or type(error).__name__
+    return Refused(name, answer.axes, first, fix, user_line(_FRAME.findall(why)))
 
 
-def none_compiles(function: str, left_out: Sequence[Refused]) -> NoReturn:
-    """Raise that no candidate compiles."""
-    reasons = dict.fromkeys(one.why for one in left_out)
-    advice = "compile more of them (compile_candidates=), or leave unsharded, in in_strategy, the arrays that XLA names"
-    fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"compile_candidates = {len(left_out)}",
-         why="; ".join(list(reasons)[:3]), fix=left_out[0].fix or advice)  # fmt: skip
+_FRAME = re.compile(r"^ +(\S.*?):(\d+):\d+ \[", re.MULTILINE)
+"""File and line of a frame in an error of XLA."""
+
+
+def none_compiles(function: str, left_out: Sequence[Refused], is_asked: bool = True) -> NoReturn:
+    """Raise that no candidate compiles.
+
+    Args:
+      function: its name.
+      left_out: the candidates.
+      is_asked: whether the user asked for compiled candidates.
+    """
+    reasons = list(dict.fromkeys(one.why for one in left_out))[:3]
+    advice = "leave unsharded, in in_strategy, the arrays that XLA names"
+    fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles" if left_out[1:] else
+         f"the plan of `{function}` does not compile",
+         where=f"compile_candidates = {len(left_out)}" if is_asked else left_out[0].where, why="; ".join(reasons),
+         fix=left_out[0].fix or (f"compile more of them (compile_candidates=), or {advice}" if is_asked else
+                                 f"{advice}: REPLICATED is such an entry"))  # fmt: skip
 
 
 def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: str = "") -> tuple[int, str]:

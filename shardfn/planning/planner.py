@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
-from shardfn.planning.posed_call import PosedCall, TracedCall
+from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasible_limit, within_limit
 from shardfn.search.objectives import other_level
@@ -17,6 +18,9 @@ from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objec
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""
+
+COMPILES = "the best plan that XLA compiles"
+"""The reason of a plan that is chosen because XLA does not compile a better one."""
 
 
 def search(posed: PosedCall) -> Answer:
@@ -80,6 +84,24 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
         return first
     other = with_workarounds(posed.call, first, wrong)
     return with_notes(plan_without_workarounds(other, _unconstrained(answer)), workaround_note(wrong))
+
+
+def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
+    """The other candidates that the search evaluated and that keep the user's memory limit, best first, by name; at the end
+    the answer itself without constraints."""
+    posed, answer, problem = answered.posed, answered.answer, answered.problem
+    bare = dataclasses.replace(answer, constraints={}, result_specs={})
+    own = problem.as_candidate("the same shardings without constraints", bare)
+    found = sorted((*answer.others, *answer.variants), key=problem.rank)
+    if posed.call.function.wrong:  # their ops may have other numbers
+        found = [dataclasses.replace(c, constraints={}) for c in found]
+    is_limited = posed.call.search.memory_limit is not None and posed.call.search.is_limit_strict
+    seen = [(answer.axes, answer.specs, answer.constraints, answer.result_specs)]
+    for candidate in (*found, own):
+        key = (candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs)
+        if key not in seen and (problem.fits(candidate) or not is_limited):
+            seen.append(key)
+            yield candidate.name, chosen(answer, candidate, COMPILES)
 
 
 def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:

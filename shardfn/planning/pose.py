@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from jax import tree_util
 
 from shardfn.cost.devices.hardware import Hardware, resolve
-from shardfn.errors import ContextError, DeviceError, Problem, fail, raise_problems
+from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
@@ -132,8 +132,16 @@ def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, prob
 def _traced(
     function: CallFunction, hardware: Hardware, layout: LayoutFile | None, problems: list[Problem]
 ) -> tuple[CallFunction, Traced]:
-    """The function with the constraints that it needs whatever the plan is, and its trace."""
+    """The function with the constraints that it needs whatever the plan is, and its trace.
+
+    Raises:
+      StrategyError: it calls back into Python in order, which JAX can do on one device only.
+    """
     traced = function.traced(hardware.platform)
+    if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
+        fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",
+             why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
+             fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: device=jax.devices()[:1]")  # fmt: skip
     if hardware.count > 1 and windows_clash(traced.graph):
         function = dataclasses.replace(function, separates_windows=True)
         traced = function.traced(hardware.platform)

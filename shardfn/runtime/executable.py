@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +27,21 @@ from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
 from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan, answered_call
-from shardfn.planning.planner import correct_answer, plan_fixed_answer, plan_search_answer, search, with_notes
+from shardfn.planning.planner import (
+    alternatives,
+    correct_answer,
+    plan_fixed_answer,
+    plan_search_answer,
+    search,
+    with_notes,
+)
 from shardfn.planning.pose import pose
 from shardfn.planning.posed_call import PosedCall
 from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
+from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.problem import Answer
 
 
@@ -48,6 +58,16 @@ class Entry:
     """The shardings of the arguments."""
     replaced: frozenset[int]
     """The inputs, by position, that are donated or that a result can replace: the next call passes results there."""
+    is_compiled: bool = False
+    """Whether XLA is known to compile the plan."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Entry:
+        """The entry of a plan, which nothing is compiled for yet."""
+        planned = answered_call(plan).posed.call
+        targets = tuple(tree_util.tree_leaves(plan.in_shardings))
+        replaced = frozenset((*planned.same_as.values(), *planned.donated))
+        return cls(plan, jitted(plan), jitted(plan, nested=True), targets, replaced)
 
 
 def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
@@ -76,11 +96,36 @@ def make_entry(callee: Callee, options: Options, call: Call, defaults: Defaults)
         files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:
         save_graphs(plan, defaults.graphs_path)
-    planned = answered_call(plan).posed.call
-    replaced = frozenset((*planned.same_as.values(), *planned.donated))
-    return Entry(
-        plan, jitted(plan), jitted(plan, nested=True), tuple(tree_util.tree_leaves(plan.in_shardings)), replaced
-    )
+    return Entry.of(plan)
+
+
+def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
+    """The entry, compiled. If XLA does not compile its plan, the entry of the next candidate of the search that XLA compiles.
+
+    Args:
+      entry: the entry.
+      values: the arrays of the call for an entry, with its shardings, or their shapes.
+
+    Raises:
+      StrategyError: XLA compiles no candidate.
+    """
+    answered, left_out = answered_call(entry.plan), list[candidates.Refused]()
+    for name, answer in itertools.chain([("the plan", answered.answer)], alternatives(answered)):
+        try:
+            found = Entry.of(plan_fixed_answer(answered.posed, answer)) if left_out else entry
+            found.jitted.lower(*values(found)).compile()
+        except (jax.errors.JaxRuntimeError, StrategyError) as error:
+            left_out.append(candidates.refused(name, answer, error))
+            continue
+        if left_out:
+            first, mesh = left_out[0], mesh_text(answer.axes)
+            warn(
+                f"XLA does not compile the plan of `{entry.plan.function}` that the search chose: {first.why}"
+                f"{f' ({first.where})' * bool(first.where)}; its next candidate takes the place: {name}, mesh {mesh}"
+            )
+            found = dataclasses.replace(found, plan=with_notes(found.plan, *map(str, left_out)))
+        return dataclasses.replace(found, is_compiled=True)
+    candidates.none_compiles(entry.plan.function, left_out, is_asked=False)
 
 
 def _compiled(posed: PosedCall, answer: Answer) -> Compiled:

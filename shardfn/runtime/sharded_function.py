@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -32,7 +32,7 @@ from shardfn.planning.call_function import OtherCall, pure_function
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
-from shardfn.runtime.executable import Entry, make_entry
+from shardfn.runtime.executable import Entry, compile_entry, make_entry
 from shardfn.runtime.progress import progress
 from shardfn.units import bytes_text
 
@@ -174,6 +174,8 @@ class ShardedFunction(Generic[P, R]):
                  where="compiled = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
                  fix="leave `compiled` out, or use .plan(...).verify(); or "
                      + (instead or "give a device of this machine"))  # fmt: skip
+        if compiled:
+            entry = self._compiled(callee, call, entry, lambda _: call.of_shapes().values)
         found = read(self._lower(entry, call).compile()) if compiled else None
         return in_detail(make_report(entry.plan, found, self._transfers(entry, call)), detail)
 
@@ -283,9 +285,16 @@ class ShardedFunction(Generic[P, R]):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return _finish(callee, call, self._run_nested(entry, call, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
+            arrays = _arrays(call, entry, leaves, treedef)
+            if not entry.is_compiled:
+                own, first = arrays, entry
+                entry = self._compiled(
+                    callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
+                )
+                arrays = own if entry.plan is first.plan else _arrays(call, entry, leaves, treedef)
             # Of a first state; the next lies as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
-            result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
+            result = entry.jitted(*arrays)
         simple = not call.returns_changes and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._transfers_arrays:
             self._checks_arrays = entry.plan.hardware.count > 1
@@ -333,7 +342,7 @@ class ShardedFunction(Generic[P, R]):
     def _entry(self, callee: Callee, call: Call) -> Entry:
         """The entry of a call, made if it is the first of its kind."""
         current = defaults.current()
-        key = call.kind(), callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
+        key = _key(callee, call)
         entry = self._entries.get(key)
         if entry is None:
             while len(self._entries) >= MAX_ENTRIES:
@@ -342,6 +351,12 @@ class ShardedFunction(Generic[P, R]):
                 entry = self._entries[key] = make_entry(callee, self.options, call, current)
         elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
             self._entries[key] = entry
+        return entry
+
+    def _compiled(self, callee: Callee, call: Call, entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
+        """The entry of a call after it was compiled, which may change its plan (`compile_entry`)."""
+        if not entry.is_compiled:
+            entry = self._entries[_key(callee, call)] = compile_entry(entry, values)
         return entry
 
     def _refuse_donated_twice(self, call: Call) -> None:
@@ -367,6 +382,16 @@ class ShardedFunction(Generic[P, R]):
                  where="; ".join(f"{paths[first]} is {paths[other]}" for first, other in twice),
                  why="a donated array's memory is used for results, so that nothing else may read it",
                  fix="pass a copy (`jnp.copy`), or do not donate the argument")  # fmt: skip
+
+
+def _key(callee: Callee, call: Call) -> Any:
+    """What calls of one kind share."""
+    return call.kind(), callee.fixed(), defaults.current(), jax.dtypes.canonicalize_dtype(float)
+
+
+def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:
+    """The values of a call with its arrays transferred to the shardings of an entry where `jax.jit` would refuse them."""
+    return call.replaced(treedef, moved(leaves, entry.targets, entry.replaced))
 
 
 def _finish(callee: Callee, call: Call, result: Any) -> Any:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding
 
+from shardfn.compiled.candidates import none_compiles, refused
 from shardfn.compiled.executable import Compiled, read
 from shardfn.compiled.targets import Target, devices, target
 from shardfn.errors import DeviceError, StrategyError, fail
@@ -39,8 +40,17 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def verify(plan: Plan) -> Report:
-    """The plan's report, with the compiled figures beside the predicted ones."""
-    return make_report(plan, compile_plan(plan))
+    """The plan's report, with the compiled figures beside the predicted ones.
+
+    Raises:
+      DeviceError: there is no compiler for the target, or it refuses its shape.
+      StrategyError: XLA does not compile the plan.
+    """
+    try:
+        return make_report(plan, compile_plan(plan))
+    except jax.errors.JaxRuntimeError as error:
+        left_out = refused("the plan", answered_call(plan).answer, error)
+    none_compiles(plan.function, [left_out], is_asked=False)
 
 
 def compile_plan(plan: Plan, quick: bool = False) -> Compiled:
