@@ -141,7 +141,8 @@ def _traced(
     if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
         fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",
              why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
-             fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: device=jax.devices()[:1]")  # fmt: skip
+             fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
+                 "device=jax.devices()[:1]")  # fmt: skip
     if hardware.count > 1 and windows_clash(traced.graph):
         function = dataclasses.replace(function, separates_windows=True)
         traced = function.traced(hardware.platform)
