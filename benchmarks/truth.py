@@ -73,6 +73,23 @@ def scanned_step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
+def iterated(x, w):
+    """Each round reads the exponentials and the square of w, which no round changes: x [batch, d], w [d, d]."""
+    return jax.lax.fori_loop(0, 20, lambda i, h: jnp.tanh(h @ jnp.exp(w) + h @ (w @ w)), x)
+
+
+def transported(x, y):
+    """Sinkhorn's iterations between the rows of x [n, d] and y [m, d], whose distances each round computes."""
+
+    def body(i, scalings):
+        u, v = scalings
+        kernel = jnp.exp(x @ y.T - jnp.sum(x**2, 1)[:, None] / 2 - jnp.sum(y**2, 1) / 2)
+        u = 1.0 / (kernel @ v)
+        return u, 1.0 / (kernel.T @ u)
+
+    return jax.lax.fori_loop(0, 40, body, (jnp.ones(x.shape[0]), jnp.ones(y.shape[0])))
+
+
 def running_sums(x):
     return jnp.cumsum(x, axis=1)
 
@@ -244,6 +261,15 @@ TABLE: tuple[tuple[str, Callable[[], Any], tuple[Any, ...]], ...] = (
         ("hidden", GOOD, (named(w1=(1, 1, 8), w2=(1, 8, 1)), (1, 1))),
         ("batch, weights in pieces", GOOD, (cut(1), (8, 1))),
         ("layers", BAD, (whole, (1, 8)), QUICK),
+    )),
+    ("loop invariants", simple(iterated, array(64, 64), array(64, 64)), (
+        ("rows", GOOD, ((8, 1), (8, 1)), QUICK),
+        ("batch", GOOD, ((8, 1), (1, 1))),
+        ("columns of w", BAD, ((1, 1), (1, 8))),
+    )),
+    ("sinkhorn", simple(transported, array(128, 16), array(256, 16)), (
+        ("rows", GOOD, ((8, 1), (1, 1)), QUICK),
+        ("rows of both", GOOD, ((8, 1), (8, 1))),
     )),
     ("convnet forward", model(convnet.make, batch=16, size=32), (
         ("batch", GOOD, (whole, (8, 1, 1, 1))),

@@ -27,6 +27,7 @@ EXACT = [
     "embedding forward: rows of tables", "embedding step: batch", "moe: experts", "batch norm: features",
     "batch norm: rows of w", "sort: along it", "cholesky solve: batch", "decode step: heads",
     "decode step: length of the cache", "generate, 8 tokens: heads", "cumsum: along it", "top_k: along it",
+    "loop invariants: rows", "sinkhorn: rows",
     "convnet forward: height", "stencil, periodic: rows", "gpt2 step, 2 layers: batch 2 x heads 4",
 ]  # fmt: skip
 

@@ -58,8 +58,8 @@ class Fuser:
         for i in sorted(self.alive):
             for v in dict.fromkeys(ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
-        self.held = frozenset(partitioned.graph.outputs)
         self.made = partitioned.graph.computed
+        self.held = frozenset(partitioned.graph.outputs) | self.carried_in()
         self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
         self.homes: dict[int, tuple[int, ...]] = {}
         """For each op those inside which it is computed, or itself."""
@@ -70,6 +70,21 @@ class Fuser:
         self.can: dict[int, bool] = {}
         self.later: set[int] = set()
         """Ops that are computed in others."""
+
+    def carried_in(self) -> frozenset[int]:
+        """Values that a loop's body reads from outside: nothing is fused across its edge. What a view shows is what it is
+        of, and a constant is made inside again."""
+        ops, makers, loop_of = self.graph.ops, self.graph.makers, self.graph.loop_of
+        found: set[int] = set()
+        for v, readers in self.readers.items() if any(i >= 0 for i in loop_of) else ():
+            at = makers.get(v, -1)
+            if at >= 0 and any(loop_of[r] != loop_of[at] for r in readers if ops[r].name != "while"):
+                while at >= 0 and self.partitioned.is_view(ops[at]):
+                    v = ops[at].inputs[0]
+                    at = makers.get(v, -1)
+                if at >= 0 and not (ops[at].name == "broadcast_in_dim" and ops[at].inputs[0] not in self.made):
+                    found.add(v)
+        return frozenset(found)
 
     def fusion(self) -> FusionPlan:
         """How the ops are put together."""

@@ -12,17 +12,8 @@ from shardfn.cost.backends.tpu import row_major_and_narrow_bytes
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import backend_of, fuse
-from shardfn.ir.model import Graph, Op, PartitionedProgram, body_start
+from shardfn.ir.model import Graph, Op, PartitionedProgram, first_of_body
 from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
-
-
-def first_of_body(graph: Graph, loop: int) -> int:
-    """Index of the first op in the body of loop `loop`; the body comes right before the loop's own op.
-
-    Reshards before a loop run as often as it does, those in the body more often.
-    """
-    op, first = graph.ops[loop], body_start(graph.ops[:loop], graph.ops[loop])
-    return next((n for n in range(first, loop) if graph.ops[n].trips > op.trips), first)
 
 
 def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]) -> list[int]:
@@ -34,7 +25,7 @@ def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]
     parts: list[tuple[int, list[int]]] = []  # (first op, ops)
     for i, op in enumerate(graph.ops):
         if op.seen:
-            first = first_of_body(graph, i)
+            first = first_of_body(graph.ops[:i], graph.ops[i])
             begin = next((n for n, (at, _) in enumerate(parts) if at >= first), len(parts))
             parts[begin:] = [(first, arrange([*(ops for _, ops in parts[begin:]), [i]], True))]
         else:
@@ -45,7 +36,7 @@ def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]
 def bodies(graph: Graph) -> dict[int, int]:
     """Number of ops in the body of each loop, by the loop's first result."""
     loops = ((i, op) for i, op in enumerate(graph.ops) if op.seen)
-    return {op.outputs[0]: i - first_of_body(graph, i) for i, op in loops}
+    return {op.outputs[0]: i - first_of_body(graph.ops[:i], graph.ops[i]) for i, op in loops}
 
 
 @dataclasses.dataclass(frozen=True)

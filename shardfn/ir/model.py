@@ -185,6 +185,15 @@ class Graph:
         """By value the index of the op that makes it."""
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
+    @functools.cached_property
+    def loop_of(self) -> list[int]:
+        """By op the index of the innermost loop in whose body it stands, or -1."""
+        found = [-1] * len(self.ops)
+        for i, op in enumerate(self.ops):
+            for n in range(first_of_body(self.ops[:i], op), i) if op.seen else ():
+                found[n] = i if found[n] < 0 else found[n]
+        return found
+
     def maker(self, value: int, name: str = "") -> Op | None:
         """The op that makes a value; with `name`, only one of that name."""
         op = self.ops[self.makers[value]] if value in self.makers else None
@@ -204,6 +213,15 @@ def body_start(ops: Sequence[Op], loop: Op) -> int:
     while first and ops[first - 1].outputs and min(ops[first - 1].outputs) > min(loop.outputs):
         first -= 1
     return first
+
+
+def first_of_body(ops: Sequence[Op], loop: Op) -> int:
+    """Index of the first op of a loop's body in the ops before the loop's own, which are the body's from there on.
+
+    Reshards before a loop run as often as it does, those in the body more often.
+    """
+    first = body_start(ops, loop)
+    return next((n for n in range(first, len(ops)) if ops[n].trips > loop.trips), first)
 
 
 def trips_of(graph: Graph) -> list[int]:

@@ -221,33 +221,34 @@ class _Partitioner(ProgramBuilder):
         if kind == "all-to-all":  # the shards are padded before the all-to-all
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
-            value = self.as_form(value, Value(shape, travels), where)
+            value = self.as_form(value, Value(shape, travels), op)
         elif kind:
-            value = self.as_form(value, Value(was.shape, travels), where)
+            value = self.as_form(value, Value(was.shape, travels), op)
             if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.make(made, after, trips) if into is None else into
         arrived = result
         if self.platform == "cpu" and kind and travels != was.dtype:
             arrived = self.make(Value(was.shape, travels), after, trips)
-        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
+        form = _place(op)
+        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where, form=form))
         if kind:
             size = 2 if kind == "collective-permute" else self.shards(step.axes)
             self.sent.append(
                 Communication(kind, step.axes, size, value, arrived, trips, where, op.name, step.is_last_resort)
             )
         if arrived != result:
-            self.ops.append(Op("convert", (arrived,), (result,), None, trips, where))
+            self.ops.append(Op("convert", (arrived,), (result,), None, trips, where, form=form))
         return result
 
-    def as_form(self, value: int, form: Value, where: str) -> int:
-        """The value in another shape or dtype, with the same sharding: itself, or converted, or padded."""
+    def as_form(self, value: int, form: Value, op: Op) -> int:
+        """The value in another shape or dtype for an op, with the same sharding: itself, or converted, or padded."""
         was = self.values[value]
         if form == was:
             return value
         made = self.make(form, self.specs[value], self.trips[value])
         name = "convert" if form.shape == was.shape else "pad"
-        self.ops.append(Op(name, (value,), (made,), None, self.trips[value], where))
+        self.ops.append(Op(name, (value,), (made,), None, self.trips[value], op.where, form=_place(op)))
         return made
 
     def shards(self, axes: Sequence[str]) -> int:
@@ -297,7 +298,7 @@ class _Partitioner(ProgramBuilder):
         shape, spec = list(self.values[value].shape), list(self.specs[value])
         shape[window.dim], spec[window.dim] = window.rows * self.shards(window.axes), window.axes
         part = self.make(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
-        self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
+        self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where, form=_place(op)))
         return part
 
     def exchange_halo(self, value: int, halo: HaloExchange, op: Op) -> list[int]:
@@ -315,12 +316,17 @@ class _Partitioner(ProgramBuilder):
             part = self.parts.get(key, value)
             if part == value and (local[halo.dim] != own or halo.sizes):
                 part = self.parts[key] = self.make(Value(shape, self.values[value].dtype), spec, op.trips)
-                self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
+                self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where, form=_place(op)))
             again = key, op.name, op.trips
             if self.platform != "tpu" or again not in self.parts:  # there the same rows are sent once
                 self.parts[again] = self.send(ReshardingStep("collective-permute", spec[halo.dim], spec), part, op)
             found.append(self.parts[again])
         return found
+
+
+def _place(op: Op) -> tuple[int, int] | None:
+    """The form of what is inserted for an op: in the same loop or branch, and equal to no other op."""
+    return op.form and (-1, op.form[1])
 
 
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim
 from shardfn.ir.op_traits import RESHARDING_OPS
+from shardfn.partition.loop_invariants import hoist_invariants
 from shardfn.partition.rebuild import ends
 
 
@@ -17,11 +18,12 @@ def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
     - Loops with one iteration are inlined; on CPU before JAX 0.12 so are optimization barriers.
     - Slices of everything and sums with zeros become views.
     - A matmul whose contracting dimensions have size 1 on each device becomes a multiplication.
+    - Loop invariants are computed before their loops.
     - Of ops that compute the same, the first stays; constraints that change no sharding are dropped.
     """
     simpler = _inline_single_iterations(partitioned)
     ops = tuple(_simplified(simpler, op) for op in simpler.graph.ops)
-    return _eliminate_common(replace(simpler, graph=replace(simpler.graph, ops=ops)))
+    return _eliminate_common(hoist_invariants(replace(simpler, graph=replace(simpler.graph, ops=ops))))
 
 
 def _substituted(partitioned: PartitionedProgram, ops: Sequence[Op], same: Mapping[int, int]) -> PartitionedProgram:

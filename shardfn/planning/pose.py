@@ -20,6 +20,7 @@ from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec
+from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.planning.call_function import CallFunction, pure_function
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
 from shardfn.planning.mesh_inference import Placement, expresses, finest, place, split_axes
@@ -189,7 +190,8 @@ def _problem(
     call: TracedCall, groups: DimensionGroups, axes: Axes, entries: tuple[Spec | None, ...], propagation: Propagation,
     anchored: Collection[int],
 ) -> SearchProblem:  # fmt: skip
-    traced, graph, hardware, bounds = call.traced, call.traced.graph, call.hardware, call.search
+    traced, hardware, bounds = call.traced, call.hardware, call.search
+    graph = with_hoisted_trips(traced.graph, hardware.platform, lambda v: int(array_bytes(traced.graph.values[v])))
     outputs = list(zip(traced.outputs, call.outputs, propagation.given, strict=True))
     return SearchProblem(
         names=tuple(leaf.path for leaf in call.inputs),

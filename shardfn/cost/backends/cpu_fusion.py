@@ -85,7 +85,9 @@ class CpuFuser(Fuser):
             return None
         value, users = op.outputs[0], self.final_users(readers)
         spreads = op.name == "broadcast_in_dim"  # the library does so itself
-        inner = [r for r in users if (spreads or r not in self.calls) and self.can_read(r)]
+        loop_of = self.graph.loop_of
+        here = [r for r in users if loop_of[r] == loop_of[self.maker[value]]]
+        inner = [r for r in here if (spreads or r not in self.calls) and self.can_read(r)]
         if not inner:
             return None
         is_whole = len(inner) == len(users) and value not in self.held

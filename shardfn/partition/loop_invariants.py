@@ -1,0 +1,179 @@
+"""Loop invariants that XLA computes before the loop: its while-loop-invariant-code-motion.
+
+What a loop's body computes only from values that the loop does not change is computed once. Layout changes and
+broadcasts move only with an op that needs them.
+
+- On CPU no size limits it.
+- On TPU an op stays in the loop if its result is larger than its operands, as that of an all-gather is. A matmul or a
+  reduction takes such ops along if its own result is no larger than what all of them read from outside the loop.
+- XLA's GPU backend has no such pass; only reshards are made once there (`partitioner`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, first_of_body
+from shardfn.ir.op_traits import CONTRACTIONS, TOKEN_OPS
+from shardfn.partition.rebuild import ProgramBuilder
+
+PLATFORMS = ("cpu", "tpu")
+"""Those whose XLA backend moves loop invariants."""
+
+_NOT_ALONE = frozenset({"broadcast_in_dim", "iota", "reshape", "reverse", "slice", "transpose"})
+"""Ops that move only where one that needs them does."""
+
+_STAYS = TOKEN_OPS | {"while", "case", "shard_map", "rng"}
+"""Ops with a body or an effect."""
+
+_GROUPS = CONTRACTIONS | {"reduce"}
+"""Ops that on TPU take along what grows on the way to them."""
+
+
+def hoist_invariants(partitioned: PartitionedProgram) -> PartitionedProgram:
+    """The program with its loop invariants before their loops, inner loops first."""
+    graph = partitioned.graph
+    if partitioned.platform not in PLATFORMS or not any(op.seen for op in graph.ops):
+        return partitioned
+    builder, sent = ProgramBuilder(partitioned), {c.result: c for c in partitioned.communications}
+    found: list[Op] = []
+    for op in graph.ops:
+        if op.seen:
+            first = first_of_body(found, op)
+            body = found[first:]
+            invariants = _Invariants(graph, body, op, partitioned.platform, partitioned.local_bytes)
+            found[first:] = _rearranged(body, op, invariants, builder, sent)
+        found.append(op)
+    if all(a is b for a, b in zip(found, graph.ops, strict=False)):
+        return partitioned
+    builder.ops = found
+    return builder.built(sent)
+
+
+def with_hoisted_trips(graph: Graph, platform: str, size_of: Callable[[int], int]) -> Graph:
+    """The graph in which loop invariants run as often as their loops' own ops; all ops stay in their places.
+
+    Args:
+      graph: the traced function, not partitioned.
+      platform: whose XLA backend compiles it.
+      size_of: bytes of a value.
+    """
+    ops = list(graph.ops)
+    for i, op in enumerate(graph.ops if platform in PLATFORMS else ()):
+        if op.seen:
+            first = first_of_body(ops[:i], op)
+            for at in _Invariants(graph, ops[first:i], op, platform, size_of).moved:
+                ops[first + at] = _outside(ops[first + at], op)
+    return (
+        graph
+        if all(a is b for a, b in zip(ops, graph.ops, strict=True))
+        else dataclasses.replace(graph, ops=tuple(ops))
+    )
+
+
+def _outside(op: Op, loop: Op) -> Op:
+    form = op.form and loop.form and (op.form[0], loop.form[1])
+    return dataclasses.replace(op, trips=loop.trips, form=form)
+
+
+class _Invariants:
+    """The invariants of one loop: `moved` are the positions in its body of the ops that XLA moves, with those they need."""
+
+    def __init__(self, graph: Graph, body: Sequence[Op], loop: Op, platform: str, size_of: Callable[[int], int]):
+        self.body, self.loop, self.size_of = body, loop, size_of
+        self.maker = {v: i for i, op in enumerate(body) for v in op.outputs}
+        self.varying = {seen for _, seen, _, _ in loop.carries}.union(self.maker)
+        self.computed = graph.computed
+        self.moved: list[int] = []
+        if self.has_invariants():
+            region = self.region()
+            worth = self.worth_moving(region, 1.0 if platform == "tpu" else None)
+            self.moved = sorted({at for i in worth for at in self.needed(i)})
+
+    def has_invariants(self) -> bool:
+        """Whether the body reads an array that the loop does not change; XLA looks no further otherwise."""
+        if any(op.name == "shard_map" for op in self.body):  # what goes into it cannot be followed
+            return False
+        return any(v in self.computed and v not in self.varying for op in self.body for v in op.inputs)
+
+    def region(self) -> int:
+        """The number of the body, which branches and inner loops in it do not have."""
+        back = (self.maker.get(v, -1) for v in self.loop.inputs[len(self.loop.seen) :])
+        forms = (self.body[i].form for i in back if i >= 0)
+        return next((form[1] for form in forms if form), -1)
+
+    def worth_moving(self, region: int, most: float | None) -> list[int]:
+        """The positions of the invariant ops that move by themselves.
+
+        Args:
+          region: the number of the body.
+          most: the largest size of a result, as a multiple of its operands' sizes; None for any.
+        """
+        read: dict[int, int] = {}  # by invariant op the bytes that it and those before it read from outside the loop
+        legal: set[int] = set()
+        worth: list[int] = []
+        for i, op in enumerate(self.body):
+            if not op.outputs or op.name in _STAYS or "custom_call" in op.name or not op.form or op.form[1] != region:
+                continue
+            makers = [self.maker.get(v, -1) if v in self.varying else -2 for v in op.inputs]
+            if any(at == -1 or (at >= 0 and at not in read) for at in makers):
+                continue
+            read[i] = sum(
+                {
+                    v: read[at] if at >= 0 else self.outer_size(v) for v, at in zip(op.inputs, makers, strict=True)
+                }.values()
+            )
+            size = sum(map(self.size_of, op.outputs))
+            is_legal = all(at < 0 or at in legal for at in makers)
+            if is_legal and (most is None or size <= most * sum(map(self.size_of, op.inputs))):
+                legal.add(i)
+                if op.name not in _NOT_ALONE:
+                    worth.append(i)
+            elif op.name in _GROUPS and size <= read[i]:
+                legal.add(i)
+                worth.append(i)
+        return worth
+
+    def outer_size(self, value: int) -> int:
+        return self.size_of(value) if value in self.computed else 0
+
+    def needed(self, i: int) -> Iterator[int]:
+        """Op `i`, and those in the body that it is computed from."""
+        stack, met = [i], {i}
+        while stack:
+            at = stack.pop()
+            yield at
+            for v in self.body[at].inputs:
+                before = self.maker.get(v, -1)
+                if before >= 0 and before not in met:
+                    met.add(before)
+                    stack.append(before)
+
+
+def _rearranged(
+    body: Sequence[Op], loop: Op, invariants: _Invariants, builder: ProgramBuilder, sent: dict[int, Communication]
+) -> list[Op]:
+    """The ops of a loop's body with those that move in front. Layout changes that others read too are made in both places."""
+    moved = set(invariants.moved)
+    staying = [op for i, op in enumerate(body) if i not in moved]
+    read = {v for op in (*staying, loop) for v in op.inputs}
+    again: list[Op] = []
+    for i in sorted(moved, reverse=True):
+        op = body[i]
+        if op.name in _NOT_ALONE and not read.isdisjoint(op.outputs):
+            again.append(op)
+            read.update(op.inputs)
+    twice = {v: builder.like(v) for op in again for v in op.outputs}
+    front = []
+    for i in sorted(moved):
+        op = _outside(body[i], loop)
+        front.append(op.of(tuple(twice.get(v, v) for v in op.inputs), tuple(twice.get(v, v) for v in op.outputs)))
+        for v in op.outputs:
+            if v in sent:
+                sent[v] = dataclasses.replace(sent[v], trips=loop.trips)
+    for c in [c for c in sent.values() if c.operand in twice and c.trips == loop.trips]:
+        sent[c.result] = dataclasses.replace(c, operand=twice[c.operand])
+    kept = {v for op in again for v in op.outputs}
+    stay = [op for i, op in enumerate(body) if i not in moved or not kept.isdisjoint(op.outputs)]
+    return [*front, *stay]
