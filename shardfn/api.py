@@ -14,11 +14,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn import layoutfile
-from shardfn.errors import StrategyTypeError, a, fail, nearest
+from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.frontend import option_checks
 from shardfn.frontend.callee import describe
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.options import Options
+from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.plan import Plan
@@ -117,9 +117,9 @@ def shard(
     >>> dense(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
     (2, 4)
     """
-    for name in options.keys() - set(_OPTION_NAMES):
+    for name in options.keys() - set(OPTION_NAMES):
         fail(StrategyTypeError, f"`shard` has no option `{name}`", where=f"{name} = {short(options[name])}",
-             why=f"its options are {', '.join(_OPTION_NAMES)}", fix=nearest(name, _OPTION_NAMES))  # fmt: skip
+             why=f"its options are {', '.join(OPTION_NAMES)}", fix=option_checks.nearest_option(name, OPTION_NAMES))  # fmt: skip
     asked = Options(in_strategy, out_strategy, device, level, **options)
     return functools.partial(_sharded, options=asked) if fn is None else _sharded(fn, asked)
 
@@ -237,12 +237,9 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding) if isinstance(x, Tracer) else jax.device_put(x, sharding)
 
 
-_OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
-
-
 def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..., Any], dict[str, Any]]:
     """`fn` sharded with the options of `shard` among `kwargs`, and the rest of `kwargs`."""
-    mine = {name: kwargs[name] for name in _OPTION_NAMES if name in kwargs}
+    mine = {name: kwargs[name] for name in OPTION_NAMES if name in kwargs}
     rest = {name: value for name, value in kwargs.items() if name not in mine}
     signature = (
         fn.callee.signature if isinstance(fn, ShardedFunction) else describe(fn).signature if callable(fn) else None
@@ -253,7 +250,7 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
     if isinstance(fn, ShardedFunction):
         if not mine:
             return fn, rest
-        mine = {name: getattr(fn.options, name) for name in _OPTION_NAMES} | mine
+        mine = {name: getattr(fn.options, name) for name in OPTION_NAMES} | mine
         fn = fn.fn
     function: ShardedFunction[..., Any] = shard(fn, **mine)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -261,7 +258,7 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
     if unknown and parameters and not takes_any:
         fail(StrategyTypeError, f"`{unknown[0]}` is no argument of the function, and no option of `shard`",
              where=f"{unknown[0]} = {short(rest[unknown[0]])}", why=f"the function's arguments are {', '.join(parameters)}",
-             fix=nearest(unknown[0], [*parameters, *_OPTION_NAMES]))  # fmt: skip
+             fix=option_checks.nearest_option(unknown[0], [*parameters, *OPTION_NAMES]))  # fmt: skip
     return function, rest
 
 

@@ -150,14 +150,35 @@ def a(value: object) -> str:
 
 
 def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> str:
-    """The fix for a misspelt name: up to three names close to it, or else `shown`, or else all names.
+    """The fix for a misspelt name: the names closest to it, in any case, or else `shown`, or else all names.
 
-    >>> nearest("leve", ["level", "plan"])
+    >>> nearest("Leve", ["level", "plan"])
     'did you mean level?'
     """
     names = list(names)
-    close = difflib.get_close_matches(str(word), names, n=3)
+    close = closest(str(word), names)
     return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(shown or names)}"
+
+
+def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Up to three names that look like a word, in any case: those that are nearer to the best of them than to the cutoff.
+
+    >>> closest("in_strategies", ["in_strategy", "out_strategy"]), closest("W", ["w", "x"])
+    (['in_strategy'], ['w'])
+    """
+    lower: dict[str, list[str]] = {}
+    for name in names:
+        lower.setdefault(name.lower(), []).append(name)
+    found = difflib.get_close_matches(word.lower(), lower, 3, cutoff)
+    if word.lower() in lower:
+        return lower[word.lower()][:3]
+    match = difflib.SequenceMatcher(b=word.lower())
+    ratios = []
+    for name in found:
+        match.set_seq1(name)
+        ratios.append(match.ratio())
+    near = [name for name, ratio in zip(found, ratios, strict=True) if ratio >= (ratios[0] + cutoff) / 2]
+    return [name for one in near for name in lower[one]][:3]
 
 
 _TYPE_KINDS: dict[type[ShardError], type[ShardError]] = {

@@ -595,7 +595,7 @@ def test_recipes_do_what_they_say(planned):
     assert pieces("llama/fsdp", "0/mlp/up_proj/weight") == (1, 8)
     assert pieces("llama/tensor-parallel", "0/mlp/up_proj/weight") == (8, 1)
     assert pieces("llama/fsdp-tp", "0/mlp/up_proj/weight") == (4, 2)
-    assert pieces("llama-nnx/fsdp-tp", "0/mlp/up_proj/kernel/value") == (2, 4)
+    assert pieces("llama-nnx/fsdp-tp", "0/mlp/up_proj/kernel") == (2, 4)
     assert pieces("large-image/height-width", "image") == (4, 2, 1)
     for name, plan_ in planned.items():
         tree = [d for d in plan_.inputs if d.path.split("/")[0] in ("params", "state")]

@@ -16,7 +16,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.meshes import mesh_on
-from shardfn.frontend.paths import escaped, join, normal
+from shardfn.frontend.paths import escaped, join, normal, without_value
 from shardfn.layoutfile.toml import rule_dims
 from shardfn.planning.decisions import partition_spec
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
@@ -143,8 +143,7 @@ def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
     """The shardings of a plan's arguments. An array whose path ends in a parameter's (its moment) is sharded like it."""
     layout, bare = layoutfile.read_layout(plan), []
     known = {normal(d.path) for d in plan.inputs}
-    for entry in entries:
-        path = normal(entry.path)
+    for entry, path in zip(entries, without_value([normal(entry.path) for entry in entries]), strict=True):
         if path in known or any(p.partition("/")[2] == path for p in known):
             continue
         ends = [(end, d.spec) for d in plan.inputs if d.shape == entry.shape and (end := normal(d.path).partition("/")[2])

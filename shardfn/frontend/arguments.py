@@ -10,7 +10,7 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.errors import Problem, a
-from shardfn.frontend.paths import join
+from shardfn.frontend.paths import array_paths
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.trace import shaped
 
@@ -122,7 +122,7 @@ class Call:
     def paths(self) -> list[str]:
         """The paths of the leaves of `dynamic`."""
         rows = zip((*("",) * self.stateful, *self.names), self.dynamic, strict=True)
-        return [join(name, key) for name, value in rows for key, _ in tree_util.tree_flatten_with_path(value)[0]]
+        return [path for name, value in rows for path in array_paths(name, value)]
 
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""

@@ -39,7 +39,9 @@ def bytes_of(amount: Any, name: str) -> float | Problem:
         number = float(found[1]) if found else 0.0
         if number * factor < 1:
             units = f"the units are {', '.join(filter(None, _UNITS))}"
-            return Problem(f"`{name}` is not a byte size", where, units, _FIX)
+            prefix = found[2][:1].upper() if found else ""
+            meant = f'did you mean "{found[1]}{prefix}iB"?' if found and prefix and prefix in "KMGT" else _FIX
+            return Problem(f"`{name}` is not a byte size", where, units, meant)
     elif isinstance(amount, bool) or not isinstance(amount, int | float):
         return Problem(f"`{name}` is {a(amount)}", where, "it is a byte size", _FIX, is_type=True)
     elif not math.isfinite(amount) or amount < 1:
@@ -47,5 +49,5 @@ def bytes_of(amount: Any, name: str) -> float | Problem:
         return Problem(f"`{name}` is {amount}", where, "it is a byte size", fix)
     if factor == 1 and number != int(number):
         why = "a device holds bytes, not parts of them"
-        return Problem(f"`{name}` is not an integer number of bytes", where, why, _FIX)
+        return Problem(f"`{name}` is not an integer number of bytes", where, why, f'did you mean "{number:g}GiB"?')
     return float(number * factor)

@@ -12,17 +12,18 @@ from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
+from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import (
     AUTO,
     UNKNOWN,
     Argument,
     Leaf,
-    apply_parameter_plan,
+    ModeEntry,
     leaves_of,
     match,
     shape_of,
 )
-from shardfn.frontend.validation import check_all
+from shardfn.frontend.validation import check, check_all
 
 
 def input_leaves(
@@ -51,7 +52,7 @@ def input_leaves(
     if call.stateful:
         for path, value in sorted(call.values[0].items()):
             leaves.append(Leaf(path, f"`{path}` of {callee.name}", *(shape_of(value) or ((), UNKNOWN))))
-    leaves += match(positional, strategy, name, problems)
+    leaves += match(positional, strategy, name, problems, late)
     for argument in late:
         leaves += leaves_of(argument, problems)
     return apply_parameter_plan(leaves, options.parameter_plan, problems)
@@ -67,7 +68,16 @@ def output_leaves(
     check_all(said, devices, problems)
     if problems:
         return _matched(result, None, [])
-    return _matched(result, _instead(callee, result, current), [])
+    is_replicated = current.dataset_strategy == "full_batch"
+    found = _matched(result, _instead(result, is_replicated, f"parallel_mode={current.parallel_mode!r}"), [])
+    if all(check(one, devices, []) == check(other, devices, []) for one, other in zip(said, found, strict=True)):
+        return said
+    warn(
+        f"out_strategy of `{callee.name}` is overridden with {'replicated results' if is_replicated else 'data parallel'}, "
+        f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "
+        'set_auto_parallel_context(out_strategy_mode="honour")'
+    )
+    return found
 
 
 def changed_leaves(changed: Mapping[str, Any]) -> list[Leaf]:
@@ -137,14 +147,9 @@ def _matched(result: Any, strategy: Any, problems: list[Problem]) -> list[Leaf]:
     return match(arguments, strategy, "out_strategy", problems)
 
 
-def _instead(callee: Callee, result: Any, current: Defaults) -> Any:
+def _instead(result: Any, is_replicated: bool, mode: str) -> Any:
     """The replacement of an out_strategy under MindSpore's rule: data parallel, or replicated under full_batch."""
-    is_replicated = current.dataset_strategy == "full_batch"
-    warn(
-        f"out_strategy of `{callee.name}` is overridden with {'replicated results' if is_replicated else 'data parallel'}, "
-        f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "
-        'set_auto_parallel_context(out_strategy_mode="honour")'
-    )
     return tuple(
-        tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if is_replicated else None for e in _outer(result)
+        tree_util.tree_map(lambda s: ModeEntry((1,) * len(s.shape) if is_replicated else None, mode), e)
+        for e in _outer(result)
     )

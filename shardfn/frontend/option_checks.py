@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardfn import search
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, fail, nearest, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.options import OBJECTIVES, Options
-from shardfn.frontend.strategy import apply_parameter_plan, match, short
+from shardfn.frontend.parameter_plan import apply_parameter_plan
+from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
 
 
+ELSEWHERE = {
+    "in_shardings": "in_strategy", "in_specs": "in_strategy", "in_axis_resources": "in_strategy", "strategy": "in_strategy",
+    "strategies": "in_strategy",
+    "out_shardings": "out_strategy", "out_specs": "out_strategy", "out_axis_resources": "out_strategy",
+    "mesh": "device", "backend": "device", "platform": "device", "hardware": "device", "target": "device",
+    "objective": "level", "optimize": "level", "static": "static_argnames", "recipe": "layout", "rules": "parameter_plan",
+    "candidates": "compile_candidates", "timeout": "time_limit",
+}  # fmt: skip
+"""What an option of `shard` is called in JAX, in other libraries or in speech."""
+
+
+def nearest_option(word: str, names: Iterable[str]) -> str:
+    """The fix for an option that is not there; `names` are what could be meant.
+
+    >>> nearest_option("in_shardings", ["in_strategy"]), nearest_option("devices", ["device", "level"])
+    ('did you mean in_strategy?', 'did you mean device?')
+    """
+    return f"did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else nearest(word, names)
+
+
 def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:
     """All of it; `signature` is the function's, where it has one."""
     device, search_mode = ([p for error in errors for p in error.problems] for errors in _refusals(options))
-    return [*_of_any_function(options), *device, *_of_the_arguments(options, signature), *search_mode]
+    of_arguments = _of_the_arguments(options, signature)
+    return [*_of_any_function(options, dynamic(options, signature)), *device, *of_arguments, *search_mode]
 
 
 def check(options: Options, signature: inspect.Signature | None) -> None:
@@ -78,7 +99,7 @@ def _of_the_arguments(options: Options, signature: inspect.Signature | None) -> 
                 yield Problem(f"`{word}_argnames` holds {a(name)}", where, "an argument's name is a string",
                               f"write names there, or numbers in {word}_argnums", is_type=True)  # fmt: skip
             elif name not in parameters and not any_name:
-                close = difflib.get_close_matches(name, list(parameters), 1)
+                close = closest(name, parameters)
                 yield Problem(f"`{word}_argnames` names `{name}`, which is no argument of the function", where,
                               f"its arguments are {', '.join(parameters) or 'none'}",
                               f"did you mean {close[0]!r}?" if close else "use one of these names")  # fmt: skip
@@ -90,14 +111,23 @@ def _of_the_arguments(options: Options, signature: inspect.Signature | None) -> 
                       "take it out of the static or out of the donated arguments")  # fmt: skip
 
 
-def _of_any_function(options: Options) -> list[Problem]:
-    """What is wrong with the options whatever the function is."""
+def dynamic(options: Options, signature: inspect.Signature | None) -> list[str]:
+    """The positional parameters that have entries: those that no option makes static."""
+    names = positional(signature)
+    static = {names[i] for i in options.static_argnums if isinstance(i, int) and -len(names) <= i < len(names)}
+    return [name for name in names if name not in static and name not in options.static_argnames]
+
+
+def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem]:
+    """What is wrong with the options whatever the function is; `arguments` are named where a fix has them in their order."""
     problems: list[Problem] = []
     level = options.level
     is_type = isinstance(level, bool) or not isinstance(level, int | str)
     if level is not None and (is_type or level not in (0, 1, 2)):
         what = f"`level` is {a(level)}" if is_type else f"`level` is {short(level)}, which is no objective"
         fix = f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2"
+        if isinstance(level, str) and (close := closest(level, OBJECTIVES)):
+            fix = f"did you mean {close[0]!r}?"
         why = "the level is the objective of the search"
         is_type = is_type or isinstance(level, str)  # as in MindSpore
         problems.append(Problem(what, f"level = {short(level)}", why, fix, is_type=is_type))
@@ -107,9 +137,9 @@ def _of_any_function(options: Options) -> list[Problem]:
         problems.append(found)
     problems += [*_bounds(options), *_of_the_compiler(options.compiler_options)]
     for name in ("in_strategy", "out_strategy"):
-        if getattr(options, name) is not None:
-            match((), getattr(options, name), name, found := [])
-            problems += [p for p in found if p.is_type]
+        value = getattr(options, name)
+        if value is not None and (problem := not_a_tuple(value, name, arguments)):
+            problems.append(problem)
     apply_parameter_plan((), options.parameter_plan, found := [])
     problems += [p for p in found if p.is_type]
     return problems

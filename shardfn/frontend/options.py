@@ -97,3 +97,7 @@ class Options:
             algorithm=defaults.algorithm,
             search_ops=mode != "auto",
         )
+
+
+OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
+"""The options of `shard`, in their order."""

@@ -1,13 +1,14 @@
 """Paths of arrays (`params/layers/0/w`) and the one language of globs in which they are named.
 
 `.` and `/` separate alike; a leading `self.` and the first part (the argument's name) may be left out; `*`, `?` and `[...]`
-are as in `fnmatch`, and `*` crosses separators; `['a'][0]` is read as `a/0`. A path itself goes before a glob.
+are as in `fnmatch`, and `*` crosses separators; `['a'][0]` is read as `a/0`; the `/value` of a Flax NNX variable may be there
+or not. A path itself goes before a glob.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from jax import tree_util
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, closest
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,36 @@ def tidy(path: str) -> str:
     return path.removesuffix("/value")
 
 
+def array_paths(name: str, tree: Any) -> list[str]:
+    """The paths of a pytree's leaves below `name`, as people write them: of an NNX variable without the `/value`.
+
+    >>> array_paths("params", {"w": 1, "layers": [2, 3]})
+    ['params/layers/0', 'params/layers/1', 'params/w']
+    """
+    keys = [key for key, _ in tree_util.tree_flatten_with_path(tree)[0]]
+    paths = [join(name, key) for key in keys]
+    is_field = [bool(key) and isinstance(key[-1], tree_util.GetAttrKey) for key in keys]
+    bare = without_value(paths) if any(is_field) else paths
+    return [one if field else path for path, one, field in zip(paths, bare, is_field, strict=True)]
+
+
+def without_value(paths: Sequence[str]) -> Sequence[str]:
+    """Paths without a `/value` at the end, where it is all that is below its parent: attention has a `value` of its own.
+
+    >>> without_value(["up/kernel/value", "attention/value", "attention/key"])
+    ['up/kernel', 'attention/value', 'attention/key']
+    """
+    if not any(path.endswith("/value") for path in paths):
+        return paths
+    inside = collections.Counter(path[:end] for path in paths for end in _ends(path))
+    return [tidy(path) if inside[tidy(path)] == 1 else path for path in paths]
+
+
+def _ends(path: str) -> Iterator[int]:
+    """Where the separators of a path are: where its parents end."""
+    return (match.start() for match in re.finditer("/", path))
+
+
 def escaped(path: str) -> str:
     """A path as a glob that meets nothing else.
 
@@ -58,6 +89,15 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
 
 
+def did_you_mean(close: Sequence[str]) -> str:
+    """The fix that offers names; "" without any.
+
+    >>> did_you_mean(["w", "b"])
+    "did you mean 'w' or 'b'?"
+    """
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
 def near(glob: str, paths: Sequence[str]) -> list[str]:
     """Up to three paths that look like a glob which meets none, with and without their first part; of what holds arrays, the
     glob that meets them.
@@ -68,8 +108,20 @@ def near(glob: str, paths: Sequence[str]) -> list[str]:
     below = f"{normal(glob)}/"
     if any(form.startswith(below) for path in paths for form in (path, _rest(path))):
         return [f"{below}*"]
-    forms = [*paths, *map(_rest, paths)][:2000]
-    return list(dict.fromkeys(difflib.get_close_matches(normal(glob), forms, 3, 0.4)))
+    if (respelt := _respelt(normal(glob), paths)) and met(respelt, paths)[0]:
+        return [respelt]
+    return closest(normal(glob), list(dict.fromkeys([*paths, *map(_rest, paths)]))[:2000], 0.4)
+
+
+def _respelt(glob: str, paths: Sequence[str]) -> str:
+    """A glob with each part that no path has as the part of a path that it looks like; wildcards stay.
+
+    >>> _respelt("*/Kernl", ["params/up/kernel"])
+    '*/kernel'
+    """
+    parts = dict.fromkeys(part for path in paths[:2000] for part in path.split("/"))
+    mine = [part if part in parts or re.search(r"[*?\[]", part) else closest(part, parts) for part in glob.split("/")]
+    return "/".join(part if isinstance(part, str) else part[0] for part in mine) if all(mine) else ""
 
 
 def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
@@ -79,13 +131,20 @@ def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
 
     >>> met("layers[0].*", ["params/layers/0/w", "params/layers/1/w"])
     ([0], 'layers/0/*')
+    >>> met("up/kernel", ["m/up/kernel/value", "m/up/bias/value"]), met("up/kernel/value", ["m/up/kernel"])
+    (([0], 'up/kernel'), ([0], 'up/kernel'))
     """
+    bare = without_value(paths)
     glob = normal(pattern)
-    for glob in (normal(pattern), normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
-        hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
-        hits = hits or [i for i, p in enumerate(paths) if "/" in p and fnmatch.fnmatchcase(_rest(p), glob)]
-        if hits:
-            return hits, glob
+    spellings = [glob, normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))]
+    if re.search(r"\w[^/]*/value$", spellings[-1]):  # and not `*/value`, which would meet all
+        spellings.append(tidy(spellings[-1]))
+    for glob in dict.fromkeys(spellings):
+        matches = re.compile(fnmatch.translate(glob)).match
+        for rows in (zip(paths, bare, strict=True), ((_rest(p), _rest(b)) for p, b in zip(paths, bare, strict=True))):
+            hits = [i for i, (path, one) in enumerate(rows) if matches(path) or (one != path and matches(one))]
+            if hits:
+                return hits, glob
     return [], glob
 
 
@@ -155,8 +214,12 @@ def ruled(
     {0: 1, 1: 0}
     """
     index: dict[str, list[int]] = {}
-    for i, path in enumerate(paths):
-        for form in dict.fromkeys((path, _rest(path))):
+    forms = [
+        dict.fromkeys((path, _rest(path), bare, _rest(bare)))
+        for path, bare in zip(paths, without_value(paths), strict=True)
+    ]
+    for i, mine in enumerate(forms):
+        for form in mine:
             index.setdefault(form, []).append(i)
     found: dict[int, tuple[bool, int]] = {}
     missing, clashes = [], []
@@ -169,7 +232,7 @@ def ruled(
         if not hits:
             missing.append(rule)
         for i in hits:
-            exact = glob in (paths[i], _rest(paths[i]))
+            exact = glob in forms[i]
             before = found.get(i)
             if before is not None and before[0] == exact and not same(before[1], rule):
                 clashes.append((i, before[1], rule))
@@ -187,8 +250,9 @@ def unmet(name: str, globs: Iterable[str], paths: Sequence[str], what: str = "pa
     globs = tuple(globs)
     for glob in globs:
         if not met(glob, paths)[0]:
+            close = near(glob, paths)
             yield Problem(f"{name} {glob!r} matches no {what}", f"{name} = {globs!r}", f"the {what}s are {listed(paths)}",
-                          "use a path, or a glob of paths")  # fmt: skip
+                          did_you_mean(close) or "use a path, or a glob of paths")  # fmt: skip
 
 
 def _rest(path: str) -> str:

@@ -7,7 +7,6 @@ container with the same keys. All problems are collected here and raised by the 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
-from shardfn.errors import Problem, a
+from shardfn.errors import Problem, a, closest
+from shardfn.frontend.meant_entries import meant
 from shardfn.frontend.meshes import MeshLayout, partition_spec
-from shardfn.frontend.paths import join, listed, met, near, normal, ruled
+from shardfn.frontend.paths import array_paths, join
 
 
 class NamedEntry:
@@ -61,7 +61,7 @@ class Leaf:
     where: str = ""
     """Where the entry stands: `in_strategy[1]`, `parameter_plan['w1']`."""
     by: str = "you"
-    """Who wrote the entry: "you", or "file"."""
+    """Who wrote the entry: "you", "file", or "mode"."""
 
     @property
     def text(self) -> str:
@@ -73,6 +73,14 @@ class Leaf:
         """Where the entry stands, with the entry and the array."""
         entry = partition_spec(self.entry.spec) if type(self.entry) is MeshLayout else self.entry
         return f"{self.where} = {entry!r}, {self.text}" if self.where else self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class ModeEntry:
+    """An entry that a parallel mode gives an array, where the user wrote none; `mode` says which, for reports."""
+
+    entry: Entry
+    mode: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +112,25 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     return tuple(int(d) for d in shape), str(dtype)
 
 
+def is_of_numbers(value: Any) -> bool:
+    """Whether a value is a list or a tuple, nested or not, of Python's numbers alone.
+
+    >>> is_of_numbers([[1.0, 2.0]]), is_of_numbers((16, 32)), is_of_numbers([]), is_of_numbers([{"a": 1}])
+    (True, True, False, False)
+    """
+    if not isinstance(value, list | tuple):
+        return False
+    leaves = tree_util.tree_leaves(value, is_leaf=lambda node: not isinstance(node, list | tuple))
+    return bool(leaves) and all(isinstance(leaf, bool | int | float | complex) for leaf in leaves)
+
+
+def fix_of_numbers(name: str, value: Any) -> str:
+    """What to pass in the place of a list of numbers, which may be meant as a shape."""
+    if all(type(n) is int and n > 0 for n in value):
+        return f"for an array of that shape write jax.ShapeDtypeStruct({tuple(value)}, 'float32'), or an array"
+    return f"pass an array: jnp.asarray({name})"
+
+
 UNKNOWN = "?"
 """The dtype of a leaf that is no array."""
 
@@ -111,8 +138,8 @@ UNKNOWN = "?"
 def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
     """The arrays of an argument in pytree order; what is no array becomes a problem."""
     found = []
-    for key, value in tree_util.tree_flatten_with_path(argument.value)[0]:
-        path = join(argument.name, key)
+    paths = array_paths(argument.name, argument.value)
+    for path, (key, value) in zip(paths, tree_util.tree_flatten_with_path(argument.value)[0], strict=True):
         shape = shape_of(value)
         if shape is None:
             problems.append(_not_an_array(argument, path, value, nested=bool(key)))
@@ -145,37 +172,62 @@ def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Pr
                    "only arrays and numbers can be sharded", fix, is_type=True)  # fmt: skip
 
 
-def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: list[Problem]) -> list[Leaf]:
+def match(
+    arguments: Sequence[Argument],
+    strategy: Any,
+    name: str,
+    problems: list[Problem],
+    keyword_only: Sequence[Argument] = (),
+) -> list[Leaf]:
     """Give every array of `arguments` its entry from `strategy` (`in_strategy` or `out_strategy`, called `name`).
 
-    `strategy` None leaves all of them AUTO. The number of entries must be the number of arguments.
+    `strategy` None leaves all of them AUTO. The number of entries must be the number of arguments; `keyword_only` are
+    arguments of the call that have none.
     """
     per_argument = [leaves_of(a, problems) for a in arguments]
-    if strategy is not None and (problem := _misfit(arguments, strategy, name)):
+    if strategy is not None and (problem := _misfit(arguments, strategy, name, keyword_only)):
         problems.append(problem)
         strategy = None
     if strategy is None:
         return [leaf for leaves in per_argument for leaf in leaves]
     found: list[Leaf] = []
     for i, (argument, leaves, entry) in enumerate(zip(arguments, per_argument, strategy, strict=True)):
+        if type(entry) is tuple and entry and set(map(type, entry)) == {int} and is_of_numbers(argument.value):
+            problems.append(Problem(f"{argument.label} is {a(argument.value)} of numbers, not an array",
+                                    f"{argument.name} = {short(argument.value)}, {name}[{i}] = {entry!r}",
+                                    "it is a pytree of scalars, which have no dimension to shard",
+                                    fix_of_numbers(argument.name, argument.value), is_type=True))  # fmt: skip
+            entry = AUTO
         entries = _spread(entry, argument.value, f"{name}[{i}]", argument.label, problems)
-        found += [_with_entry(leaf, e, w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
+        found += [with_entry(leaf, e, w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
     return found
 
 
-def _misfit(arguments: Sequence[Argument], strategy: Any, name: str) -> Problem | None:
+def not_a_tuple(strategy: Any, name: str, arguments: Sequence[str] = ()) -> Problem | None:
+    """The problem of a strategy that is no tuple; `arguments`: the names of those that have entries, where they are known."""
+    if isinstance(strategy, tuple) and not isinstance(strategy, PartitionSpec):
+        return None
+    kind = strategy if isinstance(strategy, NamedEntry) else a(strategy)
+    return Problem(f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is {kind}",
+                   f"{name} = {short(strategy)}", _COUNTS[name], _as_tuple(strategy, name, arguments), is_type=True)  # fmt: skip
+
+
+def _misfit(
+    arguments: Sequence[Argument], strategy: Any, name: str, keyword_only: Sequence[Argument] = ()
+) -> Problem | None:
     """The problem of a strategy that is no tuple, or has another number of entries than there are arguments."""
     noun = _NOUN[name]
-    if not isinstance(strategy, tuple) or isinstance(strategy, PartitionSpec):
-        kind = strategy if isinstance(strategy, NamedEntry) else a(strategy)
-        return Problem(f"`{name}` must be a tuple with one entry for each {noun}, but it is {kind}",
-                       f"{name} = {short(strategy)}", _COUNTS[name], _as_tuple(strategy, name), is_type=True)  # fmt: skip
+    if problem := not_a_tuple(strategy, name, [argument.name for argument in arguments]):
+        return problem
     if len(strategy) == len(arguments):
         return None
     entries, wanted = count(len(strategy), "entry", "entries"), count(len(arguments), noun, noun + "s")
     names = ", ".join(argument.name for argument in arguments) or "none"
-    return Problem(f"`{name}` has {entries} for {wanted}", f"{name} = {short(strategy)}; {noun}s: {names}", _COUNTS[name],
-                   _fix_count(strategy, arguments, name))  # fmt: skip
+    late = keyword_only if len(arguments) < len(strategy) <= len(arguments) + len(keyword_only) else ()
+    fix = _by_path(strategy, len(arguments), late, name) if late else _fix_count(strategy, arguments, name)
+    return Problem(
+        f"`{name}` has {entries} for {wanted}", f"{name} = {short(strategy)}; {noun}s: {names}", _COUNTS[name], fix
+    )
 
 
 _NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument",
@@ -208,16 +260,44 @@ def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: s
     return f"remove {count(-missing, 'entry', 'entries')}"
 
 
-def _as_tuple(strategy: Any, name: str) -> str:
-    if strategy is AUTO and name == "in_strategy":
+def _by_path(strategy: tuple[Any, ...], positional: int, late: Sequence[Argument], name: str) -> str:
+    """The fix of a strategy with entries for keyword-only arguments too, in their order."""
+    given, rest = strategy[:positional], strategy[positional:]
+    paths = [one.name if tree_util.all_leaves([one.value]) else f"{one.name}/*" for one in late]
+    entries = {path: AUTO if not is_entry(entry) else entry for path, entry in zip(paths, rest, strict=False)}
+    are = "is keyword-only: give its entry" if len(rest) == 1 else "are keyword-only: give their entries"
+    names = " and ".join(f"`{one.name}`" for one in late[: len(rest)])
+    return f"{names} {are} by path: {name}={short(given)}, parameter_plan={short(entries)}"
+
+
+def _as_tuple(strategy: Any, name: str, arguments: Sequence[str] = ()) -> str:
+    noun, word = _NOUN[name], meant(strategy) if isinstance(strategy, str) else ""
+    if name == "in_strategy" and (strategy is AUTO or word == "AUTO"):
         return f"leave {name} out: then all of it is AUTO"
     if isinstance(strategy, list):
         return f"write {name}={short(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))}"
     if isinstance(strategy, dict):
-        return f"write the entries in the order of the {_NOUN[name]}s: {name}={short(tuple(strategy.values()))}"
+        return _of_dict(strategy, name, arguments)
     if isinstance(strategy, NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding):
-        return f"write {name}=({strategy!r},)"
+        word = repr(strategy)
+    if word:
+        return f"write {name}=({word},), with one entry for each {noun}"
     return f"write a tuple of entries, such as {name}=((4, 1), None)"
+
+
+def _of_dict(strategy: dict[Any, Any], name: str, arguments: Sequence[str]) -> str:
+    """The fix of a dict in the place of a tuple: entries by argument, of the one result, or by the paths of arrays."""
+    if _NOUN[name] == "output":
+        return f"write {name}=({short(strategy)},): the outer tuple counts {_NOUN[name]}s, and a dict is one"
+    entries = {key: tuple(e) if isinstance(e, list) else e for key, e in strategy.items() if isinstance(key, str)}
+    named = {key: key if key in arguments else _close(key, arguments) for key in entries}
+    if len(entries) == len(strategy) and None not in named.values() and len({*named.values()}) == len(strategy):
+        by_name = {named[key]: entry for key, entry in entries.items()}
+        ordered = tuple(by_name.get(argument, AUTO) for argument in arguments)
+        return f"write the entries in the order of the {_NOUN[name]}s: {name}={short(ordered)}"
+    if name == "in_strategy" and len(entries) == len(strategy) and all(map(is_entry, entries.values())):
+        return f"entries by path are a parameter_plan: write parameter_plan={short(entries)}"
+    return f"write a tuple with one entry for each {_NOUN[name]}, such as {name}=((4, 1), None)"
 
 
 def is_entry(entry: Any) -> bool:
@@ -255,8 +335,10 @@ def without_mesh(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     )
 
 
-def _with_entry(leaf: Leaf, entry: Entry, where: str) -> Leaf:
+def with_entry(leaf: Leaf, entry: Entry, where: str) -> Leaf:
     """The leaf with an entry that somebody wrote; a named one becomes what it stands for."""
+    if isinstance(entry, ModeEntry):
+        return dataclasses.replace(with_entry(leaf, entry.entry, entry.mode), by="mode")
     if entry is REPLICATED:
         entry = (1,) * len(leaf.shape)
     return dataclasses.replace(leaf, entry=None if entry is DATA_PARALLEL else entry, where=where, by="you")
@@ -281,10 +363,12 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
         if type(entry) is tuple and entry and all(e is AUTO for e in entry):
             return [(AUTO if len(entry) == len((shape_of(tree) or ((), UNKNOWN))[0]) else entry, where)]
         what = f"{label} is one array, but its entry is {a(entry)} of entries"
+        code = meant(entry, len((shape_of(tree) or ((), UNKNOWN))[0]))
         problems.append(Problem(f"the entry of {label} is a list" if isinstance(entry, list) else what,
                                 f"{where} = {short(entry)}, {_array_text(tree)}",
                                 "the entry of an array is a flat tuple of ints, in which AUTO leaves a dimension to the search",
-                                f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}", is_type=True))  # fmt: skip
+                                f"write {where} = {explained(code or repr(_flat_ints(entry, tree)))}",
+                                is_type=True))  # fmt: skip
         return [(AUTO, where)]
     mine, theirs = dict(_children(tree)), dict(_children(entry))
     wrong = [k for k in theirs if k not in mine] + [k for k in mine if k not in theirs]
@@ -309,9 +393,7 @@ def _mismatch(key: str, mine: dict[str, Any]) -> str:
 
 
 def _close(key: str, keys: Iterable[str]) -> str | None:
-    lower = {k.lower(): k for k in keys}
-    close = difflib.get_close_matches(key.lower(), list(lower), 1)
-    return lower[close[0]] if close else None
+    return next(iter(closest(key, keys)), None)
 
 
 def _array_text(array: Any) -> str:
@@ -325,6 +407,17 @@ def _fix_structure(tree: Any, mine: dict[str, Any], theirs: dict[str, Any], wher
     close = {k: _close(k, [t for t in theirs if t not in mine]) for k in mine}
     entries = {k: theirs.get(k, theirs.get(close[k] or "", AUTO)) for k in mine}
     return f"give every key an entry, AUTO leaves it open: {where} = {short(entries)}"
+
+
+def explained(code: str) -> str:
+    """The code of an entry in a fix, with what a reader may not know of it.
+
+    >>> explained("P('dp')"), explained("AUTO"), explained("(4, 1)")
+    ("P('dp'), a jax.sharding.PartitionSpec on the mesh of device=", 'AUTO, of shardfn, without quotes', '(4, 1)')
+    """
+    if code.startswith("P("):
+        return f"{code}, a jax.sharding.PartitionSpec on the mesh of device="
+    return f"{code}, of shardfn, without quotes" if code in ("AUTO", "REPLICATED", "DATA_PARALLEL") else code
 
 
 def _flat_ints(entry: Any, array: Any) -> Any:
@@ -344,63 +437,6 @@ def short(value: Any, limit: int = 100) -> str:
     """`repr` on one line, truncated at `limit` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def apply_parameter_plan(
-    leaves: Sequence[Leaf], plan: Any, problems: list[Problem], name: str = "parameter_plan"
-) -> list[Leaf]:
-    """Override entries by path glob. `.` and `/` separate alike, a leading `self.` and the argument's name are optional.
-
-    Args:
-      leaves: the arrays.
-      plan: entries by glob; None overrides nothing.
-      problems: receives what is wrong with them.
-      name: what the plan is called in errors.
-    """
-    if plan is None:
-        return list(leaves)
-    if not isinstance(plan, dict):
-        problems.append(Problem(f"`{name}` must be a dict from path to entry, but it is {a(plan)}",
-                                f"{name} = {short(plan)}", "it gives single arrays entries, by their paths",
-                                f'write it as {name}={{"params/w1": (1, 4)}}', is_type=True))  # fmt: skip
-        return list(leaves)
-    full, globs = [normal(leaf.path) for leaf in leaves], list[str]()
-    where = {pattern: f"{name}[{pattern!r}]" for pattern in plan}
-    said = {pattern: f"{where[pattern]} = {short(entry)}" for pattern, entry in plan.items()}
-    for pattern, entry in plan.items():
-        if not isinstance(pattern, str):
-            problems.append(Problem(f"a key of `{name}` is {a(pattern)}", said[pattern],
-                                    "a key is the path of an array, or a glob of paths",
-                                    'write a string there, such as "params/w1"', is_type=True))  # fmt: skip
-        elif not is_entry(entry) or isinstance(entry, str | int | float):
-            likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
-            problems.append(Problem(f"a value of `{name}` is {a(entry)}", said[pattern], ENTRY_KINDS,
-                                    f"write {where[pattern]} = {likely!r}", is_type=True))  # fmt: skip
-        else:
-            globs.append(pattern)
-    found = ruled(globs, full, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_cell)
-    for pattern in (globs[rule] for rule in found.missing):
-        close = near(pattern, full)
-        fix = "use one of these paths, or a glob that meets them: * stands for any part"
-        fix = f"did you mean {' or '.join(map(repr, close))}?" if close else fix
-        problems.append(Problem(f"`{name}` names `{pattern}`, which is no array of this call", said[pattern],
-                                f"the arrays are {listed(full)}", fix))  # fmt: skip
-    for i, one, two in found.clashes:
-        problems.append(Problem(f"two rules of `{name}` speak of `{leaves[i].path}`",
-                                f"{said[globs[one]]} and {said[globs[two]]}",
-                                "an array has one entry, and no rule comes before the other",
-                                "make one of the globs narrower, or name the path itself"))  # fmt: skip
-    rule_of = {i: globs[rule] for i, rule in found.rules.items()}
-    return [
-        _with_entry(leaf, plan[rule_of[i]], where[rule_of[i]]) if i in rule_of else leaf
-        for i, leaf in enumerate(leaves)
-    ]
-
-
-def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
-    """`met`, and MindSpore's paths too, which it writes from the class around the Cell: `self.block.w` for `w`."""
-    hits, glob = met(pattern, paths)
-    return (hits, glob) if hits or not pattern.startswith("self.") else met(glob.partition("/")[2], paths)
 
 
 ENTRY_KINDS = (

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, a
+from shardfn.frontend.meant_entries import meant
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, count, fitting, has_open_dims
+from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, count, explained, fitting, has_open_dims
 from shardfn.partition.resharding import divisors
 
 
@@ -68,9 +69,13 @@ def completions(leaf: Leaf, devices: int) -> Iterator[tuple[int, ...]]:
 def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
     """What is wrong with a strategy: its type, or else its rank and its numbers, or else their product."""
     if not isinstance(strategy, tuple):
-        likely = fitting([strategy] if type(strategy) is int else [], leaf.shape)
+        likely, code = (
+            fitting([strategy] if type(strategy) is int else [], leaf.shape),
+            meant(strategy, len(leaf.shape)),
+        )
+        fix = f"write {leaf.where} = {explained(code)}" if code else ""
         yield Problem(f"the entry of {leaf.label} is {a(strategy)}", leaf.source, ENTRY_KINDS,
-                      f"write one int for each dimension, such as {likely}", is_type=True)  # fmt: skip
+                      fix or f"write one int for each dimension, such as {likely}", is_type=True)  # fmt: skip
         return
     has_rank = len(strategy) == len(leaf.shape)
     found = [] if has_rank else [_rank_problem(leaf, strategy)]
@@ -93,7 +98,7 @@ def _of_dimension(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> I
     what = f"{leaf.label} cannot be sharded {ways} ways along dimension {dim}"
     if isinstance(ways, bool | np.bool_) or not isinstance(ways, int | np.integer):
         yield Problem(f"{leaf.label} has {a(ways)} as its number of shards along dimension {dim}", leaf.source,
-                      "the number of shards is an int, or AUTO", f"write {_positive_int(ways)} there", is_type=True)  # fmt: skip
+                      "the number of shards is an int, or AUTO", _fix_ways(leaf, ways), is_type=True)  # fmt: skip
     elif ways < 1:
         yield Problem(what, leaf.source, "the number of shards is at least 1, for an unsharded dimension",
                       "write 1 to leave the dimension unsharded, or AUTO as the entry")  # fmt: skip
@@ -116,6 +121,15 @@ def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
     dimensions, numbers = count(len(leaf.shape), "dimension", "dimensions"), count(len(strategy), "number", "numbers")
     why = "an entry has one number for each dimension" + (", for each array of a subtree" if spread else "")
     return Problem(f"{leaf.label} has {dimensions}, but its entry has {numbers}", leaf.source, why, fix)
+
+
+def _fix_ways(leaf: Leaf, ways: Any) -> str:
+    """What to write for a number of shards that is no int."""
+    code = meant(leaf.entry, len(leaf.shape)) if isinstance(ways, str) else ""
+    if "AUTO" in code:
+        return f"write AUTO without quotes: {leaf.where} = {code}"
+    is_named = code.startswith("P(")
+    return f"write {leaf.where} = {explained(code)}" if is_named else f"write {_positive_int(ways)} there"
 
 
 def _positive_int(ways: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import pathlib
 import re
@@ -21,8 +20,9 @@ from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices.chips import Hardware
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, fail
 from shardfn.frontend.meshes import MeshLayout
+from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
 from shardfn.layoutfile.mindspore_json import json_text, parse_json, trained
@@ -96,9 +96,10 @@ def read_layout(source: Any) -> LayoutFile:
             data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except (OSError, ValueError) as error:
+        close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""
         fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
              why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error),
-             fix="give the path of a layout file, or the name of a recipe: " + _some_recipes())  # fmt: skip
+             fix=close or "give the path of a layout file, or the name of a recipe: " + _some_recipes())  # fmt: skip
     if len(data) > MAX_BYTES:
         fail(LayoutFileError, f"{name} is too large for a layout file", where=name, why=f"it has more than {MAX_BYTES:,} bytes",
              fix="use globs: one rule matches the arrays of every layer")  # fmt: skip
@@ -115,11 +116,23 @@ def _recipe(name: str) -> pathlib.Path:
     known = recipes()
     if name in known and re.fullmatch(r"[a-z0-9_-]+/[a-z0-9_-]+", name):
         return recipes_folder() / f"{name}.toml"
-    close = difflib.get_close_matches(name[:80], known, 3, 0.4)
+    close = _near(pathlib.Path(name[:80]))
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
     fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
          why=f"the recipes are for {families}; a file's path ends in .toml or .json",
-         fix=f"did you mean {' or '.join(map(repr, close))}?" if close else f"use {_some_recipes()}, or a path")  # fmt: skip
+         fix=did_you_mean(close) or f"use {_some_recipes()}, or a path")  # fmt: skip
+
+
+def _near(path: pathlib.Path) -> list[str]:
+    """Layout files that are there, and recipes, whose name looks like a path that is not."""
+    folders = dict.fromkeys((path.parent, pathlib.Path()))
+    files: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for file in (file for folder in folders for file in sorted(folder.glob("*"))):
+            if file.suffix in (".toml", ".json"):
+                files.setdefault(file.name, str(file))
+    close = [name for name in files if pathlib.Path(name).stem == path.stem] or closest(path.name, files)
+    return [files[name] for name in close] or closest(re.sub(r"\.(toml|json)$", "", str(path)), recipes(), 0.4)
 
 
 def _some_recipes() -> str:

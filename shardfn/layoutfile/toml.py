@@ -97,11 +97,12 @@ def _all_rules(layout: LayoutFile) -> list[LayoutRule]:
 
 def _load(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
     """The data of a TOML text, under the keys of today."""
-    depth = unclosed = 0
+    depth = unclosed = opened = 0
     for number, line in enumerate(text.splitlines(), 1):
         bare = re.sub(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'', '""', line) if len(line) <= MAX_LINE else line
         code = bare.partition("#")[0]
         unclosed = max(0, unclosed + code.count("[") + code.count("{") - code.count("]") - code.count("}"))
+        opened = (opened or number) if unclosed else 0
         depth = max(depth, unclosed, code.count(".") - 8)
         if len(line) > MAX_LINE or depth > MAX_DEPTH:
             problems.append(Problem(f"{name} is nested too deep, or has too long a line",
@@ -113,7 +114,10 @@ def _load(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
     except (ValueError, RecursionError, OverflowError, TypeError) as error:
         why = str(error) if not isinstance(error, RecursionError) else "it is nested too deep"
         found = re.search(r"at line (\d+)", why)
-        where = at_line(name, int(found[1]) if found else 0)
+        line, lines = int(found[1]) if found else len(text.splitlines()), text.splitlines()
+        if opened and ("nclosed" in why or opened < line):
+            line, why = opened, f"the bracket that opens on line {opened} is not closed: {why}"
+        where = f"{at_line(name, line)}: {_short(lines[line - 1])}" if 0 < line <= len(lines) else name
         problems.append(Problem(f"{name} is not valid TOML", where, _short(why, 200),
                                 "correct that line, or write the file again: plan.save(path)"))  # fmt: skip
         return None

@@ -17,6 +17,7 @@ from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.trace import Traced, trace
+from shardfn.frontend.trace_errors import explained
 from shardfn.ir.model import Axes
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
@@ -58,7 +59,8 @@ class CallFunction:
     def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
         mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
-        return trace(self.on(mesh), self.call.values, self.call.statics, platform)
+        with explained(self.call):
+            return trace(self.on(mesh), self.call.values, self.call.statics, platform)
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ class Decision:
       dtype: its dtype.
       strategy: the number of shards of each dimension.
       spec: the mesh axes of each dimension, major to minor.
-      source: `you`, `file`, `propagated` or `searched`.
+      source: `you`, `file`, `mode` (a parallel mode), `propagated` or `searched`.
       reason: why it was chosen.
       runner_up: the next best strategy and its additional cost: by the search's estimate, or in a report by the partitioned
         program, as `Plan.why` evaluates it.

@@ -137,7 +137,7 @@ def _decision(
     spec = spec if spec is not None else ((),) * len(leaf.shape)
     sizes = dict(axes)
     strategy = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
-    if source in ("you", "file"):
+    if source in ("you", "file", "mode"):
         reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
     elif source == "propagated":
         runner_up = ""

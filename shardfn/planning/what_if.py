@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,9 @@ from typing import Any
 from shardfn.cost.estimate import estimate_cost
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
-from shardfn.frontend.paths import alike, layer, listed, met, normal, starred
-from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
+from shardfn.frontend.parameter_plan import apply_parameter_plan
+from shardfn.frontend.paths import alike, did_you_mean, layer, listed, met, near, normal, starred
+from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.open_dimensions import with_completed_entries
@@ -117,11 +117,10 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     if globbed:
         return tuple(globbed)
     ends = [p for p in paths if text and p.endswith("/" + text)]
-    ends += [p for p in paths if difflib.get_close_matches(text.rpartition("/")[2], [p.rpartition("/")[2]], 1, 0.5)]
-    close = list(dict.fromkeys([*difflib.get_close_matches(text, paths, 2, 0.6), *ends]))[:3]
+    close = ends[:3] or near(text, paths)
     fail(StrategyError, f"the plan of `{plan.function}` has no array `{path}`", where=f"why({path!r})",
          why=f"the arrays are {listed(paths)}",
-         fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "use one of these paths")  # fmt: skip
+         fix=did_you_mean(close) or "use one of these paths")  # fmt: skip
 
 
 def _shardings_text(groups: Sequence[Sequence[Decision]]) -> str:

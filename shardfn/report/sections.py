@@ -79,7 +79,9 @@ def _arrays(of: Subject) -> Iterable[Part]:
             for same in groups for d in same[:1]
         ]  # fmt: skip
         note = "; ".join(
-            f"{source}: {reason}" for source, reason in sorted(stated) if of.is_full and reason and source != "you"
+            f"{source}: {reason}"
+            for source, reason in sorted(stated)
+            if of.is_full and reason and source not in ("you", "mode")
         )
         columns = ("array", "count", "shape", "strategy", "spec", "shard", "per device", "chosen by")
         yield table(title, columns, rows, note, of.most, ("spec",))
@@ -95,9 +97,9 @@ def _line(where: str) -> Cell:
 
 
 def _chosen_by(same: Sequence[Decision], has_reason: bool) -> str:
-    """The entry of the user's call; else who chose, with the reason where there is room for it."""
+    """The entry of the user's call, or the parallel mode; else who chose, with the reason where there is room for it."""
     source, reason = same[0].source, starred([d.reason for d in same])
-    if source == "you" and reason:
+    if source in ("you", "mode") and reason:
         return reason
     return f"{source}: {reason}" if reason and (has_reason or source == "file") else source
 

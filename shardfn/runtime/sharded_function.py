@@ -25,7 +25,7 @@ from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
-from shardfn.frontend.options import Options
+from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, pure_function
@@ -328,9 +328,13 @@ class ShardedFunction(Generic[P, R]):
         try:
             slots, values = bind(self.callee.signature, args, kwargs, *statics)
         except TypeError as error:
-            signature = f"{self.callee.name}{self.callee.signature}"
-            fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {error}", where=short(signature),
-                 why="a call has the arguments of the function itself", fix=f"call it as {short(signature)}")  # fmt: skip
+            signature = short(f"{self.callee.name}{self.callee.signature}").strip("'")
+            fix = f"call it as {signature}"
+            if mine := {name: value for name, value in kwargs.items() if name in OPTION_NAMES}:
+                options = ", ".join(f"{name}={short(value)}" for name, value in mine.items())
+                fix = f"options of `shard` stand before the call: shard({self.callee.name}, {options})(...)"
+            fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {error}", where=signature,
+                 why="a call has the arguments of the function itself", fix=fix)  # fmt: skip
         donated = self.options.donate_argnums, self.options.donate_argnames
         callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
         stateful = callee.adapter is not None

@@ -121,7 +121,8 @@ def refuse_implausible_limit(problem: SearchProblem) -> None:
         fail(StrategyError, f"no plan fits in {bytes_text(problem.memory_limit)} per device",
              where=f"memory_limit = {problem.memory_limit:,.0f}",
              why=f"the arguments alone, however sharded, take at least {bytes_text(given / problem.devices)} on each device",
-             fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
+             fix=_unit(problem.memory_limit)
+             or 'write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
 def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = "") -> NoReturn:
@@ -132,8 +133,24 @@ def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = ""
          why=f"the least found{how} is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
              f"{bytes_text(memory.results)} of results ({bytes_text(memory.donated)} in donated arguments' memory) and "
              f"{bytes_text(memory.temporaries)} of temporaries; the largest: " + "; ".join(_largest(problem, least)),
-         fix="use more devices, a smaller batch, donate_argnums for updated arguments, jax.checkpoint for what the backward "
-             f"pass keeps, or memory_limit={memory.peak}{more}")  # fmt: skip
+         fix=_unit(problem.memory_limit) or f"{remedies(problem)} or memory_limit={memory.peak}{more}")  # fmt: skip
+
+
+def _unit(limit: float) -> str:
+    """The fix of a limit that must have been meant with a unit: it is less than the smallest of them.
+
+    >>> _unit(16), _unit(1024)
+    ('did you mean memory_limit="16GiB"? A number without a unit is bytes', '')
+    """
+    return f'did you mean memory_limit="{limit:.0f}GiB"? A number without a unit is bytes' if limit < 1024 else ""
+
+
+def remedies(problem: SearchProblem) -> str:
+    """What takes less memory, as far as it can help this program: results that replace arguments are those of a step."""
+    updated = {*problem.same_as.values()}
+    donate = ["donate_argnums for updated arguments"] if updated - problem.donated else []
+    keeps = ["jax.checkpoint for what the backward pass keeps"] if updated else []
+    return ", ".join(["use more devices", "a smaller batch", *donate, *keeps]) + ","
 
 
 def _peak(problem: SearchProblem, answer: Answer) -> int:

@@ -67,11 +67,10 @@ def test_every_chip_says_where_its_figures_are_from(chip):
 @pytest.mark.parametrize(
     ("device", "meant"),
     [
-        ("v5e-16", '"tpu-v5e:16"?'),
         ("tpu-v6e-8", '"tpu-v6e:8"?'),
         ("h100x8", '"h100:8"?'),
         ("A100 16", '"a100:16"?'),
-        ("v5p-32", '"tpu-v5p:16"'),  # sold by cores, two a chip
+        ("tpu-v5p-32", '"tpu-v5p:16"'),  # sold by cores, two a chip
         ("tpv", "'TPU'?"),
     ],
 )

@@ -145,6 +145,14 @@ def test_the_warning_names_the_user_s_line_however_it_is_called(call):
     assert [w.filename for w in caught] == [__file__]
 
 
+@pytest.mark.parametrize("given", [(None,), ((8, 1),)])
+def test_an_out_strategy_that_the_mode_gives_too_is_kept_without_a_warning(given, recwarn):
+    set_auto_parallel_context(**SEMI)
+    made = shard(dense, None, given).plan(X, W)
+    assert (made.outputs[0].strategy, made.outputs[0].source) == ((8, 1), "you")
+    assert not [w for w in recwarn if "overridden" in str(w.message)]
+
+
 # ---- the inputs of the data set
 
 

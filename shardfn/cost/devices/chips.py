@@ -113,14 +113,14 @@ class Chip:
         is_shape = len(dims) > 1
         if self.torus and not is_shape:
             dims = most_cubic(count, self.torus)
-        self._check_torus(dims, f"{self.name}:{text}")
+        self._check_torus(dims, f"{self.name}:{text}", is_shape)
         if is_shape:
             self._check_sides(dims, f"{self.name}:{text}")
         platform = "cuda" if self.platform == "gpu" else self.platform
         return Hardware(self, platform, count, name=f"{self.name}:{text}", topology=dims if self.torus else ())
 
-    def _check_torus(self, dims: tuple[int, ...], where: str) -> None:
-        """Raise a DeviceError for dims that no torus of these chips has."""
+    def _check_torus(self, dims: tuple[int, ...], where: str, is_shape: bool) -> None:
+        """Raise a DeviceError for dims that no torus of these chips has; `is_shape`: the user wrote them, not a count."""
 
         def text(shape: tuple[int, ...]) -> str:
             return "x".join(map(str, shape))
@@ -139,9 +139,20 @@ class Chip:
             fail(DeviceError, f"{self.name} forms a torus of {self.torus} dims, not {len(dims)}", where=where,
                  why=f"each chip has links along {self.torus} dims",
                  fix=f'write "{self.name}:{text(near if fits(near) else self.largest)}"')  # fmt: skip
+        largest = math.prod(self.largest)
+        if not fits(dims) and (count := math.prod(dims)) <= largest and not is_shape:
+            near = {
+                math.prod(shape)
+                for shape in itertools.combinations_with_replacement(self.sides, self.torus)
+                if fits(shape)
+            }
+            sizes = max(n for n in near if n <= count), min(n for n in near if n >= count)
+            fail(DeviceError, f"no slice of {self.name} has {count} chips", where=where,
+                 why=f"it would be {text(dims)}, and the largest is {text(self.largest)}",
+                 fix="write " + " or ".join(f'"{self.name}:{n}"' for n in sizes))  # fmt: skip
         if not fits(dims):
             fail(DeviceError, f"no torus of {self.name} has the shape {text(dims)}", where=where,
-                 why=f"the largest is {text(self.largest)}: {math.prod(self.largest):,} chips",
+                 why=f"the largest is {text(self.largest)}: {largest:,} chips",
                  fix=f'write "{self.name}:{text(self.largest)}" or less, or name another chip')  # fmt: skip
 
     def _check_sides(self, dims: tuple[int, ...], where: str) -> None:

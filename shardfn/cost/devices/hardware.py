@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from shardfn.cost.devices import cloud_names
 from shardfn.cost.devices.chips import CHIPS, Chip, Hardware, load_chip
 from shardfn.errors import DeviceError, Problem, a, fail
 
@@ -31,8 +32,8 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
 
     Args:
       device: None (the default backend), "CPU", "GPU", "TPU" in any case (or another platform that JAX has here), a
-        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8" (the shape of a torus), "h200:64", "cpu:4096", or a
-        `Hardware`, as `Chip.pod` makes it.
+        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8" (the shape of a torus), "h200:64", "cpu:4096", a cloud's
+        name of one ("v5p-512", "a3-highgpu-8g"), or a `Hardware`, as `Chip.pod` makes it.
       count: how many of the devices to use; all of them if None.
       default: the platform that None stands for, if not JAX's own default.
 
@@ -76,6 +77,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
         )
     if device is None:
         return _platform(default, count) if default else _real(_take(jax.devices(), count), None)
+    device = cloud_names.target_of(device) or device
     if ":" in device:
         return _target(device)
     return _platform(device, count)
@@ -118,7 +120,7 @@ def _platform(name: str, count: int | None) -> Hardware:
         known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
         fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
         if sized and chip:
-            fix = _said_otherwise(chip[0], int(sized["count"]))
+            fix = _said_otherwise(chip[0], int(sized["count"] or sized["first"]))
         elif close and not known:
             fix = f"did you mean {close[0].upper()!r}?"
         fail(
@@ -132,12 +134,11 @@ def _platform(name: str, count: int | None) -> Hardware:
 
 
 def _said_otherwise(chip: str, count: int) -> str:
-    """The target that a name like `v5e-16` means. Google Cloud's names of v4 and v5p slices count cores, two a chip."""
-    text = f'a target is a chip and how many: did you mean "{chip}:{count}"?'
-    if chip in ("tpu-v4", "tpu-v5p") and count % 2 == 0:
-        text += (
-            f' A slice that is sold under that name has {count // 2}, as its cores are counted: "{chip}:{count // 2}"'
-        )
+    """The target that a name like `tpu-v5p-16` means: Google Cloud's names of some slices count cores."""
+    text, cores = f'a target is a chip and how many: did you mean "{chip}:{count}"?', cloud_names.CORES.get(chip, 1)
+    if cores > 1 and count % cores == 0:
+        chips = count // cores
+        text += f' A slice that is sold under that name has {chips}, as its cores are counted: "{chip}:{chips}"'
     return text
 
 
@@ -227,7 +228,9 @@ def used_here(target: Hardware) -> str:
     return f"{listed}{fewer} for {wanted} of {here}"
 
 
-_SIZED = re.compile(r"(?P<chip>(tpu-?)?[a-z]+\d+[a-z]*)[-x ](?P<count>\d+)", re.ASCII)
+_SIZED = re.compile(
+    r"((?P<first>\d+) ?[x* ] ?)?(?P<chip>(tpu-?)?[a-z]+\d+[a-z]*)(?(first)|[-x ](?P<count>\d+))", re.ASCII
+)
 """A chip and a count, written otherwise than as a target."""
 
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
@@ -241,9 +244,12 @@ def _target(text: str) -> Hardware:
         sizes = "the size is a count" + (", or a shape such as 4x8" if name in CHIPS and CHIPS[name].torus else "")
         why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else sizes
         size = text.partition(":")[2] or "8"
-        fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why,
-             fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name
-             else f"write it as {_eight_of(name if name in CHIPS else 'tpu-v5e')}")  # fmt: skip
+        fix = f"write it as {_eight_of(name if name in CHIPS else 'tpu-v5e')}"
+        if several := cloud_names.machines(name, size):
+            fix = f'a target is a chip and how many of it: did you mean "{several}"?'
+        elif close and close[0] != name:
+            fix = f'did you mean "{close[0]}:{size}"?'
+        fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why, fix=fix)
     return _chip(found["chip"]).pod(found["shape"])
 
 

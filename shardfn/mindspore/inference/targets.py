@@ -16,8 +16,9 @@ from shardfn.checkpoint.contents import StoredArray
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_problems
+from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.paths import listed, met, normal
-from shardfn.frontend.strategy import AUTO, Argument, Leaf, apply_parameter_plan, is_entry, match, short
+from shardfn.frontend.strategy import AUTO, Argument, Leaf, is_entry, match, short
 from shardfn.frontend.validation import check, check_all
 from shardfn.mindspore.inference.predict import PredictLayout, WeightLayout
 from shardfn.mindspore.layout import Layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
@@ -13,8 +13,9 @@ from shardfn.api import shard
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
-from shardfn.frontend.paths import join, ruled
-from shardfn.frontend.strategy import AUTO
+from shardfn.frontend.parameter_plan import no_such_array
+from shardfn.frontend.paths import array_paths, met, ruled
+from shardfn.frontend.strategy import AUTO, ModeEntry
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
@@ -67,7 +68,7 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
         function = shard(
             update_function(options, parts, shardings, sync, state, batch),
             device=shardings.mesh if isinstance(shardings.mesh, Mesh) else options.device,  # that of the step's constraints
-            parameter_plan=dict(zip(paths, named, strict=True)),
+            parameter_plan=_of_mode(options, zip(paths, named, strict=True)),
             donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
         )  # fmt: skip
         updated = update_sync(options, parts, shardings, sync)
@@ -130,12 +131,12 @@ def _planned(
     rest = {name: value for name, value in options.options.items() if name != "compiler_options"}
     has_file = rest.get("layout") is not None or bool(options.defaults.layout_file)
     given = options.mode.layouts == "given" and not has_file  # a layout file shards arrays without an entry
-    entries = rest.pop("in_strategy") or ((None if given else AUTO),) * len(batch)
+    entries = rest.pop("in_strategy") or (ModeEntry(None, _mode_text(options)) if given else AUTO,) * len(batch)
     if not isinstance(entries, tuple) or len(entries) != len(batch):
         raise_problems([Problem(f"`in_strategy` must be a tuple with {len(batch)} entries", f"in_strategy = {entries!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
                                 "write an entry for each, None for data parallel")])  # fmt: skip
-    plan = _parameter_plan(parts, state, rest.pop("parameter_plan") or {}, given)
+    plan = _parameter_plan(options, parts, state, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
         update_function(options, parts, None, None, state, batch),
@@ -182,22 +183,24 @@ def _like_params(parts: ModelParts, state: TrainState, params: Sequence[Any], re
     return tuple(spec if path is None else like[path] for path, spec in zip(mirrored, rest, strict=True))
 
 
-def _parameter_plan(parts: ModelParts, state: TrainState, plan: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
+def _parameter_plan(
+    options: StepOptions, parts: ModelParts, state: TrainState, plan: Mapping[str, Any], is_given: bool
+) -> dict[str, Any]:
     """The user's parameter plan by paths within the step's arguments.
 
     With given shardings, parameters without an entry are replicated, and the optimizer's states follow their parameters.
     """
     keyed = _keyed("state/params", state.params)
     globs = list(plan)
-    found = ruled(globs, parts.paths, lambda one, two: plan[globs[one]] == plan[globs[two]])
+    found = ruled(globs, parts.paths, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_state)
     raise_problems([
+        *(no_such_array(globs[rule], plan[globs[rule]], parts.paths) for rule in found.missing), *(
         Problem(f"two entries of `parameter_plan` match `{parts.paths[i]}`", f"{globs[one]!r} and {globs[two]!r}",
                 "an array has one entry, and neither glob has priority",
                 "make one of the globs narrower, or name the path itself")
-        for i, one, two in found.clashes
+        for i, one, two in found.clashes)
     ])  # fmt: skip
-    entries = {f"state/params/{globs[rule]}": plan[globs[rule]] for rule in found.missing}  # `shard` reports these
-    entries |= {keyed[i][0]: plan[globs[rule]] for i, rule in found.rules.items()}
+    entries = {keyed[i][0]: plan[globs[rule]] for i, rule in found.rules.items()}
     if not is_given:
         return entries
     states = _keyed("state/opt_state", state.opt_state)
@@ -205,7 +208,22 @@ def _parameter_plan(parts: ModelParts, state: TrainState, plan: Mapping[str, Any
     params = [plan[globs[found.rules[i]]] if i in found.rules else entry for i, entry in enumerate(replicated)]
     names = [name for name, _ in (*keyed, *states)]
     of_all = (*params, *_like_params(parts, state, params, rest))
-    return {**dict(zip(names, of_all, strict=True)), "state/step": (), **entries}
+    return {**_of_mode(options, zip(names, of_all, strict=True)), **_of_mode(options, [("state/step", ())]), **entries}
+
+
+def _mode_text(options: StepOptions) -> str:
+    return f"mode={options.mode.name!r}"
+
+
+def _of_mode(options: StepOptions, entries: Iterable[tuple[str, Any]]) -> dict[str, ModeEntry]:
+    """Entries that the mode gives, by path."""
+    return {path: ModeEntry(entry, _mode_text(options)) for path, entry in entries}
+
+
+def _met_in_state(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+    """`met`; a pattern that meets none is held against the paths of a step's report: `state/params/w` for `w`."""
+    hits, glob = met(pattern, paths)
+    return (hits, glob) if hits else met(pattern, [f"state/params/{path}" for path in paths])
 
 
 def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, int], ...]:
@@ -232,4 +250,4 @@ def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | Abstract
 
 def _keyed(name: str, tree: Any) -> list[tuple[str, Any]]:
     """The leaves with their paths as `shard` writes them."""
-    return [(join(name, key), x) for key, x in tree_util.tree_flatten_with_path(tree)[0]]
+    return list(zip(array_paths(name, tree), tree_util.tree_leaves(tree), strict=True))

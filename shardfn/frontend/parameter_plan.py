@@ -1,0 +1,68 @@
+"""Entries of single arrays by their paths: `parameter_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardfn.errors import Problem, a
+from shardfn.frontend.paths import did_you_mean, listed, met, near, normal, ruled
+from shardfn.frontend.strategy import ENTRY_KINDS, Leaf, is_entry, short, with_entry
+
+
+def apply_parameter_plan(
+    leaves: Sequence[Leaf], plan: Any, problems: list[Problem], name: str = "parameter_plan"
+) -> list[Leaf]:
+    """Override entries by path glob. `.` and `/` separate alike, a leading `self.` and the argument's name are optional.
+
+    Args:
+      leaves: the arrays.
+      plan: entries by glob; None overrides nothing.
+      problems: receives what is wrong with them.
+      name: what the plan is called in errors.
+    """
+    if plan is None:
+        return list(leaves)
+    if not isinstance(plan, dict):
+        problems.append(Problem(f"`{name}` must be a dict from path to entry, but it is {a(plan)}",
+                                f"{name} = {short(plan)}", "it gives single arrays entries, by their paths",
+                                f'write it as {name}={{"params/w1": (1, 4)}}', is_type=True))  # fmt: skip
+        return list(leaves)
+    full, globs = [normal(leaf.path) for leaf in leaves], list[str]()
+    where = {pattern: f"{name}[{pattern!r}]" for pattern in plan}
+    said = {pattern: f"{where[pattern]} = {short(entry)}" for pattern, entry in plan.items()}
+    for pattern, entry in plan.items():
+        if not isinstance(pattern, str):
+            problems.append(Problem(f"a key of `{name}` is {a(pattern)}", said[pattern],
+                                    "a key is the path of an array, or a glob of paths",
+                                    'write a string there, such as "params/w1"', is_type=True))  # fmt: skip
+        elif not is_entry(entry) or isinstance(entry, str | int | float):
+            likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
+            problems.append(Problem(f"a value of `{name}` is {a(entry)}", said[pattern], ENTRY_KINDS,
+                                    f"write {where[pattern]} = {likely!r}", is_type=True))  # fmt: skip
+        else:
+            globs.append(pattern)
+    found = ruled(globs, full, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_cell)
+    problems += [no_such_array(globs[rule], plan[globs[rule]], full, name) for rule in found.missing]
+    for i, one, two in found.clashes:
+        problems.append(Problem(f"two rules of `{name}` speak of `{leaves[i].path}`",
+                                f"{said[globs[one]]} and {said[globs[two]]}",
+                                "an array has one entry, and no rule comes before the other",
+                                "make one of the globs narrower, or name the path itself"))  # fmt: skip
+    rule_of = {i: globs[rule] for i, rule in found.rules.items()}
+    return [
+        with_entry(leaf, plan[rule_of[i]], where[rule_of[i]]) if i in rule_of else leaf for i, leaf in enumerate(leaves)
+    ]
+
+
+def no_such_array(pattern: str, entry: Any, paths: Sequence[str], name: str = "parameter_plan") -> Problem:
+    """The problem of a path or glob that meets none of the `paths`, with those that look like it."""
+    otherwise = "use one of these paths, or a glob that meets them: * stands for any part"
+    return Problem(f"`{name}` names `{pattern}`, which is no array of this call", f"{name}[{pattern!r}] = {short(entry)}",
+                   f"the arrays are {listed(paths)}", did_you_mean(near(pattern, paths)) or otherwise)  # fmt: skip
+
+
+def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+    """`met`, and MindSpore's paths too, which it writes from the class around the Cell: `self.block.w` for `w`."""
+    hits, glob = met(pattern, paths)
+    return (hits, glob) if hits or not pattern.startswith("self.") else met(glob.partition("/")[2], paths)

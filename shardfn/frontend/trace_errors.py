@@ -1,0 +1,48 @@
+"""Errors of a user's function while it is traced, where an argument explains them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import jax
+
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a
+from shardfn.frontend.arguments import Call
+from shardfn.frontend.strategy import fix_of_numbers, is_of_numbers, short
+
+
+@contextlib.contextmanager
+def explained(call: Call) -> Iterator[None]:
+    """A block that traces a call; a type error that an argument explains becomes one that names it.
+
+    Raises:
+      StrategyTypeError: an argument is a Python number whose value the function needs, or numbers where it needs an array.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError, IndexError) as error:
+        problems = [] if isinstance(error, ShardError) else list(_causes(call, error))
+        if not problems:
+            raise
+        raise StrategyTypeError(problems) from error
+
+
+def _causes(call: Call, error: Exception) -> Iterator[Problem]:
+    text = " ".join(str(error).split("\n")[0].split())
+    dynamic = {slot.name: call.arguments()[slot.name] for slot in call.slots if not slot.is_static}
+    if isinstance(error, jax.errors.ConcretizationTypeError) or re.search("concrete value|static integer", text):
+        named = re.search(r"values? of the arguments? (.*)", str(error))
+        for name, value in dynamic.items():
+            is_named = named is None or re.search(rf"\b{re.escape(name)}\b", named[1]) is not None
+            if isinstance(value, bool | int | float) and is_named:
+                yield Problem(f"the function needs the value of argument `{name}`, which is traced like an array",
+                              f"{name} = {value!r}", f"{type(error).__name__}: {text}",
+                              f"make it static, then it has no entry: static_argnames={name!r}", is_type=True)  # fmt: skip
+        return
+    for name, value in dynamic.items():
+        if is_of_numbers(value):
+            yield Problem(f"argument `{name}` is {a(value)} of numbers, not an array", f"{name} = {short(value)}",
+                          f"it is traced as a pytree of scalars, with which the function fails: {type(error).__name__}: {text}",
+                          fix_of_numbers(name, value), is_type=True)  # fmt: skip
