@@ -29,7 +29,7 @@ import jax
 import shardfn
 from examples.models import abstract, gpt2, mindspore
 from shardfn.ir import shardy
-from shardfn.planning import pose
+from shardfn.planning import call_function
 
 LAYERS = (2, 6, 12, 24, 48, 96)
 DEVICES = (8, 64, 512, 4096)
@@ -121,6 +121,13 @@ def cases() -> Iterator[Case]:
             functools.partial(abstract, mindspore.make, mindspore.TRANSFORMER),
             on(devices, donate_argnums=()), target=1.0,
         )  # fmt: skip
+    for mode in ("recursive_programming", "dynamic_programming"):
+        for level in (0, 1, 2):
+            yield Case(
+                f"the same, 64 devices, level {level}, {mode}",
+                functools.partial(abstract, mindspore.make, mindspore.TRANSFORMER),
+                on(64, donate_argnums=(), level=level, search_mode=mode),
+            )  # fmt: skip
     yield Case("gpt2, 24 layers unrolled, mesh (4, 2), with proof", gpt(24), mesh_4x2, target=5.0, proof=True)
     yield Case("explain, gpt2 of 6 layers, no devices", gpt(6), data_parallel, target=1.0, report=True)
 
@@ -148,14 +155,14 @@ def measure(case: Case) -> Row:
     fn, args = case.make()
     options = case.options(args)
     whole, tracing, reading = Clock(), Clock(), Clock()
-    trace, read = pose.trace, shardy.read_graph
-    pose.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
+    trace, read = call_function.trace, shardy.read_graph
+    call_function.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
     try:
         function: Any = shardfn.shard(fn, **options)
         call = function.explain if case.report else function.plan
         whole.around(call)(*args)
     finally:
-        pose.trace, shardy.read_graph = trace, read
+        call_function.trace, shardy.read_graph = trace, read
     plan = function.plan(*args)
     jax_s = tracing.spent - reading.spent
     plan_s = whole.spent - jax_s

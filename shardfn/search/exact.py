@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from shardfn.ir.model import Axes
 from shardfn.search.feasibility import is_infeasible
 from shardfn.search.filters import filtered, with_loss
-from shardfn.search.label_tables import build
+from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of, totals, with_smallest_arguments
 from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.objectives import aim, other_level, over
@@ -64,21 +64,17 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> tuple[float, 
     return (over(peak, problem.memory_limit), *least, len(found.axes))
 
 
-def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
-               ceiling: float = math.inf) -> Iterator[MeshSolution]:  # fmt: skip
+def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, ceiling: float = math.inf) -> Iterator[MeshSolution]:
     """The optimum on one mesh, and solutions that may have less memory where memory counts.
 
     At level 1: the fastest and the one that sends least, both with every argument in its smallest shards, and one near the
     least peak. At level 2: nothing where every labelling costs more than `ceiling`.
     """
-    given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    mesh = MeshModel.on(problem.hardware, axes)
-    budget.spend(BUILD_WORK * len(problem.graph.ops))
-    space = build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts)
+    space, sizes = label_space(problem, axes, budget), tuple(size for _, size in axes)
 
     def asked(compute_weight: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
         labels = labelling_of(space, dataclasses.replace(problem, level=level), compute_weight)
-        return filtered(labels, space, problem.graph, mesh.sizes, problem.algorithm)
+        return filtered(labels, space, problem.graph, sizes, problem.algorithm)
 
     def solved(labels: Labelling, lost: float, **fields: bool | int) -> MeshSolution:
         effort = FIRST if problem.level == 2 else EFFORT
@@ -117,6 +113,28 @@ def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Seque
     yield found
     if found.peak > problem.memory_limit and not is_infeasible(problem):
         yield from _possible(solved(with_smallest_arguments(found.labels, space), 0.0, is_fully_sharded=True))
+
+
+def solve_division(
+    problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None
+) -> MeshSolution | None:
+    """The best solution on a mesh whose axes but the last are `chosen`; None where no label is possible."""
+    space = label_space(problem, axes, budget, chosen)
+    labels = labelling_of(space, problem, COMPUTE_WEIGHTS[0])
+    labels, lost = filtered(labels, space, problem.graph, tuple(size for _, size in axes), problem.algorithm)
+    labels = with_smallest_arguments(labels, space) if problem.level == 1 else labels
+    solution = with_loss(solve(labels, budget.part(), FIRST), lost)
+    return MeshSolution(axes, space, labels, solution) if math.isfinite(solution.cost) else None
+
+
+def label_space(
+    problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None
+) -> LabelSpace:
+    """All choices on a mesh; where labels are `chosen`, only those that extend them."""
+    given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
+    budget.spend(BUILD_WORK * len(problem.graph.ops))
+    mesh = MeshModel.on(problem.hardware, axes)
+    return build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts)
 
 
 def other_objective(problem: SearchProblem, found: MeshSolution, budget: Budget) -> Iterator[MeshSolution]:

@@ -61,5 +61,6 @@ def test_plan_without_a_seed_sends_no_more_than_data_parallel(mode, config, trai
     whole = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])
     data_parallel = shardfn.plan(function, *args, in_strategy=(whole, cut_of_batch(config)), device=DEVICE)
     made = shardfn.plan(function, *args, in_strategy=(AUTO, AUTO), search_mode=mode, level=2, device=DEVICE)
-    assert made.cost.bytes_sent <= data_parallel.cost.bytes_sent
+    assert made.cost.time_s <= data_parallel.cost.time_s
+    assert made.cost.bytes_sent <= 1.001 * data_parallel.cost.bytes_sent, "small arrays at most, gathered to save time"
     assert made.cost.flops <= 1.01 * data_parallel.cost.flops, "or it does the work several times to send less"
