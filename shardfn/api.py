@@ -43,6 +43,7 @@ class More(TypedDict, total=False):
     donate_argnames: str | Sequence[str]
     layout: Any
     compiler_options: Mapping[str, Any] | None
+    closed_over: str
 
 
 @overload
@@ -105,6 +106,9 @@ def shard(
       layout: a layout file (its path), a recipe ("llama/fsdp-tp"), a result of `load_layout`, or a plan. It applies to the
         arrays that no entry names.
       compiler_options: XLA options, as in `jax.jit`. A call inside another `jit` ignores them.
+      closed_over: what becomes of arrays that the function closes over. "constant": every device holds all of each, as in
+        `jax.jit`. "argument": they are sharded as arguments are, by the search or by `parameter_plan`, with paths such as
+        "closed_over/weights".
 
     Returns:
       A `ShardedFunction`. It plans on the first call with new shapes, and then runs as an ordinary JAX function.

@@ -132,7 +132,7 @@ def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) ->
     predicted = matrix_flops(problem.partitioned_of(answer))
     share = made.flops / predicted if made.flops and predicted else 1.0
     told = made.together(hardware.platform)
-    peak = cost.memory.peak if told is None else told
+    peak = cost.memory.peak if told is None else told + cost.memory.constants
     sent = sum(c.total_bytes for c in made.collectives)
     return CompiledCandidate(
         name, answer.axes, problem.level, sent, peak, made.flops or cost.flops, sent_s + share * cost.compute_s

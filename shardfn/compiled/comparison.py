@@ -56,11 +56,13 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
         if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
     )
     memory = plan.cost.memory
+    together, held = compiled.together(plan.hardware.platform), compiled.bytes_of(plan.closed_over)
     rows = (
         ("arguments", Pair(memory.arguments, compiled.argument_bytes)),
         ("results", Pair(memory.results, compiled.output_bytes)),
         ("temporaries", Pair(memory.temporaries, compiled.temp_bytes)),
-        ("together", Pair(memory.peak, compiled.together(plan.hardware.platform))),
+        *([("closed_over", Pair(memory.constants, held))] if memory.constants else []),
+        ("together", Pair(memory.peak, None if together is None else together + held)),
         ("xla_peak", Pair(None, compiled.peak_bytes)),
     )
     explained: set[str] = set()

@@ -5,6 +5,7 @@ The collectives are read from the optimised HLO text, in the forms that XLA's CP
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -27,6 +28,7 @@ from shardfn.compiled.hlo import (
     replica_groups,
 )
 from shardfn.cost.collectives import bytes_sent
+from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.ir.model import Collective
 
 
@@ -45,6 +47,14 @@ class Compiled:
     peak_bytes: int | None
     diagnostics: tuple[str, ...] = ()
     """What the numbers above omit or estimate."""
+    constants: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """The constant arrays in the program: their dimensions, sorted, and bytes. XLA's sizes leave them out."""
+
+    def bytes_of(self, closed_over: Sequence[ClosedOverArray]) -> int:
+        """Bytes of those arrays that a function closes over which are constants of the program; XLA fuses uniform ones."""
+        left = collections.Counter(self.constants)
+        wanted = collections.Counter((tuple(sorted(array.shape)), array.bytes) for array in closed_over)
+        return sum(size * count for (_, size), count in (left & wanted).items())
 
     def together(self, platform: str) -> int | None:
         """Bytes of one device's main memory that a call takes, or None if a size is unknown.
@@ -80,6 +90,7 @@ def read(compiled: Executable) -> Compiled:
         collectives=tuple(x for x in found if isinstance(x, Collective)),
         flops=float(sum(x for x in found if isinstance(x, int))),
         diagnostics=tuple(dict.fromkeys(x for x in found if isinstance(x, str))),
+        constants=tuple(_constants(text or "")),
         **sizes,
     )
 
@@ -135,6 +146,13 @@ def _mlir(kind: str) -> str:
         return kind[0] + kind[1:].upper()
     names = {"pred": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
     return names.get(kind) or re.sub(r"^u(?=\d)", "ui", re.sub(r"^s(?=\d)", "i", kind))
+
+
+def _constants(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
+    for module in modules(text):
+        for it in (it for computation in module.computations.values() for it in computation.values()):
+            if it.opcode == "constant":
+                yield from ((tuple(sorted(shape[1])), _bytes(shape)) for shape in _shapes(it.type) if shape[1])
 
 
 def _found(text: str) -> Iterator[Collective | int | str]:

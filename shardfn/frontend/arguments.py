@@ -10,6 +10,7 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.errors import Problem, a
+from shardfn.frontend.closed_over import Lifted
 from shardfn.frontend.paths import array_paths
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.trace import shaped
@@ -93,6 +94,8 @@ class Call:
     stateful: bool
     returns_changes: bool = False
     """Whether the compiled function returns, beside its result, the arrays of the callee's objects that the call changed."""
+    lifted: Lifted | None = None
+    """The arrays that the function closes over, where they are part of the state."""
 
     @property
     def dynamic(self) -> tuple[Any, ...]:
@@ -123,6 +126,20 @@ class Call:
         """The paths of the leaves of `dynamic`."""
         rows = zip((*("",) * self.stateful, *self.names), self.dynamic, strict=True)
         return [path for name, value in rows for path in array_paths(name, value)]
+
+    def with_lifted(self, lifted: Lifted) -> Call:
+        """The call with the arrays that the function closes over in its state."""
+        state = self.values[0] if self.stateful else {}
+        values = [{**state, **lifted.arrays}, *self.values[self.stateful :]]
+        return dataclasses.replace(self, values=values, stateful=True, lifted=lifted)
+
+    def without_lifted(self) -> Call:
+        """The call without the arrays that the function closes over."""
+        if self.lifted is None:
+            return self
+        state = {path: a for path, a in self.values[0].items() if path not in self.lifted.arrays}
+        values = [*[state] * self.lifted.is_stateful, *self.values[1:]]
+        return dataclasses.replace(self, values=values, stateful=self.lifted.is_stateful, lifted=None)
 
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""

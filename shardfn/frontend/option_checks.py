@@ -10,10 +10,12 @@ from shardfn import search
 from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, fail, nearest, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
+from shardfn.frontend.closed_over import OPTIONS as CLOSED_OVER
 from shardfn.frontend.options import OBJECTIVES, Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
+from shardfn.frontend.value_checks import one_of, option_problems
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
@@ -136,6 +138,7 @@ def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem
     ):
         problems.append(found)
     problems += [*_bounds(options), *_of_the_compiler(options.compiler_options)]
+    problems += option_problems(one_of(*CLOSED_OVER), "closed_over", options.closed_over)
     for name in ("in_strategy", "out_strategy"):
         value = getattr(options, name)
         if value is not None and (problem := not_a_tuple(value, name, arguments)):

@@ -66,6 +66,8 @@ class Options:
     donate_argnames: Any = ()
     layout: Any = None
     compiler_options: Any = None
+    closed_over: str = "constant"
+    """What becomes of arrays that the function closes over, one of `closed_over.OPTIONS`."""
 
     def __post_init__(self) -> None:
         for name in ("level", "memory_limit", "compile_candidates", "time_limit"):

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.closed_over import ClosedOverArray, closed_over
 from shardfn.ir import shardy
 from shardfn.ir.model import Graph
 
@@ -36,6 +37,8 @@ class Traced:
     """What it was lowered for."""
     seen: shardy.ReaderCache | None = None
     """What was read of the module, for its partitioned programs."""
+    closed_over: tuple[ClosedOverArray, ...] = ()
+    """The arrays that the function closes over."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -48,8 +51,15 @@ class Traced:
         return self.graph.outputs[len(self.graph.outputs) - len(tree_util.tree_leaves(self.results)) :]
 
 
-def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tuple[int, ...], platform: str) -> Traced:
-    """Trace and lower `function` for `platform` (as `lowering_platforms` of JAX names it).
+def trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    static_argnums: tuple[int, ...],
+    platform: str,
+    names: Callable[..., Any] | None = None,
+) -> Traced:
+    """Trace and lower `function` for `platform` (as `lowering_platforms` of JAX names it). `names` is the user's function, whose
+    variables give the arrays that it closes over their names.
 
     What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
     whose ops are the same but for those that a platform has of its own. Errors of the function itself come out as they are.
@@ -57,6 +67,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
     results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
     jaxpr = traced.jaxpr
+    held = closed_over(jaxpr, names)
     if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
         fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of a vmap around it",
              where=f"axis_name = {mapped[0]!r}", why="it is planned on its own, where that axis is not there",
@@ -81,7 +92,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
     graph = shardy.read_graph(module, seen)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    return Traced(module, graph, captured, results, shardy.mesh_shapes(module), traced.jaxpr.jaxpr, platform, seen)
+    meshes = shardy.mesh_shapes(module)
+    return Traced(module, graph, captured, results, meshes, traced.jaxpr.jaxpr, platform, seen, held)
 
 
 def shaped(leaf: Any) -> Any:

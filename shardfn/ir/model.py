@@ -267,6 +267,8 @@ class PartitionedProgram:
     """The platform whose collectives these are; empty before `partition.partitioner.insert_collectives`."""
     stored_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """By value the bytes on one device, where they differ from those of its elements."""
+    constant_bytes: int = 0
+    """Bytes of the arrays that the function closes over. Each device holds all of them."""
     forms: dict[object, tuple[tuple[int, ...], int]] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )

@@ -25,6 +25,12 @@ class RebindRules:
     wanted: Callable[[Any, int], bool]
     bind: Bind
     unreached: Callable[[Any], None]
+    constant: Callable[[Any], Any] | None = None
+    """What takes the place of a constant; None leaves them as they are."""
+
+    def constants(self, closed: Any) -> list[Any]:
+        """The constants of a closed jaxpr."""
+        return [self.constant(c) for c in closed.consts] if self.constant else list(closed.consts)
 
 
 def equation_line(eqn: Any) -> str:
@@ -64,6 +70,31 @@ def rebind(
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
 
     return run
+
+
+def constants(closed: Any) -> list[Any]:
+    """The constants of a closed jaxpr and of those inside it."""
+    return [*closed.consts, *(c for eqn in closed.jaxpr.eqns for c in _constants_inside(eqn))]
+
+
+def evaluate_with_constants(closed: Any, constant: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
+    """The results of a closed jaxpr for flat arguments, with `constant(c)` in the place of each constant `c`.
+
+    Those inside functions with their own derivative rules stay as they are.
+    """
+    rules = RebindRules(lambda eqn, number: False, lambda eqn, inputs, number: [], lambda eqn: None, constant)
+    return _evaluate(closed.jaxpr, rules.constants(closed), args, rules, 0)
+
+
+def _constants_inside(eqn: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, core.ClosedJaxpr):
+                found += constants(one)
+            elif isinstance(one, core.Jaxpr):
+                found += [c for inside in one.eqns for c in _constants_inside(inside)]
+    return found
 
 
 def bind_one(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -133,6 +164,8 @@ def inner(eqn: Any) -> list[Any]:
 
 
 def _holds(eqn: Any, number: int, how: RebindRules) -> bool:
+    if how.constant and _constants_inside(eqn):
+        return True
     number += 1
     for jaxpr in inner(eqn):
         if any(how.wanted(e, n) for n, e, _ in equations(jaxpr, number)):
@@ -142,7 +175,7 @@ def _holds(eqn: Any, number: int, how: RebindRules) -> bool:
 
 
 def _function(closed: Any, how: RebindRules, number: int) -> Callable[..., list[Any]]:
-    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args, how, number)
+    return lambda *args: _evaluate(closed.jaxpr, how.constants(closed), args, how, number)
 
 
 def _open_jit(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:

@@ -9,12 +9,14 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jax import tree_util
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend import nnx_objects
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
+from shardfn.frontend.closed_over import Lifted, lift
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.trace import Traced, trace
 from shardfn.frontend.trace_errors import explained
@@ -60,7 +62,7 @@ class CallFunction:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
         mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
         with explained(self.call):
-            return trace(self.on(mesh), self.call.values, self.call.statics, platform)
+            return trace(self.on(mesh), self.call.values, self.call.statics, platform, self.callee.function)
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
@@ -77,6 +79,8 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     def pure(*flat: Any) -> Any:
         if signature(flat, statics) != expected:
             raise OtherCall
+        if call.lifted is not None:
+            return call.lifted.evaluate([value for i, value in enumerate(flat) if i not in statics])
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
         given = dict(zip((slot.name for slot in slots), rest, strict=True))
         objects, given, before = callee.objects.filled(given) if callee.objects else (callee.objects, given, {})
@@ -98,6 +102,15 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     pure.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in found])  # type: ignore[attr-defined]
     pure.__wrapped__ = callee.function  # type: ignore[attr-defined]
     return pure
+
+
+def lifted_call(callee: Callee, call: Call) -> Lifted:
+    """The arrays that a function closes over in a call, with the function's trace, which takes them as arguments."""
+    shapes = call.of_shapes()
+    function = pure_function(callee.frozen(shapes), shapes)
+    with explained(shapes):
+        traced = jax.jit(function, static_argnums=call.statics, keep_unused=True).trace(*shapes.values)
+    return lift(traced, callee.function, call.stateful)
 
 
 def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import estimate_cost
-from shardfn.frontend.paths import escaped
+from shardfn.frontend.paths import escaped, few
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
@@ -338,6 +338,13 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
         found.append(
             f"parts of the function have a mesh of their own ({shapes}), and transfers between it and the rest are not predicted;"
             f"{FIX}use one mesh for the whole function"
+        )
+    held = sum(array.bytes for array in traced.closed_over)
+    if held >= LEAST_BYTES and hardware.count > 1:
+        names = few([f"`{array.name}` ({bytes_text(array.bytes)})" for array in traced.closed_over], 3)
+        found.append(
+            f"every device holds all of the arrays that the function closes over, {bytes_text(held)}: {names};{FIX}"
+            'to shard these arrays, pass them as arguments, or write shard(f, closed_over="argument")'
         )
     if traced.captured:
         found.append(

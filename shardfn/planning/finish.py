@@ -50,6 +50,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         candidates=candidates(problem, answer, cost),
         activations=call.layout.activations if call.layout is not None else (),
         memory_limit=call.search.memory_limit,
+        closed_over=call.traced.closed_over,
         _answered=answered,
     )
     diagnostics = (

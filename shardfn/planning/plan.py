@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
@@ -79,6 +80,8 @@ class Plan:
     """The rules of a layout file for tagged values."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
     """Bytes per device, as the user gave them; None is the device's memory."""
+    closed_over: tuple[ClosedOverArray, ...] = ()
+    """The arrays that the function closes over, which every device holds in full."""
     _answered: AnsweredCall | None = dataclasses.field(default=None, repr=False, compare=False)
     """The call that the plan is for, with its search problem; None for a pickled plan."""
 

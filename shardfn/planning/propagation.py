@@ -52,7 +52,9 @@ class Propagation:
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
         constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
         partitioned = self._ready.propagate(axes, spread, tokens + results, constrained)
-        return insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
+        found = insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
+        held = sum(array.bytes for array in traced.closed_over)
+        return dataclasses.replace(found, constant_bytes=held) if held else found
 
 
 def memoized(propagation: Partitioner) -> Partitioner:

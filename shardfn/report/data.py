@@ -38,6 +38,7 @@ def plan_data(plan: Plan, transfers: Sequence[str]) -> dict[str, Any]:
         "device_order": plan.order,
         "arguments": [_array(d) for d in plan.inputs],
         "results": [_array(d) for d in plan.outputs],
+        "closed_over": [dataclasses.asdict(array) for array in plan.closed_over],
         "dimension_groups": [dataclasses.asdict(g) for g in plan.dimension_groups],
         "ops": [{"op": o.op, "in_strategy": o.inputs, "out_strategy": o.outputs, "runs": o.trips, "where": o.where}
                 for o in op_strategies(plan)],

@@ -131,14 +131,24 @@ def _collectives(of: Subject) -> Iterable[Part]:
 _CAUSES = {"return": "sharding of a result or of a loop carry"}
 
 
+def _closed_over(of: Subject) -> Iterable[Part]:
+    rows = [
+        (array.name, f"{array.dtype}{list(array.shape)}".replace(" ", ""), bytes_text(array.bytes))
+        for array in of.plan.closed_over
+    ]
+    note = "replicated: every device holds all of each"
+    yield table("Arrays that the function closes over", ("array", "shape", "per device"), rows, note, of.most)
+
+
 def _memory(of: Subject) -> Iterable[Part]:
     memory, device = of.plan.cost.memory, of.plan.hardware.chip.memory_bytes
     sizes = (("arguments", memory.arguments), ("results", memory.results), ("donated", -memory.donated),
-             ("temporaries (estimate)", memory.temporaries), ("peak (estimate)", memory.peak))  # fmt: skip
+             ("closed-over arrays", memory.constants), ("temporaries (estimate)", memory.temporaries),
+             ("peak (estimate)", memory.peak))  # fmt: skip
     rows = [
         (what, bytes_text(n), "<0.1%" if 0 < n < device / 1000 else f"{n / device:.1%}")
         for what, n in sizes
-        if n or what != "donated"
+        if n or what not in ("donated", "closed-over arrays")
     ]
     yield table("Memory per device", ("part", "size", f"of {bytes_text(device)} ({of.plan.hardware.chip.name})"), rows)
 
@@ -246,7 +256,7 @@ def _ran(tally: Tally) -> str:
     return number_text(tally.count) + (f", {number_text(tally.runs)} runs" if tally.runs != tally.count else "")
 
 
-_MEMORY = {"together": "peak", "xla_peak": "peak by XLA's own count"}
+_MEMORY = {"closed_over": "closed-over arrays", "together": "peak", "xla_peak": "peak by XLA's own count"}
 
 
 def _drawing(of: Subject) -> Iterable[Part]:
@@ -255,7 +265,8 @@ def _drawing(of: Subject) -> Iterable[Part]:
 
 
 SECTIONS: tuple[tuple[Callable[[Subject], Iterable[Part]], bool], ...] = (
-    (_headline, True), (_diagnostics, True), (_mesh, True), (_drawing, True), (_arrays, True), (_collectives, True),
+    (_headline, True), (_diagnostics, True), (_mesh, True), (_drawing, True), (_arrays, True), (_closed_over, True),
+    (_collectives, True),
     (_memory, True), (_compiled, True), (_dimension_groups, False), (_ops, False), (_constraints, False),
     (_candidates, False), (_runners_up, False),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.callee import describe
-from shardfn.planning.call_function import CallFunction, OtherCall, pure_function
+from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
 from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Plan, answered_call, shardings_on
@@ -68,7 +68,11 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`Plan.apply`."""
     planned = answered_call(plan).posed.call.function
     callee = dataclasses.replace(describe(fn), objects=planned.callee.objects)
-    function = dataclasses.replace(planned, pure=pure_function(callee.frozen(planned.call), planned.call))
+    call, arrays = planned.call, callee.read()
+    if call.lifted is not None:
+        lifted = lifted_call(callee, call.without_lifted())
+        call, arrays = dataclasses.replace(call, lifted=lifted), {**arrays, **lifted.arrays}
+    function = dataclasses.replace(planned, pure=pure_function(callee.frozen(call), call))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
              where=f"plan.apply({callee.name})",
@@ -86,7 +90,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
                  "static values of its call", fix="plan again for these arguments")  # fmt: skip
 
     if planned.call.stateful:
-        applied.arrays = callee.read()  # type: ignore[attr-defined]
+        applied.arrays = arrays  # type: ignore[attr-defined]
     return applied
 
 

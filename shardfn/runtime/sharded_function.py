@@ -23,12 +23,13 @@ from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeErro
 from shardfn.frontend import defaults
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.closed_over import Lifted
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
-from shardfn.planning.call_function import OtherCall, pure_function
+from shardfn.planning.call_function import OtherCall, lifted_call, pure_function
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
@@ -56,6 +57,7 @@ class ShardedFunction(Generic[P, R]):
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
         self._entries: dict[Any, Entry] = {}
+        self._lifted: dict[Any, Lifted] = {}
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
         self._checks_arrays = False
@@ -238,6 +240,7 @@ class ShardedFunction(Generic[P, R]):
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function."""
         self._entries.clear()
+        self._lifted.clear()
         self._fast, self._fast_defaults = _no_fast_path, None
 
     # ---- inside
@@ -274,6 +277,8 @@ class ShardedFunction(Generic[P, R]):
                  where=f"device = {self.options.device!r}",
                  why="a target is only planned for, and not run on" + (", whatever devices are here" if instead else ""),
                  fix=f"use .plan(...) or .explain(...); to run, {instead or 'give a device of this machine'}")  # fmt: skip
+        if call.lifted is not None:
+            call = self._placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
@@ -295,7 +300,7 @@ class ShardedFunction(Generic[P, R]):
             # Of a first state; the next lies as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
-        simple = not call.returns_changes and not any(s.keyword for s in call.slots)
+        simple = not call.stateful and not call.returns_changes and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._transfers_arrays:
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
@@ -341,7 +346,27 @@ class ShardedFunction(Generic[P, R]):
         call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
         if problems := call.unhashable():
             raise StrategyTypeError(problems)
-        return callee, call
+        return callee, self._with_closed_over(callee, call) if self.options.closed_over == "argument" else call
+
+    def _with_closed_over(self, callee: Callee, call: Call) -> Call:
+        """The call with the arrays that the function closes over among its values; a call of a new kind is traced."""
+        key = _key(callee, call)
+        lifted = self._lifted.get(key)
+        if lifted is None:
+            while len(self._lifted) >= MAX_ENTRIES:
+                self._lifted.pop(next(iter(self._lifted)), None)
+            lifted = self._lifted[key] = lifted_call(callee, call)
+        return call.with_lifted(lifted) if lifted.arrays else call
+
+    def _placed(self, callee: Callee, call: Call, entry: Entry) -> Call:
+        """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
+        assert call.lifted is not None
+        targets = dict(zip((d.path for d in entry.plan.inputs), entry.targets, strict=True))
+        if all(getattr(a, "sharding", None) == targets[path] for path, a in call.lifted.arrays.items()):
+            return call
+        own = call.without_lifted()
+        lifted = self._lifted[_key(callee, own)] = call.lifted.placed(targets)
+        return own.with_lifted(lifted)
 
     def _entry(self, callee: Callee, call: Call) -> Entry:
         """The entry of a call, made if it is the first of its kind."""

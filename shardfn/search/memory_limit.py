@@ -132,8 +132,10 @@ def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = ""
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found{how} is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
              f"{bytes_text(memory.results)} of results ({bytes_text(memory.donated)} in donated arguments' memory) and "
-             f"{bytes_text(memory.temporaries)} of temporaries; the largest: " + "; ".join(_largest(problem, least)),
-         fix=_unit(problem.memory_limit) or f"{remedies(problem)} or memory_limit={memory.peak}{more}")  # fmt: skip
+             f"{bytes_text(memory.temporaries)} of temporaries; the largest: " + "; ".join(_largest(problem, least))
+             + (f"; {bytes_text(memory.constants)} of arrays that the function closes over, on every device"
+                if memory.constants else ""),
+         fix=_unit(problem.memory_limit) or f"{remedies(problem, memory)} or memory_limit={memory.peak}{more}")  # fmt: skip
 
 
 def _unit(limit: float) -> str:
@@ -145,12 +147,13 @@ def _unit(limit: float) -> str:
     return f'did you mean memory_limit="{limit:.0f}GiB"? A number without a unit is bytes' if limit < 1024 else ""
 
 
-def remedies(problem: SearchProblem) -> str:
+def remedies(problem: SearchProblem, memory: MemoryEstimate) -> str:
     """What takes less memory, as far as it can help this program: results that replace arguments are those of a step."""
     updated = {*problem.same_as.values()}
     donate = ["donate_argnums for updated arguments"] if updated - problem.donated else []
     keeps = ["jax.checkpoint for what the backward pass keeps"] if updated else []
-    return ", ".join(["use more devices", "a smaller batch", *donate, *keeps]) + ","
+    lift = ['closed_over="argument" to shard what the function closes over'] if memory.constants else []
+    return ", ".join(["use more devices", "a smaller batch", *donate, *keeps, *lift]) + ","
 
 
 def _peak(problem: SearchProblem, answer: Answer) -> int:

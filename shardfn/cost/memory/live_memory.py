@@ -29,11 +29,13 @@ class MemoryEstimate:
     """The most that is live at once beside arguments and results."""
     donated: int = 0
     """Of the results, those in the buffers of donated arguments."""
+    constants: int = 0
+    """The arrays that the function closes over."""
 
     @property
     def peak(self) -> int:
-        """Bytes of arguments, results and temporaries at their peak; donated buffers count once."""
-        return self.arguments + self.results + self.temporaries - self.donated
+        """Bytes of arguments, results, closed-over arrays and temporaries at their peak; donated buffers count once."""
+        return self.arguments + self.results + self.constants + self.temporaries - self.donated
 
 
 class ReusableBuffer(NamedTuple):
@@ -71,7 +73,8 @@ class LiveMemory:
 
     @property
     def held_at_peak(self) -> list[tuple[tuple[int, ...], int]]:
-        """What `MemoryEstimate.peak` is made of: values in one place (none of a copy that XLA makes), with bytes."""
+        """What `MemoryEstimate.peak` is made of, without constants: values in one place (none of a copy that XLA makes), with
+        bytes."""
         temporaries = [(self.temporaries[i].values, self.temporaries[i].bytes) for i in self.at_peak]
         return [*(((v,), size) for v, size in (*self.arguments, *self.results)), *temporaries]
 
@@ -117,7 +120,8 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
     temporaries = _outside(left, rooms)
     most, tick = _most(temporaries)
     results = [size(v) for v in graph.outputs]
-    estimate = MemoryEstimate(sum(arguments), sum(results), most, sum(size for _, size in taken))
+    saved = sum(size for _, size in taken)
+    estimate = MemoryEstimate(sum(arguments), sum(results), most, saved, partitioned.constant_bytes)
     size_of = dict(zip(graph.outputs, results, strict=True))
     apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in taken)
     own = [(v, size_of[v]) for v in apart.elements()]

@@ -1,0 +1,162 @@
+"""Arrays that a function closes over: their names, and a call that takes them as arguments.
+
+JAX makes a constant of each: every device holds all of it. `shard(..., closed_over="argument")` traces the call once and passes
+the constants of its jaxpr as arguments, with paths such as `closed_over/weights`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.core import Tracer
+
+from shardfn.frontend.paths import join
+from shardfn.ir.rewrite import constants, evaluate_with_constants
+
+OPTIONS = ("constant", "argument")
+"""What becomes of arrays that a function closes over."""
+
+PREFIX = "closed_over"
+"""The first part of the path of an array that is lifted to an argument."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedOverArray:
+    """An array that a function closes over, which each device holds in full: name, shape, dtype and bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lifted:
+    """A traced call whose constants are arguments."""
+
+    jaxpr: Any
+    result: Any
+    """The structure of the result."""
+    arrays: dict[str, Any]
+    """The constants by path."""
+    paths: dict[Any, str]
+    """The path of each constant, by its identity."""
+    is_stateful: bool
+    """Whether the call without them has a state."""
+
+    def evaluate(self, values: Sequence[Any]) -> Any:
+        """The result of the function for the dynamic values of a call, its state with the constants first."""
+        state, *rest = values
+        own = [{path: a for path, a in state.items() if path not in self.arrays}] if self.is_stateful else []
+        leaves = tree_util.tree_leaves([*own, *rest])
+
+        def constant(value: Any) -> Any:
+            path = self.paths.get(identity(value))
+            return value if path is None else state[path]
+
+        return tree_util.tree_unflatten(self.result, evaluate_with_constants(self.jaxpr, constant, leaves))
+
+    def placed(self, targets: dict[str, Any]) -> Lifted:
+        """The same with its constants in the shardings of a plan, by path."""
+        return dataclasses.replace(
+            self, arrays={path: jax.device_put(a, targets[path]) for path, a in self.arrays.items()}
+        )
+
+
+def lift(traced: Any, function: Callable[..., Any], is_stateful: bool) -> Lifted:
+    """The constants of a traced call as arguments. Values of a transformation around the call stay what they are.
+
+    Args:
+      traced: from `jax.jit(...).trace(...)`.
+      function: the user's function, which gives the constants their names.
+      is_stateful: whether the first value of the call is a state.
+    """
+    found = _constants(traced.jaxpr)
+    named = {f"{PREFIX}/{name}": c for name, c in zip(_names(function, found), found, strict=True)}
+    paths = {identity(c): path for path, c in named.items()}
+    result = tree_util.tree_structure(traced.out_info)
+    arrays = {path: c if isinstance(c, jax.Array) else np.asarray(c) for path, c in named.items()}
+    return Lifted(traced.jaxpr, result, arrays, paths, is_stateful)
+
+
+def closed_over(jaxpr: Any, function: Callable[..., Any] | None) -> tuple[ClosedOverArray, ...]:
+    """The arrays that a function closes over, the largest first.
+
+    Args:
+      jaxpr: its closed jaxpr.
+      function: the user's function, which gives the arrays their names.
+    """
+    found = _constants(jaxpr)
+    rows = (
+        ClosedOverArray(name, tuple(c.shape), str(c.dtype), int(getattr(c, "nbytes", 0)))
+        for name, c in zip(_names(function, found), found, strict=True)
+    )
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def identity(value: Any) -> Any:
+    """What distinguishes a constant from others: NumPy's are wrapped anew in each trace."""
+    if isinstance(value, jax.Array):
+        return id(value)
+    array = np.asarray(value)
+    return array.__array_interface__["data"][0], array.shape, array.dtype
+
+
+def _constants(jaxpr: Any) -> list[Any]:
+    """The different constants of a closed jaxpr that have dimensions."""
+    every = (c for c in constants(jaxpr) if not isinstance(c, Tracer) and getattr(c, "shape", ()))
+    return list({identity(c): c for c in every}.values())
+
+
+def _names(function: Callable[..., Any] | None, arrays: Sequence[Any]) -> list[str]:
+    """A distinct name of each array, from the variables that the function sees."""
+    known: dict[Any, str] = {}
+    if arrays and function is not None:
+        for name, leaf in _seen_by(function, set()):
+            known.setdefault(identity(leaf), name)
+    names: dict[str, None] = {}
+    for i, array in enumerate(arrays):
+        name = known.get(identity(array), f"array_{i}")
+        names[name if name not in names else f"{name}_{i}"] = None
+    return list(names)
+
+
+def _seen_by(function: Callable[..., Any], met: set[int]) -> Iterator[tuple[str, Any]]:
+    """Name and value of the arrays that a function refers to, and the functions and objects that it refers to."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if id(function) in met or not isinstance(function, types.FunctionType):
+        return
+    met.add(id(function))
+    seen = inspect.getclosurevars(function)
+    for name, value in (*seen.nonlocals.items(), *seen.globals.items()):
+        yield from _arrays_of(name, value, met)
+
+
+def _arrays_of(name: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, types.ModuleType | type):
+        return
+    for key, leaf in tree_util.tree_flatten_with_path(value)[0]:
+        path = join(name, key)
+        if isinstance(leaf, jax.Array | np.ndarray):
+            yield path, leaf
+        elif callable(leaf) and isinstance(inspect.unwrap(leaf), _FUNCTIONS):
+            yield from _seen_by(leaf, met)
+        elif hasattr(leaf, "__dict__") and id(leaf) not in met:
+            met.add(id(leaf))
+            for attribute, inside in vars(leaf).items():
+                yield from _arrays_of(f"{path}/{attribute}", inside, met)
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
