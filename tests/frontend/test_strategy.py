@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import (
     AUTO,
     DATA_PARALLEL,
     REPLICATED,
     Argument,
     Leaf,
-    apply_parameter_plan,
     is_entry,
     leaves_of,
     match,
