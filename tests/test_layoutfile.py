@@ -507,7 +507,7 @@ def test_a_plan_as_strategy_json(asked, tmp_path):
 
 BROKEN = {
     "no JSON": ("{", "is no JSON"),
-    "no layouts": ("{}", "is no strategy JSON"),
+    "no layouts": ("{}", "is no strategy file"),
     "a matrix of text": ({"w": {"dev_matrix": "8", "tensor_map": [0]}}, "dev_matrix must be"),
     "an axis that is not there": ({"w": {"dev_matrix": [8], "tensor_map": [1]}}, "names an axis twice, or one that"),
     "an axis twice": ({"w": {"dev_matrix": [8], "tensor_map": [0, 0]}}, "names an axis twice"),

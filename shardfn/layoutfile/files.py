@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -25,7 +26,8 @@ from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
-from shardfn.layoutfile.mindspore_json import json_text, parse_json, trained
+from shardfn.layoutfile.mindspore_json import layout_of_rows, parse_json, strategy_content, trained
+from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_bytes, strategy_rows
 from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of, sources_of
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
 from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
@@ -65,8 +67,8 @@ def read_layout(source: Any) -> LayoutFile:
     """A layout file by its path, a recipe by its name, or the decisions of a plan.
 
     Args:
-      source: a path that ends in `.toml`, or in `.json` for MindSpore's strategy JSON; the name of a recipe
-        ("llama/fsdp-tp"); a `Plan`; a `LayoutFile`.
+      source: a path that ends in `.toml`, or that of MindSpore's strategy file, as JSON (`.json`) or ProtoBuf (`.ckpt`); the
+        name of a recipe ("llama/fsdp-tp"); a `Plan`; a `LayoutFile`.
 
     Returns:
       The layout file.
@@ -94,7 +96,9 @@ def read_layout(source: Any) -> LayoutFile:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8")
+        is_binary = data[:1] == bytes([FIRST_BYTE])
+        rows = strategy_rows(data) if is_binary and len(data) <= MAX_BYTES else None
+        text = "" if is_binary else data.decode("utf-8")
     except (OSError, ValueError) as error:
         close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""
         fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
@@ -104,7 +108,7 @@ def read_layout(source: Any) -> LayoutFile:
         fail(LayoutFileError, f"{name} is too large for a layout file", where=name, why=f"it has more than {MAX_BYTES:,} bytes",
              fix="use globs: one rule matches the arrays of every layer")  # fmt: skip
     problems: list[Problem] = []
-    layout = parser(text, name, problems)
+    layout = parser(text, name, problems) if rows is None else layout_of_rows(rows, name, problems)
     if layout is None or problems:
         error = LayoutFileError(problems)
         error.part = layout
@@ -156,11 +160,22 @@ def write_layout(layout: Any, path: str | os.PathLike[str], text: str | None = N
     ...     read_layout(os.path.join(folder, "layout.toml")).mesh
     (('data', None),)
     """
-    target = pathlib.Path(path)
     text = to_toml(read_layout(layout)) if text is None else text
+    _write(pathlib.Path(path), (text.rstrip("\n") + "\n").encode())
+
+
+def _binary(content: dict[str, Any], path: Any) -> bytes:
+    try:
+        return strategy_bytes(content)
+    except ValueError as error:
+        fail(LayoutFileError, f"{short(str(path))} cannot hold the plan", where=f"path = {short(str(path))}", why=str(error),
+             fix="save it under a name that ends in .json or .toml")  # fmt: skip
+
+
+def _write(target: pathlib.Path, content: bytes) -> None:
     try:
         with atomic_file(target) as file:
-            file.write((text.rstrip("\n") + "\n").encode())
+            file.write(content)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
              fix="create its folder, or write it elsewhere")  # fmt: skip
@@ -181,7 +196,8 @@ def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:
-    """Write a plan to a file: a layout file, or MindSpore's strategy JSON where the name ends in `.json`.
+    """Write a plan to a file: a layout file, or MindSpore's strategy file where the name ends in `.json` or `.ckpt`
+    (ProtoBuf).
 
     Args:
       plan: the plan.
@@ -196,8 +212,12 @@ def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = Fal
         fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"path = {short(path)}",
              why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
     kept = trained(plan.inputs) if only_trained else list(plan.inputs)
-    if pathlib.Path(path).suffix == ".json":
-        write_layout(None, path, json_text(kept, plan.axes, op_strategies(plan)))
+    if (suffix := pathlib.Path(path).suffix) in (".json", ".ckpt"):
+        content = strategy_content(kept, plan.axes, op_strategies(plan))
+        if suffix == ".json":
+            write_layout(None, path, json.dumps(content, indent=1))
+        else:
+            _write(pathlib.Path(path), _binary(content, path))
         return
     layout = layout_of_plan(plan)
     if only_trained:

@@ -17,11 +17,10 @@ from typing import Any, TypeGuard
 from shardfn.errors import Problem
 from shardfn.frontend.paths import escaped
 from shardfn.frontend.strategy import short
+from shardfn.layoutfile.mindspore_protobuf import LAYOUTS, STRATEGIES
 from shardfn.layoutfile.toml import MAX_DIMS, MAX_RULES, MAX_SIZE, rule_dims
 from shardfn.planning.decisions import Decision
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
-
-LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"
 
 Range = tuple[int, int]
 """An axis by the ranks it walks: from a stride to the stride of the axis before it, which it divides."""
@@ -35,16 +34,21 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     >>> layout.mesh, layout.arguments[0].sharding
     ((('a', 2), ('b', 4)), (1, 'b'))
     """
-    before = len(problems)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         problems.append(Problem(f"{name} is no JSON", name, short(str(error)), "write it again: plan.save(path)"))
         return None
+    return layout_of_rows(data, name, problems)
+
+
+def layout_of_rows(data: Any, name: str, problems: list[Problem]) -> LayoutFile | None:
+    """The parameters' layouts of the content of a strategy file; None where `problems` has grown."""
+    before = len(problems)
     items = data.get(LAYOUTS) if isinstance(data, dict) else None
     if not isinstance(items, dict) or not 0 < len(items) <= MAX_RULES:
-        problems.append(Problem(f"{name} is no strategy JSON", name, f"it holds no `{LAYOUTS}`, a dict of parameters",
-                                "save it with MindSpore's strategy_ckpt_config, its name ending in .json"))  # fmt: skip
+        problems.append(Problem(f"{name} is no strategy file", name, f"it holds no `{LAYOUTS}`, a dict of parameters",
+                                "save it with MindSpore's strategy_ckpt_config"))  # fmt: skip
         return None
     ranges = {parameter: _ranges(parameter, item, name, problems) for parameter, item in items.items()}
     totals = {math.prod(item["dev_matrix"]) for item in items.values()} if len(problems) == before else {1}
@@ -132,8 +136,10 @@ def _ints(values: Any, least: int) -> TypeGuard[list[int]]:
     )  # fmt: skip
 
 
-def json_text(decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], ops: Iterable[Any]) -> str:
-    """MindSpore's strategy JSON of parameters, and of ops (`OpStrategy`).
+def strategy_content(
+    decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], ops: Iterable[Any]
+) -> dict[str, Any]:
+    """The content of MindSpore's strategy file, of parameters and of ops (`OpStrategy`).
 
     A dim over several adjacent mesh axes is written over one axis of their size.
     """
@@ -146,7 +152,7 @@ def json_text(decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], op
             "tensor_map": tensor_map, "tensor_shape": list(d.shape),
         }  # fmt: skip
     strategies = {name: {"parallel_strategy": one, "stage": 0} for name, one in strategies_by_op(ops).items()}
-    return json.dumps({"current_stage": 1, LAYOUTS: layouts, STRATEGIES: strategies}, indent=1)
+    return {"current_stage": 1, LAYOUTS: layouts, STRATEGIES: strategies}
 
 
 def strategies_by_op(ops: Iterable[Any]) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -1,4 +1,4 @@
-"""MindSpore's functions on checkpoints by rank (safetensors files and strategy JSON): merge slices and reshard them.
+"""MindSpore's functions on checkpoints by rank (safetensors or `.ckpt`, and strategy files): merge slices and reshard them.
 
 A strategy file has for each parameter the device matrix, the tensor map (for each dim the axis that shards it, counted from
 the last; -1 for unsharded) and the shape. Ranks fill the matrix in row-major order. With optimizer parallelism each slice is
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -27,12 +28,13 @@ from shardfn.checkpoint.safetensors_files import (
     FileTensor,
     TensorHeader,
     contiguous_boxes,
-    read_tensors,
     write_tensors,
 )
 from shardfn.checkpoint.step_folders import StrPath, absolute_path
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail, raise_problems
 from shardfn.layoutfile.mindspore_json import checked
+from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_rows
+from shardfn.mindspore import ckpt_files
 from shardfn.mindspore.layout import Layout
 
 MOST_BYTES = 256 << 20
@@ -133,10 +135,10 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
 
 
 def read_strategy(source: Any) -> dict[str, Sliced]:
-    """The layouts of a strategy JSON (`strategy_ckpt_save_file`), by parameter. {} for None: nothing is sharded.
+    """The layouts of a strategy file (`strategy_ckpt_save_file`), JSON or ProtoBuf, by parameter. {} for None.
 
     Raises:
-      CheckpointFileError: the file is not there, or no strategy JSON.
+      CheckpointFileError: the file is not there, or no strategy file.
     """
     if source is None:
         return {}
@@ -150,11 +152,13 @@ def read_strategy(source: Any) -> dict[str, Sliced]:
         try:
             if file.stat().st_size > MOST_BYTES:
                 raise ValueError("it is larger than any strategy file")
-            rows = json.loads(file.read_text("utf-8"))["parallel_layout_item"]
+            content = file.read_bytes()
+            is_binary = content[:1] == bytes([FIRST_BYTE])
+            rows = (strategy_rows(content) if is_binary else json.loads(content))["parallel_layout_item"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             fail(CheckpointFileError, f"{file} cannot be read", why=why,
-                 fix="give the JSON that strategy_ckpt_save_file wrote; its binary form is not read")  # fmt: skip
+                 fix="give the file that strategy_ckpt_save_file wrote, JSON or ProtoBuf")  # fmt: skip
     if not isinstance(rows, Mapping):
         fail(CheckpointError, f"a strategy is a dict of parameters, not {a(rows)}", where=f"{rows!r:.80}",
              fix="give what stands under parallel_layout_item")  # fmt: skip
@@ -202,12 +206,18 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
         return [0]
     needed: set[int] = set()
     for name, sliced in source.items():
-        shape = sliced.shape or (target[name].shape if name in target else None)
-        if shape is None:
-            fail(CheckpointError, f"the strategies do not say the shape of `{name}`",
-                 fix="use strategy files with tensor_shape")  # fmt: skip
+        other = target.get(name)
+        shape = sliced.shape or (other.shape if other else None) or _some_shape(sliced, other)
         needed.update(rank for rank, _ in _sources(name, shape, _box_of(name, shape, rank_id, target), source, rank_id))
     return sorted(needed)
+
+
+def _some_shape(one: Sliced, other: Sliced | None) -> tuple[int, ...]:
+    """A shape that both strategies divide: which ranks have parts of each other's slices does not depend on it."""
+    if other is not None and len(other.strategy) != len(one.strategy):
+        fail(CheckpointError, "the strategies are for parameters of different ranks", where=f"{one.layout}, {other.layout}",
+             fix="use strategy files of one network")  # fmt: skip
+    return one.strategy if other is None else tuple(map(math.lcm, one.strategy, other.strategy))
 
 
 def ranks_of(strategy: Strategy) -> int:
@@ -264,8 +274,9 @@ def transform_checkpoints(
 ) -> tuple[pathlib.Path, ...]:
     """Reshard the checkpoint files of the ranks of one run for the ranks of another.
 
-    `src/rank_0/*.safetensors` become `dst/rank_0/prefix0.safetensors`, and so on. If a rank has several files, the last by name
-    is read, with numbers in names compared as numbers. Parameters that a strategy does not name are replicated.
+    `src/rank_0/*.safetensors` become `dst/rank_0/prefix0.safetensors`, and so on. A rank without safetensors may have
+    `.ckpt` files. If a rank has several files, the last by name is read, with numbers in names compared as numbers.
+    Parameters that a strategy does not name are replicated.
 
     Args:
       src_checkpoints_dir: a folder with `rank_0`, `rank_1`, …
@@ -295,7 +306,7 @@ def transform_checkpoints(
     bound = offline.memory_bytes(memory)
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
     files = rank_files(absolute_path(src_checkpoints_dir), ranks_of(source))
-    held = {rank: read_tensors(file) for rank, file in files.items()}
+    held = {rank: ckpt_files.tensors_of(file) for rank, file in files.items()}
     shapes = unsharded_shapes(held, source)
     out, made = absolute_path(dst_checkpoints_dir), []
     most = max(1, bound // offline.SHARE // 8)
@@ -319,15 +330,20 @@ def rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
     """The last file of each rank, of a folder with `rank_0`, `rank_1`, …"""
     found, problems = {}, []
     for rank in range(ranks):
-        files = sorted((folder / f"rank_{rank}").glob("*" + SUFFIX), key=lambda file: _natural(file.name))
+        files = sorted(_files_in(folder / f"rank_{rank}"), key=lambda file: _natural(file.name))
         if files:
             found[rank] = files[-1]
         else:
-            where = str(folder / f"rank_{rank}" / ("*" + SUFFIX))
+            where = f"{folder / f'rank_{rank}' / '*'}{SUFFIX} or {ckpt_files.SUFFIX}"
             problems.append(Problem(f"there is no file of rank {rank}", where, f"the source has {ranks} ranks",
                                     "bring the files of all ranks together"))  # fmt: skip
     raise_problems(problems, CheckpointError)
     return found
+
+
+def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a folder; without any, the `.ckpt` files."""
+    return list(folder.glob("*" + SUFFIX)) or list(folder.glob("*" + ckpt_files.SUFFIX))
 
 
 def _natural(name: str) -> list[Any]:

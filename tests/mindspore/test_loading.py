@@ -288,18 +288,18 @@ def test_flax_and_equinox(tmp_path):
 
 def problems(run, tmp_path):
     files, strategy = slices(tmp_path)
-    (tmp_path / "model.ckpt").write_bytes(b"")
+    (tmp_path / "model.npz").write_bytes(b"")
     wide = {"up": jax.ShapeDtypeStruct((64, 256), "float32"), "down": [jax.ShapeDtypeStruct((128, 32), "int32")]}
     load = load_distributed_checkpoint
     return [
         (
             "NotAvailableError: dec_key, dst_safetensors_dir, rank_id, format",
-            lambda: load(serve, run, dec_key=b"secret", rank_id=0, dst_safetensors_dir="x", format="ckpt"),
+            lambda: load(serve, run, dec_key=b"secret", rank_id=0, dst_safetensors_dir="x", format="mindir"),
         ),
         ("CheckpointError: checkpoint", lambda: load(serve)),
         ("CheckpointError: checkpoint", lambda: load(serve, run, unified_safetensors_dir=tmp_path)),
         ("CheckpointError: checkpoint", lambda: load(serve, tmp_path / "nowhere")),
-        ("CheckpointError: checkpoint", lambda: load(serve, tmp_path / "model.ckpt")),
+        ("CheckpointError: checkpoint", lambda: load(serve, tmp_path / "model.npz")),
         ("CheckpointError: checkpoint", lambda: load(serve, files)),
         ("CheckpointError: checkpoint", lambda: load(serve, files[:3], None, strategy)),
         ("CheckpointError: params/down/0, params/up", lambda: load(serve, run, like=wide)),

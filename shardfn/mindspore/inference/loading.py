@@ -25,8 +25,8 @@ from shardfn.mindspore.inference.weights import Named, Weights, check_named, mat
 
 
 def load_distributed_checkpoint(
-    fn: Any,
-    checkpoint: Any = None,
+    network: Any,
+    checkpoint_filenames: Any = None,
     predict_strategy: Any = None,
     train_strategy_filename: Any = None,
     strict_load: bool = False,
@@ -50,18 +50,19 @@ def load_distributed_checkpoint(
     """Load the weights of a training checkpoint with the shardings of inference; each process reads its devices' shards.
 
     Args:
-      fn: the served function. A module or a `Cell` gets the weights; for a function they are returned.
-      checkpoint: a folder of `checkpoint.save`, without its optimizer state and counters; safetensors (a file, an index, a
-        folder); or the safetensors files of a MindSpore run, as a list in rank order or as the folder with `rank_0`, …
+      network: the served function. A module or a `Cell` gets the weights; for a function they are returned.
+      checkpoint_filenames: the files of a MindSpore run (`.ckpt` or safetensors), as a list in rank order or as the folder
+        with `rank_0`, …; one file of unsharded arrays; safetensors with an index or in a folder; or a folder of
+        `checkpoint.save`, without its optimizer state and counters.
       predict_strategy: the shardings of the weights: a result of `infer_predict_layout`, a plan, a layout file or the name of
         a recipe, MindSpore's strategy JSON, entries by path glob as in `parameter_plan`, an entry or a pytree prefix of
         entries, or shardings. Tuples of ints get a mesh for each array. None: all on one device.
-      train_strategy_filename: the strategy JSON of the training run, for the files of ranks; None is the context's
-        `strategy_ckpt_config`. For a checkpoint of `checkpoint.save` it must agree with the recorded strategies.
+      train_strategy_filename: the strategy file of the training run, JSON or ProtoBuf, for the files of ranks; None is the
+        context's `strategy_ckpt_config`. For a checkpoint of `checkpoint.save` it must agree with the recorded strategies.
       strict_load: whether names and dtypes must be those of the weights. Otherwise a stored name may have a prefix, floats are
         cast to floats, and a missing weight keeps its value, with a warning.
-      format: "safetensors", or None to detect it.
-      unified_safetensors_dir: a folder of safetensors, instead of `checkpoint`.
+      format: "safetensors", "ckpt", or None to detect it.
+      unified_safetensors_dir: a folder of safetensors, instead of `checkpoint_filenames`.
       name_map: new names of stored arrays or containers: {"ema": "params"}.
       return_param_dict: return a flat dict by name instead.
       dec_key: MindSpore's; an error if set.
@@ -97,9 +98,9 @@ def load_distributed_checkpoint(
     asked = {"dec_key": dec_key, "dec_mode": dec_mode, "dst_safetensors_dir": dst_safetensors_dir, "rank_id": rank_id,
              "output_format": output_format, "max_process_num": max_process_num}  # fmt: skip
     _refuse(asked, format, strict_load, return_param_dict)
-    found = one_of(checkpoint, unified_safetensors_dir)
+    found = one_of(checkpoint_filenames, unified_safetensors_dir)
     check_named(weights)
-    function, _ = with_options(fn, {})
+    function, _ = with_options(network, {})
     known = _known(function.callee, predict_strategy, like, weights)
     loaded = context.current().strategy_ckpt_config.load_file
     source = open_source(found, train_strategy_filename, step, format, loaded)
@@ -144,10 +145,9 @@ def _refuse(settings: Mapping[str, Any], form: Any, strict: Any, flat: Any) -> N
         for name, (default, why, fix) in MEANINGLESS.items()
         if (value := settings[name]) != default
     ]
-    if form not in (None, "safetensors"):
+    if form not in (None, "safetensors", "ckpt"):
         problems.append(Problem(f"the format {short(form)} is not read", where=f"format = {short(form)}",
-                                why="MindSpore's own .ckpt files are ProtoBuf of a kind that is not read here",
-                                fix="turn them into safetensors: ms.ckpt_to_safetensors(folder)"))  # fmt: skip
+                                why='there are "safetensors" and "ckpt"', fix="leave it out"))  # fmt: skip
     raise_problems(problems, NotAvailableError)
     raise_problems([
         Problem(f"`{name}` must be a bool, not {a(value)}", where=f"{name} = {short(value)}", fix="write True or False",

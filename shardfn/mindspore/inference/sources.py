@@ -1,4 +1,4 @@
-"""Sources of weights: a folder of steps, safetensors files, or the files of the ranks of a training run."""
+"""Sources of weights: a folder of steps, safetensors or `.ckpt` files, or the files of the ranks of a training run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from shardfn.checkpoint import arrays, step_folders
 from shardfn.checkpoint.arrays import ArrayRead
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import Contents, StoredArray
-from shardfn.checkpoint.safetensors_files import INDEX, SUFFIX, FileTensor, read_tensors
+from shardfn.checkpoint.safetensors_files import INDEX, SUFFIX, FileTensor
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.layoutfile.files import read_layout
-from shardfn.mindspore import rank_checkpoints
+from shardfn.mindspore import ckpt_files, rank_checkpoints
 
-KINDS = (
-    "a folder of `checkpoint.save`, safetensors (a file, an index, a folder), or the ranks' safetensors files as a list"
-)
+KINDS = "a folder of `checkpoint.save`, safetensors (a file, an index, a folder), a `.ckpt` file, or the ranks' files as a list"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +40,7 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
       checkpoint: a path, or a list of the ranks' files.
       train_strategy: the strategy file of the training run.
       step: of a folder of steps.
-      form: None, "safetensors", or what MindSpore has besides, which is refused.
+      form: None, "safetensors" or "ckpt".
       loaded: the strategy file that the context names, where `train_strategy` is None.
 
     Raises:
@@ -53,20 +51,20 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
     if isinstance(checkpoint, list | tuple):
         return _ranks([step_folders.absolute_path(file) for file in checkpoint], ranks_strategy)
     path = step_folders.absolute_path(checkpoint)
-    if form != "safetensors" and step_folders.steps(path):
+    if form is None and step_folders.steps(path):
         folder, number, contents = step_folders.open_step(path, step)
         if train_strategy is not None:
             _check_strategies(contents, train_strategy, path)
         return Source(contents, lambda wanted: arrays.read_arrays(folder, wanted), f"{path}, step {number}")
-    if path.suffix in (".ckpt", ".pkl", ".pt", ".pth", ".bin", ".npz"):
+    if path.suffix in (".pkl", ".pt", ".pth", ".bin", ".npz"):
         fail(CheckpointError, f"{path.name} is no file that is read here", where=f"checkpoint = {short(str(path))}",
              why=f"a checkpoint is {KINDS}",
-             fix="turn it into safetensors; in MindSpore: ms.ckpt_to_safetensors(folder)")  # fmt: skip
+             fix="turn it into safetensors")  # fmt: skip
     if (path / "rank_0").is_dir():
         count = rank_checkpoints.ranks_of(rank_checkpoints.read_strategy(ranks_strategy))
         files = rank_checkpoints.rank_files(path, max(count, len(list(path.glob("rank_*")))))
         return _ranks(list(files.values()), ranks_strategy)
-    is_file = path.name.endswith((SUFFIX, INDEX)) and path.is_file()
+    is_file = path.name.endswith((SUFFIX, INDEX, ckpt_files.SUFFIX)) and path.is_file()
     if not is_file and not any(path.glob("*" + SUFFIX)):
         there = "it has none" if path.exists() else "there is no such file or folder"
         fail(CheckpointError, f"there is no checkpoint in {path}", where=f"checkpoint = {short(str(path))}", why=there,
@@ -75,7 +73,7 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
         fail(CheckpointError, f"{path.name} holds unsharded arrays, and `train_strategy_filename` describes slices",
              where=f"train_strategy_filename = {short(train_strategy)}", why="one file or folder of safetensors is read as it is",
              fix="pass the files of the ranks as a list, or leave train_strategy_filename out")  # fmt: skip
-    return _of_tensors([read_tensors(path)], {}, str(path))
+    return _of_tensors([ckpt_files.tensors_of(path)], {}, str(path))
 
 
 def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
@@ -84,13 +82,13 @@ def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
         fail(CheckpointError, f"there are files of {len(files)} ranks, and no strategy",
              where=f"checkpoint = {_few(files)}",
              why="the strategy file of the training run says how its parameters were sharded",
-             fix="pass train_strategy_filename, the JSON that strategy_ckpt_save_file wrote")  # fmt: skip
+             fix="pass train_strategy_filename, the file that strategy_ckpt_save_file wrote")  # fmt: skip
     if not files or (layouts and len(files) != rank_checkpoints.ranks_of(layouts)):
         fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for "
                               f"{rank_checkpoints.ranks_of(layouts)}",
              where=f"checkpoint = {_few(files)}", why="each rank has one file",
              fix="pass the file of each rank, in the order of ranks")  # fmt: skip
-    return _of_tensors([read_tensors(file) for file in files], layouts, f"{len(files)} files of ranks")
+    return _of_tensors([ckpt_files.tensors_of(file) for file in files], layouts, f"{len(files)} files of ranks")
 
 
 def _few(files: Sequence[pathlib.Path]) -> str:
@@ -118,7 +116,7 @@ def _of_tensors(files: Sequence[Mapping[str, FileTensor]], layouts: rank_checkpo
 def _check_strategies(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
     """Check that a strategy file agrees with the strategies that the checkpoint records."""
     strategies: dict[str, tuple[int, ...]] = {}
-    if isinstance(strategy, str | os.PathLike) and str(strategy).endswith(".json"):
+    if isinstance(strategy, str | os.PathLike) and str(strategy).endswith((".json", ckpt_files.SUFFIX)):
         rows = rank_checkpoints.read_strategy(strategy)
         strategies = {name.replace(".", "/"): row.strategy for name, row in rows.items()}
     else:
