@@ -306,8 +306,8 @@ def is_entry(entry: Any) -> bool:
         return True
     if type(entry) is tuple:
         return has_open_dims(entry) or not any(
-            isinstance(e, tuple | list | dict | NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding)
-            or e is None
+            isinstance(e, NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding)
+            or not tree_util.all_leaves([e])
             for e in entry
         )
     return not isinstance(entry, tuple | list | dict) and tree_util.all_leaves([entry])

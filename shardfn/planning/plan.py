@@ -16,6 +16,7 @@ from shardfn.cost.estimate import Cost
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
+from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
 from shardfn.planning.layout_rules import LayoutRule
@@ -260,7 +261,7 @@ class Plan:
 
         Returns:
           One pytree of `NamedSharding` for each argument that is not static, in the order in which `apply` takes them. The
-          arrays of a module come first, as a dict by path.
+          arrays of a module come first, as a dict by path. Leaves that are no arrays are None, as `eqx.filter` leaves them.
 
         Raises:
           StrategyError: the plan was pickled.
@@ -270,7 +271,7 @@ class Plan:
         >>> made.in_shardings[0].spec
         P...('a',)
         """
-        return shardings_on(self, PlanMesh.of(self.mesh))[0]
+        return without_static(shardings_on(self, PlanMesh.of(self.mesh))[0])
 
     @property
     def out_shardings(self) -> Any:
@@ -283,7 +284,7 @@ class Plan:
         Raises:
           StrategyError: the plan was pickled.
         """
-        return shardings_on(self, PlanMesh.of(self.mesh))[1]
+        return without_static(shardings_on(self, PlanMesh.of(self.mesh))[1])
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function with the plan's sharding constraints and its workarounds for XLA bugs, and nothing else.

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.callee import describe
+from shardfn.frontend.static_leaves import held, released
 from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
 from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
@@ -83,7 +84,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function.pure)
     def applied(*values: Any) -> Any:
         try:
-            return constrained(*values)
+            return released(constrained(*map(held, values)))
         except OtherCall:
             fail(StrategyError, f"`{callee.name}` is called with other arguments than it was planned for",
                  where=f"plan.apply({callee.name})", why="a plan is for one structure, one set of shapes and dtypes, and the "

@@ -22,6 +22,7 @@ from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
+from shardfn.frontend.static_leaves import holds_static
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
@@ -58,6 +59,8 @@ class Entry:
     """The shardings of the arguments."""
     replaced: frozenset[int]
     """The inputs, by position, that are donated or that a result can replace: the next call passes results there."""
+    holds_static: bool = False
+    """Whether arguments or results have leaves that are no arrays (`frontend.static_leaves`)."""
     is_compiled: bool = False
     """Whether XLA is known to compile the plan."""
 
@@ -67,7 +70,8 @@ class Entry:
         planned = answered_call(plan).posed.call
         targets = tuple(tree_util.tree_leaves(plan.in_shardings))
         replaced = frozenset((*planned.same_as.values(), *planned.donated))
-        return cls(plan, jitted(plan), jitted(plan, nested=True), targets, replaced)
+        static = holds_static((planned.function.call.dynamic, planned.traced.results))
+        return cls(plan, jitted(plan), jitted(plan, nested=True), targets, replaced, static)
 
 
 def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:

@@ -28,6 +28,7 @@ from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.paths import listed
+from shardfn.frontend.static_leaves import held, released
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, lifted_call, pure_function
 from shardfn.planning.plan import Plan
@@ -125,7 +126,7 @@ class ShardedFunction(Generic[P, R]):
         ):
             try:
                 return self._fast(*args)
-            except (OtherCall, ValueError):
+            except (OtherCall, ValueError, TypeError):  # a TypeError for a leaf that is no array
                 pass
         return self._call(args, kwargs)
 
@@ -235,7 +236,7 @@ class ShardedFunction(Generic[P, R]):
         shapes = call.of_shapes()
         jitted = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics)
         result = jitted.eval_shape(*shapes.values)
-        return result[0] if call.returns_changes else result
+        return released(result[0] if call.returns_changes else result)
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function."""
@@ -288,7 +289,7 @@ class ShardedFunction(Generic[P, R]):
                  fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
-                return _finish(callee, call, self._run_nested(entry, call, leaves, treedef))
+                return _finish(callee, call, entry, self._run_nested(entry, call, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
             arrays = _arrays(call, entry, leaves, treedef)
             if not entry.is_compiled:
@@ -300,13 +301,15 @@ class ShardedFunction(Generic[P, R]):
             # Of a first state; the next lies as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
-        simple = not call.stateful and not call.returns_changes and not any(s.keyword for s in call.slots)
+        simple = not (call.stateful or call.returns_changes or entry.holds_static) and not any(
+            s.keyword for s in call.slots
+        )
         if simple and len(self._entries) == 1 and not self._transfers_arrays:
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
-        return _finish(callee, call, result)
+        return _finish(callee, call, entry, result)
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
         try:
@@ -342,6 +345,7 @@ class ShardedFunction(Generic[P, R]):
                  why="a call has the arguments of the function itself", fix=fix)  # fmt: skip
         donated = self.options.donate_argnums, self.options.donate_argnames
         callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
+        values = [value if slot.is_static else held(value) for slot, value in zip(slots, values, strict=True)]
         stateful = callee.adapter is not None
         call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
         if problems := call.unhashable():
@@ -423,8 +427,10 @@ def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[A
     return call.replaced(treedef, moved(leaves, entry.targets, entry.replaced))
 
 
-def _finish(callee: Callee, call: Call, result: Any) -> Any:
+def _finish(callee: Callee, call: Call, entry: Entry, result: Any) -> Any:
     """The user's result of a call; what it changed is put back into the callee's objects."""
+    if entry.holds_static:
+        result = released(result)
     if not call.returns_changes:
         return result
     result, changed = result

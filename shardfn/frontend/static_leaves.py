@@ -1,0 +1,111 @@
+"""Leaves of a pytree that are no arrays, such as the activation function of a module: they are static.
+
+`held` puts them into the structure of the tree, where `jax.jit` compares them, and `released` takes them out again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from shardfn.frontend.strategy import shape_of
+
+
+@tree_util.register_static
+class StaticLeaf:
+    """A leaf that is part of the structure of its tree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, StaticLeaf):
+            return False
+        return self.value is other.value or bool(type(self.value) is type(other.value) and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def _key(self) -> Any:
+        try:
+            hash(self.value)
+        except TypeError:
+            return id(self.value)
+        return self.value
+
+
+def held(tree: Any) -> Any:
+    """A tree with its static leaves in its structure; a tree that is one leaf stays what it is.
+
+    Static are functions, what is no array inside an object of a registered class, and of an Equinox module all but arrays.
+
+    >>> jax.tree.leaves(held({"w": 1.0, "activation": jax.nn.relu}))
+    [1.0]
+    """
+    leaves = tree_util.tree_leaves(tree)
+    if all(isinstance(leaf, _ARRAYS) for leaf in leaves) or tree_util.all_leaves([tree]):
+        return tree
+    return _held(tree, _is_function)
+
+
+def released(tree: Any) -> Any:
+    """A tree with its static leaves in their places again."""
+    return tree_util.tree_map(
+        lambda node: node.value if isinstance(node, StaticLeaf) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, StaticLeaf),
+    )
+
+
+def holds_static(tree: Any) -> bool:
+    """Whether a tree has static leaves in its structure."""
+    nodes = tree_util.tree_leaves(tree, is_leaf=lambda node: isinstance(node, StaticLeaf))
+    return any(isinstance(node, StaticLeaf) for node in nodes)
+
+
+def without_static(tree: Any) -> Any:
+    """A tree with None in the place of static leaves, as `eqx.filter` leaves them."""
+    return tree_util.tree_map(
+        lambda node: None if isinstance(node, StaticLeaf) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, StaticLeaf),
+    )
+
+
+def _held(tree: Any, is_static: Callable[[Any], bool]) -> Any:
+    """`held`, of a part of a tree."""
+    parts, treedef = tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    if tree_util.treedef_is_leaf(treedef):
+        return StaticLeaf(tree) if is_static(tree) else tree
+    if not isinstance(tree, list | tuple | dict | None):
+        is_static = _is_other_than_array if _is_equinox(tree) else _is_no_value
+    return treedef.unflatten([_held(part, is_static) for part in parts])
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def _is_function(leaf: Any) -> bool:
+    return callable(leaf) and shape_of(leaf) is None
+
+
+def _is_no_value(leaf: Any) -> bool:
+    """Whether a leaf is neither an array nor a number; an array of a dtype that JAX lacks is an array."""
+    return shape_of(leaf) is None and not isinstance(leaf, np.ndarray)
+
+
+def _is_other_than_array(leaf: Any) -> bool:
+    return not hasattr(leaf, "shape")
+
+
+def _is_equinox(node: Any) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(node, equinox.Module)
