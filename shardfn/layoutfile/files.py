@@ -24,6 +24,7 @@ from shardfn.cost.devices.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, fail
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import did_you_mean
+from shardfn.frontend.static_leaves import held, without_static
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
 from shardfn.layoutfile.mindspore_json import layout_of_rows, parse_json, strategy_content, trained
@@ -236,7 +237,7 @@ def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str =
       root: the first part of every path, where the file was made for a function: the argument's name, `params`.
 
     Returns:
-      A pytree of shardings with the structure of `tree`.
+      A pytree of shardings with the structure of `tree`; None for functions in it.
 
     Raises:
       LayoutFileError: arrays without a rule, rules that match no array, ranks, axes, numbers of shards or a mesh that do
@@ -250,6 +251,7 @@ def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str =
     layout = read_layout(layout)
     pool, size = _pool(devices)
     problems: list[Problem] = []
+    tree = held(tree)
     leaves = leaves_of(Argument(root, f"the tree `{root}`" if root else "the tree", tree), problems)
     layout = dataclasses.replace(layout, every_array_ruled=True)
     axes, entries = rule_entries(layout, leaves, size, problems)
@@ -257,7 +259,7 @@ def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str =
         raise LayoutFileError(problems)
     found = [_sharding(entry, axes, layout.order, pool, size, len(leaf.shape))
              for (entry, _), leaf in zip(entries, leaves, strict=True)]  # fmt: skip
-    return tree_util.tree_unflatten(tree_util.tree_structure(tree), found)
+    return without_static(tree_util.tree_unflatten(tree_util.tree_structure(tree), found))
 
 
 def _pool(devices: Any) -> tuple[Sequence[Any] | None, int]:
