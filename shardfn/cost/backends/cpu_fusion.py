@@ -37,6 +37,7 @@ class CpuFuser(Fuser):
         """Ops that a call of the library computes, and the one whose result it gives."""
         self.called = frozenset(self.calls.values())
         self.spread |= _repeating(partitioned.graph, self.made)
+        self.constants = _constant_broadcasts(partitioned.graph, self.made)
         self.after: list[int] = []
         self.shown: set[int] = set()
         """What a view gives that a product, a collective or a library needs in memory. What it is of is computed as it is
@@ -84,10 +85,10 @@ class CpuFuser(Fuser):
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
         value, users = op.outputs[0], self.final_users(readers)
-        spreads = op.name == "broadcast_in_dim"  # the library does so itself
         loop_of = self.graph.loop_of
         here = [r for r in users if loop_of[r] == loop_of[self.maker[value]]]
-        inner = [r for r in here if (spreads or r not in self.calls) and self.can_read(r)]
+        is_constant = value in self.constants  # the library repeats it itself
+        inner = [r for r in here if (is_constant or r not in self.calls) and self.can_read(r)]
         if not inner:
             return None
         is_whole = len(inner) == len(users) and value not in self.held
@@ -206,6 +207,16 @@ class CpuFuser(Fuser):
             shape = self.partitioned.local_shape(op.inputs[0])
             return len(op.outputs) > 1 or all(shape[d] <= BY_TREE for _, d in op.reduced)
         return super().can_run_with(i)
+
+
+def _constant_broadcasts(graph: Graph, made: Collection[int]) -> frozenset[int]:
+    """Broadcasts of constants, directly or through views and other broadcasts."""
+    found: set[int] = set()
+    for op in graph.ops:
+        is_spread = op.name in VIEWS or op.name == "broadcast_in_dim"
+        if is_spread and op.inputs and all(v not in made or v in found for v in op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
 
 
 def _repeating(graph: Graph, made: Collection[int]) -> set[int]:
