@@ -102,7 +102,7 @@ def _reduced(op: Any) -> tuple[tuple[int, int], ...]:
 
 def _combines(op: Any) -> str:
     """By what a reduction of one array, or a scatter into one, combines elements, where that is one op."""
-    if op.name not in ("stablehlo.reduce", "stablehlo.scatter") or len(op.results) > 1:
+    if op.name not in ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter") or len(op.results) > 1:
         return ""
     inside = [short_name(view.operation) for view in op.regions[0].blocks[0].operations]
     return inside[0] if inside[1:] == ["return"] else ""

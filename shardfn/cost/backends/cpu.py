@@ -175,6 +175,8 @@ class _Backend(ProgramBuilder):
         image, kernel, made = *op.rule.operands, op.rule.results[0]
         shape = op.convolution
         inputs = [self.with_edges(op), op.inputs[1]]
+        if self.is_larger_kernel(op, shape):
+            return op.of((inputs[0], self.made("reverse", inputs[1], inputs[1], (-5,), op), *op.inputs[2:]))
         for side, own, ends, space in (
             (0, image, (made, kernel), shape.image),
             (1, kernel, (image, made), shape.kernel),
@@ -186,6 +188,14 @@ class _Backend(ProgramBuilder):
         if not order or not _moves(order, self.given.local_shape(op.outputs[0])):
             return op.of(tuple(inputs))
         return self.then("copy", op, *inputs)
+
+    def is_larger_kernel(self, op: Op, shape: Convolution) -> bool:
+        """Whether a kernel has more places than the image: XLA slides the image over the kernel, which it reverses."""
+        sizes = self.given.local_shape(op.inputs[0]), self.given.local_shape(op.inputs[1])
+        image, kernel = (
+            math.prod(n[d] for d in dims) for n, dims in zip(sizes, (shape.image, shape.kernel), strict=True)
+        )
+        return kernel > image and not shape.grouped
 
     def in_batches(self, op: Op, shape: Convolution) -> Op:
         """A kernel gradient in groups reads the image as [groups, space, batch] and makes [group, space, channels].

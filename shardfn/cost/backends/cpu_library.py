@@ -14,6 +14,13 @@ alone reads, if that is in `IN_CPU_LIBRARY`.
 """
 
 
+_FEW_CHANNELS = 16
+"""Channels up to which a convolution is not the library's."""
+
+_COMBINED = ("add", "maximum", "minimum")
+"""By what it reduces."""
+
+
 class CpuLibrary:
     """Looks at one graph.
 
@@ -81,6 +88,8 @@ class CpuLibrary:
             return True
         if op.name == "dot_general":
             return self.is_library_product(op)
+        if op.name == "convolution":
+            return self.is_library_convolution(op)
         (value,) = op.outputs
         return op.name in IN_CPU_LIBRARY and math.prod(self.partitioned.local_shape(value)) >= BY_LIBRARY
 
@@ -91,10 +100,30 @@ class CpuLibrary:
         free, summed = ([d for d, role in enumerate(op.rule.matmul_roles(0)) if role == wanted] for wanted in (1, 2))
         return len(free) != 1 or len(summed) != 1 or summed[0] > free[0]
 
-    def is_summed(self, i: int) -> bool:
-        """Whether op `i` is a reduction that is left to the library."""
-        op = self.graph.ops[i]
-        if op.name != "reduce" or len(op.outputs) != 1:
+    def is_library_convolution(self, op: Op) -> bool:
+        """Whether a convolution is the library's: of two-dimensional `f32` images, with more than 16 channels, neither kernel nor
+        result larger than the image along any dimension, and without holes in it."""
+        shape, (image, kernel) = op.convolution, op.inputs[:2]
+        if any(self.graph.values[v].dtype != "f32" for v in (image, kernel, *op.outputs)):
             return False
+        if shape is None or len(shape.image) != 2 or shape.in_batches or any(w.spacing != 1 for w in op.window_dims):
+            return False
+        inside, window, outside = map(self.partitioned.local_shape, (image, kernel, op.outputs[0]))
+        (out,) = set(range(4)) - {d for _, d in op.reduced}
+        (deep,) = {d for _, d in op.reduced}.difference(shape.kernel)
+        groups = next((groups for which, _, groups in shape.grouped if which == 0), 1)
+        spatial = zip(shape.image, shape.kernel, shape.result, strict=True)
+        fits = all(max(window[k], outside[r]) <= inside[i] for i, k, r in spatial)
+        return fits and max(window[deep] * groups, window[out]) > _FEW_CHANNELS
+
+    def is_summed(self, i: int) -> bool:
+        """Whether op `i` is a reduction that is left to the library; windows must not overlap, nor skip anything."""
+        op = self.graph.ops[i]
+        if op.name not in ("reduce", "reduce_window") or len(op.outputs) != 1 or op.combines not in _COMBINED:
+            return False
+        if op.name == "reduce_window":
+            long = [w for w in op.window_dims if w.extent > 1 or w.stride > 1]
+            if not long or any(w.spacing != 1 or (w.extent > 1 and w.stride != w.extent) for w in long):
+                return False
         return (self.graph.values[op.inputs[0]].dtype == "f32"
                 and math.prod(self.partitioned.local_shape(op.inputs[0])) >= BY_LIBRARY)  # fmt: skip
