@@ -51,6 +51,8 @@ class OpTraits:
     """XLA's CPU backend computes it inside a library reduction (JAX 0.10.2 and 0.12.0.1)."""
     computed_once_on_cpu: bool = False
     """XLA's CPU backend does not recompute it for several readers (JAX 0.10.2)."""
+    hoisting: str = "alone"
+    """How it leaves a loop that does not change its operands: `alone`, `along` with an op that needs it, or `never`."""
     branches_on_cpu: bool = False
     """Its code has branches: XLA's CPU backend emits it once, for a single reader."""
 
@@ -100,21 +102,21 @@ OP_TRAITS = {
         # Gathers, scatters and slices.
         _copy("gather", "gather", rule="gather", reads_part=True, repeats_reads=True, computed_once_on_cpu=True, is_listed=True),
         OpTraits("scatter", "per_element", "none", rule="scatter", updates=-1, primitives=_SCATTERS, is_listed=True),
-        _copy("slice", rule="windowed", reads_part=True),
+        _copy("slice", rule="windowed", reads_part=True, hoisting="along"),
         _copy("dynamic_slice", "dynamic_slice", rule="dynamic_slice", reads_part=True, repeats_reads=True),
         _copy("dynamic_update_slice", rule="dynamic_update_slice", updates=1, branches_on_cpu=True),
         _copy("pad", rule="windowed", branches_on_cpu=True),
         _copy("concatenate", "concatenate", rule="concatenate", branches_on_cpu=True),
         _copy("rotate", rule="rotate"),  # ours: two slices of one array, concatenated the other way round (`jnp.roll`)
-        _copy("reverse", rule="reverse"),
+        _copy("reverse", rule="reverse", hoisting="along"),
         # Other moves of elements.
-        _copy("broadcast_in_dim", repeats_reads=True, in_cpu_library=True),
-        _copy("iota", in_cpu_library=True),
-        _copy("transpose", "transpose", in_cpu_library=True),
+        _copy("broadcast_in_dim", repeats_reads=True, in_cpu_library=True, hoisting="along"),
+        _copy("iota", in_cpu_library=True, hoisting="along"),
+        _copy("transpose", "transpose", in_cpu_library=True, hoisting="along"),
         _elementwise("convert", flops="none"),
         _elementwise("bitcast_convert", flops="none", in_cpu_library=False),
         _elementwise("copy", flops="none", in_cpu_library=False, is_added=True),
-        _view("reshape", rule="reshape", primitives=("reshape", "squeeze")),
+        _view("reshape", rule="reshape", primitives=("reshape", "squeeze"), hoisting="along"),
         _view("optimization_barrier", rule="barrier", sharding_rule="pairwise_rule"),
         _view("propagation_barrier", sharding_rule="elementwise_rule"),
         _view("sharding_constraint", sharding_rule="elementwise_rule"),
@@ -127,7 +129,7 @@ OP_TRAITS = {
         _library("cholesky", gpu_rule="follow_result"),
         _library("triangular_solve", gpu_rule="triangular_solve"),
         _library("rng_bit_generator"),
-        _library("rng", flops="rng_bit_generator"),
+        _library("rng", flops="rng_bit_generator", hoisting="never"),
         # Elementwise ops with constraints.
         _elementwise("add", "add", "add_any"),
         _elementwise("multiply", "mul", "square", "integer_pow"),
@@ -156,9 +158,10 @@ OP_TRAITS = {
         *(OpTraits(name, "", "none", sharding_rule="elementwise_rule") for name in (
             "bessel_i1e", "conj", "is_inf", "is_neg_inf", "is_pos_inf", "next_after", "polygamma", "zeta", "composite")),
         # Control flow.
-        *(OpTraits(name, "none", "none", has_own_time=False, rule="", is_listed=name == "shard_map") for name in (
+        *(OpTraits(name, "none", "none", has_own_time=False, rule="", is_listed=name == "shard_map", hoisting="never")
+          for name in (
             "while", "case", "shard_map")),
-        *(OpTraits(name, "per_element", "none", has_own_time=False, role="token", rule="") for name in (
+        *(OpTraits(name, "per_element", "none", has_own_time=False, role="token", rule="", hoisting="never") for name in (
             "after_all", "create_token", "partition_id", "replica_id")),
         # What the partitioner inserts, or the user writes in a `shard_map`.
         *(OpTraits(name, "none", "none", has_own_time=False, role="collective", rule="") for name in (
@@ -195,6 +198,7 @@ LISTED = _names(is_listed=True)
 IN_CPU_LIBRARY = _names(in_cpu_library=True)
 COMPUTED_ONCE_ON_CPU = _names(computed_once_on_cpu=True)
 BRANCHES_ON_CPU = _names(branches_on_cpu=True)
+HOISTED_ALONG, NEVER_HOISTED = _names(hoisting="along"), _names(hoisting="never")
 UNTIMED = _names(has_own_time=False)
 HAS_OWN_RULE = frozenset(name for name, row in OP_TRAITS.items() if row.rule not in ("", "follow_result"))
 """Ops that the partitioner works on by a rule of their own."""

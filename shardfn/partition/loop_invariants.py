@@ -15,17 +15,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, first_of_body
-from shardfn.ir.op_traits import CONTRACTIONS, TOKEN_OPS
+from shardfn.ir.op_traits import CONTRACTIONS, HOISTED_ALONG, NEVER_HOISTED
 from shardfn.partition.rebuild import ProgramBuilder
 
 PLATFORMS = ("cpu", "tpu")
 """Those whose XLA backend moves loop invariants."""
-
-_NOT_ALONE = frozenset({"broadcast_in_dim", "iota", "reshape", "reverse", "slice", "transpose"})
-"""Ops that move only where one that needs them does."""
-
-_STAYS = TOKEN_OPS | {"while", "case", "shard_map", "rng"}
-"""Ops with a body or an effect."""
 
 _GROUPS = CONTRACTIONS | {"reduce"}
 """Ops that on TPU take along what grows on the way to them."""
@@ -114,7 +108,13 @@ class _Invariants:
         legal: set[int] = set()
         worth: list[int] = []
         for i, op in enumerate(self.body):
-            if not op.outputs or op.name in _STAYS or "custom_call" in op.name or not op.form or op.form[1] != region:
+            if (
+                not op.outputs
+                or op.name in NEVER_HOISTED
+                or "custom_call" in op.name
+                or not op.form
+                or op.form[1] != region
+            ):
                 continue
             makers = [self.maker.get(v, -1) if v in self.varying else -2 for v in op.inputs]
             if any(at == -1 or (at >= 0 and at not in read) for at in makers):
@@ -128,7 +128,7 @@ class _Invariants:
             is_legal = all(at < 0 or at in legal for at in makers)
             if is_legal and (most is None or size <= most * sum(map(self.size_of, op.inputs))):
                 legal.add(i)
-                if op.name not in _NOT_ALONE:
+                if op.name not in HOISTED_ALONG:
                     worth.append(i)
             elif op.name in _GROUPS and size <= read[i]:
                 legal.add(i)
@@ -161,7 +161,7 @@ def _rearranged(
     again: list[Op] = []
     for i in sorted(moved, reverse=True):
         op = body[i]
-        if op.name in _NOT_ALONE and not read.isdisjoint(op.outputs):
+        if op.name in HOISTED_ALONG and not read.isdisjoint(op.outputs):
             again.append(op)
             read.update(op.inputs)
     twice = {v: builder.like(v) for op in again for v in op.outputs}

@@ -70,6 +70,7 @@ class _Partitioner(ProgramBuilder):
         self.specs = [in_parts(spec) for spec in partitioned.specs]
         self.sent: list[Communication] = []
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
+        self.on_one_device: dict[int, int] = {}  # what host callbacks make, by the value that all devices have of it
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
         self.known_partitionings: dict[object, tuple[OpPartitioning, bool]] = {}
@@ -89,10 +90,14 @@ class _Partitioner(ProgramBuilder):
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
                 self.reshard_carries(op)
+            elif op.name in _HOST_CALLBACKS and len(self.sizes) > 0:
+                self.call_back(op)
             elif op.name in _NOT_RESHARDED or not (any(map(is_sharded, op.inputs)) or any(map(is_sharded, op.outputs))):
                 self.ops.append(op)
             else:
                 self.visit(op)
+            if op.name == "reshard" and op.inputs[0] in self.on_one_device:
+                self.on_one_device[op.outputs[0]] = self.on_one_device[op.inputs[0]]
         grid = self.given.axes
         join = functools.cache(lambda axes: joined_axes(axes, grid))
         joined = functools.cache(lambda spec: tuple(map(join, spec)))
@@ -114,6 +119,24 @@ class _Partitioner(ProgramBuilder):
             for i, v in enumerate(op.inputs[first:])
         ]
         self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *resharded)))
+
+    def call_back(self, op: Op) -> None:
+        """A host callback runs on one device: its operands are gathered, and its results all-reduced from there for all
+        readers but other callbacks."""
+        there = self.on_one_device
+        every = (Reshard(replicated(self.values[v])) for v in op.inputs)
+        inputs = tuple(
+            there[v] if v in there else self.reshard(v, to, op) for v, to in zip(op.inputs, every, strict=True)
+        )
+        outputs = tuple(self.make(self.values[v], replicated(self.values[v]), op.trips) for v in op.outputs)
+        self.ops.append(op.of(inputs, outputs))
+        for made, v in zip(outputs, op.outputs, strict=True):
+            there[v] = made
+            is_wanted = self.specs[v] == self.specs[made]
+            step = ReshardingStep("all-reduce", tuple(self.sizes), self.specs[made])
+            everywhere = self.send(step, made, op, into=v if is_wanted else None)
+            if not is_wanted:
+                self.reshard(everywhere, Reshard(self.specs[v]), op, into=v)
 
     def visit(self, op: Op) -> None:
         found, is_still = self.partitioning_of(op)
@@ -378,6 +401,11 @@ def _wire_dtype(platform: str, kind: str, dtype: str, is_read: bool) -> str:
     is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
     return "bf16" if is_narrowed else dtype
 
+
+_HOST_CALLBACKS = frozenset(
+    f"custom_call xla_{ffi}python_{platform}_callback" for ffi in ("", "ffi_") for platform in ("cpu", "gpu")
+)
+"""What JAX lowers callbacks into Python to; XLA gives them the sharding `{maximal device=0}`."""
 
 _NOT_RESHARDED = TOKEN_OPS | {"iota", "shard_map"}
 """Ops whose operands are never resharded."""

@@ -1,5 +1,7 @@
 """What XLA's CPU backend leaves to its library, held against what it compiles: temporaries of one device."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -64,7 +66,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_temporaries_of_library_calls_are_those_of_the_compiled_program(name):
     fn, args, entries = PROGRAMS[name]
-    function = shardfn.shard(fn, entries, device=jax.devices()[:8])
+    function: Any = shardfn.shard(fn, entries, device=jax.devices()[:8])
     predicted = function.plan(*args).cost.memory.temporaries
     real = compiled.read(function.lower(*args).compile(AS_RELEASED)).temp_bytes
     assert predicted == pytest.approx(real, rel=0.15, abs=1024)

@@ -17,9 +17,6 @@ alone reads, if that is in `IN_CPU_LIBRARY`.
 _FEW_CHANNELS = 16
 """Channels up to which a convolution is not the library's."""
 
-_COMBINED = ("add", "maximum", "minimum")
-"""By what it reduces."""
-
 
 class CpuLibrary:
     """Looks at one graph.
@@ -119,7 +116,7 @@ class CpuLibrary:
     def is_summed(self, i: int) -> bool:
         """Whether op `i` is a reduction that is left to the library; windows must not overlap, nor skip anything."""
         op = self.graph.ops[i]
-        if op.name not in ("reduce", "reduce_window") or len(op.outputs) != 1 or op.combines not in _COMBINED:
+        if op.name not in ("reduce", "reduce_window") or len(op.outputs) != 1 or op.combines in ("", "multiply"):
             return False
         if op.name == "reduce_window":
             long = [w for w in op.window_dims if w.extent > 1 or w.stride > 1]
