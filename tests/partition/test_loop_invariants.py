@@ -1,5 +1,7 @@
 """Loop invariants: what XLA computes before a loop is counted once."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,7 +59,7 @@ def sent(collectives):
 @pytest.mark.parametrize("entries", [(ROWS, ROWS), (ROWS, WHOLE)], ids=["rows", "batch"])
 @pytest.mark.parametrize("name", BODIES)
 def test_loop_invariants_count_as_often_as_xla_runs_them(name, entries):
-    function = shardfn.shard(BODIES[name], entries, device=jax.devices()[:8])
+    function: Any = shardfn.shard(BODIES[name], entries, device=jax.devices()[:8])
     plan = function.plan(X, W)
     real = compiled.read(function.lower(X, W).compile())
     assert sent(plan.collectives) == sent(real.collectives)
