@@ -87,7 +87,8 @@ def shard(
         - for a pytree argument, one entry for all its arrays, or a container of entries with its structure.
       out_strategy: a tuple with one entry for each element of a returned tuple; for any other result of one entry. None
         leaves the results to propagation.
-      device: "CPU", "GPU", "TPU", a list of devices, a `jax.sharding.Mesh`, or hardware to plan for ("tpu-v5e:4x8").
+      device: "CPU", "GPU", "TPU", a list of devices, a `jax.sharding.Mesh`, whose axes the plan then uses, or hardware to plan
+        for ("tpu-v5e:4x8"). None is the mesh around the call (`jax.set_mesh`), or else all devices.
       level: the objective of the search: "communication" (0), the fewest bytes sent with the work evenly spread; "memory"
         (1), the smallest peak per device; or "time" (2), the shortest modelled step. None is that of the layout file, or
         else "communication".

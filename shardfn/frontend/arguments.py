@@ -10,10 +10,12 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.errors import Problem, a
+from shardfn.frontend.ambient_mesh import AmbientMesh, ambient_mesh, explicit_specs, typed_shape
 from shardfn.frontend.closed_over import Lifted
 from shardfn.frontend.paths import array_paths
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.trace import shaped
+from shardfn.ir.model import Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,16 @@ class Call:
     """Whether the compiled function returns, beside its result, the arrays of the callee's objects that the call changed."""
     lifted: Lifted | None = None
     """The arrays that the function closes over, where they are part of the state."""
+    ambient: AmbientMesh | None = None
+    """The mesh around the call."""
+    types: tuple[Spec | None, ...] = ()
+    """For each leaf of `dynamic` the Explicit axes of its type (`explicit_specs`)."""
+
+    def in_place(self) -> Call:
+        """The call with the mesh around it, and with the types of its arrays."""
+        ambient = ambient_mesh(self.dynamic)
+        types = explicit_specs(self.dynamic) if ambient is not None and ambient.explicit else ()
+        return dataclasses.replace(self, ambient=ambient, types=types)
 
     @property
     def dynamic(self) -> tuple[Any, ...]:
@@ -110,6 +122,14 @@ class Call:
         """The call with shapes in the place of arrays."""
         static = self.statics
         values = [v if i in static else tree_util.tree_map(shaped, v) for i, v in enumerate(self.values)]
+        return dataclasses.replace(self, values=values)
+
+    def of_typed_shapes(self) -> Call:
+        """`of_shapes`, with the Explicit axes of their types."""
+        static, shapes = self.statics, self.of_shapes().values
+        values = [
+            v if i in static else tree_util.tree_map(typed_shape, self.values[i], v) for i, v in enumerate(shapes)
+        ]
         return dataclasses.replace(self, values=values)
 
     @property
@@ -131,7 +151,7 @@ class Call:
         """The call with the arrays that the function closes over in its state."""
         state = self.values[0] if self.stateful else {}
         values = [{**state, **lifted.arrays}, *self.values[self.stateful :]]
-        return dataclasses.replace(self, values=values, stateful=True, lifted=lifted)
+        return dataclasses.replace(self, values=values, stateful=True, lifted=lifted).in_place()
 
     def without_lifted(self) -> Call:
         """The call without the arrays that the function closes over."""
@@ -139,7 +159,8 @@ class Call:
             return self
         state = {path: a for path, a in self.values[0].items() if path not in self.lifted.arrays}
         values = [*[state] * self.lifted.is_stateful, *self.values[1:]]
-        return dataclasses.replace(self, values=values, stateful=self.lifted.is_stateful, lifted=None)
+        stateful = self.lifted.is_stateful
+        return dataclasses.replace(self, values=values, stateful=stateful, lifted=None).in_place()
 
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""
@@ -167,7 +188,8 @@ class Call:
     def kind(self) -> tuple[Any, ...]:
         """What a call shares with those that one plan fits: hashable, unless a static value is not."""
         leaves, treedef = tree_util.tree_flatten(self.dynamic)
-        return self.slots, treedef, tuple(map(_shape_and_dtype, leaves)), tuple(self.values[i] for i in self.statics)
+        shapes = tuple(map(_shape_and_dtype, leaves))
+        return self.slots, treedef, shapes, tuple(self.values[i] for i in self.statics), self.ambient, self.types
 
     def unhashable(self) -> list[Problem]:
         """The static values that cannot be hashed."""

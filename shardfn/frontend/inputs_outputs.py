@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardfn.errors import Problem, warn
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.options import Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import (
@@ -24,6 +26,7 @@ from shardfn.frontend.strategy import (
     shape_of,
 )
 from shardfn.frontend.validation import check, check_all
+from shardfn.ir.model import Spec
 
 
 def input_leaves(
@@ -56,6 +59,21 @@ def input_leaves(
     for argument in late:
         leaves += leaves_of(argument, problems)
     return apply_parameter_plan(leaves, options.parameter_plan, problems)
+
+
+def with_types(leaves: Sequence[Leaf], types: Sequence[Spec | None]) -> list[Leaf]:
+    """The leaves that have no entry with the Explicit axes of their types as entries.
+
+    Args:
+      leaves: the arrays of the call.
+      types: `Call.types`.
+    """
+    rows = zip(leaves, types or (None,) * len(leaves), strict=True)
+    return [
+        leaf if spec is None or leaf.where or leaf.entry is not AUTO
+        else dataclasses.replace(leaf, entry=partition_spec(spec), where=f"jax.typeof({leaf.path})")
+        for leaf, spec in rows
+    ]  # fmt: skip
 
 
 def output_leaves(

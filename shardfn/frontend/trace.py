@@ -69,6 +69,10 @@ def trace(
     jaxpr = traced.jaxpr
     held = closed_over(jaxpr, names)
     if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
+        if mapped[0] in jax.sharding.get_abstract_mesh().manual_axes:
+            fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of the shard_map around it",
+                 where=f"axis_name = {mapped[0]!r}", why="it is planned over the other axes, where that axis is not there",
+                 fix="call the collective in the function of the shard_map, on arguments or results of this one")  # fmt: skip
         fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of a vmap around it",
              where=f"axis_name = {mapped[0]!r}", why="it is planned on its own, where that axis is not there",
              fix=f"shard what is mapped: shard(jax.vmap(f, axis_name={mapped[0]!r}), ...)")  # fmt: skip

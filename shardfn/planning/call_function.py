@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import keyword
 import operator
@@ -11,9 +12,11 @@ from typing import Any
 
 import jax
 from jax import tree_util
+from jax.sharding import AbstractMesh
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend import nnx_objects
+from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, inside, without_types
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import Lifted, lift
@@ -49,6 +52,10 @@ class CallFunction:
     """The mesh axes of these rules."""
     wrong: tuple[WrongOp, ...] = ()
     """Ops that need a workaround for an XLA bug."""
+    mesh: AbstractMesh | None = None
+    """The user's mesh, with Auto axes."""
+    ambient: AmbientMesh | None = None
+    """The mesh around the call, if the call uses it."""
 
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
@@ -57,12 +64,22 @@ class CallFunction:
             function = separate_windows(function, statics)
         if self.tags:
             function = constrain_tags(function, self.tags, self.tag_axes, mesh, statics)
-        return replicate_wrong_ops(function, mesh.mesh, self.wrong, statics) if self.wrong else function
+        if self.wrong:
+            function = replicate_wrong_ops(function, mesh.mesh, self.wrong, statics)
+        return self._inside_mesh(function)
+
+    def _inside_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def traced(*flat: Any) -> Any:
+            with inside(self.mesh):
+                return function(*flat)
+
+        return traced if self.mesh is not None else function
 
     def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
         mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
-        with explained(self.call):
+        with explained(self.call), without_types(self.ambient, self.callee.name):
             return trace(self.on(mesh), self.call.values, self.call.statics, platform, self.callee.function)
 
 
@@ -79,7 +96,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     static = {name for name, value in call.arguments().items() if holds_static(value)}
 
     def pure(*flat: Any) -> Any:
-        if signature(flat, statics) != expected:
+        if signature(flat, statics) != expected or has_types(flat):
             raise OtherCall
         if call.lifted is not None:
             return call.lifted.evaluate([value for i, value in enumerate(flat) if i not in statics])
@@ -112,7 +129,7 @@ def lifted_call(callee: Callee, call: Call) -> Lifted:
     """The arrays that a function closes over in a call, with the function's trace, which takes them as arguments."""
     shapes = call.of_shapes()
     function = pure_function(callee.frozen(shapes), shapes)
-    with explained(shapes):
+    with explained(shapes), without_types(call.ambient, callee.name):
         traced = jax.jit(function, static_argnums=call.statics, keep_unused=True).trace(*shapes.values)
     return lift(traced, callee.function, call.stateful)
 

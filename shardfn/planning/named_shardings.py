@@ -1,4 +1,4 @@
-"""Explicit named shardings (Layout, PartitionSpec, NamedSharding), brought onto one mesh."""
+"""The entries of a call on one mesh that the user gave: named shardings (Layout, PartitionSpec, NamedSharding) and integers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec
+from shardfn.planning.given_mesh import place_on_axes
 from shardfn.planning.mesh_inference import Placement
 
 
@@ -29,19 +30,26 @@ def place_named(
     mesh: Mesh | None,
     problems: list[Problem],
     used: Sequence[Any] | None = None,
+    groups: Sequence[tuple[int, ...]] = (),
+    values: Sequence[tuple[int, ...]] = (),
+    sizes: Sequence[int] = (),
+    instead: str = "",
 ) -> Placement:
-    """Put every leaf on the mesh that the named shardings share.
+    """Put every leaf on the user's mesh: that of the named shardings, or of the call.
 
     Args:
-      leaves: all arrays of the call; at least one `names_axes`.
+      leaves: all arrays of the call; at least one `names_axes`, or `mesh` is given.
       strategies: that of each leaf that is given by integers (`None` entries: dimension 0 over all devices); else None.
       devices: the device count.
-      mesh: the mesh of the PartitionSpecs, where the user gave one as `device`.
-      problems: receives unknown and repeated axes, meshes that do not fit each other or the devices, and integers
-        mixed with named shardings.
+      mesh: the mesh of the call, where the user gave one.
+      problems: receives unknown and repeated axes, meshes that do not fit each other or the devices, and integers that the
+        mesh has no axes for.
       used: the devices in the order of their ranks; None for hardware that is not here.
+      groups: the dimension group of each dimension of each leaf.
+      values: the dimension groups of every value inside the function.
+      sizes: elements of each of these values.
+      instead: another mend for integers that the mesh has no axes for.
     """
-    first = next(leaf for leaf in leaves if names_axes(leaf))
     mesh_axes = _call_axes(leaves, mesh)
     specs: list[Spec | None] = []
     before = len(problems)
@@ -56,12 +64,9 @@ def place_named(
             specs.append((tuple(name for name, _ in mesh_axes), *((),) * (len(strategy) - 1)))
         else:
             specs.append(None)
-            problems.append(Problem(
-                f"{leaf.label} is sharded by integers and {first.label} by named axes", f"{leaf.source}; {first.source}",
-                "integers leave the choice of mesh axes open, and named shardings fix them",
-                f"write integers for all, {_all_as_strategies(leaves, mesh_axes)}, or named shardings for all, over "
-                + " x ".join(f"{name}={size}" for name, size in mesh_axes),
-                is_type=True))  # fmt: skip
+    if len(problems) == before and devices > 1:
+        integers = [None if names_axes(leaf) else row for leaf, row in zip(leaves, strategies, strict=True)]
+        specs = list(place_on_axes(leaves, integers, specs, mesh_axes, groups, problems, values, sizes, instead))
     if len(problems) > before or devices == 1:
         return Placement((), tuple(None if s is None else ((),) * len(s) for s in specs))
     order = next((tuple(leaf.entry.rank_list) for leaf in leaves if isinstance(leaf.entry, MeshLayout)), None)
@@ -197,20 +202,3 @@ def _called(leaf: Leaf) -> str:
 
 def _text(axes: Sequence[tuple[str, int]]) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes) or "no mesh"
-
-
-def _all_as_strategies(leaves: Sequence[Leaf], mesh_axes: tuple[tuple[str, int], ...], most: int = 4) -> str:
-    strategies = {leaf.where: _as_strategy(leaf, mesh_axes) for leaf in leaves if names_axes(leaf)}
-    return ", ".join(f"{where} = {row}" for where, row in list(strategies.items())[:most]) + (
-        " …" if len(strategies) > most else ""
-    )
-
-
-def _as_strategy(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> Any:
-    entry, sizes = leaf.entry, dict(mesh_axes)
-    try:
-        raw = entry.spec if isinstance(entry, MeshLayout | NamedSharding) else entry
-    except LayoutError:  # it is not called yet
-        raw = ()
-    padded = [*raw, *[None] * len(leaf.shape)][: len(leaf.shape)]
-    return tuple(math.prod(sizes.get(a, 1) for a in _names(dim)) for dim in padded)

@@ -248,7 +248,7 @@ class Plan:
         if devices is None:
             return abstract_mesh(axes)
         given = self.hardware.mesh
-        if given is not None and tuple(given.shape.items()) == axes:
+        if isinstance(given, Mesh) and tuple(given.shape.items()) == axes:
             return mesh_on(given.devices, axes)
         if self.hardware.platform == "tpu" and self.order is None:
             return wired(devices, axes)

@@ -6,14 +6,17 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
+import jax
 from jax import tree_util
 
 from shardfn.cost.devices.hardware import Hardware, resolve
 from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, fail, raise_problems
+from shardfn.frontend.ambient_mesh import AmbientMesh
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
-from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements
+from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements, with_types
+from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, without_mesh
 from shardfn.frontend.trace import Traced
@@ -49,16 +52,20 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     """
     problems: list[Problem] = []
     inputs = input_leaves(callee, options, call, defaults, problems)
-    hardware = _hardware(options, inputs, defaults, problems)
+    hardware = _hardware(options, inputs, call.ambient, defaults, problems)
+    ambient = call.ambient if call.ambient is not None and _is_on(call.ambient, hardware) else None
     if layout is not None:
         inputs = with_layout(layout, inputs, hardware.count, problems, given=call.names)
+    if ambient is not None:
+        inputs = with_types(inputs, call.types)
     if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
         check_all(inputs, hardware.count, problems)
         raise_problems(problems)
     donated = call.positions(options.donate_argnums, options.donate_argnames)
     shapes = call.of_shapes()
     frozen = callee.frozen(shapes)
-    function = CallFunction(pure_function(frozen, shapes), frozen, shapes, donated)
+    mesh = abstract_mesh(tuple(hardware.mesh.shape.items())) if hardware.mesh is not None else None
+    function = CallFunction(pure_function(frozen, shapes), frozen, shapes, donated, mesh=mesh, ambient=ambient)
     function, traced = _traced(function, hardware, layout, problems)
     result, changed = traced.results if call.returns_changes else (traced.results, {})
     returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
@@ -90,6 +97,7 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     placed = _placed(call, groups, problems)
     raise_problems(problems)
     axes, specs = _on_mesh(call, placed)
+    call = _with_ambient(call, axes)
     entries, results = specs[: len(call.inputs)], specs[len(call.inputs) :]
     propagation = Propagation(call.traced, call.hardware, results, call.same_as)
     anchored = anchors(call.traced.jaxpr, call.traced.graph)
@@ -97,12 +105,16 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     return PosedCall(call, problem, entries, placed.order, groups, propagation, anchored)
 
 
-def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, problems: Sequence[Problem]) -> Hardware:
-    """The devices to plan for: those of `device`, of a mesh in a strategy, of the defaults, or all.
+def _hardware(
+    options: Options, inputs: Sequence[Leaf], ambient: AmbientMesh | None, defaults: Defaults,
+    problems: Sequence[Problem],
+) -> Hardware:  # fmt: skip
+    """The devices to plan for: those of `device`, of a mesh in a strategy, of the mesh around the call, of the defaults, or all.
 
     Raises:
       ContextError: the context asks for something that `shard` cannot do.
-      DeviceError: there are no such devices; with it `problems`, and what is wrong on any device.
+      DeviceError: there are no such devices, or the call cannot use them where it stands; with it `problems`, and what is
+        wrong on any device.
     """
     if defaults.parallel_mode in ("data_parallel", "hybrid_parallel"):
         fail(ContextError, f"`shard` has no meaning under parallel_mode={defaults.parallel_mode!r}",
@@ -116,7 +128,11 @@ def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, prob
     if device is None:
         device = mesh_of([*(leaf.entry for leaf in inputs), *tree_util.tree_leaves(options.out_strategy)])
     try:
-        found = resolve(device, count=defaults.devices_asked, default=defaults.platform)
+        found = None if device is not None or ambient is None else _around(ambient, defaults)
+        if found is None:
+            found = resolve(device, count=defaults.devices_asked, default=defaults.platform)
+        if ambient is not None and ambient.is_binding and found.is_here and not _is_on(ambient, found):
+            found = _on_binding(ambient, found, defaults)
     except DeviceError as error:
         known = list(problems)
         check_all(inputs, 1, known)
@@ -128,6 +144,47 @@ def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, prob
              fix="set pipeline_stages to a divisor, or reset_auto_parallel_context()")  # fmt: skip
     defaults.check_rank(found.count)
     return found
+
+
+def _around(ambient: AmbientMesh, defaults: Defaults) -> Hardware | None:
+    """The devices of the mesh around a call; None where there are other devices to use.
+
+    In a traced function the mesh has no devices: then as many of JAX's own stand for them.
+    """
+    axes, count = ambient.axes, math.prod(size for _, size in ambient.axes)
+    if not ambient.is_binding and defaults.devices_asked not in (None, count):
+        return None
+    if ambient.concrete is not None and not ambient.abstract.manual_axes:
+        return resolve(ambient.concrete)
+    devices = jax.devices()
+    found = resolve(devices[:count])
+    if len(devices) < count:
+        found = found.chip.pod(str(count))
+    return dataclasses.replace(found, mesh=abstract_mesh(axes))
+
+
+def _is_on(ambient: AmbientMesh, hardware: Hardware) -> bool:
+    """Whether a call for some devices uses the mesh around it."""
+    return hardware.is_here and hardware.mesh is not None and tuple(hardware.mesh.shape.items()) == ambient.axes
+
+
+def _on_binding(ambient: AmbientMesh, asked: Hardware, defaults: Defaults) -> Hardware:
+    """The devices of a mesh with Explicit or Manual axes, for a call that asks for the same devices without a mesh.
+
+    Raises:
+      DeviceError: it asks for others, or for another mesh.
+    """
+    found = _around(ambient, defaults)
+    assert found is not None
+    if asked.mesh is None and asked.count == found.count:
+        return found
+    text = ", ".join(f"{name}={size}" for name, size in ambient.axes)
+    kinds = " and ".join(["Explicit"] * bool(ambient.explicit) + ["Manual"] * bool(ambient.abstract.manual_axes))
+    mesh = "" if asked.mesh is None else f" on the mesh {', '.join(f'{k}={n}' for k, n in asked.mesh.shape.items())}"
+    fail(DeviceError, f"the call asks for {asked.count} devices{mesh}, inside a mesh with {kinds} axes",
+         where=f"the mesh around the call, or of its arguments' types: {text}",
+         why="JAX uses one mesh for values whose types have Explicit or Manual axes",
+         fix="leave `device` out, and the call uses that mesh; or call it outside, with arrays of an Auto mesh")  # fmt: skip
 
 
 def _traced(
@@ -161,29 +218,58 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
     leaves, count = (*call.inputs, *call.outputs), call.hardware.count
     before = len(problems)
     strategies = [check(leaf, count, problems) for leaf in leaves]
-    if any(map(names_axes, leaves)):
-        return place_named(leaves, strategies, count, call.hardware.mesh, problems, call.hardware.devices)
-    if len(problems) > before:
-        return Placement((), (None,) * len(leaves))
     values = (*call.traced.inputs, *call.traced.outputs)
     tied = [groups.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
     sizes = [math.prod(v.shape) for v in call.traced.graph.values]
+    if call.hardware.mesh is not None or any(map(names_axes, leaves)):
+        mesh, used = call.hardware.mesh, call.hardware.devices
+        instead = _without_mesh(call) if mesh is not None else ""
+        return place_named(leaves, strategies, count, mesh, problems, used, tied, groups.of, sizes, instead)
+    if len(problems) > before:
+        return Placement((), (None,) * len(leaves))
     return place(leaves, strategies, tied, count, problems, groups.of, sizes)
 
 
+def _without_mesh(call: TracedCall) -> str:
+    """How to let the plan choose its mesh, as the end of an error; "" where the mesh around the call is the only one."""
+    ambient, count, here = call.ambient_mesh, call.hardware.count, len(jax.devices())
+    if ambient is not None and ambient.is_binding:
+        return ""
+    devices = "jax.devices()" if count == here else f"jax.devices()[:{count}]"
+    return f"; or pass devices without a mesh, and the plan chooses one: device={devices}"
+
+
 def _on_mesh(call: TracedCall, placed: Placement) -> tuple[Axes, tuple[Spec | None, ...]]:
-    """The mesh axes that the entries or the layout file ask for, () if none does, and the entries' shardings on them."""
-    named = any(map(names_axes, (*call.inputs, *call.outputs)))
-    axes: Axes = placed.axes if named or any(dim for spec in placed.specs if spec for dim in spec) else ()
+    """The mesh axes that the user, the entries or the layout file asks for, () if none does, and the entries' shardings."""
+    is_given = call.hardware.mesh is not None or any(map(names_axes, (*call.inputs, *call.outputs)))
+    axes: Axes = placed.axes if is_given or any(dim for spec in placed.specs if spec for dim in spec) else ()
     count = call.hardware.count
     if call.layout is not None and count > 1 and not axes:
         axes = mesh_axes(call.layout, count, [])
     own = axes or (("a", count),)
-    if all(math.prod(other) != count or expresses(own, other) for other in call.traced.mesh_shapes):
+    shapes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.mesh_shapes
+    if all(math.prod(other) != count or expresses(own, other) for other in shapes):
         return axes, tuple(placed.specs)
     # An inner `shard` has a mesh of its own: Shardy propagates across only if both are one.
     axes, parts = finest(own)
     return axes, tuple(None if spec is None else split_axes(spec, parts) for spec in placed.specs)
+
+
+def _with_ambient(call: TracedCall, axes: Axes) -> TracedCall:
+    """The call with the mesh around it only if its plan is on that mesh.
+
+    Raises:
+      StrategyError: the entries name axes of another mesh, and no other can be used.
+    """
+    ambient = call.ambient_mesh
+    if ambient is None or call.hardware.count == 1 or axes == ambient.axes:
+        return call
+    if ambient.is_binding:
+        own, other = (", ".join(f"{name}={size}" for name, size in a) for a in (ambient.axes, axes))
+        fail(StrategyError, f"the entries of `{call.name}` are on another mesh than the call", where=other,
+             why=f"the mesh around the call, or of its arguments' types, has Explicit or Manual axes: {own}",
+             fix="name the axes of that mesh, or give integers")  # fmt: skip
+    return dataclasses.replace(call, function=dataclasses.replace(call.function, ambient=None))
 
 
 def _problem(

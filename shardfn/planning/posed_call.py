@@ -8,6 +8,7 @@ from typing import Any
 
 from shardfn import search
 from shardfn.cost.devices.hardware import Hardware
+from shardfn.frontend.ambient_mesh import AmbientMesh
 from shardfn.frontend.options import SearchOptions
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
@@ -37,6 +38,11 @@ class TracedCall:
     donated: tuple[int, ...]
     """Positions in `inputs`."""
     compiler_options: Mapping[str, Any] | None = None
+
+    @property
+    def ambient_mesh(self) -> AmbientMesh | None:
+        """The mesh around the call, if the call uses it."""
+        return self.function.ambient
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.ambient_mesh import AmbientMesh
 from shardfn.frontend.callee import describe
 from shardfn.frontend.static_leaves import held, released
 from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
@@ -23,19 +24,41 @@ from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.plan_mesh import PlanMesh
+from shardfn.planning.posed_call import TracedCall
 
 
-def jitted(plan: Plan, nested: bool = False) -> Any:
+def jitted(plan: Plan) -> Any:
     """`jax.jit` of the function of a plan, with the planned shardings of arguments and results.
 
-    The mesh is the plan's own, or one with prime axes if the function has meshes of its own. A nested function always uses
-    prime axes, so that all plans on these devices share a mesh: `jit` cannot express a result sharding for which its mesh
-    has no axes.
+    Args:
+      plan: the plan, made in this process.
+    """
+    function, options = _on_own_mesh(plan, nested=False)
+    return jax.jit(function, **options)
+
+
+def jitted_for_calls(plan: Plan, nested: bool = False) -> Any:
+    """`jitted` for calls such as the one that was planned, on the mesh around them.
 
     Args:
       plan: the plan, made in this process.
       nested: whether it is for calls inside a transformation. Results then get constraints: `out_shardings` would also
         apply to their cotangents, which may have any sharding.
+    """
+    ambient = answered_call(plan).posed.call.ambient_mesh
+    if ambient is not None and (nested or ambient.explicit):
+        function, options = _on_ambient_mesh(plan, ambient, nested)
+    else:
+        function, options = _on_own_mesh(plan, nested)
+    return jax.jit(function, **options)
+
+
+def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of a plan on a mesh of its devices, and its options for `jax.jit`.
+
+    The mesh is the plan's own, or one with prime axes if the function has meshes of its own. A nested function always uses
+    prime axes, so that all plans on these devices share a mesh: `jit` cannot express a result sharding for which its mesh
+    has no axes.
     """
     call = answered_call(plan).posed.call
     meshes = [shape for shape in call.traced.mesh_shapes if math.prod(shape) == plan.hardware.count]
@@ -49,12 +72,49 @@ def jitted(plan: Plan, nested: bool = False) -> Any:
         def constrained(*flat: Any) -> Any:
             return tree_util.tree_map(jax.lax.with_sharding_constraint, function(*flat), outs)
 
-        return jax.jit(constrained, in_shardings=ins, static_argnums=static_argnums)
-    return jax.jit(
-        function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums,
-        donate_argnums=call.function.donate_argnums,
-        compiler_options=dict(call.compiler_options) if call.compiler_options else None,
-    )  # fmt: skip
+        return constrained, {"in_shardings": ins, "static_argnums": static_argnums}
+    return function, {"in_shardings": ins, "out_shardings": outs, **_outermost(call)}
+
+
+def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function of a plan on the mesh around the call, which has no devices in a traced function; and its options.
+
+    Inside, all axes but Manual ones are Auto, and the arguments and results have constraints. Outside, their types have the
+    Explicit axes of the plan's shardings.
+    """
+    planned = answered_call(plan).posed.call
+    call, mesh = planned.function.call, PlanMesh.of(ambient.auto)
+    function = _constrained(plan, planned.function, mesh)
+    ins, outs = shardings_on(plan, mesh)
+    in_types, out_types = tree_util.tree_map(ambient.type_of, (ins, outs))
+
+    @functools.wraps(function)
+    def on_ambient_mesh(*flat: Any) -> Any:
+        own = dataclasses.replace(call, values=flat)
+        treedef = tree_util.tree_structure(own.dynamic)
+
+        def inside(*dynamic: Any) -> Any:
+            placed = tree_util.tree_map(jax.lax.with_sharding_constraint, dynamic, ins)
+            results = function(*own.replaced(treedef, tree_util.tree_leaves(placed)))
+            return tree_util.tree_map(jax.lax.with_sharding_constraint, results, outs)
+
+        if not ambient.explicit:
+            return inside(*own.dynamic)
+        typed = tree_util.tree_map(jax.sharding.reshard, own.dynamic, in_types)
+        return jax.sharding.auto_axes(inside, axes=tuple(ambient.explicit), out_sharding=out_types)(*typed)
+
+    return on_ambient_mesh, {"static_argnums": call.statics} if nested else _outermost(planned)
+
+
+def _outermost(call: TracedCall) -> dict[str, Any]:
+    """The options of `jax.jit` for calls outside transformations."""
+    options = dict(call.compiler_options) if call.compiler_options else None
+    function = call.function
+    return {
+        "static_argnums": function.call.statics,
+        "donate_argnums": function.donate_argnums,
+        "compiler_options": options,
+    }
 
 
 def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
 from shardfn.frontend.static_leaves import holds_static
+from shardfn.ir.model import Spec
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
@@ -39,7 +40,7 @@ from shardfn.planning.planner import (
 from shardfn.planning.pose import pose
 from shardfn.planning.posed_call import PosedCall
 from shardfn.report.saved_graphs import save_graphs
-from shardfn.runtime.apply import jitted
+from shardfn.runtime.apply import jitted_for_calls
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
 from shardfn.search.mesh_solution import mesh_text
@@ -63,6 +64,8 @@ class Entry:
     """Whether arguments or results have leaves that are no arrays (`frontend.static_leaves`)."""
     is_compiled: bool = False
     """Whether XLA is known to compile the plan."""
+    in_types: tuple[Spec | None, ...] = ()
+    """`Call.types` of arguments as planned."""
 
     @classmethod
     def of(cls, plan: Plan) -> Entry:
@@ -71,7 +74,32 @@ class Entry:
         targets = tuple(tree_util.tree_leaves(plan.in_shardings))
         replaced = frozenset((*planned.same_as.values(), *planned.donated))
         static = holds_static((planned.function.call.dynamic, planned.traced.results))
-        return cls(plan, jitted(plan), jitted(plan, nested=True), targets, replaced, static)
+        ambient = planned.ambient_mesh
+        parts = [ambient.explicit_part(d.spec) for d in plan.inputs] if ambient is not None else ()
+        types = tuple(part if any(part) else None for part in parts)
+        run, nested = jitted_for_calls(plan), jitted_for_calls(plan, nested=True)
+        return cls(plan, run, nested, targets, replaced, static, in_types=types)
+
+
+def typed_as_planned(entries: dict[Any, Entry], key: Any, types: Sequence[Any]) -> Entry | None:
+    """An entry that differs from a call in Explicit types only, where each of them is as planned: results come back as
+    arguments, with the types that the plan gave them. It becomes the entry of that key as well.
+
+    Args:
+      entries: the entries of a function, by `sharded_function._key`.
+      key: that of the call.
+      types: `Call.types`, which the key has last in its first part.
+    """
+    if not types:
+        return None
+    ((*kind, _), *rest) = key
+    for ((*other, known), *others), entry in entries.items():
+        if (kind, rest) == (other, others):
+            rows = zip(types, known, entry.in_types, strict=True)
+            if all(mine in (given, planned) for mine, given, planned in rows):
+                entries[key] = entry
+                return entry
+    return None
 
 
 def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:

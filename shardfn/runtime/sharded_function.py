@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from shardfn.compiled.executable import read
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend import defaults
+from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.closed_over import Lifted
@@ -34,7 +36,7 @@ from shardfn.planning.call_function import OtherCall, lifted_call, pure_function
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
-from shardfn.runtime.executable import Entry, compile_entry, make_entry
+from shardfn.runtime.executable import Entry, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.progress import progress
 from shardfn.units import bytes_text
 
@@ -61,6 +63,7 @@ class ShardedFunction(Generic[P, R]):
         self._lifted: dict[Any, Lifted] = {}
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
+        self._fast_context: Any = None
         self._checks_arrays = False
         self._donates = bool(options.donate_argnums or options.donate_argnames)
         self._transfers_arrays = False
@@ -122,6 +125,7 @@ class ShardedFunction(Generic[P, R]):
         if (
             not kwargs
             and defaults.current() is self._fast_defaults
+            and jax.sharding.get_abstract_mesh() is self._fast_context
             and (not self._checks_arrays or _are_usable(tree_util.tree_leaves(args), self._donates))
         ):
             try:
@@ -178,7 +182,7 @@ class ShardedFunction(Generic[P, R]):
                  fix="leave `compiled` out, or use .plan(...).verify(); or "
                      + (instead or "give a device of this machine"))  # fmt: skip
         if compiled:
-            entry = self._compiled(callee, call, entry, lambda _: call.of_shapes().values)
+            entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
         found = read(self._lower(entry, call).compile()) if compiled else None
         return in_detail(make_report(entry.plan, found, self._transfers(entry, call)), detail)
 
@@ -214,7 +218,7 @@ class ShardedFunction(Generic[P, R]):
         """
         callee, call = self._bound(args, kwargs)
         entry = self._entry(callee, call)
-        return entry.jitted.trace(*call.of_shapes().values)
+        return entry.jitted.trace(*call.of_typed_shapes().values)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the results of a call, without planning it.
@@ -235,7 +239,8 @@ class ShardedFunction(Generic[P, R]):
         raise_problems(problems)
         shapes = call.of_shapes()
         jitted = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics)
-        result = jitted.eval_shape(*shapes.values)
+        with without_types(call.ambient, self.callee.name):
+            result = jitted.eval_shape(*shapes.values)
         return released(result[0] if call.returns_changes else result)
 
     def clear_cache(self) -> None:
@@ -247,7 +252,7 @@ class ShardedFunction(Generic[P, R]):
     # ---- inside
 
     def _lower(self, entry: Entry, call: Call) -> jax.stages.Lowered:
-        shapes = call.of_shapes().values
+        shapes = call.of_typed_shapes().values
         if entry.plan.hardware.is_here:
             return entry.jitted.lower(*shapes)
         traced = entry.jitted.trace(*shapes)
@@ -263,7 +268,8 @@ class ShardedFunction(Generic[P, R]):
         )
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if manual := jax.sharding.get_abstract_mesh().manual_axes:
+        context = jax.sharding.get_abstract_mesh()
+        if (manual := context.manual_axes) and math.prod(context.shape[axis] for axis in manual) == context.size:
             fail(StrategyError, f"`{self.callee.name}` is called inside a shard_map",
                  where=f"the axes {', '.join(map(str, manual))} of the shard_map",
                  why="there every device already works on its own shard",
@@ -301,12 +307,13 @@ class ShardedFunction(Generic[P, R]):
             # Of a first state; the next lies as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
-        simple = not (call.stateful or call.returns_changes or entry.holds_static) and not any(
-            s.keyword for s in call.slots
-        )
+        has_keywords = any(s.keyword for s in call.slots)
+        is_bound = call.ambient is not None and call.ambient.is_binding
+        simple = not (call.stateful or call.returns_changes or entry.holds_static or has_keywords or is_bound)
         if simple and len(self._entries) == 1 and not self._transfers_arrays:
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
+            self._fast_context = jax.sharding.get_abstract_mesh()
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
         return _finish(callee, call, entry, result)
@@ -318,6 +325,12 @@ class ShardedFunction(Generic[P, R]):
             # An eager derivative carries concrete arrays, which may be committed to another layout.
             if "does not match the sharding" not in str(error) and "incompatible" not in str(error):
                 raise
+        except Exception as error:  # JAX's DuplicateSpecError has no public name
+            if "has duplicate entries for" not in str(error):
+                raise
+            fail(StrategyError, f"`{self.callee.name}` is mapped along a dimension that is sharded over an axis of its plan",
+                 where=str(error).split("but ")[-1], why="the type of an array has each Explicit axis once",
+                 fix="shard what is mapped, shard(jax.vmap(f)); or give strategies that leave that axis out")  # fmt: skip
         try:
             put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
         except ValueError as error:  # a batched one has another shape than its tracer tells
@@ -350,6 +363,7 @@ class ShardedFunction(Generic[P, R]):
         call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
         if problems := call.unhashable():
             raise StrategyTypeError(problems)
+        call = call.in_place()
         return callee, self._with_closed_over(callee, call) if self.options.closed_over == "argument" else call
 
     def _with_closed_over(self, callee: Callee, call: Call) -> Call:
@@ -376,7 +390,7 @@ class ShardedFunction(Generic[P, R]):
         """The entry of a call, made if it is the first of its kind."""
         current = defaults.current()
         key = _key(callee, call)
-        entry = self._entries.get(key)
+        entry = self._entries.get(key) or typed_as_planned(self._entries, key, call.types)
         if entry is None:
             while len(self._entries) >= MAX_ENTRIES:
                 self._entries.pop(next(iter(self._entries)), None)

@@ -28,6 +28,7 @@ from shardfn.compiled.candidates import none_compiles, refused
 from shardfn.compiled.executable import Compiled, read
 from shardfn.compiled.targets import Target, devices, target
 from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.ir.model import Spec
 from shardfn.planning.plan import Plan, answered_call
@@ -66,12 +67,14 @@ def compile_plan(plan: Plan, quick: bool = False) -> Compiled:
     """
     function, args = jitted(plan), answered_call(plan).posed.call.function.call.values
     if plan.hardware.is_here:
-        with progress(f"compiling {plan.function}"):
+        with progress(f"compiling {plan.function}"), without_types(None, plan.function):
             options = QUICK if quick and plan.hardware.platform == "cpu" else None
             return read(function.lower(*args).compile(options))
     where = target(plan.hardware)
     with progress(f"compiling {plan.function} for {plan.hardware.name}"):
-        return _elsewhere(plan, where, *_exported(plan, function, args))
+        with without_types(None, plan.function):
+            exported = _exported(plan, function, args)
+        return _elsewhere(plan, where, *exported)
 
 
 # ---- from this process to the other one and back

@@ -103,9 +103,10 @@ def test_on_one_device_the_drawn_is_checked_and_whole():
         shardfn.plan(dense, X[:7], W, in_strategy=(GRID("dp", "None"), AUTO), device=DEVICES[:1])
 
 
-def test_ints_are_placed_on_the_devices_of_a_mesh_and_not_on_its_axes():
+def test_ints_on_a_given_mesh_take_its_axes():
     plan = shardfn.plan(dense, X, W, in_strategy=((4, 1), (1, 2)), device=MESH)
-    assert plan.mesh.axis_sizes == (4, 2) and list(plan.mesh.devices.flat) == DEVICES
+    assert plan.mesh == MESH and list(plan.mesh.devices.flat) == DEVICES
+    assert [d.spec for d in plan.inputs] == [(("mp",), ()), ((), ("dp",))]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import os
 import re
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import DeviceError, fail
 
@@ -182,7 +182,7 @@ class Hardware:
     """As JAX lowers for it: cpu, cuda, rocm, tpu."""
     count: int
     devices: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)
-    mesh: Mesh | None = dataclasses.field(default=None, compare=False)
+    mesh: Mesh | AbstractMesh | None = dataclasses.field(default=None, compare=False)
     name: str = ""
     topology: tuple[int, ...] = ()
     """Dims of the torus that the devices fill, the last one fastest; () where there is none."""

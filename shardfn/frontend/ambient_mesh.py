@@ -1,0 +1,180 @@
+"""The mesh around a call: that of its arguments' types, of `jax.set_mesh` or `jax.shard_map`, or of an outer sharded function.
+
+Explicit axes put shardings into the types of arrays (`jax.typeof(x).sharding`), Manual ones belong to a `shard_map`. A call
+is planned over the other axes, for which XLA propagates shardings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardfn.errors import StrategyError, fail
+from shardfn.frontend.meshes import partition_spec, spec_of
+from shardfn.ir.model import Axes, Spec
+
+_OUTER: ContextVar[AbstractMesh | None] = ContextVar("_OUTER", default=None)
+"""The mesh of the sharded function that is being traced, if its user gave one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AmbientMesh:
+    """The mesh around a call."""
+
+    abstract: AbstractMesh
+    concrete: Mesh | None = None
+    """None in a traced function: there a mesh has no devices."""
+
+    @property
+    def axes(self) -> Axes:
+        """Name and size of each axis that is not Manual."""
+        return tuple((name, n) for name, n in self.abstract.shape.items() if name not in self.abstract.manual_axes)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The Explicit axes."""
+        return frozenset(self.abstract.explicit_axes)
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether no other mesh can be used here: JAX refuses one beside Explicit or Manual axes."""
+        return bool(self.abstract.explicit_axes or self.abstract.manual_axes)
+
+    @property
+    def auto(self) -> AbstractMesh:
+        """The mesh with axes of type Auto in the place of Explicit ones."""
+        return self.abstract.update_axis_types(dict.fromkeys(self.abstract.explicit_axes, AxisType.Auto))
+
+    def type_of(self, sharding: NamedSharding) -> NamedSharding:
+        """The sharding that the type of an array with `sharding` has: its Explicit axes."""
+        spec = self.explicit_part(spec_of(sharding.spec, len(sharding.spec)))
+        return NamedSharding(self.abstract, partition_spec(spec))
+
+    def explicit_part(self, spec: Spec) -> Spec:
+        """The Explicit axes of a spec."""
+        return tuple(tuple(axis for axis in dim if axis in self.explicit) for dim in spec)
+
+
+def ambient_mesh(values: Any) -> AmbientMesh | None:
+    """The mesh around a call.
+
+    Args:
+      values: the arguments, a pytree.
+
+    >>> ambient_mesh(1.0) is None
+    True
+    """
+    leaves = tree_util.tree_leaves(values)
+    for leaf in leaves:
+        if (found := _typed(leaf)) is not None:
+            return AmbientMesh(found.mesh.abstract_mesh, found.mesh if isinstance(found.mesh, Mesh) else _set_mesh())
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        return AmbientMesh(abstract, _set_mesh())
+    outer = _OUTER.get()
+    return AmbientMesh(outer) if outer is not None else None
+
+
+def has_types(values: Sequence[Any]) -> bool:
+    """Whether the type of any array has Explicit axes."""
+    return any(_typed(leaf) is not None for leaf in tree_util.tree_leaves(values))
+
+
+def explicit_specs(values: Any) -> tuple[Spec | None, ...]:
+    """For each array the Explicit axes of its type; None where these shard no dimension."""
+    return tuple(map(_explicit_spec, tree_util.tree_leaves(values)))
+
+
+@contextlib.contextmanager
+def without_types(ambient: AmbientMesh | None, name: str) -> Iterator[None]:
+    """A context in which the types of traced arrays have no shardings.
+
+    Args:
+      ambient: the mesh that the call uses, if any.
+      name: of the function that is traced.
+
+    Raises:
+      StrategyError: the function itself works with Explicit axes.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    here = AmbientMesh(abstract) if ambient is None or not abstract.empty else ambient
+    if not here.explicit:
+        yield
+        return
+    try:
+        with jax.sharding.use_abstract_mesh(here.auto):
+            yield
+    except ValueError as error:
+        _refuse_types(name, str(error))
+        raise
+
+
+def _refuse_types(name: str, text: str) -> None:
+    """Explain JAX's error for a function that works with types that have Explicit axes.
+
+    Raises:
+      StrategyError: it is such an error.
+    """
+    if "should match the aval mesh" in text:
+        fail(StrategyError, f"`{name}` closes over an array whose type has Explicit axes",
+             where=text.split("for shape ")[-1].split(".")[0],
+             why="inside a sharded function all axes are Auto, and only arguments change their types on the way in",
+             fix="pass the array as an argument")  # fmt: skip
+    if "axis names that are of type Auto" in text:
+        fail(StrategyError, f"`{name}` asks for Explicit axes inside", where=text.split(". This error")[0],
+             why="inside a sharded function all axes are Auto",
+             fix="leave out_sharding and jax.reshard out, or use jax.lax.with_sharding_constraint")  # fmt: skip
+
+
+@contextlib.contextmanager
+def inside(mesh: AbstractMesh | None) -> Iterator[None]:
+    """Trace a function of which the user gave the mesh: the sharded functions that it calls use that mesh too."""
+    token = _OUTER.set(mesh)
+    try:
+        yield
+    finally:
+        _OUTER.reset(token)
+
+
+def typed_shape(leaf: Any, shape: Any) -> Any:
+    """The shape of a leaf (`frontend.trace.shaped`) with the Explicit axes of the leaf's type."""
+    typed = _typed(leaf)
+    return (
+        shape
+        if typed is None
+        else jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=typed)
+    )
+
+
+def _typed(leaf: Any) -> NamedSharding | None:
+    """The sharding of an array whose type has Explicit axes."""
+    if isinstance(leaf, Tracer):
+        found: Any = jax.typeof(leaf).sharding
+    else:
+        found = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return found if isinstance(found, NamedSharding) and found.mesh.explicit_axes else None
+
+
+def _explicit_spec(leaf: Any) -> Spec | None:
+    typed = _typed(leaf)
+    if typed is None:
+        return None
+    spec = AmbientMesh(typed.mesh.abstract_mesh).explicit_part(spec_of(typed.spec, len(leaf.shape)))
+    return spec if any(spec) else None
+
+
+def _set_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh`; None without one, and in a traced function."""
+    try:
+        found = jax.sharding.get_mesh()
+    except ValueError:
+        return None
+    return None if found.empty else found
