@@ -125,6 +125,12 @@ def read(owner: Any) -> State:
     return by_path(nested(owner))
 
 
+def annotations(owner: Any) -> State:
+    """The `PartitionSpec` of each array of an owner, by path; it names no axis where the variable has no annotation."""
+    nnx = sys.modules["flax.nnx"]
+    return by_path(nnx.to_pure_dict(nnx.get_partition_spec(nnx.split(owner)[1])))
+
+
 def by_path(arrays: Mapping[str, Any]) -> State:
     """Nested arrays by path."""
     return {join("", key): leaf for key, leaf in tree_util.tree_flatten_with_path(arrays)[0]}

@@ -12,6 +12,7 @@ from jax import tree_util
 from shardfn.cost.devices.hardware import Hardware, resolve
 from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.ambient_mesh import AmbientMesh
+from shardfn.frontend.annotations import with_annotations
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
@@ -58,6 +59,8 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
         inputs = with_layout(layout, inputs, hardware.count, problems, given=call.names)
     if ambient is not None:
         inputs = with_types(inputs, call.types)
+    if hardware.mesh is not None:
+        inputs = with_annotations(inputs, callee, call)
     if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
         check_all(inputs, hardware.count, problems)
         raise_problems(problems)
