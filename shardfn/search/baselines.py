@@ -45,7 +45,7 @@ class Baseline:
 
     name: str
     axes: Axes
-    by_group: Mapping[int, str]
+    by_group: Mapping[int, tuple[str, ...]]
     specs: tuple[Spec, ...]
     constraints: OpConstraints
     rest: ArgumentSharding | None = None
@@ -65,7 +65,7 @@ def evaluated_baselines(
       below: the least peak memory so far in bytes.
       fastest: the best modelled time so far in seconds.
     """
-    if problem.axes or not problem.is_open:
+    if not _are_meant(problem):
         return ()
     every = {(one.axes, one.specs, tuple(one.constraints.items())): one for one in reversed(list(_all(problem, pairs)))}
     baselines = list(every.values())[::-1]
@@ -90,9 +90,9 @@ def evaluated_baselines(
 def batch_baselines(problem: SearchProblem, every: bool = True) -> tuple[SearchCandidate, ...]:
     """The baselines that shard the batch over all devices: data parallel, ZeRO-1 and FSDP, or FSDP alone.
 
-    None where no argument is a batch or the user gave the mesh.
+    None where no argument is a batch or the user's entries shard arrays.
     """
-    if problem.axes or not problem.is_open:
+    if not _are_meant(problem):
         return ()
     found: dict[tuple[Spec, ...], SearchCandidate] = {}
     for one in _of_batch(problem):
@@ -106,7 +106,7 @@ def batch_baselines(problem: SearchProblem, every: bool = True) -> tuple[SearchC
 def hasty_baselines(problem: SearchProblem) -> tuple[SearchCandidate, ...]:
     """The first few baselines up to one that fits, whatever the time: a time limit that is too short still gives an answer
     no worse than data parallel."""
-    if problem.axes or not problem.is_open:
+    if not _are_meant(problem):
         return ()
     found: list[SearchCandidate] = []
     for one in itertools.islice(itertools.chain(_of_batch(problem), _all(problem, pairs=False)), AFTER_LIMIT):
@@ -116,6 +116,11 @@ def hasty_baselines(problem: SearchProblem) -> tuple[SearchCandidate, ...]:
             if problem.fits(made):
                 break
     return tuple(found)
+
+
+def _are_meant(problem: SearchProblem) -> bool:
+    """Whether there are baselines: something is open, and no entry of the user shards an array."""
+    return problem.is_open and not any(dim for spec in problem.specs if spec for dim in spec)
 
 
 def _evaluated(problem: SearchProblem, one: Baseline) -> SearchCandidate:
@@ -159,9 +164,9 @@ def estimated_peak(problem: SearchProblem, one: Baseline) -> float:
     def shards(value: int) -> int:
         used: dict[str, int] = {}
         for size, group in zip(values[value].shape, problem.value_groups[value], strict=True):
-            axis = one.by_group.get(group)
-            if axis is not None and size % sizes[axis] == 0:
-                used.setdefault(axis, sizes[axis])
+            over = one.by_group.get(group, ())
+            if over and size % math.prod(sizes[axis] for axis in over) == 0:
+                used.update((axis, sizes[axis]) for axis in over)
         return math.prod(used.values())
 
     change: dict[int, float] = {}
@@ -175,52 +180,71 @@ def estimated_peak(problem: SearchProblem, one: Baseline) -> float:
 
 def _of_batch(problem: SearchProblem) -> Iterator[Baseline]:
     batch = sorted(batch_arguments(problem))
+    axes = problem.axes or (("a", problem.devices),)
     for group in dict.fromkeys(problem.groups[i][0] for i in batch if problem.groups[i]):
         if _divides(problem, group, problem.devices):
-            yield from _variants(problem, (("a", problem.devices),), {group: "a"})
+            yield from _variants(problem, axes, {group: tuple(name for name, _ in axes)})
 
 
 def _all(problem: SearchProblem, pairs: bool) -> Iterator[Baseline]:
     n = problem.devices
     open_ = {g for groups, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for g in groups}
     largest = sorted(open_, key=lambda g: (-problem.group_bytes.get(g, 0), g))
-    parts = divisors(n, n)[1:-1]
+    pairs_of_axes = list(_pairs_of_axes(problem))
+    parts = sorted({math.prod(dict(axes)[name] for name in first) for axes, first, _ in pairs_of_axes})
     fit: Iterable[int] = (g for g in largest if any(_divides(problem, g, size) for size in (n, *parts)))
     fit = list(itertools.islice(fit, problem.effort.baseline_groups))
     for group in fit:
         if _divides(problem, group, n):
-            yield from _variants(problem, (("a", n),), {group: "a"}, problem.level == 2)
+            axes = problem.axes or (("a", n),)
+            yield from _variants(problem, axes, {group: tuple(name for name, _ in axes)}, problem.level == 2)
     for first, second in itertools.permutations(fit if pairs else (), 2):
-        for a in parts:
-            if _divides(problem, first, a) and _divides(problem, second, n // a):
-                yield from _variants(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
+        for axes, a, b in pairs_of_axes:
+            size = math.prod(dict(axes)[name] for name in a)
+            if _divides(problem, first, size) and _divides(problem, second, n // size):
+                yield from _variants(problem, axes, {first: a, second: b})
+
+
+def _pairs_of_axes(problem: SearchProblem) -> Iterator[tuple[Axes, tuple[str, ...], tuple[str, ...]]]:
+    """The meshes that two dimension groups can share, with the axes of each: two axes, or the given ones in two parts."""
+    n, axes = problem.devices, tuple(axis for axis in problem.axes if axis[1] > 1)
+    if not problem.axes:
+        yield from (((("a", a), ("b", n // a)), ("a",), ("b",)) for a in divisors(n, n)[1:-1])
+    for count in range(1, len(axes)):
+        for part in itertools.combinations(axes, count):
+            rest = tuple(name for name, _ in axes if name not in dict(part))
+            yield problem.axes, tuple(dict(part)), rest
 
 
 def _divides(problem: SearchProblem, group: int, size: int) -> bool:
     """Whether an axis of a size divides a dimension of a group in an open argument."""
-    return any(map(any, _argument_specs(problem, (("a", size),), {group: "a"})))
+    return any(map(any, _argument_specs(problem, (("a", size),), {group: ("a",)})))
 
 
 def _variants(
-    problem: SearchProblem, axes: Axes, by_group: Mapping[int, str], with_large: bool = False
+    problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]], with_large: bool = False
 ) -> Iterator[Baseline]:
     """The baselines of some groups: by themselves, and with other arguments sharded over free axes."""
     sizes, every = dict(axes), tuple(name for name, _ in axes)
-    name = ", ".join(f"{group_name(problem, g)} sharded {sizes[axis]} ways" for g, axis in by_group.items())
+
+    def ways(over: Sequence[str]) -> int:
+        return math.prod(sizes[axis] for axis in over)
+
+    name = ", ".join(f"{group_name(problem, g)} sharded {ways(over)} ways" for g, over in by_group.items())
+    first = next(iter(by_group.values()))
     yield Baseline(name, axes, by_group, _argument_specs(problem, axes, by_group), {})
     constraints = _product_constraints(problem, axes, by_group)
     kinds = (
-        [(ArgumentSharding.STATE, every[:1])] * any(is_optimizer_state(problem))
+        [(ArgumentSharding.STATE, first)] * any(is_optimizer_state(problem))
         + [(ArgumentSharding.SIZEABLE, every)] * with_large
-        + [(ArgumentSharding.ALL, every[:1]), (ArgumentSharding.ALL, every)]
+        + [(ArgumentSharding.ALL, first), (ArgumentSharding.ALL, every)]
     )
     for rest, over in dict.fromkeys(kinds):
-        count = math.prod(sizes[axis] for axis in over)
         specs = _argument_specs(problem, axes, by_group, rest, over)
-        yield Baseline(f"{name}, {rest.value} sharded over {count}", axes, by_group, specs, constraints, rest)
+        yield Baseline(f"{name}, {rest.value} sharded over {ways(over)}", axes, by_group, specs, constraints, rest)
 
 
-def _product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, str]) -> OpConstraints:
+def _product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:
     """Constraints that keep the groups sharded in results of products and look-ups: sharded parameters would lead
     propagation to shard other dimensions."""
     constraints: dict[int, OpConstraint] = {}
@@ -261,7 +285,7 @@ def are_small_parameters(problem: SearchProblem) -> tuple[bool, ...]:
 def _argument_specs(
     problem: SearchProblem,
     axes: Axes,
-    by_group: Mapping[int, str],
+    by_group: Mapping[int, tuple[str, ...]],
     rest: ArgumentSharding | None = None,
     over: Sequence[str] = (),
 ) -> tuple[Spec, ...]:
@@ -293,18 +317,23 @@ def largest_dimension(spec: Sequence[Collection[str]], left: Sequence[int], size
 
 
 def shard_groups(
-    shape: Sequence[int], groups: Sequence[int], axes: Axes, by_group: Mapping[int, str], over: Sequence[str]
+    shape: Sequence[int],
+    groups: Sequence[int],
+    axes: Axes,
+    by_group: Mapping[int, tuple[str, ...]],
+    over: Sequence[str],
 ) -> Spec:
-    """A sharding with each group's first dimension over its axis, where it divides, and the free axes of `over` on the
+    """A sharding with each group's first dimension over its axes, where they divide, and the free axes of `over` on the
     largest dimensions."""
     sizes = dict(axes)
     spec: list[list[str]] = [[] for _ in shape]
     left = list(shape)
-    for group, axis in by_group.items():
-        at = next((d for d, g in enumerate(groups) if g == group and left[d] and left[d] % sizes[axis] == 0), None)
+    for group, own in by_group.items():
+        ways = math.prod(sizes[axis] for axis in own)
+        at = next((d for d, g in enumerate(groups) if g == group and left[d] and left[d] % ways == 0), None)
         if at is not None:
-            spec[at].append(axis)
-            left[at] //= sizes[axis]
+            spec[at] += own
+            left[at] //= ways
     used = {axis for dim in spec for axis in dim}
     for axis in (name for name in over if name not in used):
         at = largest_dimension(spec, left, sizes[axis])
