@@ -79,13 +79,6 @@ class Dense(Cell):
         return x @ self.w1
 
 
-@dataclasses.dataclass
-class Settings:
-    names: list
-
-
-jax.tree_util.register_dataclass(Settings, data_fields=["names"], meta_fields=[])
-
 GRID = Layout((2, 4), ("dp", "mp"))
 
 
@@ -293,7 +286,6 @@ CASES = {
         ("a leaf that is no array", "shard(dense, (None, None))(x, 'w')", "StrategyTypeError: w", None),
         ("a leaf inside that is no array", "shard(lambda p: p['a'])({'a': x, 'note': Opaque()})", "StrategyTypeError: p/note",
          None),
-        ("strings in a list", "shard(lambda s: s)(Settings(['adam']))", "StrategyTypeError: s/names/0", None),
         ("an array of objects", "shard(dense)(x, np.array([None]))", "StrategyTypeError: w", None),
         ("an array of strings", "shard(dense)(x, np.array(['a', 'b']))", "StrategyTypeError: w", None),
         ("another byte order", "shard(double)(zeros(2, dtype='>f4'))", "StrategyTypeError: x",

@@ -26,6 +26,7 @@ def layout_of_plan(plan: Any) -> LayoutFile:
         order=plan.order,
         about=f"{plan.function} on {plan.hardware.name}, as planned at level {plan.level}",
         function=plan.function,
+        fingerprint=plan.fingerprint,
         device=plan.hardware.name,
         level=plan.level,
         sources=sources_of((*plan.inputs, *plan.outputs)),

@@ -365,6 +365,7 @@ class _Reader:
 _FIELDS: dict[str, Callable[[_Reader, Any, str], Any]] = {
     "about": _Reader.text,
     "function": _Reader.text,
+    "fingerprint": _Reader.text,
     "device": _Reader.text,
     "level": _Reader.level,
     "others": _Reader.dims,
@@ -401,7 +402,7 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
     "*/w" = ["data", 1]
     """
     lines = [f"format = {_quoted(FORMAT)}", f"version = {VERSION}"]
-    for key in ("about", "function", "device"):
+    for key in ("about", "function", "fingerprint", "device"):
         if getattr(layout, key):
             lines.append(f"{key} = {_quoted(getattr(layout, key))}")
     if layout.level is not None:

@@ -13,6 +13,7 @@ from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
+from shardfn.planning.fingerprint import change_since
 from shardfn.planning.op_constraints import match_file_constraints
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall, PosedCall
@@ -61,6 +62,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         *answer.diagnostics,
         *of_program(call.traced, call.hardware, call.inputs, answer.axes),
         *not_predicted(call.traced.graph, partitioned),
+        *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
     )
     return dataclasses.replace(plan, diagnostics=diagnostics)
 

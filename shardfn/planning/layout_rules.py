@@ -112,6 +112,8 @@ class LayoutFile:
     order: tuple[int, ...] | None = None
     about: str = ""
     function: str = ""
+    fingerprint: str = ""
+    """`planning.fingerprint.fingerprint` of the function."""
     device: str = ""
     level: int | None = None
     sources: tuple[DecisionSource, ...] = ()
@@ -131,7 +133,7 @@ class LayoutFile:
 
     def _key(self) -> tuple[Any, ...]:
         ordered = sorted(self.constraints, key=lambda c: (c.number, repr(c)))  # a file groups equal ones
-        skipped = ("name", "lines", "constraints", "every_rule_matches", "every_array_ruled")
+        skipped = ("name", "fingerprint", "lines", "constraints", "every_rule_matches", "every_array_ruled")
         return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped), ordered)
 
     def with_mesh(self, **sizes: int) -> LayoutFile:

@@ -256,6 +256,17 @@ class Plan:
         return mesh_on([devices[i] for i in order], axes)
 
     @property
+    def fingerprint(self) -> str:
+        """What tells whether the function is still the one that was planned, whatever the sizes and devices; "" after pickling.
+
+        Layout files hold it. A file that was made for the function before it changed gives a warning.
+        """
+        if self._answered is None:
+            return ""
+        arrays = [(d.path, d.shape) for d in self.inputs]
+        return _later("planning.fingerprint.fingerprint")(arrays, self._answered.posed.call.traced.jaxpr)
+
+    @property
     def in_shardings(self) -> tuple[Any, ...]:
         """The shardings of the arguments, for `jax.jit`, `jax.device_put` and Orbax.
 

@@ -10,7 +10,7 @@ import jax
 from jax import tree_util
 
 from shardfn.cost.devices.hardware import Hardware, resolve
-from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, fail, raise_problems
+from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, fail, raise_problems, warn
 from shardfn.frontend.ambient_mesh import AmbientMesh
 from shardfn.frontend.annotations import with_annotations
 from shardfn.frontend.arguments import Call
@@ -26,6 +26,7 @@ from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.planning.call_function import CallFunction, pure_function
+from shardfn.planning.fingerprint import change_since
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
 from shardfn.planning.mesh_inference import Placement, expresses, finest, place, split_axes
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
@@ -78,6 +79,8 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     position = {leaf.path: i for i, leaf in enumerate(inputs)}
     same_as = replacements(result, call.dynamic)
     same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
+    if layout is not None and (note := change_since(layout, callee.name, inputs, traced.jaxpr)):
+        warn(note)
     bounds = options.for_search(defaults, layout.level if layout is not None else None)
     traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
                       call.leaves_of(donated), options.compiler_options)  # fmt: skip

@@ -62,7 +62,9 @@ def check_with_plan(
     if faults:
         return faults, None
     return tuple(
-        Problem(text, fix="save a plan of this function") for text in plan.diagnostics if "[[constraints]]" in text
+        Problem(text, fix="save a plan of this function")
+        for text in plan.diagnostics
+        if "[[constraints]]" in text or " has changed since " in text
     ), plan
 
 

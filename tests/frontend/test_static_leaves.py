@@ -104,6 +104,12 @@ def test_function_in_a_plain_container_is_static_and_text_there_is_refused():
         sharded({"f": "tanh", "w": jnp.eye(8)}, X)
 
 
+def test_text_in_a_registered_class_is_static():
+    sharded = shard(lambda layer, x: x * {"twice": 2, "thrice": 3}[layer.b] * layer.w)
+    for name, times in (("twice", 2), ("thrice", 3)):
+        np.testing.assert_allclose(sharded(Layer(jnp.ones(()), name), X), times * X)
+
+
 def test_functions_run_on_one_device_after_a_call_without_them():
     sharded = shard(lambda d, x: x * d["w"] if "f" not in d else d["f"](x), device=jax.devices()[:1])
     sharded({"w": jnp.ones(())}, X)
