@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from shardfn import load_layout, plan
-from shardfn.runtime.layout_check import check_layout
 from shardfn.planning.fingerprint import fingerprint
+from shardfn.runtime.layout_check import check_layout
 
 
 def _array(*shape):
