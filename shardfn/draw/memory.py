@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -16,6 +15,7 @@ from shardfn.draw.scale import Scale
 from shardfn.draw.svg import MARGIN, fitted, line, polygon, rectangle, text, text_width
 from shardfn.frontend.paths import layer, starred
 from shardfn.ir.model import Op
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Plan
 from shardfn.search.memory_limit import source_line
 from shardfn.units import bytes_text
@@ -121,7 +121,7 @@ def _described(live: LiveMemory, made: dict[int, Op], values: Sequence[int]) -> 
 
 
 def _line(made: dict[int, Op], value: int) -> str:
-    return pathlib.PurePath(source_line(made, value)).name if value in made else ""
+    return file_line(source_line(made, value)) if value in made else ""
 
 
 def _row(group: _Group, sizes: float, y: float, width: float) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Iterator, Sequence
 
 from shardfn.cost.compute import once
@@ -12,6 +11,7 @@ from shardfn.cost.schedule import lower_for_backend, schedule_ops
 from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, percent, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Plan
 from shardfn.render.cells import shape_text
 from shardfn.search.memory_limit import source_line
@@ -91,8 +91,7 @@ def time_parts(plan: Plan) -> list[TimePart]:
         detail = f"over {', '.join(c.axes) or c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
         found.setdefault((c.kind, detail, c.where), []).append(collective_s(c, plan.hardware, plan.axes))
     parts = [
-        TimePart(kind, detail, pathlib.PurePath(where).name, sum(each), len(each))
-        for (kind, detail, where), each in found.items()
+        TimePart(kind, detail, file_line(where), sum(each), len(each)) for (kind, detail, where), each in found.items()
     ]
     return sorted(parts, key=lambda part: (_GROUPS.index(part.group), -part.seconds))
 

@@ -32,7 +32,7 @@ def explained(call: Call) -> Iterator[None]:
 def _causes(call: Call, error: Exception) -> Iterator[Problem]:
     text = " ".join(str(error).split("\n")[0].split())
     dynamic = {slot.name: call.arguments()[slot.name] for slot in call.slots if not slot.is_static}
-    if isinstance(error, jax.errors.ConcretizationTypeError) or re.search("concrete value|static integer", text):
+    if isinstance(error, jax.errors.ConcretizationTypeError) or re.search("concrete value|static integer", str(error)):
         named = re.search(r"values? of the arguments? (.*)", str(error))
         for name, value in dynamic.items():
             is_named = named is None or re.search(rf"\b{re.escape(name)}\b", named[1]) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -37,3 +38,24 @@ def user_line(frames: Sequence[tuple[str, str]]) -> str:
     inside = [f for f in frames[:end] if f[0] and not _OURS.match(f[0])]
     own = [f for f in inside if not _LIBRARY.search(f[0])]
     return ":".join((own or inside)[0]) if inside else ""
+
+
+def file_line(where: str) -> str:
+    """`file:line` as people name it, also within a text: without directories, and of a notebook its cell, `In[3]:12`.
+
+    >>> file_line("cumsum (/home/me/model.py:20)")
+    'cumsum (model.py:20)'
+    """
+    return re.sub(r"<ipython-input-[^>\s]+>|[^\s(]*[/\\][^\s(/\\:]*", lambda found: file_name(found[0]), where)
+
+
+def file_name(file: str) -> str:
+    """The name of a file without directories; of a notebook's cell the number of its prompt, as IPython knows it.
+
+    >>> file_name("/home/me/model.py")
+    'model.py'
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
+    label = name_of(file)
+    return label[1] if label else re.sub(r".*[/\\]", "", file)

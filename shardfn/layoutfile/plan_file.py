@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from shardfn.frontend.paths import alike, escaped, layer, met, normal, ruled, starred
+from shardfn.ir.source_lines import file_name
 from shardfn.layoutfile.toml import rule_dims, to_toml
 from shardfn.planning.decisions import Decision
 from shardfn.planning.layout_rules import DecisionSource, LayoutFile, LayoutRule
@@ -69,18 +72,26 @@ def rules_of(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[
 
 
 def sources_of(decisions: Sequence[Decision]) -> tuple[DecisionSource, ...]:
-    """Who decided what, folded over equal layers."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Who decided what, folded over equal layers, and over reasons that differ only in the array that they name."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for same in alike(decisions, lambda d: (d.source, layer(d.reason), layer(d.path)), MIN_FOLDED):
-        texts = starred([d.reason for d in same]), starred([escaped(d.path) for d in same])
-        found.setdefault((same[0].source, texts[0]), []).append(texts[1])
-    return tuple(DecisionSource(by, why, tuple(of)) for (by, why), of in found.items())
+        why, of = starred([_reason(d) for d in same]), starred([escaped(d.path) for d in same])
+        found.setdefault((same[0].source, re.sub(r"`[^`]*`", "`…`", why)), {}).setdefault(why, []).append(of)
+    return tuple(
+        DecisionSource(by, next(iter(whys)) if len(whys) == 1 else why, tuple(itertools.chain(*whys.values())))
+        for (by, why), whys in found.items()
+    )
+
+
+def _reason(d: Decision) -> str:
+    """Why an array is sharded as it is; of another layout file's rule without the directories of that file."""
+    file, colon, glob = d.reason.rpartition(": ") if d.source == "file" else ("", "", d.reason)
+    return f"{file_name(file)}{colon}{glob}"
 
 
 def _note(same: Sequence[Decision]) -> str:
     """The comment of a rule: what its arrays have in common."""
     d, many = same[0], f"{len(same)} x " if len(same) > 1 else ""
-    if len({(d.dtype, d.shape, d.source, layer(d.reason)) for d in same}) > 1:
+    if len({(d.dtype, d.shape, d.source) for d in same}) > 1:
         return f"{len(same)} arrays"
-    reason = starred([d.reason for d in same])
-    return f"{many}{d.dtype}{list(d.shape)} {d.strategy}; {d.source}" + (f": {reason}" if reason else "")
+    return f"{many}{d.dtype}{list(d.shape)} {d.strategy}; {d.source}"

@@ -12,6 +12,7 @@ from typing import Any
 from shardfn.errors import Problem, nearest
 from shardfn.frontend.options import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import (
     ELLIPSIS,
@@ -418,13 +419,14 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
         if rules := getattr(layout, section):
             lines += ["", f"[{section}]"]
             lines += [_rule(rule, (notes or {}).get((section, rule.glob), "")) for rule in rules]
-    equal: dict[Constraint, list[str]] = {}
+    equal: dict[tuple[Constraint, str], list[str]] = {}
     for constraint in layout.constraints:
-        equal.setdefault(dataclasses.replace(constraint, number=0), []).append(str(constraint.number))
-    for constraint, numbers in equal.items():
+        alike = dataclasses.replace(constraint, number=0), file_line(constraint.where)
+        equal.setdefault(alike, []).append(str(constraint.number))
+    for (constraint, line), numbers in equal.items():
         which = numbers if len(numbers) == 1 else ["[", *_wrapped(numbers), "]"]
         lines += ["", "[[constraints]]", f"op = {_quoted(constraint.kind)}", f"equation = {which[0]}", *which[1:],
-                  f"line = {_quoted(constraint.where)}"]  # fmt: skip
+                  f"line = {_quoted(line)}"]  # fmt: skip
         for name, specs in (("operands", constraint.operands), ("results", constraint.results)):
             texts = (_quoted("open") if spec is None else _sharding(rule_dims(spec)) for spec in specs)
             lines.append(f"{name} = [{', '.join(texts)}]")

@@ -63,14 +63,14 @@ class Constraint:
     Attributes:
       kind: the op's name.
       number: the number of its jaxpr equation.
-      where: its `file:line`.
+      where: its `file:line`. Constraints are equal whatever the line, which a layout file keeps without directories.
       operands: the spec of each operand; None is left to propagation.
       results: the same of each result.
     """
 
     kind: str
     number: int
-    where: str
+    where: str = dataclasses.field(compare=False)
     operands: tuple[Spec | None, ...]
     results: tuple[Spec | None, ...]
 

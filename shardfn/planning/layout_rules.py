@@ -132,8 +132,8 @@ class LayoutFile:
     __hash__ = None  # type: ignore[assignment]  # it equals plans, which have hashes of their own
 
     def _key(self) -> tuple[Any, ...]:
-        ordered = sorted(self.constraints, key=lambda c: (c.number, repr(c)))  # a file groups equal ones
         skipped = ("name", "fingerprint", "lines", "constraints", "every_rule_matches", "every_array_ruled")
+        ordered = sorted(self.constraints, key=lambda c: (c.number, c.kind, repr((c.operands, c.results))))
         return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped), ordered)
 
     def with_mesh(self, **sizes: int) -> LayoutFile:
@@ -201,6 +201,22 @@ def match_rules(
     clashes = (_two_rules(leaves[i], rules[one], rules[two], section, layout.name) for i, one, two in found.clashes)
     _report(clashes, len(found.clashes), "arrays that two rules match", layout.name, problems)
     return {i: rules[rule] for i, rule in found.rules.items()}
+
+
+def unmatched_note(layout: LayoutFile, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    """A note on the rules that match no array, of a file that need not be for this function; "" where there are none.
+
+    >>> layout = LayoutFile(arguments=(LayoutRule("w", (2,)), LayoutRule("bias", (1,))), name="plan.toml")
+    >>> unmatched_note(layout, ["x", "w"], ["result"])
+    'plan.toml has 1 rule that matches no array of this call: bias; the arrays are x, w'
+    """
+    missing: list[str] = []
+    for rules, paths in ((layout.arguments, inputs), (layout.results, outputs)):
+        found = ruled([rule.glob for rule in rules], list(map(normal, paths)), lambda one, two: True)
+        missing += [printable(rules[i].glob) for i in found.missing if not rules[i].optional]
+    match = "rule that matches" if len(missing) == 1 else "rules that match"
+    text = f"{layout.name} has {len(missing)} {match} no array of this call: {listed(missing)}"
+    return f"{text}; the arrays are {listed([*inputs])}" if missing else ""
 
 
 def printable(text: str) -> str:

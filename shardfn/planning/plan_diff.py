@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.paths import alike, few, listed
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.decisions import Change
 from shardfn.planning.plan import Plan
 from shardfn.planning.summary import mesh_text, proof
@@ -90,7 +90,7 @@ def _constrained(plan: Plan, other: Plan) -> str:
     alone: dict[str, list[str]] = {}
     for c in plan.constraints:
         if (c.kind, c.number) not in theirs:
-            alone.setdefault(c.kind, []).append(pathlib.PurePath(c.where).name)
+            alone.setdefault(c.kind, []).append(file_line(c.where))
     parts = []
     kinds = sorted(alone.items(), key=lambda item: -len(item[1]))
     for kind, lines in kinds[:MOST_KINDS]:

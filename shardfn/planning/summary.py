@@ -11,8 +11,9 @@ from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import collective_s
 from shardfn.frontend.options import OBJECTIVES
 from shardfn.frontend.paths import alike, layer, starred
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, Plan
-from shardfn.render.cells import file_line, shape_text, table, times
+from shardfn.render.cells import shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
 from shardfn.units import bytes_text, flops_text, time_text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from shardfn.render.parts import Table
@@ -42,12 +41,3 @@ def spec_text(spec: Sequence[Sequence[str]]) -> str:
     "P('a', None, ('b', 'c'))"
     """
     return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
-
-
-def file_line(where: str) -> str:
-    """`file:line` without the directories, also within a text.
-
-    >>> file_line("cumsum (/home/me/model.py:20)")
-    'cumsum (model.py:20)'
-    """
-    return re.sub(r"[^\s(]*[/\\]", "", where)

@@ -12,9 +12,10 @@ from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.paths import alike, few, layer, starred
 from shardfn.ir.model import Collective, Spec, axis_name
 from shardfn.ir.op_traits import LISTED
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
-from shardfn.render.cells import file_line, shape_text, spec_text, table, times
+from shardfn.render.cells import shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, attributions, seconds, strides
 from shardfn.report.drawing import drawing

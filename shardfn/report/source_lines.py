@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import itertools
 import linecache
-import pathlib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+
+from shardfn.ir.source_lines import file_name
 
 CONTEXT = 2
 """Lines shown before and after a line."""
@@ -42,7 +43,7 @@ class SourceLines:
             lines = linecache.getlines(file)
             near = {n for at in notes for n in range(at - CONTEXT, at + CONTEXT + 1) if 0 < n <= len(lines)}
             shown = sorted(n for n in near if lines[n - 1].strip())
-            name = html.escape(pathlib.PurePath(file).name)
+            name = html.escape(file_name(file))
             yield f'<h3 title="{html.escape(file)}">{name}</h3>'
             yield f'<div role="region" tabindex="0" aria-label="{name}" class="code">'
             for _, numbered in itertools.groupby(enumerate(shown), lambda pair: pair[1] - pair[0]):

@@ -27,6 +27,7 @@ from shardfn.ir.model import Spec
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
+from shardfn.planning.layout_rules import unmatched_note
 from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan, answered_call
 from shardfn.planning.planner import (
@@ -117,13 +118,17 @@ def make_entry(callee: Callee, options: Options, call: Call, defaults: Defaults)
     Raises:
       ShardError: all problems of the call.
     """
-    posed = with_completed_entries(pose(callee, options, call, defaults, _layout_file(options, defaults)))
+    layout = _layout_file(options, defaults)
+    posed = with_completed_entries(pose(callee, options, call, defaults, layout))
     answer = search(posed)
     is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
     plan = best_compiled(posed, answer) if is_compiled else plan_search_answer(posed, answer)
     if note := not_fully_used(plan, defaults.algorithm):
         warn(note)
         plan = with_notes(plan, note)
+    if layout is not None and not layout.every_rule_matches:  # the context's: it is for every function
+        note = unmatched_note(layout, [d.path for d in plan.inputs], [d.path for d in plan.outputs])
+        plan = with_notes(plan, note) if note else plan
     if defaults.plan_file and jax.process_index() == 0:
         files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:
