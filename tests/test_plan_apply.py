@@ -55,6 +55,23 @@ def test_apply_of_a_module_fits_the_plan_s_shardings(make):
     assert set(changed) <= set(arrays or ())
 
 
+CALLS = {
+    "a module among the arguments": (lambda m, x: m(x), lambda: (nnx.Linear(16, 8, rngs=nnx.Rngs(0)), X), {}),
+    "a module itself": (nnx.Linear(16, 8, rngs=nnx.Rngs(0)), lambda: (X,), {}),
+    "a keyword, a default": (lambda m, x, k=2, *, s: m(x) * s * k, lambda: (nnx.Linear(16, 8, rngs=nnx.Rngs(0)), X), {"s": W[0, 0]}),
+    "no module": (lambda x, w: x @ w, lambda: (X, W), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS.values(), ids=CALLS)
+def test_arguments_of_apply_are_those_of_the_jitted_function(function, args, kwargs):
+    plan = shard(function).plan(*args(), **kwargs)
+    applied = plan.apply(function)
+    jitted = jax.jit(applied, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings)
+    found = jax.tree.leaves(jitted(*applied.arguments(*args(), **kwargs)))[0]
+    np.testing.assert_allclose(found, function(*args(), **kwargs), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 def test_methods_of_jit_for_a_module(make):
     module = make()

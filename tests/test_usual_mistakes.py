@@ -1,6 +1,9 @@
 """The usual mistakes of new users: each error has its type and names its mend, and the mend works as typed."""
 
 import functools
+import re
+import sys
+import types
 
 import flax.nnx as nnx
 import jax
@@ -284,3 +287,29 @@ def test_missing_recipe_is_refused_with_its_name():
 def test_data_parallel_and_tensor_parallel_over_all_devices_share_one_axis():
     made = shard(dense, ((8, 1), (1, 8))).plan(names()["x"], names()["w"])
     assert (dict(made.mesh.shape), [d.strategy for d in made.inputs]) == ({"a": 8}, [(8, 1), (1, 8)])
+
+
+def test_line_of_a_notebook_is_that_of_its_cell(monkeypatch):
+    shell = types.SimpleNamespace(format_code_name=lambda name: ("Cell", "In[3]") if "ipykernel" in name else None)
+    ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(compile=shell))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    source = "def product(x, w):\n    return (x @ w).sum()\n"
+    made = {}
+    exec(compile(source, "/tmp/ipykernel_7/123456789.py", "exec"), made)
+    text = str(plan(made["product"], names()["x"], names()["w"], in_strategy=((1, 8), (8, 1))))
+    assert "at In[3]:2" in text and "123456789" not in text
+
+
+def test_saved_layout_file_has_each_reason_once_and_no_directories(tmp_path):
+    step = jax.value_and_grad(lambda params, x: (jnp.tanh(x @ params["up"]) @ params["down"]).sum())
+    params = {"up": np.ones((16, 64), np.float32), "down": np.ones((64, 16), np.float32)}
+    first = plan(lambda params, x: step(params, x)[1], params, names()["x"], level="memory")
+    first.save(tmp_path / "first.toml")
+    again = plan(lambda params, x: step(params, x)[1], params, names()["x"], layout=tmp_path / "first.toml")
+    again.save(tmp_path / "again.toml")
+    for name, made in (("first.toml", first), ("again.toml", again)):
+        text = (tmp_path / name).read_text()
+        reasons = [line for line in text.splitlines() if line.startswith("why = ")]
+        assert load_layout(tmp_path / name) == made
+        assert len(reasons) == len(set(reasons)) and str(tmp_path) not in text
+        assert not re.search(r"/\w+\.py:\d", text)

@@ -308,6 +308,7 @@ class Plan:
           all arguments of the planned call by position, those that were given by keyword last. The function of a module
           takes a dict of the module's arrays first, which is its attribute `arrays`; in the place of a Flax NNX object it
           takes its arrays as nested dicts. Both return a pair: the result, and a dict of the arrays that the call changes.
+          Its attribute `arguments` makes all these of the arguments of a call: `jitted(*applied.arguments(model, x))`.
 
         Raises:
           StrategyError: the plan was pickled, or `fn` traces to another program.

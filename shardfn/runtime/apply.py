@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh
+from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
 from shardfn.frontend.static_leaves import held, released
 from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
@@ -148,8 +149,16 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
         except OtherCall:
             fail(StrategyError, f"`{callee.name}` is called with other arguments than it was planned for",
                  where=f"plan.apply({callee.name})", why="a plan is for one structure, one set of shapes and dtypes, and the "
-                 "static values of its call", fix="plan again for these arguments")  # fmt: skip
+                 "static values of its call; the arrays of a module go in without it",
+                 fix="pass `applied.arguments(...)` of them, for the `applied` that `apply` returned, or plan again")  # fmt: skip
 
+    def arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        static = frozenset(slot.name for slot in call.slots if slot.is_static)
+        slots, values = bind(callee.signature, args, kwargs, static_argnames=static)
+        _, values = describe(fn).of_call(slots, values)
+        return ({**arrays, **callee.read()}, *values) if planned.call.stateful else tuple(values)
+
+    applied.arguments = arguments  # type: ignore[attr-defined]
     if planned.call.stateful:
         applied.arrays = arrays  # type: ignore[attr-defined]
     return applied
