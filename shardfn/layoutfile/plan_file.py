@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.frontend.paths import alike, escaped, layer, met, normal, ruled, starred
@@ -44,13 +45,16 @@ def plan_to_toml(plan: Any, layout: LayoutFile | None = None) -> str:
         f"# Estimated per call and device: {cost.time_s * 1e6:,.0f} µs, {cost.bytes_sent:,} B sent, peak memory "
         f"{cost.memory.peak:,} B.\n# {' '.join(plan.policy.split())}\n"
     )
-    layout, notes = layout or layout_of_plan(plan), {}
+    layout, same_rule = layout or layout_of_plan(plan), dict[tuple[str, str], list[Decision]]()
     for section, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
         rules = getattr(layout, section)
         met_by = ruled([r.glob for r in rules], [normal(d.path) for d in decisions], lambda one, two: True).rules
         for same in alike(sorted(met_by), met_by.__getitem__, least=1):
-            notes[section, rules[met_by[same[0]]].glob] = _note([decisions[i] for i in same])
-    return head + to_toml(layout, notes)
+            same_rule[section, rules[met_by[same[0]]].glob] = [decisions[i] for i in same]
+    reasons = collections.Counter(
+        _nameless(starred([_reason(d) for d in same])) for same in same_rule.values() if _is_alike(same)
+    )
+    return head + to_toml(layout, {place: _note(same, reasons) for place, same in same_rule.items()})
 
 
 def rules_of(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[LayoutRule, ...]:
@@ -76,7 +80,7 @@ def sources_of(decisions: Sequence[Decision]) -> tuple[DecisionSource, ...]:
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for same in alike(decisions, lambda d: (d.source, layer(d.reason), layer(d.path)), MIN_FOLDED):
         why, of = starred([_reason(d) for d in same]), starred([escaped(d.path) for d in same])
-        found.setdefault((same[0].source, re.sub(r"`[^`]*`", "`…`", why)), {}).setdefault(why, []).append(of)
+        found.setdefault((same[0].source, _nameless(why)), {}).setdefault(why, []).append(of)
     return tuple(
         DecisionSource(by, next(iter(whys)) if len(whys) == 1 else why, tuple(itertools.chain(*whys.values())))
         for (by, why), whys in found.items()
@@ -89,9 +93,19 @@ def _reason(d: Decision) -> str:
     return f"{file_name(file)}{colon}{glob}"
 
 
-def _note(same: Sequence[Decision]) -> str:
-    """The comment of a rule: what its arrays have in common."""
-    d, many = same[0], f"{len(same)} x " if len(same) > 1 else ""
-    if len({(d.dtype, d.shape, d.source) for d in same}) > 1:
+def _nameless(reason: str) -> str:
+    """A reason without the array that it names."""
+    return re.sub(r"`[^`]*`", "`…`", reason)
+
+
+def _is_alike(same: Sequence[Decision]) -> bool:
+    return len({(d.dtype, d.shape, d.source, layer(d.reason)) for d in same}) == 1
+
+
+def _note(same: Sequence[Decision], reasons: Mapping[str, int]) -> str:
+    """The comment of a rule: what its arrays have in common. A reason of several rules is in [[sources]] alone."""
+    if not _is_alike(same):
         return f"{len(same)} arrays"
-    return f"{many}{d.dtype}{list(d.shape)} {d.strategy}; {d.source}"
+    d, many, reason = same[0], f"{len(same)} x " if len(same) > 1 else "", starred([_reason(d) for d in same])
+    alone = f": {reason}" if reason and reasons[_nameless(reason)] == 1 else ""
+    return f"{many}{d.dtype}{list(d.shape)} {d.strategy}; {d.source}{alone}"
