@@ -177,9 +177,7 @@ def test_layers_that_are_cut_alike_have_one_rule(more, plan_of, rules, tmp_path)
     again = plan(function, p, layout=tmp_path / "layout.toml", device="cpu:8")
     assert [d.spec for d in (*again.inputs, *again.outputs)] == [d.spec for d in (*made.inputs, *made.outputs)]
     text = (tmp_path / "layout.toml").read_text()
-    assert (
-        '"p/layers/*/w2" = ["a", 1]  # 6 x float32[8, 8] (8, 1); you' in text or '"p/layers/*/w2" = [1, "a"]' in text
-    )
+    assert '"p/layers/*/w2" = ["a", 1]  # 6 x float32[8, 8] (8, 1); you' in text or '"p/layers/*/w2" = [1, "a"]' in text
     assert text.count("by = ") <= 8
 
 
