@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import LayoutError, Problem
 from shardfn.frontend.meshes import MeshLayout
@@ -27,7 +27,7 @@ def place_named(
     leaves: Sequence[Leaf],
     strategies: Sequence[tuple[int, ...] | None],
     devices: int,
-    mesh: Mesh | None,
+    mesh: Mesh | AbstractMesh | None,
     problems: list[Problem],
     used: Sequence[Any] | None = None,
     groups: Sequence[tuple[int, ...]] = (),
@@ -81,7 +81,7 @@ def mesh_of(entries: Iterable[Any]) -> Mesh | None:
     return None
 
 
-def _call_axes(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], ...]:
+def _call_axes(leaves: Sequence[Leaf], mesh: Mesh | AbstractMesh | None) -> tuple[tuple[str, int], ...]:
     """The axes of the first Layout or mesh."""
     for leaf in leaves:
         if isinstance(leaf.entry, MeshLayout | NamedSharding):
