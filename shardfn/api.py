@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from shardfn import layoutfile
 from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.frontend import option_checks
+from shardfn.frontend.ambient_mesh import reshard_traced
 from shardfn.frontend.callee import describe
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import OPTION_NAMES, Options
@@ -239,7 +240,7 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
         if len(devices) == 1:
             return x
         sharding = wanted.sharding(devices[: wanted.size])
-    return jax.lax.with_sharding_constraint(x, sharding) if isinstance(x, Tracer) else jax.device_put(x, sharding)
+    return reshard_traced(x, sharding) if isinstance(x, Tracer) else jax.device_put(x, sharding)
 
 
 def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..., Any], dict[str, Any]]:

@@ -83,6 +83,26 @@ def ambient_mesh(values: Any) -> AmbientMesh | None:
     return AmbientMesh(outer) if outer is not None else None
 
 
+def reshard_traced(x: Any, sharding: NamedSharding) -> Any:
+    """`jax.lax.with_sharding_constraint` for a traced array, and a change of its type over Explicit axes.
+
+    Args:
+      x: the array.
+      sharding: a mesh that differs from the mesh around only in the types of its axes stands for that mesh.
+    """
+    around = ambient_mesh(x)
+    if around is not None and around.abstract.shape_tuple == sharding.mesh.shape_tuple:
+        sharding = NamedSharding(around.abstract, sharding.spec)
+        if around.explicit:
+            x = jax.sharding.reshard(x, around.type_of(sharding))
+            spec = spec_of(sharding.spec, x.ndim)
+            rest = tuple(tuple(axis for axis in dim if axis not in around.explicit) for dim in spec)
+            sharding = NamedSharding(around.abstract, partition_spec(rest))
+            if not any(rest):
+                return x
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
 def has_types(values: Sequence[Any]) -> bool:
     """Whether the type of any array has Explicit axes."""
     return any(_typed(leaf) is not None for leaf in tree_util.tree_leaves(values))
@@ -128,6 +148,10 @@ def _refuse_types(name: str, text: str) -> None:
              where=text.split("for shape ")[-1].split(".")[0],
              why="inside a sharded function all axes are Auto, and only arguments change their types on the way in",
              fix="pass the array as an argument")  # fmt: skip
+    if "should match the mesh passed to shard_map" in text:
+        fail(StrategyError, f"`{name}` has a `jax.shard_map` on a mesh with Explicit axes", where=text.split(". This error")[0],
+             why="inside a sharded function all axes are Auto",
+             fix="leave `mesh` out of jax.shard_map: it uses the mesh around it")  # fmt: skip
     if "axis names that are of type Auto" in text:
         fail(StrategyError, f"`{name}` asks for Explicit axes inside", where=text.split(". This error")[0],
              why="inside a sharded function all axes are Auto",

@@ -25,7 +25,7 @@ def with_annotations(leaves: Sequence[Leaf], callee: Callee, call: Call) -> list
       call: the call.
     """
     nodes = [callee.owner] * nnx_objects.is_module(callee.owner) + [callee.objects.nodes] * bool(callee.objects)
-    by_path = {path: spec for node in nodes for path, spec in nnx_objects.annotations(node).items()}
+    by_path = {path: spec for node in nodes for path, spec in nnx_objects.partition_specs(node).items()}
     found = []
     for leaf, spec in zip(leaves, _of_tree(call.dynamic), strict=True):
         spec = spec if spec is not None else by_path.get(leaf.path)

@@ -125,7 +125,7 @@ def read(owner: Any) -> State:
     return by_path(nested(owner))
 
 
-def annotations(owner: Any) -> State:
+def partition_specs(owner: Any) -> State:
     """The `PartitionSpec` of each array of an owner, by path; it names no axis where the variable has no annotation."""
     nnx = sys.modules["flax.nnx"]
     return by_path(nnx.to_pure_dict(nnx.get_partition_spec(nnx.split(owner)[1])))

@@ -190,7 +190,8 @@ def _on_binding(ambient: AmbientMesh, asked: Hardware, defaults: Defaults) -> Ha
     fail(DeviceError, f"the call asks for {asked.count} devices{mesh}, inside a mesh with {kinds} axes",
          where=f"the mesh around the call, or of its arguments' types: {text}",
          why="JAX uses one mesh for values whose types have Explicit or Manual axes",
-         fix="leave `device` out, and the call uses that mesh; or call it outside, with arrays of an Auto mesh")  # fmt: skip
+         fix="name no other devices and no other mesh, and the call uses that one; or call it outside, with arrays of an "
+             "Auto mesh")  # fmt: skip
 
 
 def _traced(

@@ -186,9 +186,13 @@ REFUSED = {
         lambda x, w: shard(jnp.dot, ((2, 2), AUTO))(x, w), StrategyError, "cannot be sharded (2, 2) on the mesh data=2 x model=4",
         "write (1, 2) or (2, 1) or",
     ),
-    "other devices": (lambda x, w: shard(jnp.dot, device=jax.devices()[:4])(x, w), DeviceError, "4 devices", "leave `device` out"),
+    "a shard_map on the Explicit mesh": (
+        lambda x, w: shard(lambda x: jax.shard_map(jnp.sin, mesh=EXPLICIT, in_specs=P("data"), out_specs=P("data"))(x))(x),
+        StrategyError, "on a mesh with Explicit axes", "leave `mesh` out",
+    ),
+    "other devices": (lambda x, w: shard(jnp.dot, device=jax.devices()[:4])(x, w), DeviceError, "4 devices", "name no other devices"),
     "another mesh": (
-        lambda x, w: shard(jnp.dot, device=jax.make_mesh((8,), ("a",)))(x, w), DeviceError, "on the mesh a=8", "leave `device` out",
+        lambda x, w: shard(jnp.dot, device=jax.make_mesh((8,), ("a",)))(x, w), DeviceError, "on the mesh a=8", "no other mesh",
     ),
     "a mapped dimension on an axis of the plan": (
         lambda x, w: jax.vmap(shard(jnp.dot, ((2, 1), (1, 1))), (0, None))(jax.reshard(jnp.ones((4, 16, 32)), P("data")), w),
@@ -213,3 +217,20 @@ def test_what_cannot_work_on_an_explicit_mesh_is_one_error(call, kind, what, fix
 def test_hardware_that_is_not_here_is_planned_for_inside_a_mesh():
     with jax.set_mesh(EXPLICIT):
         assert shardfn.plan(mlp, *typed(), device="tpu-v5e:4x4").hardware.count == 16
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_reshard_in_a_traced_function_changes_the_type(name):
+    mesh = MESHES[name]
+    wanted = NamedSharding(mesh, P("model", "data"))
+    with jax.set_mesh(mesh):
+        result = jax.jit(lambda x: shardfn.reshard(x, wanted))(typed(mesh)[0])
+        assert result.sharding == wanted
+        np.testing.assert_array_equal(result, X)
+        close(shard(lambda x: shardfn.reshard(jnp.sin(x), wanted))(typed(mesh)[0]), np.sin(X))
+
+
+def test_shard_map_inside_a_sharded_function_uses_the_mesh_around():
+    with jax.set_mesh(EXPLICIT):
+        total = shard(lambda x: jax.shard_map(lambda x: jax.lax.psum(x, "data"), in_specs=P("data"), out_specs=P())(x))
+        close(total(X), X[:8] + X[8:])
