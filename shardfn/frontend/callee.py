@@ -169,7 +169,8 @@ SHARDED = "_shardfn_sharded"
 """Attribute of a Cell that holds its sharded call; a rebuilt copy goes without."""
 
 
-def _is_cell(value: Any) -> bool:
+def is_cell(value: Any) -> bool:
+    """Whether an object is a `Cell`."""
     return getattr(type(value), CELL, False)
 
 
@@ -185,7 +186,7 @@ def _is_array(value: Any) -> bool:
 def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
     """Key, path and value of each item of the object itself (at the empty path), a Cell, a list, a tuple or a dict; None for
     what is none of these."""
-    if _is_cell(value) or not path:
+    if is_cell(value) or not path:
         items, entry = vars(value).items(), tree_util.GetAttrKey
     elif isinstance(value, list | tuple):
         fields = getattr(value, "_fields", None)  # of a named tuple
@@ -200,7 +201,7 @@ def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
 
 def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
     """The arrays of a nest; a Cell that stands at several places (tied weights, a parent) is met at the first."""
-    if _is_cell(value) or not path:
+    if is_cell(value) or not path:
         if id(value) in seen:
             return
         seen.add(id(value))
@@ -224,7 +225,7 @@ def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_
       in_place: whether Cells are changed themselves, and containers without new arrays kept; else all is copied.
     """
     items = _items(value, path)
-    if _is_cell(value) or not path:
+    if is_cell(value) or not path:
         if id(value) not in met:
             new = met[id(value)] = value if in_place else copy.copy(value)
             for key, inside, item in items or ():
@@ -257,7 +258,7 @@ def _cell_fixed(owner: Any) -> Any:
 
     def walk(value: Any, path: str) -> None:
         items = _items(value, path)
-        if _is_cell(value) or not path:
+        if is_cell(value) or not path:
             is_new = id(value) not in met
             leaves.append((path, type(value), met.setdefault(id(value), len(met))))
             items = items if is_new else []
@@ -305,7 +306,7 @@ def _tree_write(owner: Any, state: State) -> None:
 
 ADAPTERS: tuple[Adapter, ...] = (
     Adapter(nnx_objects.is_module, nnx_objects.read, nnx_objects.fixed, nnx_objects.rebuild, nnx_objects.write),
-    Adapter(_is_cell, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
+    Adapter(is_cell, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
     Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
     Adapter(_is_holder, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
 )

@@ -53,7 +53,10 @@ def input_leaves(
         strategy = _with_defaults(strategy, callee, options, declared)
     leaves = []
     if call.stateful:
+        names = {argument.name for argument in (*positional, *late)}
         for path, value in sorted(call.values[0].items()):
+            # An attribute that has the name of an argument is called as in the class.
+            path = f"self/{path}" if path.partition("/")[0] in names else path
             leaves.append(Leaf(path, f"`{path}` of {callee.name}", *(shape_of(value) or ((), UNKNOWN))))
     leaves += match(positional, strategy, name, problems, late)
     for argument in late:

@@ -28,7 +28,8 @@ def apply_parameter_plan(
                                 f"{name} = {short(plan)}", "it gives single arrays entries, by their paths",
                                 f'write it as {name}={{"params/w1": (1, 4)}}', is_type=True))  # fmt: skip
         return list(leaves)
-    full, globs = [normal(leaf.path) for leaf in leaves], list[str]()
+    full = [leaf.path if leaf.path.startswith("self/") else normal(leaf.path) for leaf in leaves]
+    globs, own = list[str](), dict[int, str]()
     where = {pattern: f"{name}[{pattern!r}]" for pattern in plan}
     said = {pattern: f"{where[pattern]} = {short(entry)}" for pattern, entry in plan.items()}
     for pattern, entry in plan.items():
@@ -40,6 +41,8 @@ def apply_parameter_plan(
             likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
             problems.append(Problem(f"a value of `{name}` is {a(entry)}", said[pattern], ENTRY_KINDS,
                                     f"write {where[pattern]} = {likely!r}", is_type=True))  # fmt: skip
+        elif pattern.startswith(("self.", "self/")) and (path := f"self/{normal(pattern)}") in full:
+            own[full.index(path)] = pattern  # an attribute that has the name of an argument
         else:
             globs.append(pattern)
     found = ruled(globs, full, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_cell)
@@ -49,7 +52,7 @@ def apply_parameter_plan(
                                 f"{said[globs[one]]} and {said[globs[two]]}",
                                 "an array has one entry, and no rule comes before the other",
                                 "make one of the globs narrower, or name the path itself"))  # fmt: skip
-    rule_of = {i: globs[rule] for i, rule in found.rules.items()}
+    rule_of = {i: globs[rule] for i, rule in found.rules.items()} | own
     return [
         with_entry(leaf, plan[rule_of[i]], where[rule_of[i]]) if i in rule_of else leaf for i, leaf in enumerate(leaves)
     ]

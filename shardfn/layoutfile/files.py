@@ -32,7 +32,7 @@ from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_bytes, st
 from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of, sources_of
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
 from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
-from shardfn.planning.plan import Plan, op_strategies
+from shardfn.planning.plan import Plan, argument_names, op_strategies
 
 
 class LayoutFileError(StrategyError):
@@ -101,9 +101,10 @@ def read_layout(source: Any) -> LayoutFile:
         rows = strategy_rows(data) if is_binary and len(data) <= MAX_BYTES else None
         text = "" if is_binary else data.decode("utf-8")
     except (OSError, ValueError) as error:
-        close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""
+        close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else _files_in(path)
+        why = "it is a folder" if isinstance(error, IsADirectoryError) else str(error)
         fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
-             why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error),
+             why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why,
              fix=close or "give the path of a layout file, or the name of a recipe: " + _some_recipes())  # fmt: skip
     if len(data) > MAX_BYTES:
         fail(LayoutFileError, f"{name} is too large for a layout file", where=name, why=f"it has more than {MAX_BYTES:,} bytes",
@@ -115,6 +116,12 @@ def read_layout(source: Any) -> LayoutFile:
         error.part = layout
         raise error
     return layout
+
+
+def _files_in(folder: pathlib.Path) -> str:
+    """What to write instead of a folder with layout files; "" where there are none."""
+    files = [file for file in sorted(folder.glob("*")) if file.suffix in (".json", ".ckpt", ".toml")]
+    return f"name a file in it: {', '.join(repr(str(file)) for file in files[:3])}" if files else ""
 
 
 def _recipe(name: str) -> pathlib.Path:
@@ -214,7 +221,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = Fal
              why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
     kept = trained(plan.inputs) if only_trained else list(plan.inputs)
     if (suffix := pathlib.Path(path).suffix) in (".json", ".ckpt"):
-        content = strategy_content(kept, plan.axes, op_strategies(plan))
+        content = strategy_content(kept, plan.axes, op_strategies(plan), argument_names(plan))
         if suffix == ".json":
             write_layout(None, path, json.dumps(content, indent=1))
         else:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
 from shardfn.errors import Problem
@@ -137,13 +137,15 @@ def _ints(values: Any, least: int) -> TypeGuard[list[int]]:
 
 
 def strategy_content(
-    decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], ops: Iterable[Any]
+    decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], ops: Iterable[Any], arguments: Collection[str]
 ) -> dict[str, Any]:
     """The content of MindSpore's strategy file, of parameters and of ops (`OpStrategy`).
 
-    A dim over several adjacent mesh axes is written over one axis of their size.
+    The name of an argument is left out where no two names are then equal. A dim over several adjacent mesh axes is written
+    over one axis of their size.
     """
-    tails = [d.path.split("/", 1)[-1] for d in decisions]
+    tails = [rest if rest and first in arguments else d.path
+             for d in decisions for first, _, rest in [d.path.partition("/")]]  # fmt: skip
     layouts = {}
     for d, tail in zip(decisions, tails, strict=True):
         matrix, tensor_map = _matrix(d, axes or (("a", 1),))
@@ -189,8 +191,11 @@ def _matrix(d: Decision, axes: Sequence[tuple[str, int]]) -> tuple[list[int], li
 def trained(decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions on trainable parameters: arrays of floats in pytrees, without their shadows in an optimizer's state.
 
-    A guess: where no argument is a pytree, every array of floats is taken for a parameter.
+    Those of a training step are below `state/params`. Otherwise it is a guess: where no argument is a pytree, every array of
+    floats is taken for a parameter.
     """
+    if any(d.path == "state/step" for d in decisions):
+        decisions = [d for d in decisions if d.path.startswith("state/params")]
     floats = [d for d in decisions if d.dtype.startswith(("float", "bfloat", "complex")) and d.shape]
     nested = [d for d in floats if "/" in d.path] or floats
     tails = {(d.path.split("/", 1)[-1], d.shape) for d in nested}

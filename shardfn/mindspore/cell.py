@@ -11,6 +11,7 @@ from typing import Any
 from shardfn.api import shard
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.callee import SHARDED, State, describe
+from shardfn.mindspore.parallel import by_type
 
 
 class Cell:
@@ -64,7 +65,8 @@ class Cell:
         level: int | str | None = None,
         **options: Any,
     ) -> Any:
-        """Shard the calls of this instance from now on.
+        """Shard the calls of this instance from now on. By position the order is that of MindSpore 2.x, or the older one,
+        `(in_strategy, out_strategy, device, level)`: the types tell them apart.
 
         Args:
           in_strategy: entries of the arguments, as in `shardfn.shard`.
@@ -80,9 +82,40 @@ class Cell:
         Raises:
           ShardError: an option is wrong.
         """
+        parameter_plan, device, level = by_type(parameter_plan, device, level)
         function = shard(types.MethodType(type(self).__call__, self), in_strategy, out_strategy, device, level,
                          parameter_plan=parameter_plan, **options)  # fmt: skip
         object.__setattr__(self, SHARDED, Unlisted(function))
+        return self
+
+    def recompute(self, mode: bool = True, **options: Any) -> Any:
+        """Rematerialise the calls of this instance: the backward pass recomputes its intermediate values.
+
+        Args:
+          mode: False leaves the instance as it is.
+          options: those of `shardfn.train.recompute`, such as MindSpore's `mp_comm_recompute`.
+
+        Returns:
+          The instance.
+
+        Raises:
+          ShardError: an option is wrong, or the instance is recomputed already.
+
+        >>> import jax.numpy as jnp
+        >>> class Scale(Cell):
+        ...     def __init__(self): self.by = jnp.float32(3)
+        ...     def __call__(self, x): return self.by * x
+        >>> float(Scale().recompute()(2.0))
+        6.0
+        """
+        from shardfn.train.remat import recompute, recomputed_class  # `train` needs optax
+
+        changed = recompute(self, mode=mode, **options)
+        if changed is not self:
+            if recomputed_class(type(self)):
+                fail(StrategyError, f"this {type(self).__name__} is recomputed already", where="recompute()",
+                     why="a cell is configured once, as in MindSpore", fix="call recompute once, with all options")  # fmt: skip
+            object.__setattr__(self, "__class__", type(changed))
         return self
 
     def parameters_dict(self) -> State:

@@ -16,7 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Problem, fail, nearest, raise_problems
+from shardfn.errors import (
+    ContextError,
+    ContextTypeError,
+    NotAvailableError,
+    Problem,
+    fail,
+    nearest,
+    raise_problems,
+    warn,
+)
 from shardfn.frontend.defaults import Defaults, register
 from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.frontend.value_checks import clipped
@@ -193,6 +202,7 @@ def auto_parallel(**settings: Any) -> Iterator[ParallelContext]:
     1
     """
     changed = _with(_checked(dict(current().settings), AUTO_PARALLEL_KEYS, "auto_parallel", settings))
+    _warn_of_devices(changed)
     token = _BLOCK.set(changed)
     try:
         yield changed
@@ -371,6 +381,13 @@ def _with(settings: tuple[tuple[str, Any], ...]) -> ParallelContext:
 
 def _set(table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]) -> None:
     _update(lambda context: _with(_checked(dict(context.settings), table, caller, settings)))
+    _warn_of_devices(current())
+
+
+def _warn_of_devices(context: ParallelContext) -> None:
+    if (context.device_num or 1) > 1 and context.is_set("parallel_mode") and context.parallel_mode == "stand_alone":
+        warn(f"parallel_mode='stand_alone' uses one device, whatever device_num={context.device_num} says; "
+             "set another parallel_mode, or leave it out")  # fmt: skip
 
 
 def _reset(table: Mapping[str, Key]) -> None:

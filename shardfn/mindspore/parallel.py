@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from jax.sharding import Mesh
 
 from shardfn import api
 from shardfn.layoutfile.mindspore_json import strategies_by_op
@@ -21,7 +23,8 @@ def shard(
     level: Any = None,
     **options: Any,
 ) -> Any:
-    """`shardfn.shard` with the order of arguments of MindSpore 2.x.
+    """`shardfn.shard` with the order of arguments of MindSpore 2.x; by position also the older one, `(in_strategy,
+    out_strategy, device, level)`, which the types tell apart.
 
     Args:
       fn: a function, a method, a module or a `Cell`; without it, a decorator is returned.
@@ -46,7 +49,22 @@ def shard(
     if fn is None:
         return functools.partial(shard, in_strategy=in_strategy, out_strategy=out_strategy,
                                  parameter_plan=parameter_plan, device=device, level=level, **options)  # fmt: skip
+    parameter_plan, device, level = by_type(parameter_plan, device, level)
     return api.shard(fn, in_strategy, out_strategy, device, level, parameter_plan=parameter_plan, **options)
+
+
+def by_type(parameter_plan: Any, device: Any, level: Any) -> tuple[Any, Any, Any]:
+    """These three options, of which `parameter_plan` may hold the device and `device` the level: the order before
+    MindSpore 2.0 had no `parameter_plan`, and the types tell the two orders apart.
+
+    >>> by_type("CPU", 0, None), by_type(None, 2, None), by_type({"w": (1, 2)}, "CPU", 0)
+    ((None, 'CPU', 0), (None, None, 2), ({'w': (1, 2)}, 'CPU', 0))
+    """
+    is_level = type(device) is int and level is None
+    if is_level and (parameter_plan is None or isinstance(parameter_plan, Mapping)):
+        return parameter_plan, None, device
+    is_older = isinstance(parameter_plan, str | list | Mesh) and (device is None or is_level) and level is None
+    return (None, parameter_plan, device) if is_older else (parameter_plan, device, level)
 
 
 def layout_of(plan: Plan, path: str) -> Layout:

@@ -26,7 +26,7 @@ from shardfn.planning.posed_call import AnsweredCall
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "answered_call",
-    "op_strategies", "shardings_on",
+    "argument_names", "op_strategies", "shardings_on",
 ]  # fmt: skip
 
 
@@ -331,6 +331,13 @@ class Plan:
             fail(DeviceError, f"the plan is for {self.hardware.count} devices, not {len(devices)}",
                  fix="plan again for that number")  # fmt: skip
         return dataclasses.replace(self, hardware=dataclasses.replace(self.hardware, devices=tuple(devices), mesh=None))
+
+
+def argument_names(plan: Plan) -> tuple[str, ...]:
+    """The names of the arguments; of a pickled plan the first parts of its paths."""
+    if plan._answered is None:
+        return tuple(dict.fromkeys(d.path.partition("/")[0] for d in plan.inputs))
+    return plan._answered.posed.call.function.call.names
 
 
 def answered_call(plan: Plan) -> AnsweredCall:

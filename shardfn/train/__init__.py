@@ -12,6 +12,7 @@ from shardfn.runtime.extras import need
 
 need("optax", "train")  # an error that names the extra, before the modules that import it
 
+from shardfn.train.collectives import fused_all_gather, fused_psum
 from shardfn.train.pipelines.flat_parameters import PackedParameters
 from shardfn.train.pipelines.pipeline import Pipeline, pipeline
 from shardfn.train.pipelines.stage_marks import staged
@@ -21,6 +22,6 @@ from shardfn.train.steps.state import TrainState
 from shardfn.train.steps.step import TrainStep, step
 
 __all__ = [
-    "OptimizerParallel", "PackedParameters", "Pipeline", "TrainState", "TrainStep", "communicated", "pipeline",
-    "recompute", "staged", "step",
+    "OptimizerParallel", "PackedParameters", "Pipeline", "TrainState", "TrainStep", "communicated",
+    "fused_all_gather", "fused_psum", "pipeline", "recompute", "staged", "step",
 ]  # fmt: skip

@@ -81,6 +81,7 @@ def keep_but_parameters(primitive: Any, *_: Any, **params: Any) -> bool:
 def recompute(
     fn: Any,
     *,
+    mode: bool = True,
     mp_comm_recompute: bool = True,
     parallel_optimizer_comm_recompute: bool = False,
     recompute_slice_activation: bool = False,
@@ -95,6 +96,7 @@ def recompute(
     Args:
       fn: a function whose first argument holds its parameters, or a callable module (Flax NNX, Equinox, `Cell`, any
         object with arrays in its attributes).
+      mode: False returns `fn` as it is.
       mp_comm_recompute: False keeps the results of collectives, so that none runs again.
       parallel_optimizer_comm_recompute: True gathers sharded parameters again; False keeps the gathered ones. The gather
         of a parameter is an all-gather of the parameter itself, or of a cast of it.
@@ -129,7 +131,10 @@ def recompute(
         problems.append(Problem(f"`fn` is {a(fn)}, which cannot be called", f"fn = {short(fn)}",
                                 "recompute takes a function or a module", "pass one, or name submodules by `paths`",
                                 is_type=True))  # fmt: skip
+    problems += option_problems(boolean, "mode", mode)
     raise_problems(problems)
+    if not mode:
+        return fn
     return _recomputed(fn, options) if paths is None else _by_path(fn, tuple(paths), options)
 
 
@@ -175,6 +180,11 @@ class RecomputedFunction:
 
 
 _CLASSES: dict[tuple[type, Any], type] = {}
+
+
+def recomputed_class(cls: type) -> bool:
+    """Whether the instances of a class are recomputed."""
+    return cls in _CLASSES.values()
 
 
 def _class_of(cls: type, options: RematOptions) -> type:

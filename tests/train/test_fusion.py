@@ -395,3 +395,23 @@ def test_errors(options, kind, text):
     with pytest.raises(kind) as error:
         trained(**options)
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["psum", "all_gather"])
+def test_fused_collective_of_ones_own_is_one_for_each_dtype(kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tree = {"a": jnp.arange(32.0).reshape(8, 4), "b": jnp.arange(16.0).reshape(16), "c": jnp.arange(8)}
+    fused, plain = (train.fused_psum, jax.lax.psum) if kind == "psum" else (
+        train.fused_all_gather, lambda tree, x: jax.lax.all_gather(tree, x, tiled=True))  # fmt: skip
+
+    def over(collective):
+        spec = jax.sharding.PartitionSpec
+        return jax.jit(
+            jax.shard_map(
+                lambda t: collective(t, "x"), mesh=mesh, in_specs=spec("x"), out_specs=spec(), check_vma=False
+            )
+        )
+
+    jax.tree.map(np.testing.assert_array_equal, over(fused)(tree), over(plain)(tree))
+    name = "all_reduce" if kind == "psum" else "all_gather"
+    assert over(fused).lower(tree).as_text().count(f'"stablehlo.{name}"') == 2

@@ -63,6 +63,8 @@ class StepOptions:
     mode: Mode
     defaults: Defaults
     """Those in force, with the step's own settings, without its mode and the layout of its data."""
+    dataset_strategy: str | tuple[Any, ...] | None
+    """The sharding of the batch from MindSpore's context, if it is set."""
     has_aux: bool
     mutable: tuple[str, ...]
     """The collections of Linen variables that the loss returns."""

@@ -19,7 +19,7 @@ from shardfn.frontend.strategy import AUTO, ModeEntry
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.steps.batches import batch_problems
+from shardfn.train.steps.batches import batch_problems, dataset_entries
 from shardfn.train.steps.communication import fusion_options, gradient_sync, is_per_device, step_buckets, update_sync
 from shardfn.train.steps.gradients import GradientSync
 from shardfn.train.steps.offload import OffloadedStep, offload_step, with_memory_kind
@@ -131,7 +131,8 @@ def _planned(
     rest = {name: value for name, value in options.options.items() if name != "compiler_options"}
     has_file = rest.get("layout") is not None or bool(options.defaults.layout_file)
     given = options.mode.layouts == "given" and not has_file  # a layout file shards arrays without an entry
-    entries = rest.pop("in_strategy") or (ModeEntry(None, _mode_text(options)) if given else AUTO,) * len(batch)
+    of_mode = ModeEntry(None, _mode_text(options)) if given else AUTO
+    entries = rest.pop("in_strategy") or dataset_entries(options.dataset_strategy, batch, of_mode)
     if not isinstance(entries, tuple) or len(entries) != len(batch):
         raise_problems([Problem(f"`in_strategy` must be a tuple with {len(batch)} entries", f"in_strategy = {entries!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.frontend import defaults
+from shardfn.frontend.callee import is_cell
 from shardfn.frontend.option_checks import positional
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
@@ -29,6 +30,7 @@ from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.remat import recompute as again
 from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers, scan_limit
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
+from shardfn.train.steps import cells
 from shardfn.train.steps.checks import step_problems
 from shardfn.train.steps.options import StepOptions, mode_of
 from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
@@ -79,7 +81,8 @@ def step(
     """Make a jitted training step, called as `state, loss = step(state, *batch)`.
 
     Args:
-      loss_fn: `(params, *batch) -> loss`, a mean over the batch; with `has_aux`, `-> (loss, auxiliary output)`.
+      loss_fn: `(params, *batch) -> loss`, a mean over the batch; with `has_aux`, `-> (loss, auxiliary output)`. Or a `Cell`
+        that is called as `(*batch)` and returns the loss.
       optimizer: an optax transformation. One that takes more than gradients gets `value` (the loss), `grad` and
         `value_fn`. With `optax.lookahead` give plain parameters; the slow ones are `state.opt_state.slow`.
       mode: "stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel" or "auto_parallel"; by default the
@@ -89,8 +92,9 @@ def step(
         `(loss, collections)`, with `has_aux` `(loss, (auxiliary output, collections))`.
       device: the devices, as in `shard`.
       level: what the search minimises, as in `shard`.
-      in_strategy: one entry for each argument of the batch, in the semi-auto and auto modes. By default dimension 0 is
-        sharded over all devices in "semi_auto_parallel", and searched in "auto_parallel".
+      in_strategy: one entry for each argument of the batch, in the semi-auto and auto modes. By default the context's
+        `dataset_strategy` if set, else dimension 0 is sharded over all devices in "semi_auto_parallel", and searched in
+        "auto_parallel".
       parameter_plan: entries by path glob within the parameters, `{"layers/*/w1": (1, 4)}`, in the same modes.
       micro_batches: how many parts of a batch to process in sequence. Their gradients are accumulated, and reduced over
         devices once.
@@ -148,15 +152,18 @@ def step(
         enable_parallel_optimizer=enable_parallel_optimizer, parallel_optimizer_config=parallel_optimizer_config,
         comm_fusion=comm_fusion, all_reduce_fusion_config=all_reduce_fusion_config,
     )  # fmt: skip
+    loss_fn = cells.loss_of(loss_fn)
     globs = _globs(recompute) if _is_by_path(recompute) else ()
     if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
         loss_fn, recompute = _recomputing(loss_fn, globs), None
+    dataset_strategy = current.dataset_strategy
     # The mode and the layout of the data are applied here.
     current = dataclasses.replace(
         current, training=settings, parallel_mode=None, dataset_strategy=None, honours_out_strategy=True
     )
     asked = StepOptions(
-        loss_fn=loss_fn, optimizer=optimizer, mode=mode_of(mode), defaults=current, has_aux=has_aux, mutable=_globs(mutable),
+        loss_fn=loss_fn, optimizer=optimizer, mode=mode_of(mode), defaults=current,
+        dataset_strategy=dataset_strategy, has_aux=has_aux, mutable=_globs(mutable),
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
         layerwise_parallel=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
         parallel_optimizer_comm_recompute=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
@@ -164,6 +171,7 @@ def step(
         options={**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan},
     )  # fmt: skip
     raise_problems(step_problems(asked, inspect.signature(step).parameters))
+    _warn_of_dataset(asked)
     limit = scan_limit("auto" if recompute and (reuse is None or reuse is False) else reuse)
     return TrainStep(
         dataclasses.replace(asked, optimizer=adapted(optimizer), fusion=fusion_of(settings, fusion), reuse=limit)
@@ -180,10 +188,12 @@ class TrainStep:
 
     def __init__(self, options: StepOptions):
         self.options = self._given_options = options
+        self._loss_fn = options.loss_fn
         self._parts: ModelParts | None = None
         self._unscanned: ModelParts | None = None
         self._state_shapes: Any = None
         self._sharded: dict[Any, ShardedStep] = {}
+        self._cell: Any = None
         self.scanned_layers: ScannedLoss | None = None
         self.recomputed: RematChoice | None = None
 
@@ -195,8 +205,8 @@ class TrainStep:
         """Make the first state.
 
         Args:
-          params: the model (a pytree, an NNX or Equinox module), or a function without arguments that makes it. The
-            function's arrays are created with their final shardings.
+          params: the model (a pytree, an NNX or Equinox module, a `Cell`), or a function without arguments that makes it. The
+            function's arrays are created with their final shardings. Of a `Cell` the state holds the arrays, by path.
           *batch: arrays or shapes as the step will get them. In the semi-auto and auto modes the shardings depend on
             them; without them the first call moves the state.
           **named: arrays of the batch by the loss function's names.
@@ -208,6 +218,7 @@ class TrainStep:
           StrategyError, StrategyTypeError: if model, batch or devices do not fit the options.
         """
         batch = self._ordered(batch, named)
+        params = self._of_cell(params)
         make = params if _is_maker(params) else lambda: params
         model = _model_shapes(make) if _is_maker(params) else params
         if self.options.reuse is not None:
@@ -338,11 +349,26 @@ class TrainStep:
         Raises:
           StrategyError: if this step has not seen the model.
         """
+        arrays = self._arrays_model(state)
+        return arrays if self._cell is None else cells.with_arrays(self._cell, arrays)
+
+    def _arrays_model(self, state: TrainState) -> Any:
         if self._unscanned is not None and self.scanned_layers is not None:
             return self._unscanned.model(self.scanned_layers.unstack(state.params))
         return self._parts_of(state).model(state.params)
 
     # ---- inside
+
+    def _of_cell(self, model: Any) -> Any:
+        """The arrays of a `Cell`, whose loss the step's becomes; any other model as it is."""
+        if isinstance(self._loss_fn, Pipeline):
+            return model
+        cell = model if is_cell(model) else None
+        if cell is not None or self._cell is not None:
+            loss_fn = self._loss_fn if cell is None else cells.on_arrays(self._loss_fn, cell)
+            self.options = self._given_options = dataclasses.replace(self._given_options, loss_fn=loss_fn)
+            self._cell, self._sharded = cell, {}
+        return model if cell is None else cells.arrays_of(cell)
 
     def _ordered(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         return positional_batch(self._given_options.loss_fn, batch, named) if named else batch
@@ -409,6 +435,21 @@ class TrainStep:
             with defaults.override(self.options.defaults):
                 self._sharded[key] = shard_step(self.options, self._parts_of(state), *shapes_of((state, batch)))
         return self._sharded[key]
+
+
+def _warn_of_dataset(asked: StepOptions) -> None:
+    """Warn where the mode shards the batch in its own way, whatever the context says."""
+    mode, said = asked.mode, asked.dataset_strategy
+    if mode.layouts != "replicated" or said in (None, "data_parallel") or isinstance(asked.loss_fn, Pipeline):
+        return
+    count = asked.hardware().count
+    is_same = isinstance(said, tuple) and all(
+        isinstance(entry, tuple) and entry in ((), (count, *(1,) * (len(entry) - 1))) for entry in said
+    )
+    if not (is_same or (mode.one_device and said == "full_batch")):
+        own = "uses one device" if mode.one_device else "shards dimension 0 of the batch over all devices"
+        warn(f"dataset_strategy={said!r} has no effect in mode {mode.name!r}, which {own}; "
+             'use mode="semi_auto_parallel" or "auto_parallel"')  # fmt: skip
 
 
 def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,194 @@
+"""MindSpore's ways to say things, in a training step and in cells: cells as models, `dataset_strategy`, orders of arguments."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardfn
+import shardfn.mindspore as ms
+from shardfn import train
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
+
+
+class Dense(ms.Cell):
+    def __init__(self, size=32):
+        self.weight = jnp.eye(size) / 2
+
+    def construct(self, x):
+        return jnp.tanh(x @ self.weight)
+
+
+class Net(ms.Cell):
+    def __init__(self):
+        self.dense = Dense()
+
+    def construct(self, x):
+        return self.dense(x)
+
+
+class WithLoss(ms.Cell):
+    def __init__(self, net):
+        self.net = net
+
+    def construct(self, x, y):
+        return jnp.mean((self.net(x) - y) ** 2)
+
+
+def mean_square(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def by_hand(steps=2):
+    def loss(w):
+        return jnp.mean((jnp.tanh(X @ w) - X) ** 2)
+
+    w = jnp.eye(32) / 2
+    for _ in range(steps):
+        value, gradient = jax.value_and_grad(loss)(w)
+        w = w - 0.1 * gradient
+    return w, value
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("own_loss", [False, True], ids=["loss function", "cell with loss"])
+def test_step_trains_a_cell_as_by_hand(mode, own_loss):
+    cell = WithLoss(Net()) if own_loss else Net()
+    step = train.step(cell if own_loss else mean_square, optax.sgd(0.1), mode=mode)
+    state = step.init(cell, X, X)
+    for _ in range(2):
+        state, value = step(state, X, X)
+    w, expected = by_hand()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    (path,) = state.params
+    assert path == ("net/dense/weight" if own_loss else "dense/weight")
+    trained = step.model(state)
+    assert type(trained) is type(cell)
+    np.testing.assert_allclose(trained.parameters_dict()[path], w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(cell.parameters_dict()[path], jnp.eye(32) / 2)  # the given cell is unchanged
+
+
+def test_step_of_a_cell_takes_the_batch_by_name():
+    step = train.step(WithLoss(Net()), optax.sgd(0.1), mode="data_parallel")
+    state = step.init(WithLoss(Net()))
+    _, value = step(state, y=X, x=X)
+    np.testing.assert_allclose(value, by_hand(1)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize(
+    ("said", "strategy"), [("full_batch", (1, 1)), ("data_parallel", (8, 1)), (((2, 1),), (2, 1)), (((1, 4),), (1, 4))]
+)
+def test_dataset_strategy_shards_the_batch_of_a_step(mode, said, strategy):
+    with ms.auto_parallel(parallel_mode=mode, dataset_strategy=said):
+        step = train.step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.sgd(0.1))
+    state = step.init({"w": jnp.ones((32, 4))}, X)
+    assert step.plan(state, X).inputs[-1].strategy == strategy
+    assert np.isfinite(step(state, X)[1])
+
+
+def test_full_batch_of_a_pytree_is_replicated():
+    with ms.auto_parallel(parallel_mode="semi_auto_parallel", full_batch=True):
+        step = train.step(lambda p, b: jnp.mean((b["x"] @ p["w"]) ** 2) * b["by"], optax.sgd(0.1))
+    batch = {"x": X, "by": jnp.float32(2)}
+    state = step.init({"w": jnp.ones((32, 4))}, batch)
+    assert step.plan(state, batch).decision("batch/0/x").strategy == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said", "warns"),
+    [("data_parallel", "full_batch", True), ("hybrid_parallel", ((2, 1),), True), ("stand_alone", ((2, 1),), True),
+     ("data_parallel", ((8, 1),), False), ("data_parallel", "data_parallel", False), ("stand_alone", "full_batch", False)],
+)  # fmt: skip
+def test_dataset_strategy_without_effect_is_warned_of(mode, said, warns):
+    with ms.auto_parallel(parallel_mode=mode, dataset_strategy=said), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train.step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(0.1))
+    assert bool(found) == warns
+    assert all(f"has no effect in mode {mode!r}" in str(one.message) for one in found)
+
+
+def test_stand_alone_with_device_num_warns_that_one_device_is_used():
+    with (pytest.warns(UserWarning, match="uses one device, whatever device_num=8"),
+          ms.auto_parallel(parallel_mode="stand_alone", device_num=8)):  # fmt: skip
+        assert shardfn.plan(lambda x: x + 1, X).mesh.size == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(((8, 1),), None, "CPU", 0), (((8, 1),), None, "CPU"), (((8, 1),), None, None, 2), (((8, 1),), None, {"weight": (1, 1)}, "CPU", 0),
+     (((8, 1),), None, jax.devices(), 1)],
+    ids=["older", "older without level", "level alone", "newer", "older with devices"],
+)  # fmt: skip
+def test_orders_of_arguments_are_told_apart_by_type(arguments):
+    cell, level = Dense().shard(*arguments), next((a for a in arguments[3:] if isinstance(a, int)), 0)
+    for made in (cell.plan(X), ms.shard(Dense(), *arguments).plan(X)):
+        assert made.decision("x").strategy == (8, 1)
+        assert made.level == level
+
+
+def test_recomputed_cell_keeps_its_gradient_and_fewer_values():
+    plain, again = Dense(), Dense().recompute()
+    loss = lambda cell: lambda p: (cell.with_parameters(p)(X) ** 2).sum()  # noqa: E731
+    gradients = [jax.grad(loss(cell))(cell.parameters_dict())["weight"] for cell in (plain, again)]
+    np.testing.assert_allclose(*gradients, rtol=1e-6)
+    texts = [str(jax.make_jaxpr(jax.grad(loss(cell)))(cell.parameters_dict())) for cell in (plain, again)]
+    assert [text.count("remat") + text.count("checkpoint") > 0 for text in texts] == [False, True]
+    sharded = Dense().recompute(mp_comm_recompute=False).shard(((8, 1),))
+    np.testing.assert_allclose(sharded(X), plain(X), rtol=1e-6)
+    assert sharded(X).sharding.shard_shape((16, 32))[0] == 2
+
+
+def test_recompute_mode_and_second_call():
+    cell = Dense()
+    assert type(cell.recompute(mode=False)) is Dense
+    assert train.recompute(cell, mode=False) is cell
+    with pytest.raises(shardfn.ShardError, match="is recomputed already"):
+        cell.recompute().recompute()
+    with pytest.raises(shardfn.ShardError, match="mode"):
+        Dense().recompute(mode="no")
+
+
+def test_only_trainable_params_of_a_step_leaves_states_and_batch_out(tmp_path):
+    names = {}
+    for only in (True, False):
+        file = tmp_path / f"{only}.json"
+        with ms.auto_parallel(strategy_ckpt_config={"save_file": str(file), "only_trainable_params": only}):
+            step = train.step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1))
+            step(step.init({"w": jnp.ones((32, 4))}, X), X)
+        names[only] = set(json.loads(file.read_text())["parallel_layout_item"])
+    assert names[True] == {"params.w"}
+    assert names[False] > {"params.w", "opt_state.0.mu.w", "step"}
+
+
+def test_strategy_json_keeps_the_name_of_an_only_child(tmp_path):
+    net = Net().shard(((2, 1),), None, {"dense.weight": (1, 4)})
+    net.plan(X).save(tmp_path / "s.json")
+    assert list(json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]) == ["dense.weight", "x"]
+    again = Net().shard(layout=tmp_path / "s.json")
+    assert again.plan(X).decision("dense/weight").strategy == (1, 4)
+
+
+def test_parameter_named_like_an_input_has_a_path_of_its_own():
+    class Named(ms.Cell):
+        def __init__(self):
+            self.x = jnp.ones((32, 8))
+
+        def construct(self, x):
+            return x @ self.x
+
+    cell = Named().shard(((2, 1),), None, {"self.x": (1, 4)})
+    assert {d.path: d.strategy for d in cell.plan(X).inputs} == {"self/x": (1, 4), "x": (2, 1)}
+    np.testing.assert_allclose(cell(X), X @ cell.x, rtol=1e-5)
+
+
+def test_folder_as_strategy_file_names_the_files_in_it(tmp_path):
+    (tmp_path / "s.json").write_text("{}")
+    with (ms.auto_parallel(strategy_ckpt_load_file=f"{tmp_path}/"),
+          pytest.raises(shardfn.ShardError, match=r"it is a folder(.|\n)*name a file in it: '.*s\.json'")):  # fmt: skip
+        shardfn.plan(lambda x: x + 1, X)
