@@ -2,7 +2,8 @@
 
 `partition.xla_bugs` has the rule for convolutions. The other bugs (JAX 0.10.2 and 0.12.0.1):
 
-- The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more.
+- The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more. Taken outside the
+  sharded function it is no part of the plan: the pooling gets a derivative rule of its own (`correct_pool_gradients`).
 - On CPU a Fourier transform whose operand is gathered along another dimension than the first may read a transposed array
   and fail when it runs. Constraints that replicate its operand and result avoid it.
 - Before JAX 0.12 two windowed ops (`reduce_window`, `jnp.pad`, convolutions) with the same window over one array along a
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -164,11 +166,7 @@ def replicate_wrong_ops(
       StrategyError: when traced, such an op is inside a function with custom derivative rules.
     """
 
-    def unsharded(x: Any, windowed: Sequence[int]) -> Any:
-        dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-        for spatial in windowed:
-            dims[spatial] = None
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
+    unsharded = functools.partial(_unsharded, mesh)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if eqn.primitive.name in _REDUCTIONS:
@@ -208,6 +206,63 @@ def replicate_wrong_ops(
     return rebind(function, wanted, bind, static_argnums, refuse)
 
 
+def correct_pool_gradients(
+    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`function` with max and min pooling whose derivatives are taken along unsharded windows. Its values take no constraint.
+
+    For a function that is differentiated from outside, where the gradient is no part of the plan.
+
+    Args:
+      function: the function.
+      mesh: the mesh of the constraints.
+      static_argnums: as in `jax.jit`.
+    """
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        dims = _overlapping(eqn)
+
+        def pool(x: Any) -> Any:
+            return bind_one(eqn, [x])[0]
+
+        pooled = jax.custom_jvp(pool)
+
+        @pooled.defjvp
+        def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+            operand, tangent = (_unsharded(mesh, x, dims) for x in (*primals, *tangents))
+            return pooled(*primals), _unsharded(mesh, jax.jvp(pool, (operand,), (tangent,))[1], dims)
+
+        return [pooled(*inputs)]
+
+    return rebind(function, lambda eqn, number: bool(_overlapping(eqn)), bind, static_argnums)
+
+
+def has_pool_gradients(jaxpr: Any) -> bool:
+    """Whether `correct_pool_gradients` changes a function, by its jaxpr."""
+    return any(_overlapping(eqn) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+
+
+def _overlapping(eqn: Any) -> list[int]:
+    """The dimensions along which the windows of max or min pooling overlap by half or more."""
+    if eqn.primitive.name not in _POOLS:
+        return []
+    names = ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
+    rows = zip(*(eqn.params[name] for name in names), strict=True)
+    return [
+        d
+        for d, (size, stride, spacing, base) in enumerate(rows)
+        if (size > 1 and (size - 1) * spacing + 1 >= 2 * stride) or base > 1
+    ]
+
+
+def _unsharded(mesh: Any, x: Any, windowed: Sequence[int]) -> Any:
+    """An array with a constraint that unshards some of its dimensions."""
+    dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    for spatial in windowed:
+        dims[spatial] = None
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
+
+
 def _reduced(eqn: Any) -> tuple[int, ...]:
     """The dims that an equation reduces, if XLA may have no all-reduce for it."""
     name = eqn.primitive.name
@@ -218,6 +273,7 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
 
 
 _POOLING = "select_and_scatter_add"
+_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
 _GROUPS = ("feature_group_count", "batch_group_count")

@@ -26,6 +26,7 @@ from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import TracedCall
+from shardfn.planning.workarounds import correct_pool_gradients, has_pool_gradients
 
 
 def jitted(plan: Plan) -> Any:
@@ -68,6 +69,8 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
     function, static_argnums = _constrained(plan, call.function, mesh), call.function.call.statics
     ins, outs = shardings_on(plan, mesh)
     if nested:
+        if plan.hardware.count > 1 and has_pool_gradients(call.traced.jaxpr):
+            function = functools.wraps(function)(correct_pool_gradients(function, mesh.mesh, static_argnums))
 
         @functools.wraps(function)
         def constrained(*flat: Any) -> Any:
@@ -140,7 +143,10 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
              where=f"plan.apply({callee.name})",
              why="it traces to another program, in which the plan's constraints have no place",
              fix=f"plan it: shardfn.plan({callee.name}, ...), or apply the plan to the function itself")  # fmt: skip
-    constrained = _constrained(plan, function, PlanMesh.of(plan.mesh))
+    mesh = PlanMesh.of(plan.mesh)
+    constrained = _constrained(plan, function, mesh)
+    if plan.hardware.count > 1 and has_pool_gradients(answered_call(plan).posed.call.traced.jaxpr):
+        constrained = correct_pool_gradients(constrained, mesh.mesh, call.statics)
 
     @functools.wraps(function.pure)
     def applied(*values: Any) -> Any:

@@ -315,3 +315,31 @@ def test_what_if_of_a_plan_with_a_workaround_applies_right():
         assert made.cost == direct.cost
         applied = jax.jit(made.apply(step), in_shardings=made.in_shardings, out_shardings=made.out_shardings)
         np.testing.assert_allclose(applied(x), step(x), rtol=1e-5, atol=1e-5)
+
+
+POOLS = {
+    "max": lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (3, 3), (1, 1), "SAME"),
+    "min": lambda x: jax.lax.reduce_window(x, jnp.inf, jax.lax.min, (4, 2), (2, 1), "VALID"),
+}
+
+
+@pytest.mark.parametrize("strategy", [(8, 1), (2, 4), (1, 8)], ids=str)
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_gradient_of_overlapping_pooling_outside_the_sharded_function_is_right(pool, strategy):
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    weights = jax.random.normal(jax.random.key(1), pool(x).shape)
+    sharded = shardfn.shard(pool, (strategy,))
+
+    def gradient(f):
+        return jax.grad(lambda x: (f(x) * weights).sum())
+
+    expected = gradient(pool)(x)
+    np.testing.assert_allclose(gradient(sharded)(x), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(gradient(sharded))(x), expected, rtol=1e-5, atol=1e-5)
+    batch = jnp.stack([x, 2 * x])
+    np.testing.assert_allclose(jax.vmap(gradient(sharded))(batch)[1], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(*(jax.jvp(f, (x,), (2 * x,))[1] for f in (sharded, pool)), rtol=1e-5, atol=1e-5)
+    made = sharded.plan(x)
+    applied = jax.jit(made.apply(pool), in_shardings=made.in_shardings, out_shardings=made.out_shardings)
+    np.testing.assert_allclose(gradient(applied)(x), expected, rtol=1e-5, atol=1e-5)
+    assert sharded(x).sharding.spec == made.out_shardings.spec, "values take no constraint"
