@@ -19,8 +19,14 @@ DimFactors = tuple[tuple[int, ...], ...]
 Spec = tuple[tuple[str, ...], ...]
 """For each dimension of an array, the mesh axes that shard it, major to minor."""
 
+InnerSpec = tuple[tuple[str, ...] | None, ...]
+"""A `Spec` of a value inside the function, with None for dimensions that are left to propagation."""
+
 Axes = tuple[tuple[str, int], ...]
 """A mesh: each axis with its size."""
+
+INNER_AXIS = "shardfn_inner"
+"""Begins the name of the mesh axis that stands for the sharding of a value inside, before a number, in a lowered module."""
 
 
 def is_gpu(platform: str) -> bool:
@@ -167,6 +173,8 @@ class Graph:
     """Ops without a sharding rule, as `name (file:line)`."""
     uncounted: tuple[str, ...] = ()
     """Loops whose trip count is not known before they run, counted once, as `file:line`."""
+    inner: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """By value the number of the sharding constraint whose result it is, for those named by `INNER_AXIS`."""
 
     @functools.cached_property
     def computed(self) -> frozenset[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax import tree_util
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 Bind = Callable[[Any, list[Any], int], list[Any]]
 """Takes an equation, its inputs and its number, and gives its outputs."""
@@ -106,7 +106,7 @@ def bind_one(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[tuple[int, Any, bool]]:
     """All equations of a jaxpr, each before those inside it: number, equation, whether all around it can be opened."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _UNCOUNTED:
+        if _is_uncounted(eqn):
             continue
         yield start, eqn, is_reached
         start += 1
@@ -115,8 +115,11 @@ def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[t
             start += _size(inside)
 
 
-_UNCOUNTED = frozenset({"reshard", "mesh_cast"})
-"""What JAX puts in where an argument comes with a mesh: the same function traces with it or without."""
+def _is_uncounted(eqn: Any) -> bool:
+    """Whether JAX puts an equation in where an argument comes with a mesh: the same function traces with it or without."""
+    name = eqn.primitive.name
+    is_same = name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return is_same or name in ("reshard", "mesh_cast")
 
 
 def _size(jaxpr: Any) -> int:
@@ -124,7 +127,7 @@ def _size(jaxpr: Any) -> int:
 
 
 def _count(eqn: Any) -> int:
-    return 0 if eqn.primitive.name in _UNCOUNTED else 1 + sum(map(_size, inner(eqn)))
+    return 0 if _is_uncounted(eqn) else 1 + sum(map(_size, inner(eqn)))
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: RebindRules, number: int) -> list[Any]:
@@ -134,21 +137,26 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: Rebin
         return v.val if isinstance(v, core.Literal) else env[v]
 
     for eqn in jaxpr.eqns:
-        inputs = [read(v) for v in eqn.invars]
-        opened = _OPEN.get(eqn.primitive.name)
-        if eqn.primitive.name in _UNCOUNTED:
-            outputs = bind_one(eqn, inputs)
-        elif how.wanted(eqn, number):
-            outputs = how.bind(eqn, inputs, number)
-        elif opened is not None and _holds(eqn, number, how):
-            outputs = opened(eqn, inputs, how, number + 1)
-        else:
-            if eqn.primitive.name != "shard_map" and _holds(eqn, number, how):
-                how.unreached(eqn)
-            outputs = bind_one(eqn, inputs)
+        source = eqn.source_info  # the user's line, and the names of scopes
+        names = source_info_util.current_name_stack() + source.name_stack
+        with source_info_util.user_context(source.traceback, name_stack=names):
+            outputs = _outputs(eqn, [read(v) for v in eqn.invars], how, number)
         env.update(zip(eqn.outvars, outputs, strict=True))
         number += _count(eqn)
     return [read(v) for v in jaxpr.outvars]
+
+
+def _outputs(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
+    opened = _OPEN.get(eqn.primitive.name)
+    if _is_uncounted(eqn):
+        return bind_one(eqn, inputs)
+    if how.wanted(eqn, number):
+        return how.bind(eqn, inputs, number)
+    if opened is not None and _holds(eqn, number, how):
+        return opened(eqn, inputs, how, number + 1)
+    if eqn.primitive.name != "shard_map" and _holds(eqn, number, how):
+        how.unreached(eqn)
+    return bind_one(eqn, inputs)
 
 
 def inner(eqn: Any) -> list[Any]:

@@ -8,6 +8,7 @@ Both work on copies.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from shardfn.ir.mlir import (
     sdy,
     symbol_of,
 )
-from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import INNER_AXIS, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
 from shardfn.ir.propagation_form import inline, number_duplicates, order_depth_first, to_xla_form
 from shardfn.ir.reader import Reader, ReaderCache, UnreadOpError
 
@@ -38,6 +39,8 @@ RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 
 FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+
+_INNER = re.compile(INNER_AXIS + r"(\d+)")
 
 
 def flat(module: Any) -> Any:
@@ -56,7 +59,11 @@ def read_graph(module: Any, seen: ReaderCache | None = None) -> Graph:
         copy = module.operation.clone()
         count = number_all(preorder(copy), 0)
         run_passes(RULES_PIPELINE, copy)
-        return Reader(copy, seen, count).graph()
+        reader = Reader(copy, seen, count)
+        graph = reader.graph()
+        results = [op.outputs[0] for op in graph.ops if op.name == "sharding_constraint"]
+        inner = {v: int(found[1]) for v in results if (found := _INNER.search(str(reader.specs[v])))}
+        return dataclasses.replace(graph, inner=inner) if inner else graph
 
 
 class PreparedModule:
@@ -97,6 +104,7 @@ class PreparedModule:
         inputs: Sequence[Spec | None],
         outputs: Sequence[Spec | None],
         constraints: Mapping[int, OpConstraint] | None = None,
+        inner: Mapping[int, InnerSpec] | None = None,
     ) -> PartitionedProgram:
         """Propagate shardings through the function with Shardy; `partition.partitioner` then adds the collectives.
 
@@ -105,12 +113,15 @@ class PreparedModule:
           inputs: the sharding of each argument of the module's main function; None leaves it to propagation.
           outputs: the same for its results.
           constraints: the sharding constraints on operands and results of ops, by `Op.site`.
+          inner: the shardings of values inside, by the number in their `INNER_AXIS`.
         """
         with self.module.context, ir.Location.unknown():
             copy = self.module.clone()
             main = next(f for f in functions_of(copy) if symbol_of(f) == "main")
             if constraints:
                 _hold(main.regions[0].blocks[0], constraints, self)
+            if inner:
+                _place_inner(main, inner)
             _add_mesh(copy, axes)
             for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
                 old = main.attributes[attribute] if attribute in main.attributes else None
@@ -125,7 +136,7 @@ class PreparedModule:
                 graph = reader.graph()
             except UnreadOpError:  # an op that the first propagation's module did not have
                 self.has_unread_ops = True
-                return self.propagate(axes, inputs, outputs, constraints)
+                return self.propagate(axes, inputs, outputs, constraints, inner)
             self.has_unread_ops = False
             return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
@@ -216,8 +227,17 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
             ).result
 
 
-def _sharding(spec: Spec) -> Any:
-    dims = ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in spec)
+def _place_inner(main: Any, inner: Mapping[int, InnerSpec]) -> None:
+    """Write the shardings of values inside into the sharding constraints that stand for them."""
+    for op in preorder(main):
+        if op.name == "sdy.sharding_constraint" and (found := _INNER.search(str(op.attributes["sharding"]))):
+            op.attributes["sharding"] = _sharding(inner[int(found[1])])
+
+
+def _sharding(spec: InnerSpec) -> Any:
+    closed = (() if dim is None else dim for dim in spec)
+    texts = [", ".join(f'"{axis}"' for axis in dim) for dim in closed]
+    dims = ", ".join("{?}" if dim is None else "{" + text + "}" for dim, text in zip(spec, texts, strict=True))
     return ir.Attribute.parse(f"#sdy.sharding<@{MESH_NAME}, [{dims}]>")
 
 

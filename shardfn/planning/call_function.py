@@ -24,7 +24,8 @@ from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.static_leaves import held, holds_static, released
 from shardfn.frontend.trace import Traced, trace
 from shardfn.frontend.trace_errors import explained
-from shardfn.ir.model import Axes
+from shardfn.ir.model import Axes, InnerSpec
+from shardfn.planning.inner_entries import constrain_inner
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.tags import constrain_tags
@@ -40,6 +41,7 @@ class CallFunction:
     """A call as a pure function of its values; `on` gives it with its constraints on a mesh."""
 
     pure: Callable[..., Any]
+    """From `pure_function`, `inner_entries.scoped`."""
     callee: Callee
     call: Call
     """The call, with shapes in the place of arrays."""
@@ -50,6 +52,8 @@ class CallFunction:
     """The layout file's rules for tagged activations."""
     tag_axes: Axes = ()
     """The mesh axes of these rules."""
+    inner: Mapping[int, InnerSpec | None] = dataclasses.field(default_factory=dict)
+    """The shardings of values inside, by equation number; None until they are placed."""
     wrong: tuple[WrongOp, ...] = ()
     """Ops that need a workaround for an XLA bug."""
     mesh: AbstractMesh | None = None
@@ -64,6 +68,8 @@ class CallFunction:
             function = separate_windows(function, statics)
         if self.tags:
             function = constrain_tags(function, self.tags, self.tag_axes, mesh, statics)
+        if self.inner:
+            function = constrain_inner(function, self.inner, mesh, statics)
         if self.wrong:
             function = replicate_wrong_ops(function, mesh.mesh, self.wrong, statics)
         return self._inside_mesh(function)
@@ -79,8 +85,9 @@ class CallFunction:
     def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
         mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
+        unplaced = dataclasses.replace(self, inner=dict.fromkeys(self.inner))
         with explained(self.call), without_types(self.ambient, self.callee.name):
-            return trace(self.on(mesh), self.call.values, self.call.statics, platform, self.callee.function)
+            return trace(unplaced.on(mesh), self.call.values, self.call.statics, platform, self.callee.function)
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:

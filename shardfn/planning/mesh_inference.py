@@ -56,6 +56,7 @@ def place(
     problems: list[Problem],
     values: Sequence[tuple[int, ...]] = (),
     sizes: Sequence[int] = (),
+    calls: Sequence[Sequence[int]] = (),
 ) -> Placement:
     """Infer the mesh for all strategies of a call.
 
@@ -67,6 +68,7 @@ def place(
       problems: receives a pair of arrays that no mesh can hold together.
       values: the dimension groups of every value inside the function. Groups that meet there share axes last.
       sizes: elements of each of these values. Groups that meet on the fewest elements share axes first.
+      calls: leaves, by position, that are operands of one function inside. Their groups share no axis where the devices suffice.
 
     Returns:
       The placement. If there is none, `problems` has grown and every leaf is open.
@@ -80,8 +82,10 @@ def place(
         atoms = ((chain, position) for chain, factors in enumerate(chains) for position in range(len(factors)))
         slots_of = {atom: slot for slot, atom in enumerate(atoms)}
     else:
-        tries = _kept_apart(_meeting(needs, groups, values, sizes or (1,) * len(values)))
-        found = (_share(needs, used, chains, devices, apart) for apart in tries)
+        tries = list(_kept_apart(_meeting(needs, groups, values, sizes or (1,) * len(values))))
+        operands = _operands(needs, used, chains, devices, calls)
+        both = itertools.product([operands, ()] if operands else [()], tries)
+        found = (_share(needs, used, chains, devices, apart, mine) for mine, apart in both)
         slots_of = next((slots for slots in found if slots is not None), None)
     if slots_of is None:
         problems.append(_clash(leaves, strategies, groups, devices))
@@ -194,6 +198,15 @@ def _meeting(
     return found
 
 
+def _operands(
+    needs: Sequence[Need], used: Sequence[tuple[Atom, ...]], chains: list[list[int]], devices: int,
+    calls: Sequence[Sequence[int]],
+) -> list[set[Atom]]:  # fmt: skip
+    """For each call inside the atoms of its operands, where the devices suffice for all of them."""
+    sets = [{a for need, row in zip(needs, used, strict=True) if need.leaf in call for a in row} for call in calls]
+    return [atoms for atoms in sets if devices % math.prod(chains[c][at] for c, at in atoms) == 0]
+
+
 def _kept_apart(met: Mapping[tuple[int, int], int]) -> Iterator[Collection[tuple[int, int]]]:
     """The pairs of chains to keep on different axes, from all pairs to none, without those that meet on the least data first.
 
@@ -212,11 +225,12 @@ def _share(
     chains: list[list[int]],
     devices: int,
     met: Collection[tuple[int, int]] = (),
+    operands: Sequence[Collection[Atom]] = (),
 ) -> dict[Atom, int] | None:
     """Assign one prime factor of the device count to every atom, by depth-first graph colouring.
 
-    Atoms of one group, of two groups that `met`, and of one array need different factors. Unused factors are tried first,
-    and the atom with the fewest possible factors is next. None if there is no assignment.
+    Atoms of one group, of two groups that `met`, of one array, and of one call's `operands` need different factors.
+    Unused factors are tried first, and the atom with the fewest possible factors is next. None if there is no assignment.
     """
     factors = primes(devices)
     by_chain = {c: [(c, i) for i in range(len(chain))] for c, chain in enumerate(chains)}
@@ -231,7 +245,7 @@ def _share(
         by_leaf.setdefault(need.leaf, []).extend(row)
         for atom in row:
             arrays[atom].add(need.leaf)
-    for together in by_leaf.values():
+    for together in (*by_leaf.values(), *operands):
         for a, b in itertools.permutations(together, 2):
             apart[a].add(b)
     options = {a: [s for s, p in enumerate(factors) if p == chains[a[0]][a[1]]] for a in atoms}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax import tree_util
@@ -27,8 +27,10 @@ from shardfn.ir.model import Axes, Graph, Spec
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.planning.call_function import CallFunction, pure_function
 from shardfn.planning.fingerprint import change_since
+from shardfn.planning.inner_entries import InnerEntry, inner_entries, operands_of_calls, resolve_read_inside, scoped
+from shardfn.planning.inner_placement import OnMesh, place_inner
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
-from shardfn.planning.mesh_inference import Placement, expresses, finest, place, split_axes
+from shardfn.planning.mesh_inference import Placement, place
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 from shardfn.planning.op_constraints import anchors
 from shardfn.planning.posed_call import PosedCall, TracedCall
@@ -69,8 +71,12 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     shapes = call.of_shapes()
     frozen = callee.frozen(shapes)
     mesh = abstract_mesh(tuple(hardware.mesh.shape.items())) if hardware.mesh is not None else None
-    function = CallFunction(pure_function(frozen, shapes), frozen, shapes, donated, mesh=mesh, ambient=ambient)
-    function, traced = _traced(function, hardware, layout, problems)
+    pure = pure_function(frozen, shapes)
+    if ambient is None or not ambient.is_binding:
+        pure = scoped(pure, hardware)
+    function = CallFunction(pure, frozen, shapes, donated, mesh=mesh, ambient=ambient)
+    function, traced, inner = _traced(function, hardware, layout, problems)
+    inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, dimension_groups(traced.graph).of, inner)
     result, changed = traced.results if call.returns_changes else (traced.results, {})
     returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
     outputs = [*returned, *changed_leaves(changed)]
@@ -83,7 +89,7 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
         warn(note)
     bounds = options.for_search(defaults, layout.level if layout is not None else None)
     traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
-                      call.leaves_of(donated), options.compiler_options)  # fmt: skip
+                      call.leaves_of(donated), options.compiler_options, inner)  # fmt: skip
     return place_call(traced_call, problems)
 
 
@@ -102,13 +108,15 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     groups = dimension_groups(call.traced.graph)
     placed = _placed(call, groups, problems)
     raise_problems(problems)
-    axes, specs = _on_mesh(call, placed)
-    call = _with_ambient(call, axes)
-    entries, results = specs[: len(call.inputs)], specs[len(call.inputs) :]
-    propagation = Propagation(call.traced, call.hardware, results, call.same_as)
+    mesh = _on_mesh(call, placed, problems)
+    raise_problems(problems)
+    call = _with_ambient(call, mesh.axes)
+    entries, results = mesh.specs[: len(call.inputs)], mesh.specs[len(call.inputs) :]
+    call = dataclasses.replace(call, function=dataclasses.replace(call.function, inner=mesh.inner))
+    propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner)
     anchored = anchors(call.traced.jaxpr, call.traced.graph)
-    problem = _problem(call, groups, axes, entries, propagation, anchored)
-    return PosedCall(call, problem, entries, placed.order, groups, propagation, anchored)
+    problem = _problem(call, groups, mesh.axes, entries, propagation, anchored)
+    return PosedCall(call, problem, entries, mesh.order, groups, propagation, anchored)
 
 
 def _hardware(
@@ -196,8 +204,8 @@ def _on_binding(ambient: AmbientMesh, asked: Hardware, defaults: Defaults) -> Ha
 
 def _traced(
     function: CallFunction, hardware: Hardware, layout: LayoutFile | None, problems: list[Problem]
-) -> tuple[CallFunction, Traced]:
-    """The function with the constraints that it needs whatever the plan is, and its trace.
+) -> tuple[CallFunction, Traced, tuple[InnerEntry, ...]]:
+    """The function with the constraints that it needs whatever the plan is, its trace, and its inner entries.
 
     Raises:
       StrategyError: it calls back into Python in order, which JAX can do on one device only.
@@ -217,16 +225,29 @@ def _traced(
         if tags and hardware.count > 1 and not problems:
             function = dataclasses.replace(function, tags=tags, tag_axes=axes)
             traced = function.traced(hardware.platform)
-    return function, traced
+    is_binding = function.ambient is not None and function.ambient.is_binding
+    inner = inner_entries(traced.jaxpr, hardware) if hardware.count > 1 and not is_binding else ()
+    if inner:
+        function = dataclasses.replace(function, inner={entry.number: None for entry in inner})
+        traced = function.traced(hardware.platform)
+    return function, traced, inner
 
 
 def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) -> Placement:
-    """Check all entries, of inputs and outputs alike, and put them on one mesh."""
+    """Check all entries, of inputs and outputs alike, and put them on one mesh with the strategies inside.
+
+    The specs are those of the inputs and outputs, then those of the inner strategies; the latter are left out where
+    entries name the axes.
+    """
     leaves, count = (*call.inputs, *call.outputs), call.hardware.count
     before = len(problems)
     strategies = [check(leaf, count, problems) for leaf in leaves]
-    values = (*call.traced.inputs, *call.traced.outputs)
+    values, marked = (*call.traced.inputs, *call.traced.outputs), _inner_values(call)
     tied = [groups.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
+    inner = [(e.leaf, e.leaf.entry, groups.of[marked[e.number]]) for e in call.inner if _is_inferred(e, marked)]
+    leaves = (*leaves, *(leaf for leaf, _, _ in inner))
+    strategies += [strategy for _, strategy, _ in inner]
+    tied += [own for _, _, own in inner]
     sizes = [math.prod(v.shape) for v in call.traced.graph.values]
     if call.hardware.mesh is not None or any(map(names_axes, leaves)):
         mesh, used = call.hardware.mesh, call.hardware.devices
@@ -234,7 +255,17 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
         return place_named(leaves, strategies, count, mesh, problems, used, tied, groups.of, sizes, instead)
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
-    return place(leaves, strategies, tied, count, problems, groups.of, sizes)
+    calls = operands_of_calls([e for e in call.inner if _is_inferred(e, marked)], len(values))
+    return place(leaves, strategies, tied, count, problems, groups.of, sizes, calls)
+
+
+def _inner_values(call: TracedCall) -> dict[int, int]:
+    """The value in the graph of each inner entry, by number; the first where a loop is unrolled."""
+    return {number: value for value, number in reversed([*call.traced.graph.inner.items()])}
+
+
+def _is_inferred(entry: InnerEntry, values: Mapping[int, int]) -> bool:
+    return entry.is_strategy and entry.number in values
 
 
 def _without_mesh(call: TracedCall) -> str:
@@ -246,20 +277,20 @@ def _without_mesh(call: TracedCall) -> str:
     return f"; or pass devices without a mesh, and the plan chooses one: device={devices}"
 
 
-def _on_mesh(call: TracedCall, placed: Placement) -> tuple[Axes, tuple[Spec | None, ...]]:
-    """The mesh axes that the user, the entries or the layout file asks for, () if none does, and the entries' shardings."""
-    is_given = call.hardware.mesh is not None or any(map(names_axes, (*call.inputs, *call.outputs)))
+def _on_mesh(call: TracedCall, placed: Placement, problems: list[Problem]) -> OnMesh:
+    """The mesh axes that the user, the entries or the layout file asks for, () if none does, and all shardings on them."""
+    leaves, values = (*call.inputs, *call.outputs), _inner_values(call)
+    is_given = call.hardware.mesh is not None or any(map(names_axes, leaves))
     axes: Axes = placed.axes if is_given or any(dim for spec in placed.specs if spec for dim in spec) else ()
     count = call.hardware.count
     if call.layout is not None and count > 1 and not axes:
         axes = mesh_axes(call.layout, count, [])
-    own = axes or (("a", count),)
     shapes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.mesh_shapes
-    if all(math.prod(other) != count or expresses(own, other) for other in shapes):
-        return axes, tuple(placed.specs)
+    given = OnMesh(axes, tuple(placed.specs[: len(leaves)]), {}, placed.order)
+    inferred = [e.number for e in call.inner if _is_inferred(e, values)]
+    inner = {n: spec for n, spec in zip(inferred, placed.specs[len(leaves) :], strict=True) if spec is not None}
     # An inner `shard` has a mesh of its own: Shardy propagates across only if both are one.
-    axes, parts = finest(own)
-    return axes, tuple(None if spec is None else split_axes(spec, parts) for spec in placed.specs)
+    return place_inner(call.inner, inner, given, shapes, count, problems)
 
 
 def _with_ambient(call: TracedCall, axes: Axes) -> TracedCall:
@@ -312,6 +343,8 @@ def _problem(
             if spec is None and i not in call.same_as and leaf.shape},
         results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
         seconds=bounds.time_limit_s,
+        inner={value: propagation.inner[number] for value, number in graph.inner.items()},
+        operands=frozenset(v for v, n in graph.inner.items() if n in {e.number for e in call.inner if e.is_operand}),
         memo=Memo(value_groups=groups.of),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from shardfn.frontend.trace import Traced
 from shardfn.ir.dimension_groups import DimensionGroups
 from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.call_function import CallFunction
+from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.planning.propagation import Propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
@@ -38,6 +39,8 @@ class TracedCall:
     donated: tuple[int, ...]
     """Positions in `inputs`."""
     compiler_options: Mapping[str, Any] | None = None
+    inner: tuple[InnerEntry, ...] = ()
+    """The entries of values inside the function."""
 
     @property
     def ambient_mesh(self) -> AmbientMesh | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
-from shardfn.ir.model import Axes, Graph, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, InnerSpec, PartitionedProgram, Spec
 from shardfn.partition.partitioner import insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 
@@ -24,6 +24,8 @@ class Propagation:
     """The shardings that the user or the layout file gives the results; None is open."""
     same_as: Mapping[int, int]
     """For an open result, by position, the input that it can replace."""
+    inner: Mapping[int, InnerSpec] = dataclasses.field(default_factory=dict)
+    """The shardings of values inside, by number (`Graph.inner`)."""
 
     @functools.cached_property
     def _ready(self) -> shardy.PreparedModule:
@@ -51,7 +53,7 @@ class Propagation:
         tokens = [None] * (len(graph.outputs) - len(wanted))
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
         constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
-        partitioned = self._ready.propagate(axes, spread, tokens + results, constrained)
+        partitioned = self._ready.propagate(axes, spread, tokens + results, constrained, self.inner)
         found = insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
         held = sum(array.bytes for array in traced.closed_over)
         return dataclasses.replace(found, constant_bytes=held) if held else found

@@ -21,6 +21,7 @@ from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
 from shardfn.frontend.static_leaves import held, released
 from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
+from shardfn.planning.inner_entries import scoped
 from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Plan, answered_call, shardings_on
@@ -131,13 +132,14 @@ def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable
 
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`Plan.apply`."""
-    planned = answered_call(plan).posed.call.function
+    posed = answered_call(plan).posed.call
+    planned = posed.function
     callee = dataclasses.replace(describe(fn), objects=planned.callee.objects)
     call, arrays = planned.call, callee.read()
     if call.lifted is not None:
         lifted = lifted_call(callee, call.without_lifted())
         call, arrays = dataclasses.replace(call, lifted=lifted), {**arrays, **lifted.arrays}
-    function = dataclasses.replace(planned, pure=pure_function(callee.frozen(call), call))
+    function = dataclasses.replace(planned, pure=scoped(pure_function(callee.frozen(call), call), posed.hardware))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
              where=f"plan.apply({callee.name})",

@@ -190,7 +190,7 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
         unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
         more.append(correct_answer(unlimited, posed.find(unlimited)))
     entered = candidates.answers(problem, answers, more, bounds.compile_candidates)
-    source = str(posed.call.traced.module)
+    source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:
         key = candidates.program_key(source, problem, one)

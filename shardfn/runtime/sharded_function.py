@@ -33,6 +33,8 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import held, released
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, lifted_call, pure_function
+from shardfn.planning.inner_calls import call_inside
+from shardfn.planning.inner_entries import outer_hardware
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
@@ -126,6 +128,7 @@ class ShardedFunction(Generic[P, R]):
             not kwargs
             and defaults.current() is self._fast_defaults
             and jax.sharding.get_abstract_mesh() is self._fast_context
+            and outer_hardware() is None
             and (not self._checks_arrays or _are_usable(tree_util.tree_leaves(args), self._donates))
         ):
             try:
@@ -276,6 +279,9 @@ class ShardedFunction(Generic[P, R]):
                  fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
+        outer = outer_hardware() if self.options.layout is None else None
+        if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
+            return _finish(callee, call, call_inside(callee, self.options, call, outer))
         self._refuse_donated_twice(call)
         entry = self._entry(callee, call)
         if not entry.plan.hardware.is_here:
@@ -295,7 +301,7 @@ class ShardedFunction(Generic[P, R]):
                  fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
-                return _finish(callee, call, entry, self._run_nested(entry, call, leaves, treedef))
+                return _finish(callee, call, self._run_nested(entry, call, leaves, treedef), entry.holds_static)
             _CONCRETE.update(map(type, leaves))
             arrays = _arrays(call, entry, leaves, treedef)
             if not entry.is_compiled:
@@ -316,7 +322,7 @@ class ShardedFunction(Generic[P, R]):
             self._fast_context = jax.sharding.get_abstract_mesh()
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
-        return _finish(callee, call, entry, result)
+        return _finish(callee, call, result, entry.holds_static)
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
         try:
@@ -441,9 +447,9 @@ def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[A
     return call.replaced(treedef, moved(leaves, entry.targets, entry.replaced))
 
 
-def _finish(callee: Callee, call: Call, entry: Entry, result: Any) -> Any:
+def _finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -> Any:
     """The user's result of a call; what it changed is put back into the callee's objects."""
-    if entry.holds_static:
+    if holds_static:
         result = released(result)
     if not call.returns_changes:
         return result

@@ -19,7 +19,7 @@ def search(problem: SearchProblem) -> Answer:
     given = tuple(spec for spec in problem.specs if spec is not None)
     if len(given) == len(problem.specs):
         return Answer(_axes(problem), given, ("",) * len(given), "every sharding was given")
-    return follow(problem) if any(map(any, given)) else shard_one_group(problem)
+    return follow(problem) if problem.shards_given else shard_one_group(problem)
 
 
 def _axes(problem: SearchProblem) -> Axes:
@@ -34,12 +34,24 @@ def follow(problem: SearchProblem) -> Answer:
         for d, dim in enumerate(spec or ()):
             if dim and len(dim) > len(origin.get(groups[d], ((), ""))[0]):
                 origin[groups[d]] = dim, f"{name} dim {d}"
+    for op in problem.graph.ops:
+        for value in op.outputs:
+            groups = problem.value_groups[value] if value in problem.inner else ()
+            for dim, group in zip(problem.inner.get(value, ()), groups, strict=True):
+                if dim and len(dim) > len(origin.get(group, ((), ""))[0]):
+                    origin[group] = dim, f"a value inside{op.where and f' ({op.where})'}"
+    direct = _read_inside(problem)
     specs: list[Spec] = []
     reasons: list[str] = []
-    for shape, spec, groups in zip(problem.shapes, problem.specs, problem.groups, strict=True):
+    rows = zip(problem.inputs, problem.shapes, problem.specs, problem.groups, strict=True)
+    for value, shape, spec, groups in rows:
         if spec is not None:
             specs.append(spec)
             reasons.append("")
+            continue
+        if value in direct:
+            specs.append(direct[value][0])
+            reasons.append(f"as it is read inside{direct[value][1] and f' ({direct[value][1]})'}")
             continue
         mine: list[tuple[str, ...]] = []
         why: list[str] = []
@@ -54,6 +66,16 @@ def follow(problem: SearchProblem) -> Answer:
         reasons.append("; ".join(why) or "replicated: no dimension is tied to a sharded one")
     policy = "follow the given shardings (no search)"
     return Answer(problem.axes, tuple(specs), tuple(reasons), policy, source="propagated")
+
+
+def _read_inside(problem: SearchProblem) -> dict[int, tuple[Spec, str]]:
+    """The arguments, by value, that the user shards where they are read inside, and where; the first of several."""
+    found: dict[int, tuple[Spec, str]] = {}
+    for op in reversed(problem.graph.ops):
+        spec = problem.inner.get(op.outputs[0]) if op.outputs else None
+        if spec is not None and None not in spec:
+            found[op.inputs[0]] = tuple(dim or () for dim in spec), op.where
+    return found
 
 
 def _dividing(axes: tuple[str, ...], sizes: dict[str, int], size: int) -> tuple[str, ...]:

@@ -134,7 +134,8 @@ def label_space(
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     budget.spend(BUILD_WORK * len(problem.graph.ops))
     mesh = MeshModel.on(problem.hardware, axes)
-    return build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts)
+    return build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts, problem.inner,
+                 problem.operands)  # fmt: skip
 
 
 def other_objective(problem: SearchProblem, found: MeshSolution, budget: Budget) -> Iterator[MeshSolution]:

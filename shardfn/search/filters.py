@@ -45,7 +45,7 @@ def allowed_labels(
         if both.any():
             found[node] = both
 
-    for node, good in space.correct:
+    for node, good in space.allowed:
         restrict(node, good)
     if algorithm.fully_use_devices:
         for node, choices in enumerate(space.nodes):

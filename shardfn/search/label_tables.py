@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from shardfn.cost.backends.tpu import LANES, MAX_ROW_MAJOR_BYTES
 from shardfn.cost.compute import rate
 from shardfn.cost.memory.live_ranges import LiveBuffer
-from shardfn.ir.model import Graph, Op, ShardingRule, Spec
+from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
@@ -97,8 +98,9 @@ class LabelSpace:
     copies: tuple[UsageInterval, ...]
     """Temporaries of resharding: gathered arguments, operands as an op reads them, partial sums. They overestimate where
     nothing is resharded, so they count at level 1 only."""
-    correct: tuple[tuple[int, Array], ...] = ()
-    """For each convolution its node, and whether XLA computes it correctly under each label of that."""
+    allowed: tuple[tuple[int, Array], ...] = ()
+    """Nodes, and which of their labels are allowed: XLA computes convolutions correctly, and reads values as the user
+    shards them for a function inside."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +123,10 @@ class _Builder:
         given: Mapping[int, Spec],
         chosen: Sequence[Array] | None,
         facts: GraphFacts,
+        inner: Mapping[int, InnerSpec],
     ):
         self.graph, self.mesh, self.given, self.chosen, self.facts = graph, mesh, given, chosen, facts
+        self.inner = inner
         self.nodes: list[Node] = []
         self.tables: dict[tuple[int, int], list[Array]] = {}
         self.layouts: dict[int, tuple[int, Array]] = {}
@@ -300,6 +304,19 @@ class _Builder:
                     self.sources[value] = self.layouts[value] = self.sources[source]
                     self.depth[value] = self.depth.get(source, 0)
             return
+        if op.outputs and (spec := self.inner.get(op.outputs[0])) is not None:
+            value, source = op.outputs[0], op.inputs[0]
+            shape, wanted = (
+                self.graph.values[value].shape,
+                label_of_spec(tuple(dim or () for dim in spec), self.mesh.names),
+            )
+            free = [d for d, dim in enumerate(spec) if dim is None]
+            make = self.labels((shape, spec), lambda row: op_labels.given_labels(wanted, free, shape, self.sizes, row))
+            node, labels = self.sources[value] = self.layouts[value] = self.node(make)
+            self.depth[value] = 1 + self.depth.get(source, 0)
+            self.reads[index] = node, (labels,)
+            self.need(source, labels, node, op.trips)
+            return
         if rule is None or not rule.operands:
             for value in op.outputs:
                 if value not in self.sources:
@@ -431,6 +448,8 @@ def build(
     same_as: Mapping[int, int],
     chosen: Sequence[Array] | None,
     facts: GraphFacts,
+    inner: Mapping[int, InnerSpec] = MappingProxyType({}),
+    operands: Collection[int] = (),
 ) -> LabelSpace:
     """The choices of a graph on a mesh.
 
@@ -442,8 +461,10 @@ def build(
       same_as: result value -> input value whose sharding it takes.
       chosen: for each node a label of which one column is `op_labels.FREE`: only that is decided.
       facts: `graph_facts.facts_of` the graph.
+      inner: fixed shardings of values inside, by value.
+      operands: those of them that ops read as they are sharded.
     """
-    builder = _Builder(graph, mesh, given, chosen, facts)
+    builder = _Builder(graph, mesh, given, chosen, facts, inner)
     for value in graph.inputs:
         builder.argument(value, facts.readers.get(value, 0))
     loops = facts.loops
@@ -470,7 +491,7 @@ def build(
     reshardings = tuple(ReshardingTable(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
     intervals = _argument_intervals(builder, facts.places)
     return LabelSpace(tuple(builder.nodes), reshardings, builder.layouts, builder.reads, intervals, tuple(builder.copies),
-                 tuple(_convolutions(builder)))  # fmt: skip
+                 (*_convolutions(builder), *_read_as_given(builder, operands)))  # fmt: skip
 
 
 def _convolutions(builder: _Builder) -> Iterator[tuple[int, Array]]:
@@ -481,6 +502,13 @@ def _convolutions(builder: _Builder) -> Iterator[tuple[int, Array]]:
             shapes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)]
             shardings = (*wanted, builder.layouts[op.outputs[0]][1])
             yield node, computed_correctly(op.convolution, shapes, shardings, builder.mesh.sizes)
+
+
+def _read_as_given(builder: _Builder, operands: Collection[int]) -> Iterator[tuple[int, Array]]:
+    for index, (node, wanted) in builder.reads.items():
+        for value, layouts in zip(builder.graph.ops[index].inputs, wanted, strict=True):
+            if value in operands and len(given := builder.layouts[value][1]) == 1:
+                yield node, (layouts == given).all(axis=1)
 
 
 def _argument_intervals(builder: _Builder, places: Sequence[LiveBuffer]) -> tuple[UsageInterval, ...]:

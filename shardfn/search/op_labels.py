@@ -50,6 +50,26 @@ def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[in
     return np.array(_fewer(found), np.int16).reshape(-1, len(axes))
 
 
+def given_labels(
+    wanted: Sequence[int],
+    free: Sequence[int],
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    row: np.ndarray | None = None,
+) -> Array:
+    """A given label, and those that shard `free` dimensions over axes that it leaves.
+
+    >>> given_labels([0, -1], [1], (4, 6), (2, 2)).tolist()
+    [[0, -1], [0, 1]]
+    """
+    own = np.array([wanted], np.int16)
+    if not free:
+        return own
+    every = value_labels(shape, axes, row)
+    kept = every[((every == own) | ((own < 0) & np.isin(every, free))).all(axis=1)]
+    return kept if len(kept) else own
+
+
 def op_codes(
     rule: ShardingRule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | np.ndarray | None = None
 ) -> Array:

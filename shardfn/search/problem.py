@@ -11,7 +11,7 @@ from typing import Protocol, TypedDict, Unpack
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
-from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
 from shardfn.search.effort import SearchEffort, search_effort
 from shardfn.search.graph_facts import GraphFacts, facts_of
 from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
@@ -116,6 +116,10 @@ class SearchProblem:
     """Results, by position, that are open and alias no argument."""
     results_requested: bool = False
     """Whether the user asked to search one of them, whatever else is open."""
+    inner: Mapping[int, InnerSpec] = dataclasses.field(default_factory=dict)
+    """Shardings that the user gave for values inside, by value."""
+    operands: frozenset[int] = frozenset()
+    """Those of them that are operands or results of sharded functions inside: ops read them as they are sharded."""
     is_quick_look: bool = False
     """Whether to search as for a large program: nothing fits anyway, and an error has to name the largest arrays."""
     seconds: float = math.inf
@@ -221,6 +225,11 @@ class SearchProblem:
         of_products = 2 * self.facts.matrix_flops > self.facts.flops
         total, own = (self.facts.matrix_flops, matrix_flops) if of_products else (self.facts.flops, flops)
         return imbalance(own, BALANCED * total / self.devices)
+
+    @property
+    def shards_given(self) -> bool:
+        """Whether the user shards an argument or a value inside."""
+        return any(dim for spec in (*self.specs, *self.inner.values()) if spec for dim in spec)
 
     @property
     def is_open(self) -> bool:

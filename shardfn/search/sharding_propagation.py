@@ -40,7 +40,7 @@ class SharedValue:
 def search(problem: SearchProblem) -> Answer:
     """Spread the given shardings; without any, or with nothing open, the answer of `default_policy`."""
     followed = default_policy.search(problem)
-    if not problem.is_open or not any(dim for spec in problem.specs if spec for dim in spec):
+    if not problem.is_open or not problem.shards_given:
         return followed
     found = spread_labels(problem)
     if not math.isfinite(found.solution.cost):
@@ -60,13 +60,15 @@ def spread_labels(problem: SearchProblem) -> MeshSolution:
     """A label for every node, spread from those that the given shardings decide."""
     mesh = MeshModel.on(problem.hardware, problem.axes)
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    space = build(problem.graph, mesh, given, problem.results, problem.same_as, None, problem.facts)
+    space = build(problem.graph, mesh, given, problem.results, problem.same_as, None, problem.facts, problem.inner,
+                  problem.operands)  # fmt: skip
     labels, _ = filtered(labelling_of(space, problem), space, problem.graph, mesh.sizes, problem.algorithm)
     near: dict[int, list[SharedValue]] = {}
     for join in shared_values(problem, space):
         for node in join.nodes:
             near.setdefault(node, []).append(join)
     chosen = {space.layouts[v][0]: 0 for v, spec in given.items() if any(spec)}
+    chosen |= {space.layouts[v][0]: 0 for v in problem.inner if len(space.layouts[v][1]) == 1}
     frontier = sorted({other for node in chosen for other in _others(near, node)} - chosen.keys())
     while frontier:
         node = heapq.heappop(frontier)

@@ -1,5 +1,6 @@
 """Every mode takes the steps that one device takes, and what it composes shows in the compiled module."""
 
+import functools
 import re
 import warnings
 from collections import Counter
@@ -11,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import shardfn
 from shardfn import train
 from shardfn.compiled.executable import read
 from shardfn.cost import estimate
@@ -398,3 +400,26 @@ def test_globs_are_those_of_shard():
         lambda p, x, y: mean_square(p["layers"][0], x, y), optax.adam(1), mode="data_parallel", frozen="layers.0.w1"
     )
     assert step.init(lambda: nested).opt_state[0].mu["layers"][0]["w1"] is None
+
+
+def test_step_in_semi_auto_mode_stores_parameters_as_operators_read_them():
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = {"w1": (16, 32), "b1": (32,), "w2": (32, 16), "b2": (16,)}
+    weights = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=False)}
+    x, y = jax.random.normal(keys[4], (16, 16)), jax.random.normal(keys[5], (16, 16))
+
+    def loss(first, second, p, x, y):
+        return jnp.mean((second(jax.nn.relu(first(x, p["w1"]) + p["b1"]), p["w2"]) + p["b2"] - y) ** 2)
+
+    product, transposed = shardfn.shard(jnp.matmul, ((2, 1), (1, 4))), lambda h, w: product(h, w.T.T)
+    seeded, plain = functools.partial(loss, product, transposed), functools.partial(loss, jnp.matmul, jnp.matmul)
+    step = train.step(seeded, optax.adam(1e-2), mode="semi_auto_parallel", compute_dtype=jnp.float32)
+    alone = train.step(plain, optax.adam(1e-2), mode="stand_alone")
+    state, other = step.init(weights, x, y), alone.init(weights, x, y)
+    for kept in (state.params, state.opt_state[0].mu):
+        found = {name: tuple(n // m for n, m in zip(v.shape, v.sharding.shard_shape(v.shape), strict=True))
+                 for name, v in kept.items()}  # fmt: skip
+        assert found == {"w1": (1, 4), "b1": (1,), "w2": (1, 4), "b2": (1,)}
+    for _ in range(3):
+        (state, value), (other, expected) = step(state, x, y), alone(other, x, y)
+        np.testing.assert_allclose(value, expected, rtol=1e-4)

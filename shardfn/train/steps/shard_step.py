@@ -16,6 +16,7 @@ from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.parameter_plan import no_such_array
 from shardfn.frontend.paths import array_paths, met, ruled
 from shardfn.frontend.strategy import AUTO, ModeEntry
+from shardfn.planning.inner_entries import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
@@ -189,7 +190,8 @@ def _parameter_plan(
 ) -> dict[str, Any]:
     """The user's parameter plan by paths within the step's arguments.
 
-    With given shardings, parameters without an entry are replicated, and the optimizer's states follow their parameters.
+    With given shardings, parameters without an entry are sharded as a sharded function inside reads them, or else replicated,
+    and the optimizer's states follow their parameters.
     """
     keyed = _keyed("state/params", state.params)
     globs = list(plan)
@@ -205,8 +207,10 @@ def _parameter_plan(
     if not is_given:
         return entries
     states = _keyed("state/opt_state", state.opt_state)
-    replicated, rest = ([(1,) * len(x.shape) for _, x in leaves] for leaves in (keyed, states))
-    params = [plan[globs[found.rules[i]]] if i in found.rules else entry for i, entry in enumerate(replicated)]
+    rest = [(1,) * len(x.shape) for _, x in states]
+    params = [
+        plan[globs[found.rules[i]]] if i in found.rules else AsReadInside(path) for i, (path, _) in enumerate(keyed)
+    ]
     names = [name for name, _ in (*keyed, *states)]
     of_all = (*params, *_like_params(parts, state, params, rest))
     return {**_of_mode(options, zip(names, of_all, strict=True)), **_of_mode(options, [("state/step", ())]), **entries}

@@ -1,0 +1,90 @@
+"""Inner entries on the mesh of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardfn.errors import Problem
+from shardfn.ir.model import Axes, InnerSpec, Spec
+from shardfn.planning.inner_entries import InnerEntry
+from shardfn.planning.mesh_inference import expresses, finest, split_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """Mesh axes, the shardings of all leaves on them, those of the inner entries by number, and the device order."""
+
+    axes: Axes
+    specs: tuple[Spec | None, ...]
+    inner: Mapping[int, InnerSpec]
+    order: tuple[int, ...] | None
+
+
+def place_inner(
+    entries: Sequence[InnerEntry],
+    placed: Mapping[int, Spec],
+    given: OnMesh,
+    shapes: Sequence[tuple[int, ...]],
+    count: int,
+    problems: list[Problem],
+) -> OnMesh:
+    """The mesh of a call with its inner entries on it. Its axes are split where an inner mesh needs finer ones.
+
+    Args:
+      entries: the inner entries.
+      placed: the shardings of their strategies, which were placed together with those of the leaves, by number.
+      given: the mesh of the leaves, with no axes if they ask for none.
+      shapes: the sizes of the other meshes that the function itself brings along.
+      count: the device count.
+      problems: receives entries that do not fit the mesh.
+    """
+    fixed = [e for e in entries if not e.is_strategy and any(e.leaf.entry.spec)]
+    axes, order = given.axes, given.order
+    if not axes and fixed:
+        axes, order = fixed[0].leaf.entry.axes, _order(fixed[0], count)
+    own = axes or (("a", count),)
+    every = [*shapes, *(tuple(n for _, n in e.leaf.entry.axes) for e in fixed)]
+    specs, inner = list(given.specs), dict(placed)
+    if not all(math.prod(sizes) != count or expresses(own, sizes) for sizes in every):
+        axes, parts = finest(own)
+        specs = [None if spec is None else split_axes(spec, parts) for spec in specs]
+        inner = {number: split_axes(spec, parts) for number, spec in inner.items()}
+    for e in fixed:
+        if not expresses(axes, [n for _, n in e.leaf.entry.axes]) or _order(e, count) != order:
+            problems.append(_unfitted(e, own, count))
+        else:
+            inner[e.number] = on_axes(e.leaf.entry.spec, e.leaf.entry.axes, axes)
+    return OnMesh(axes, tuple(specs), {e.number: e.opened(inner.get(e.number, ((),) * len(e.leaf.shape))) for e in entries},
+                  order)  # fmt: skip
+
+
+def _order(entry: InnerEntry, count: int) -> tuple[int, ...] | None:
+    ranks = tuple(entry.leaf.entry.rank_list)
+    return None if ranks == tuple(range(count)) else ranks
+
+
+def on_axes(spec: Spec, own: Axes, axes: Axes) -> Spec:
+    """A spec over axes of another mesh that `axes` expresses (`mesh_inference.expresses`).
+
+    >>> on_axes((("model",), ()), (("data", 2), ("model", 4)), (("a", 2), ("b", 2), ("c", 2)))
+    (('b', 'c'), ())
+    """
+
+    def starts(axes: Axes) -> Iterator[tuple[str, int, int]]:
+        for i, (name, size) in enumerate(axes):
+            yield name, size, math.prod(n for _, n in axes[i + 1 :])
+
+    parts = {
+        name: tuple(other for other, n, at in starts(axes) if n > 1 and stride <= at < stride * size)
+        for name, size, stride in starts(own)
+    }
+    return split_axes(spec, parts)
+
+
+def _unfitted(entry: InnerEntry, axes: Axes, count: int) -> Problem:
+    mesh = " x ".join(f"{name}={size}" for name, size in axes)
+    return Problem(f"{entry.leaf.label} does not fit the mesh of the call", entry.leaf.source,
+                   f"the mesh is {mesh}, in the order of the call's {count} devices",
+                   "use one mesh, or strategies of integers, for the call and for the values inside")  # fmt: skip

@@ -1,0 +1,218 @@
+"""Entries of sharded functions, `reshard` and tags inside a function: they seed the outer call's mesh, propagation and search."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardfn
+import shardfn.mindspore as ms
+from shardfn import AUTO, shard
+from shardfn.errors import StrategyError
+
+KEYS = jax.random.split(jax.random.key(0), 5)
+ARRAYS = tuple(map(jax.random.normal, KEYS, [(64, 64), (64, 64), (64,), (64, 64), (64,)]))
+product = shard(jnp.matmul, ((2, 1), (1, 4)))
+
+
+def ffn(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, first: Any = jnp.matmul) -> Any:
+    return jax.nn.relu(first(x, w1) + b1) @ w2 + b2
+
+
+seeded = functools.partial(ffn, first=product)
+
+
+class MatMul(ms.Cell):
+    def construct(self, x: Any, w: Any) -> Any:
+        return x @ w
+
+
+class FeedForward(ms.Cell):
+    def __init__(self) -> None:
+        self.w1, self.b1, self.w2, self.b2 = ARRAYS[1:]
+        self.first = MatMul().shard(((2, 1), (1, 4)))
+
+    def construct(self, x: Any) -> Any:
+        return ffn(x, self.w1, self.b1, self.w2, self.b2, self.first)
+
+
+def strategies(plan: shardfn.Plan) -> dict[str, tuple[int, ...]]:
+    return {d.path: d.strategy for d in (*plan.inputs, *plan.outputs)}
+
+
+def of_ops(plan: shardfn.Plan, *kinds: str) -> list[tuple[tuple[int, ...], ...]]:
+    return [s for name, s in ms.get_strategy(plan).items() if name.partition("-")[0] in kinds]
+
+
+def on_mesh(*spec: str | None) -> NamedSharding:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def check(function: Any, plain: Any, *arrays: Any, **options: Any) -> shardfn.Plan:
+    """The plan of a call, after comparing its value and gradient with the unsharded ones."""
+    sharded: Any = shard(function, **options)
+    np.testing.assert_allclose(sharded(*arrays), plain(*arrays), rtol=1e-3, atol=1e-3)
+    own, expected = (jax.grad(lambda *a, f=f: jnp.mean(f(*a) ** 2))(*arrays) for f in (sharded, plain))
+    np.testing.assert_allclose(own, expected, rtol=1e-3, atol=1e-3)
+    return sharded.plan(*arrays)
+
+
+def is_ffn_of_mindspore(plan: shardfn.Plan) -> bool:
+    """Add ((2, 4), (4,)), ReLU (2, 4), MatMul ((2, 4), (4, 1)): the outcome of MindSpore's own page."""
+    made = strategies(plan)
+    return (
+        of_ops(plan, "dot_general") == [((2, 1), (1, 4)), ((2, 4), (4, 1))]
+        and of_ops(plan, "add")[0] == of_ops(plan, "maximum")[0] == ((2, 4), (2, 4))
+        and [made[name] for name in made if name.endswith(("w1", "b1", "w2", "b2"))] == [(1, 4), (4,), (4, 1), (1,)]
+    )
+
+
+def test_operator_with_strategy_seeds_propagation() -> None:
+    plan = check(seeded, ffn, *ARRAYS, search_mode="sharding_propagation")
+    assert plan.axes == (("a", 2), ("b", 4))
+    assert is_ffn_of_mindspore(plan)
+    assert strategies(plan)["x"] == (2, 1)
+    assert all("test_inner_entries.py:" in c.where for c in plan.collectives)
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_operator_of_cell_seeds_propagation_in_mindspores_modes(mode: str) -> None:
+    with ms.auto_parallel(device_num=8, parallel_mode=mode, search_mode="sharding_propagation"):
+        network = FeedForward().shard()
+        plan = network.plan(ARRAYS[0])
+        found = {name: strategies(plan)[name] for name in ("w1", "b1", "w2", "b2")}
+        assert found == {"w1": (1, 4), "b1": (4,), "w2": (4, 1), "b2": (1,)}
+        assert of_ops(plan, "dot_general") == [((2, 1), (1, 4)), ((2, 4), (4, 1))]
+        np.testing.assert_allclose(network(ARRAYS[0]), ffn(*ARRAYS), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic_programming", "recursive_programming"])
+def test_operator_with_strategy_is_kept_by_each_search(mode: str) -> None:
+    plan = check(seeded, ffn, *ARRAYS, search_mode=mode)
+    assert of_ops(plan, "dot_general")[0] == ((2, 1), (1, 4))
+    assert strategies(plan)["w1"] == (1, 4)
+
+
+def test_contracted_dimension_of_operator_leaves_a_sum() -> None:
+    plan = check(lambda x, w: jnp.sin(shard(jnp.matmul, ((2, 4), (4, 1)))(x, w)), lambda x, w: jnp.sin(x @ w),
+                 *ARRAYS[:2], search_mode="sharding_propagation")  # fmt: skip
+    assert of_ops(plan, "dot_general") == [((2, 4), (4, 1))]
+    assert {c.kind for c in plan.collectives} <= {"all-reduce", "reduce-scatter"}
+
+
+def test_results_of_operator_are_sharded_as_its_out_strategy() -> None:
+    inner = shard(jnp.matmul, out_strategy=((2, 4),))
+    plan = check(lambda x, w: jnp.sin(inner(x, w)), lambda x, w: jnp.sin(x @ w), *ARRAYS[:2],
+                 search_mode="sharding_propagation")  # fmt: skip
+    assert strategies(plan) == {"x": (2, 1), "w": (1, 4), "result": (2, 4)}
+
+
+def test_dimension_left_open_inside_follows() -> None:
+    inner = shard(jnp.matmul, ((2, AUTO), AUTO))
+    plan = check(lambda x, w: jnp.sin(inner(x, w)), lambda x, w: jnp.sin(x @ w), *ARRAYS[:2])
+    assert of_ops(plan, "dot_general")[0][0][0] == 2
+
+
+def block(x: Any, w1: Any, w2: Any) -> Any:
+    return x + jax.nn.relu(x @ w1) @ w2
+
+
+def test_blocks_inside_share_the_mesh_of_the_call() -> None:
+    data = shard(block, ((8, 1), (1, 1), (1, 1)))
+    tensor = shard(block, ((2, 1), (1, 4), (4, 1)), ((2, 1),))
+    arrays = (ARRAYS[0], ARRAYS[1], ARRAYS[3], ARRAYS[1], ARRAYS[3])
+    plan = check(lambda x, a, b, c, d: tensor(data(x, a, b), c, d), lambda x, a, b, c, d: block(block(x, a, b), c, d),
+                 *arrays)  # fmt: skip
+    assert plan.axes == (("a", 2), ("b", 4))
+    assert list(strategies(plan).values())[:5] == [(8, 1), (1, 1), (1, 1), (1, 4), (4, 1)]
+
+
+def test_reshard_inside_seeds_propagation() -> None:
+    def function(x: Any, w1: Any, w2: Any) -> Any:
+        return jax.nn.relu(shardfn.reshard(x @ w1, on_mesh("data", "model"))) @ w2
+
+    arrays = (ARRAYS[0], ARRAYS[1], ARRAYS[3])
+    plan = check(function, lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2, *arrays, search_mode="sharding_propagation")
+    assert plan.axes == (("data", 2), ("model", 4))
+    assert list(strategies(plan).values()) == [(2, 1), (1, 4), (4, 1), (2, 1)]
+
+
+def test_reshard_to_a_layout_beside_integers_is_on_the_mesh_of_the_call() -> None:
+    layout = ms.Layout((2, 4), ("dp", "mp"))("dp", "mp")
+    plan = check(lambda x, w: ms.reshard(x @ w, layout), jnp.matmul, *ARRAYS[:2], in_strategy=((8, 1), AUTO))
+    assert plan.inputs[0].strategy == (8, 1)
+    assert dict(plan.mesh.shape) == {"x0": 2, "x1": 2, "x2": 2}
+
+
+def test_tag_with_a_sharding_seeds_propagation(tmp_path: Any) -> None:
+    path = tmp_path / "layout.toml"
+    path.write_text(
+        'format = "shardfn-layout"\nversion = 2\n[mesh]\ndata = 2\nmodel = 4\n[activations]\n"h" = ["data", "model"]\n'
+    )
+
+    def function(x: Any, w1: Any, w2: Any) -> Any:
+        return jax.nn.relu(shardfn.tag(x @ w1, "h")) @ w2
+
+    arrays = (ARRAYS[0], ARRAYS[1], ARRAYS[3])
+    plan = check(function, lambda x, w1, w2: jax.nn.relu(x @ w1) @ w2, *arrays, layout=path,
+                 search_mode="sharding_propagation")  # fmt: skip
+    assert list(strategies(plan).values())[:3] == [(2, 1), (1, 4), (4, 1)]
+
+
+def test_operator_in_a_call_with_named_shardings_takes_their_axes() -> None:
+    plan = check(seeded, ffn, *ARRAYS, in_strategy=(on_mesh("data"), AUTO, AUTO, AUTO, AUTO))
+    assert plan.axes == (("data", 2), ("model", 4))
+    assert plan.decision("w1").spec == ((), ("model",))
+
+
+@pytest.mark.parametrize("transformed", [
+    lambda f: lambda x, w: jax.vmap(f, in_axes=(1, None))(jnp.stack([x, 2 * x], 1), w),
+    lambda f: lambda x, w: jax.lax.scan(lambda c, _: (jnp.tanh(f(c, w)), None), x, length=3)[0],
+    lambda f: jax.checkpoint(lambda x, w: jnp.tanh(f(x, w))),
+    lambda f: jax.jit(lambda x, w: f(f(x, w), w)),
+    lambda f: jax.grad(lambda x, w: jnp.mean(f(x, w) ** 2)),
+], ids=["vmap", "scan", "checkpoint", "jit", "grad"])  # fmt: skip
+def test_operator_under_a_transformation_keeps_its_strategy(transformed: Any) -> None:
+    plan = check(transformed(product), transformed(jnp.matmul), *ARRAYS[:2])
+    assert strategies(plan)["w"] == (1, 4)
+
+
+def test_wrong_strategy_inside_is_an_error_of_the_function_inside() -> None:
+    inner = shard(jnp.matmul, ((3, 1), (1, 1)))
+    with pytest.raises(StrategyError, match=r"in_strategy\[0\] = \(3, 1\)"):
+        shard(lambda x, w: inner(x, w)).plan(*ARRAYS[:2])
+
+
+def test_other_devices_inside_are_an_error() -> None:
+    inner = shard(jnp.matmul, ((2, 1), (1, 1)), device=jax.devices()[:4])
+    with pytest.raises(StrategyError, match="sharded for 4 devices, inside a call for 8"):
+        shard(lambda x, w: inner(x, w)).plan(*ARRAYS[:2])
+
+
+def test_mesh_inside_that_does_not_fit_is_an_error() -> None:
+    permuted = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("data", "model"))
+    wanted = NamedSharding(permuted, PartitionSpec("data"))
+    with pytest.raises(StrategyError, match="does not fit the mesh of the call") as error:
+        shard(lambda x: shardfn.reshard(jnp.sin(x), wanted), ((8, 1),)).plan(ARRAYS[0])
+    assert "test_inner_entries.py" in str(error.value)
+
+
+def test_plan_of_another_size_has_the_strategy_inside() -> None:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
+    plan = shardfn.plan(seeded, *shapes, device="tpu-v5e:4x4", search_mode="sharding_propagation")
+    assert [d.strategy for d in plan.inputs[:2]] == [(2, 1), (1, 4)]
+
+
+def test_saved_plan_with_a_strategy_inside_is_the_same_plan(tmp_path: Any) -> None:
+    plan = shard(seeded, search_mode="sharding_propagation").plan(*ARRAYS)
+    plan.save(tmp_path / "plan.toml")
+    again = shard(seeded, layout=tmp_path / "plan.toml")
+    assert strategies(again.plan(*ARRAYS)) == strategies(plan)
+    np.testing.assert_allclose(again(*ARRAYS), ffn(*ARRAYS), rtol=1e-3, atol=1e-3)
