@@ -313,3 +313,22 @@ def test_saved_layout_file_has_each_reason_once_and_no_directories(tmp_path):
         assert load_layout(tmp_path / name) == made
         assert len(reasons) == len(set(reasons)) and str(tmp_path) not in text
         assert not re.search(r"/\w+\.py:\d", text)
+
+
+@pytest.mark.parametrize("entry", ["(2, 1)", "(8, 1)", "P('a', None)"])
+def test_entry_beside_a_layout_file_is_placed_on_the_mesh_of_the_file(entry, tmp_path):
+    x, w = names()["x"], names()["w"]
+    shard(dense, ((2, 1), (1, 4))).plan(x, w).save(tmp_path / "layout.toml")
+    function = shard(dense, (eval(entry, names()), AUTO), layout=tmp_path / "layout.toml")
+    made = function.plan(x, w)
+    assert made.axes == (("a", 2), ("b", 4))
+    assert [(d.strategy[0], d.source) for d in made.inputs] == [(8 if "8" in entry else 2, "you"), (1, "file")]
+    np.testing.assert_allclose(function(x, w), dense(x, w), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "mesh"}])
+def test_empty_partition_spec_of_a_subtree_goes_with_integers(options):
+    params, x = names()["params"], names()["x"]
+    function = shard(model, (P(), (2, 1)), **{name: names()[value] for name, value in options.items()})
+    assert [d.strategy for d in function.plan(params, x).inputs] == [(1,), (1, 1), (2, 1)]
+    np.testing.assert_allclose(function(params, x), model(params, x), rtol=1e-5)
