@@ -147,7 +147,11 @@ def _seen_by(function: Callable[..., Any], met: set[int]) -> Iterator[tuple[str,
 def _arrays_of(name: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, types.ModuleType | type):
         return
-    for key, leaf in tree_util.tree_flatten_with_path(value)[0]:
+    try:
+        keyed = tree_util.tree_flatten_with_path(value)[0]
+    except (ValueError, TypeError):  # a dict whose keys have no order is no pytree
+        return
+    for key, leaf in keyed:
         path = join(name, key)
         if isinstance(leaf, jax.Array | np.ndarray):
             yield path, leaf

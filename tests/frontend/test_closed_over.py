@@ -56,6 +56,12 @@ def test_small_closed_over_array_is_listed_without_a_note():
     assert not [text for text in report.to_dict()["diagnostics"] if "closes over" in text]
 
 
+def test_function_that_refers_to_a_dict_whose_keys_have_no_order_is_planned():
+    cache = {(1, "a"): 2.0, None: 3.0}
+    report = explain(lambda x: x @ N * cache[None], X, device="cpu:8")
+    assert [a["name"] for a in report.to_dict()["closed_over"]] == ["N"]
+
+
 @pytest.mark.parametrize("options", [{}, {"level": "memory"}, {"in_strategy": ((8, 1),)}], ids=str)
 def test_closed_over_argument_gives_the_value_and_derivative_with_sharded_arrays(options):
     sharded = shard(_model, closed_over="argument", **options)
