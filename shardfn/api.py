@@ -35,6 +35,7 @@ class More(TypedDict, total=False):
 
     parameter_plan: Mapping[str, Any] | None
     search_mode: str | None
+    style: str | None
     memory_limit: int | float | str | None
     compile_candidates: int
     time_limit: float | None
@@ -97,6 +98,8 @@ def shard(
       parameter_plan: entries by path or glob, `{"params/layers/*/w1": (1, 4)}`. They override `in_strategy`.
       search_mode: the name of a search: "auto", "sharding_propagation", "dynamic_programming", "recursive_programming" or
         one of `register_search`. If named, and not "auto", it also chooses the shardings of ops when no argument is open.
+      style: the parallel style of the plan: "data_parallel", "zero1", "fsdp", "tensor_parallel" or "fsdp_tensor_parallel".
+        The search compares the plans of that style alone. Arrays with an entry keep it.
       memory_limit: bytes per device, or text such as "14GiB"; None for the memory of the device.
       compile_candidates: how many of the best plans XLA compiles, at most 64; the best one as compiled wins.
       time_limit: seconds for the search, tracing excluded. Without it the search reads no clock, and the plan is the same on

@@ -21,6 +21,7 @@ from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
+from shardfn.search.styles import STYLES
 
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
@@ -139,6 +140,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     add("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
     add("--level", type=_level, help="objective of the search: communication, memory or time (or 0, 1, 2)")
     add("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
+    add("--style", metavar="NAME", help=f"the parallel style of the plan: {', '.join(STYLES)}")
     add("--detail", choices=("short", "full"), default="short",
         help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
     add("--quiet", action="store_true", help="do not print the report")
@@ -195,7 +197,7 @@ def _call(options: argparse.Namespace, *more: str) -> tuple[shardfn.ShardedFunct
     entries = {name: literal(getattr(options, name), f"--{name.replace('_', '-')}")
                for name in ("in_strategy", "out_strategy", "parameter_plan")}  # fmt: skip
     donated = None if options.donate is None else numbers(options.donate, "--donate")
-    plain = {name: getattr(options, name) for name in ("layout", "device", "level", "search_mode", *more)}
+    plain = {name: getattr(options, name) for name in ("layout", "device", "level", "search_mode", "style", *more)}
     given = {**entries, **plain, "donate_argnums": donated}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(function, shardfn.ShardedFunction):

@@ -31,6 +31,7 @@ def answers(
     levels: Mapping[int, Answer],
     more: Sequence[Answer],
     count: int,
+    has_style: bool = False,
 ) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name.
 
@@ -45,13 +46,14 @@ def answers(
       levels: the answer at each level, the problem's own included.
       more: further answers, such as without a memory limit.
       count: the number of answers.
+      has_style: whether the user asked for a style: then only what the searches found is compiled.
     """
     answer = levels[problem.level]
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
 
     def better(level: int, one: SearchCandidate) -> Sequence[SearchCandidate]:
         other = refine(at[level], one)
-        return [other] if objective(other.cost, at[level]) < objective(one.cost, at[level]) else []
+        return [other] if not has_style and objective(other.cost, at[level]) < objective(one.cost, at[level]) else []
 
     own = problem.as_candidate("the search's", answer)
     others = {
@@ -66,10 +68,13 @@ def answers(
     first += [made for level, one in others.items() for made in better(level, one)]
     unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
     least = min(first, key=lambda c: (objective(c.cost, unlimited), c.cost.memory.peak))
-    first += [fully_sharded(problem, least), fully_sharded(problem, least, only_state=True)]
     fast = dataclasses.replace(problem, level=2)
-    single = baselines.evaluated_baselines(fast, pairs=False)
-    double = tuple(c for c in baselines.evaluated_baselines(fast) if c not in single)
+    single: Sequence[SearchCandidate] = ()
+    double: Sequence[SearchCandidate] = ()
+    if not has_style:
+        first += [fully_sharded(problem, least), fully_sharded(problem, least, only_state=True)]
+        single = baselines.evaluated_baselines(fast, pairs=False)
+        double = tuple(c for c in baselines.evaluated_baselines(fast) if c not in single)
     priced = [sorted(levels[level].others, key=lambda c: objective(c.cost, at[level])) for level in sorted(levels)]
     found: dict[object, SearchCandidate] = {}
     for turn in (first, *itertools.zip_longest(*priced, single, double)):

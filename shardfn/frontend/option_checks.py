@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import one_of, option_problems
+from shardfn.search.styles import STYLES
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
@@ -137,7 +139,7 @@ def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem
         found := bytes_of(options.memory_limit, "memory_limit"), Problem
     ):
         problems.append(found)
-    problems += [*_bounds(options), *_of_the_compiler(options.compiler_options)]
+    problems += [*_of_the_style(options), *_bounds(options), *_of_the_compiler(options.compiler_options)]
     problems += option_problems(one_of(*CLOSED_OVER), "closed_over", options.closed_over)
     for name in ("in_strategy", "out_strategy"):
         value = getattr(options, name)
@@ -146,6 +148,29 @@ def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem
     apply_parameter_plan((), options.parameter_plan, found := [])
     problems += [p for p in found if p.is_type]
     return problems
+
+
+def _of_the_style(options: Options) -> Iterator[Problem]:
+    style = options.style
+    if style is None:
+        return
+    where = f"style = {short(style)}"
+    if not isinstance(style, str):
+        yield Problem(f"`style` is {a(style)}", where, "a style is asked for by its name",
+                      f"write {any_of([*map(repr, STYLES)])}", is_type=True)  # fmt: skip
+    elif style not in STYLES:
+        plain = re.sub(r"[^a-z0-9]+", "_", style.lower())
+        yield Problem(f"there is no style {short(style)}", where, f"the styles are {', '.join(STYLES)}",
+                      nearest(SHORT_NAMES.get(plain, plain), STYLES))  # fmt: skip
+    elif options.search_mode not in (None, "auto"):
+        yield Problem(f"`style` and `search_mode` both choose how to search: {style!r} and {short(options.search_mode)}",
+                      f"{where}, search_mode = {short(options.search_mode)}", "a style compares the plans of that style alone",
+                      "leave one of the two out")  # fmt: skip
+
+
+SHORT_NAMES = {"dp": "data_parallel", "tp": "tensor_parallel", "megatron": "tensor_parallel", "zero": "zero1", "zero_1": "zero1",
+               "zero3": "fsdp", "zero_3": "fsdp", "fsdp_tp": "fsdp_tensor_parallel", "2d": "fsdp_tensor_parallel"}  # fmt: skip
+"""What people call the styles, for "did you mean"."""
 
 
 def _bounds(options: Options) -> Iterator[Problem]:

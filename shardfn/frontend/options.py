@@ -38,7 +38,9 @@ class SearchOptions:
     compile_candidates: int
     algorithm: Algorithm
     search_ops: bool
-    """Whether ops are searched though no argument is open."""
+    """Whether ops are searched though no argument is open: the user named a search, an objective or a style."""
+    style: str = ""
+    """The style that the plan must have (`search.styles.STYLES`); empty for any."""
 
     @property
     def is_limit_strict(self) -> bool:
@@ -57,6 +59,7 @@ class Options:
     """0, 1, 2, or a word of `OBJECTIVES`, which is kept as its number; None is the layout file's, or else 0."""
     parameter_plan: Any = None
     search_mode: str | None = None
+    style: str | None = None
     memory_limit: int | float | str | None = None
     compile_candidates: int = 0
     time_limit: float | None = None
@@ -80,12 +83,13 @@ class Options:
         if isinstance(self.compiler_options, Mapping):
             object.__setattr__(self, "compiler_options", dict(self.compiler_options))
 
-    def for_search(self, defaults: Defaults, layout_level: int | None = None) -> SearchOptions:
+    def for_search(self, defaults: Defaults, layout_level: int | None = None, layout_style: str = "") -> SearchOptions:
         """The search options of a call, once `shard` has checked these options.
 
         Args:
           defaults: the settings in force.
           layout_level: the level that the layout file names, if there is one.
+          layout_style: the style that it names, for arrays that it leaves open.
         """
         limit = None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
         assert not isinstance(limit, Problem)
@@ -97,7 +101,8 @@ class Options:
             time_limit_s=math.inf if self.time_limit is None else self.time_limit,
             compile_candidates=self.compile_candidates,
             algorithm=defaults.algorithm,
-            search_ops=mode != "auto",
+            search_ops=mode != "auto" or self.style is not None or (self.level is not None and self.layout is None),
+            style=self.style or layout_style,
         )
 
 

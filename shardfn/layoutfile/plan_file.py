@@ -33,6 +33,7 @@ def layout_of_plan(plan: Any) -> LayoutFile:
         fingerprint=plan.fingerprint,
         device=plan.hardware.name,
         level=plan.level,
+        style=plan.style,
         sources=sources_of((*plan.inputs, *plan.outputs)),
         name=f"the plan of {plan.function}",
     )

@@ -25,6 +25,7 @@ from shardfn.planning.layout_rules import (
     at_line,
     printable,
 )
+from shardfn.search.styles import STYLES
 
 FORMAT = "shardfn-layout"
 VERSION = 2
@@ -87,7 +88,7 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
     if len(problems) == before:
         return layout
     can_be_compared = reader.is_comparable and (layout.mesh or not any(rule.has_axes for rule in _all_rules(layout)))
-    left_out = {"constraints": (), "sources": (), "order": None, "level": None}
+    left_out = {"constraints": (), "sources": (), "order": None, "level": None, "style": ""}
     return dataclasses.replace(layout, **left_out) if can_be_compared else None
 
 
@@ -195,6 +196,13 @@ class _Reader:
         what, found = f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}"
         self.wrong(what, found, f'write {where} = "time"')
         return 0
+
+    def style(self, value: Any, where: str) -> str:
+        if isinstance(value, str) and value in STYLES:
+            return value
+        words = ", ".join(f'"{word}"' for word in STYLES)
+        self.wrong(f"`{where}` must be one of {words}", f"{where} = {_short(value)}", nearest(value, STYLES))
+        return ""
 
     def mesh(self, value: Any, where: str) -> tuple[tuple[str, int | None], ...]:
         fix = 'write [mesh] and a line for each axis: data = "left", model = 4'
@@ -369,6 +377,7 @@ _FIELDS: dict[str, Callable[[_Reader, Any, str], Any]] = {
     "fingerprint": _Reader.text,
     "device": _Reader.text,
     "level": _Reader.level,
+    "style": _Reader.style,
     "others": _Reader.dims,
     "batch": _Reader.dims,
     "order": _Reader.ranks,
@@ -408,6 +417,8 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
             lines.append(f"{key} = {_quoted(getattr(layout, key))}")
     if layout.level is not None:
         lines.append(f"level = {_quoted(OBJECTIVES[layout.level])}")
+    if layout.style:
+        lines.append(f"style = {_quoted(layout.style)}")
     for key in ("others", "batch"):
         if (sharding := getattr(layout, key)) is not None:
             lines.append(f"{key} = {_sharding(sharding)}")

@@ -6,16 +6,18 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.estimate import collectives
+from shardfn.cost.estimate import Cost, collectives
 from shardfn.cost.schedule import lower_for_backend
 from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
+from shardfn.planning.entries_followed import entries_note
 from shardfn.planning.fingerprint import change_since
 from shardfn.planning.op_constraints import match_file_constraints
 from shardfn.planning.plan import Plan
+from shardfn.planning.plan_kind import Layouts, layouts_of
 from shardfn.planning.posed_call import AnsweredCall, PosedCall
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.memory_limit import near_limit_note
@@ -43,6 +45,8 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         collectives=collectives(partitioned, lower_for_backend(partitioned, call.hardware.chip)),
         cost=cost,
         policy=answer.policy,
+        style=call.search.style,
+        entries=_entries_note(posed, answer, cost),
         diagnostics=(),
         partitioned=partitioned,
         constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
@@ -65,6 +69,24 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
     )
     return dataclasses.replace(plan, diagnostics=diagnostics)
+
+
+def _entries_note(posed: PosedCall, answer: Answer, cost: Cost) -> str:
+    """What the headline says of the user's entries."""
+
+    def layouts(one: Answer) -> Layouts:
+        partitioned, inputs = posed.problem.partitioned_of(one), _inputs(posed, one)
+        outputs, _ = _outputs(posed, one, partitioned)
+        return layouts_of(one.axes, inputs, outputs, _dimension_groups(posed, inputs), partitioned)
+
+    is_of_user = any(
+        leaf.by == "you" for leaf, own in zip(posed.call.inputs, posed.entries, strict=True) if own is not None
+    )
+    return (
+        entries_note(posed.problem, answer, cost, layouts, posed.call.search.style)
+        if is_of_user and posed.call.hardware.count > 1
+        else ""
+    )
 
 
 def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:

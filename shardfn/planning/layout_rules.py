@@ -97,7 +97,7 @@ class LayoutFile:
       others: the sharding of arguments that no rule matches.
       batch: the leading dimensions of function arguments none of whose arrays a rule matches.
       order: the device at each mesh position; None for 0, 1, 2, ….
-      about, function, device, level, sources: what the file was made for, and who decided.
+      about, function, device, level, style, sources: what the file was made for, and who decided.
       name: where it was read from, for errors and reports.
       lines: the line of each section, from 1.
     """
@@ -116,6 +116,7 @@ class LayoutFile:
     """`planning.fingerprint.fingerprint` of the function."""
     device: str = ""
     level: int | None = None
+    style: str = ""
     sources: tuple[DecisionSource, ...] = ()
     name: str = "layout"
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)

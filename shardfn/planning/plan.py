@@ -20,7 +20,7 @@ from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
 from shardfn.planning.layout_rules import LayoutRule
-from shardfn.planning.plan_kind import kind_of, layouts_of
+from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import AnsweredCall
 
@@ -77,6 +77,10 @@ class Plan:
     """The second best candidate and the cost of both; empty if there is none."""
     candidates: tuple[Candidate, ...] = ()
     """The candidates whose partitioned programs the search evaluated, this plan first, the others best first."""
+    style: str = ""
+    """The style that the user asked for (`shardfn.search.styles.STYLES`); empty for any."""
+    entries: str = ""
+    """What is done inside the function otherwise than the user's entries say, or what a search inside would save."""
     activations: tuple[LayoutRule, ...] = ()
     """The rules of a layout file for tagged values."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
@@ -238,7 +242,12 @@ class Plan:
     @property
     def kind(self) -> str:
         """The textbook name of the plan, such as `FSDP over 8 devices`, or `mixed` and its parts where none fits."""
-        return kind_of(layouts_of(self.axes, self.inputs, self.outputs, self.dimension_groups, self.partitioned))
+        return kind_of(self.layouts)
+
+    @property
+    def layouts(self) -> Layouts:
+        """The facts about the plan that give it its `kind`."""
+        return layouts_of(self.axes, self.inputs, self.outputs, self.dimension_groups, self.partitioned)
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:

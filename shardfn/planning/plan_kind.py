@@ -40,6 +40,8 @@ class Layouts:
     """Mesh axes that shard the dimension along which a loop takes its layers."""
     results: frozenset[str] = frozenset()
     """Mesh axes that shard a result."""
+    inside: frozenset[str] = frozenset()
+    """Mesh axes that shard the rows, such as the batch, of most matmuls with a parameter."""
 
 
 def kind_of(layouts: Layouts) -> str:
@@ -83,11 +85,14 @@ def _role(layouts: Layouts, axis: str) -> str:
     if axis in layouts.stacked:
         return "layers of a loop sharded"
     if parameters >= HALF:
-        return "tensor parallel"
+        is_gathered = axis in layouts.inside and _share(layouts.gathered, axis) >= HALF
+        return "FSDP" if is_gathered else "tensor parallel"
     if parameters > FEW:
         return f"{parameters:.0%} of the weights sharded"
     if state > FEW:
         return "optimizer state alone sharded"
+    if axis in layouts.inside:
+        return "data parallel"
     if axis in layouts.inputs:
         return "inputs sharded along other dimensions than the batch"
     return "results alone sharded" if axis in layouts.results else "replicated"
@@ -150,6 +155,7 @@ def layouts_of(
         _expert_axes(partitioned, sources, {bit[d.path] for d in parameters}),
         frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in stacks for axis in d.spec[0]),
         frozenset(axis for d in results for dim in d.spec for axis in dim),
+        _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
     )  # fmt: skip
 
 
@@ -222,3 +228,24 @@ def _expert_axes(
                     found.update(axis for dim, axes in zip(dims, partitioned.specs[v], strict=True)
                                  if batch & set(dim) for axis in axes)  # fmt: skip
     return frozenset(found)
+
+
+def _row_axes(partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: int) -> frozenset[str]:
+    """The mesh axes that shard dimensions which a matmul with a parameter only takes from its other operand, in matmuls with
+    half of the elements that those make."""
+    total, by_axis = 0, dict[str, int]()
+    for op in partitioned.graph.ops:
+        if op.name == "dot_general" and op.rule is not None:
+            of_weights = [not sources.get(v, 0) & ~parameters for v in op.inputs]
+            if sum(of_weights) != 1:
+                continue
+            at = of_weights.index(False)
+            own, other = (
+                {factor for dim in dims for factor in dim} for dims in (op.rule.operands[at], op.rule.operands[1 - at])
+            )
+            made = op.trips * math.prod(partitioned.graph.values[op.outputs[0]].shape)
+            total += made
+            rows = zip(op.rule.results[0], partitioned.specs[op.outputs[0]], strict=True)
+            for axis in {axis for dim, axes in rows if set(dim) & (own - other) for axis in axes}:
+                by_axis[axis] = by_axis.get(axis, 0) + made
+    return frozenset(axis for axis, made in by_axis.items() if made >= HALF * total)

@@ -87,7 +87,8 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
     if layout is not None and (note := change_since(layout, callee.name, inputs, traced.jaxpr)):
         warn(note)
-    bounds = options.for_search(defaults, layout.level if layout is not None else None)
+    from_file = (layout.level, layout.style) if layout is not None else (None, "")
+    bounds = options.for_search(defaults, from_file[0], from_file[1])
     traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
                       call.leaves_of(donated), options.compiler_options, inner)  # fmt: skip
     return place_call(traced_call, problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -66,7 +67,12 @@ class PosedCall:
     @property
     def find(self) -> Search:
         """The search that the user asked for."""
-        return search.select(self.call.search.mode)
+        style = self.call.search.style
+        return (
+            functools.partial(search.styles.search, style)
+            if style and self.problem.is_open
+            else search.select(self.call.search.mode)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -37,6 +37,8 @@ def headline(plan: Plan) -> list[str]:
         f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
         f"objective: least {OBJECTIVES[plan.level]} (level {plan.level}); {plan.policy}",
     ]
+    if plan.entries:
+        lines.append(f"entries: {plan.entries}")
     if any(d.source == "searched" for d in plan.inputs):
         lines.append(f"optimality: {proof(plan.gap, plan.level)}")
     steps = [text.rpartition(FIX)[2] for text in plan.diagnostics if FIX in text]

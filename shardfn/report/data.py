@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardfn.compiled.comparison import Comparison
 from shardfn.compiled.executable import Compiled
-from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.estimate import collective_s
 from shardfn.ir.model import Collective, axis_name
-from shardfn.planning.attribution import attribute
+from shardfn.ir.source_lines import file_line
+from shardfn.planning.causes import Cause, causes
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan, op_strategies
 
@@ -34,6 +34,8 @@ def plan_data(plan: Plan, transfers: Sequence[str]) -> dict[str, Any]:
                      "is_here": hardware.is_here, "chip": dataclasses.asdict(hardware.chip)},
         "level": plan.level,
         "policy": plan.policy,
+        "style": plan.style,
+        "entries": plan.entries,
         "mesh": [{"axis": name, "size": size, "stride": stride} for name, size, stride in strides(plan)],
         "device_order": plan.order,
         "arguments": [_array(d) for d in plan.inputs],
@@ -43,8 +45,8 @@ def plan_data(plan: Plan, transfers: Sequence[str]) -> dict[str, Any]:
         "ops": [{"op": o.op, "in_strategy": o.inputs, "out_strategy": o.outputs, "runs": o.trips, "where": o.where}
                 for o in op_strategies(plan)],
         "collectives": [
-            {**_collective(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "shardings": shardings}}
-            for c, shardings in sorted(zip(plan.collectives, attributions(plan), strict=True),
+            {**_collective(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "shardings": shardings, "constraints": held}}
+            for c, (shardings, held) in sorted(zip(plan.collectives, attributions(plan), strict=True),
                                        key=lambda pair: -seconds(plan, pair[0]))
         ],
         "cost": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,
@@ -107,26 +109,20 @@ def seconds(plan: Plan, c: Collective) -> float:
     return collective_s(c, plan.hardware, plan.axes)
 
 
-def attributions(plan: Plan) -> list[list[str]]:
-    """For each collective the shardings that cause it, those of the largest arrays first.
+def attributions(plan: Plan) -> list[tuple[list[str], list[str]]]:
+    """For each collective the shardings that cause it, those of the largest arrays first, and the plan's constraints that do.
 
-    They are the shardings of arguments that propagate to it (`causes`). Where none does, they are the shardings over its mesh
-    axes: of arguments, else of results.
+    Without all of these shardings the collective is gone, and so it is without these constraints (`planning.causes`).
     """
-    sent = [c for c in plan.partitioned.communications if communication_bytes(plan.partitioned, c)]
-    is_own = len(sent) == len(plan.collectives)
-    found = attribute(plan.partitioned, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
-    return [_of_one(plan, c, pairs) for c, pairs in zip(plan.collectives, found, strict=True)]
+    return [_of_one(c, found) for c, found in zip(plan.collectives, causes(plan), strict=True)]
 
 
-def _of_one(plan: Plan, c: Collective, pairs: Sequence[tuple[int, int]]) -> list[str]:
+def _of_one(c: Collective, found: Cause) -> tuple[list[str], list[str]]:
     axes = {axis_name(axis) for axis in c.axes}
-
-    def over(dims: Iterable[tuple[Decision, int]]) -> list[str]:
-        ranked = sorted(dims, key=lambda pair: -math.prod(pair[0].shape))
-        return [f"{d.path} dim {i} over {','.join(a for a in d.spec[i] if not axes or a in axes)}" for d, i in ranked]
-
-    def every(decisions: Sequence[Decision]) -> list[tuple[Decision, int]]:
-        return [(d, i) for d in decisions for i, dim in enumerate(d.spec) if axes & set(dim)]
-
-    return over((plan.inputs[i], dim) for i, dim in pairs) or over(every(plan.inputs)) or over(every(plan.outputs))
+    ranked = sorted(found.shardings, key=lambda pair: -math.prod(pair[0].shape))
+    shardings = [
+        f"{d.path} dim {i} over {','.join([a for a in d.spec[i] if a in axes] or d.spec[i])}" for d, i in ranked
+    ]
+    return shardings, [
+        f"constraint on {one.kind}" + (f" at {file_line(one.where)}" if one.where else "") for one in found.constraints
+    ]

@@ -113,8 +113,8 @@ def _reason(d: Decision) -> tuple[str, str]:
 def _collectives(of: Subject) -> Iterable[Part]:
     counts = collections.Counter(of.plan.collectives)
     due: dict[Collective, list[str]] = {}
-    for c, names in zip(of.plan.collectives, attributions(of.plan), strict=True):
-        due[c] = list(dict.fromkeys([*due.get(c, []), *names]))
+    for c, (shardings, constraints) in zip(of.plan.collectives, attributions(of.plan), strict=True):
+        due[c] = list(dict.fromkeys([*due.get(c, []), *constraints, *shardings]))
     groups = sorted(counts.items(), key=lambda g: (-seconds(of.plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     rows = [
         (c.kind, times(count), f"{','.join(c.axes) or '-'} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",

@@ -189,7 +189,7 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
     ):  # the plan that sends least without the limit may fit once its arguments are fully sharded
         unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
         more.append(correct_answer(unlimited, posed.find(unlimited)))
-    entered = candidates.answers(problem, answers, more, bounds.compile_candidates)
+    entered = candidates.answers(problem, answers, more, bounds.compile_candidates, bool(bounds.style))
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:

@@ -1,37 +1,70 @@
-"""A progress line on the terminal for work that takes longer than a second."""
+"""A line on progress for work that takes longer than a second: in a terminal, or below the cell of a notebook."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+FIRST_S, EACH_S = 1.0, 1.0
+"""Seconds until the line appears, and between its changes."""
 
 
 @contextlib.contextmanager
 def progress(what: str, enabled: bool = True) -> Iterator[None]:
-    """Show `what` on the terminal's standard error while the block runs, after its first second.
+    """Show `what` and the seconds so far while the block runs, after its first second.
+
+    The line goes to the terminal's standard error, or below the cell of a notebook that a person runs, and away at the end. In
+    pipes, files and notebooks that a program runs there is none.
 
     >>> with progress("planning"):
     ...     pass
     """
-    if not enabled or not sys.stderr.isatty():
+    kernel = _kernel()
+    show = _in_notebook if kernel is not None else _in_terminal
+    if not enabled or not (kernel is not None or sys.stderr.isatty()):
         yield
         return
-    done = threading.Event()
+    done, begun = threading.Event(), time.monotonic()
 
-    def show() -> None:
-        if done.wait(1.0):
-            return
-        from rich.console import Console
+    def text() -> str:
+        return f"{what}: {time.monotonic() - begun:.0f} s"
 
-        with Console(stderr=True).status(what):
-            done.wait()
+    def run() -> None:
+        if not done.wait(FIRST_S):
+            show(text, done)
 
-    thread = threading.Thread(target=show, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
+
+
+def _in_terminal(text: Callable[[], str], done: threading.Event) -> None:
+    from rich.console import Console
+
+    with Console(stderr=True).status(text()) as status:
+        while not done.wait(EACH_S):
+            status.update(text())
+
+
+def _in_notebook(text: Callable[[], str], done: threading.Event) -> None:
+    from IPython.display import display
+
+    shown: Any = display({"text/plain": text()}, raw=True, display_id=True)
+    while not done.wait(EACH_S):
+        shown.update({"text/plain": text()}, raw=True)
+    shown.update({"text/plain": ""}, raw=True)
+
+
+def _kernel() -> Any:
+    """The kernel of the notebook that a person runs here; None elsewhere, and where a program runs it, as `nbconvert` does."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    kernel = getattr(get_ipython() if get_ipython is not None else None, "kernel", None)
+    return kernel if getattr(kernel, "_allow_stdin", False) else None

@@ -10,6 +10,7 @@ The way of a call through the modules:
    removes labels; `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`.
 4. `selection` evaluates candidates of the solutions (`constrained_candidates`, `result_shardings`, `refinement`) and
    `baselines` by their partitioned programs, takes the best, and drops redundant constraints (`constraint_reduction`).
+   `styles` chooses among plans of one parallel style instead.
 5. `alternatives` compares with other levels, and `one_array_changes` is the local search.
 6. `explanation` writes the policy and the reasons; `memory_limit` handles a limit that the answer exceeds.
 """
@@ -19,10 +20,10 @@ from __future__ import annotations
 import functools
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.search import auto, dynamic_programming, recursive_programming, sharding_propagation
+from shardfn.search import auto, dynamic_programming, recursive_programming, sharding_propagation, styles
 from shardfn.search.problem import Answer, Search, SearchProblem
 
-__all__ = ["MODES", "Answer", "Search", "SearchProblem", "forget", "register", "select"]
+__all__ = ["MODES", "Answer", "Search", "SearchProblem", "forget", "register", "select", "styles"]
 
 MODES: dict[str, Search] = {
     "auto": auto.search,

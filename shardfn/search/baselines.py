@@ -218,7 +218,7 @@ def _pairs_of_axes(problem: SearchProblem) -> Iterator[tuple[Axes, tuple[str, ..
 
 def _divides(problem: SearchProblem, group: int, size: int) -> bool:
     """Whether an axis of a size divides a dimension of a group in an open argument."""
-    return any(map(any, _argument_specs(problem, (("a", size),), {group: ("a",)})))
+    return any(map(any, argument_specs(problem, (("a", size),), {group: ("a",)})))
 
 
 def _variants(
@@ -232,19 +232,19 @@ def _variants(
 
     name = ", ".join(f"{group_name(problem, g)} sharded {ways(over)} ways" for g, over in by_group.items())
     first = next(iter(by_group.values()))
-    yield Baseline(name, axes, by_group, _argument_specs(problem, axes, by_group), {})
-    constraints = _product_constraints(problem, axes, by_group)
+    yield Baseline(name, axes, by_group, argument_specs(problem, axes, by_group), {})
+    constraints = product_constraints(problem, axes, by_group)
     kinds = (
         [(ArgumentSharding.STATE, first)] * any(is_optimizer_state(problem))
         + [(ArgumentSharding.SIZEABLE, every)] * with_large
         + [(ArgumentSharding.ALL, first), (ArgumentSharding.ALL, every)]
     )
     for rest, over in dict.fromkeys(kinds):
-        specs = _argument_specs(problem, axes, by_group, rest, over)
+        specs = argument_specs(problem, axes, by_group, rest, over)
         yield Baseline(f"{name}, {rest.value} sharded over {ways(over)}", axes, by_group, specs, constraints, rest)
 
 
-def _product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:
+def product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:
     """Constraints that keep the groups sharded in results of products and look-ups: sharded parameters would lead
     propagation to shard other dimensions."""
     constraints: dict[int, OpConstraint] = {}
@@ -282,13 +282,14 @@ def are_small_parameters(problem: SearchProblem) -> tuple[bool, ...]:
     return tuple(i in small for i in range(len(problem.inputs)))
 
 
-def _argument_specs(
+def argument_specs(
     problem: SearchProblem,
     axes: Axes,
     by_group: Mapping[int, tuple[str, ...]],
     rest: ArgumentSharding | None = None,
     over: Sequence[str] = (),
 ) -> tuple[Spec, ...]:
+    """The shardings of the arguments: as given, or by their groups, and of those that `rest` names over `over` too."""
     sharded = [rest is ArgumentSharding.ALL] * len(problem.inputs)
     if rest is ArgumentSharding.STATE:
         sharded = list(is_optimizer_state(problem))
@@ -328,13 +329,14 @@ def shard_groups(
     sizes = dict(axes)
     spec: list[list[str]] = [[] for _ in shape]
     left = list(shape)
+    used: set[str] = set()
     for group, own in by_group.items():
         ways = math.prod(sizes[axis] for axis in own)
         at = next((d for d, g in enumerate(groups) if g == group and left[d] and left[d] % ways == 0), None)
-        if at is not None:
+        if at is not None and not used & set(own):  # another group of the array may have them
             spec[at] += own
             left[at] //= ways
-    used = {axis for dim in spec for axis in dim}
+            used.update(own)
     for axis in (name for name in over if name not in used):
         at = largest_dimension(spec, left, sizes[axis])
         if at is not None:

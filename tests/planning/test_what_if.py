@@ -33,7 +33,7 @@ X = shaped(256, 512)
 
 def given(**options):
     entries = {"in_strategy": ({"w1": ON("None", "b"), "w2": ON("b", "None")}, ON("a", "None")),
-               "out_strategy": (ON("a", "None"),), "device": "h100:8", "level": 2}  # fmt: skip
+               "out_strategy": (ON("a", "None"),), "device": "h100:8"}  # fmt: skip
     return shardfn.plan(mlp, PARAMS, X, **{**entries, **options})
 
 

@@ -1,10 +1,15 @@
 """A collective is due to the cuts that lead to it, not to all that lies over its axes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import shardfn
+from shardfn.cost.collectives import communication_bytes
+from shardfn.ir.model import axis_name
+from shardfn.planning.causes import _subject, causes
 from shardfn.report.report import make_report
 
 S = jax.ShapeDtypeStruct
@@ -83,3 +88,97 @@ def test_what_is_fetched_from_neighbours_has_its_causes(fn, shapes, entries, dev
     made = shardfn.plan(fn, *args, in_strategy=tuple(entries), device=device)
     report = shardfn.explain(made)
     assert report.to_dict()["collectives"] and "Collectives" in str(report)
+
+
+# ---- what is named is put to the test
+
+
+def mlp(x, up, down):
+    return jax.nn.relu(x @ up) @ down
+
+
+def mlp_step(x, up, down):
+    loss = lambda ws: (mlp(x, *ws) ** 2).mean()  # noqa: E731
+    return jax.tree.map(lambda w, g: w - g, (up, down), jax.grad(loss)((up, down)))
+
+
+def dense(x, w, b):
+    return x @ w + b
+
+
+LONG = S((65536, 256), "float32"), S((256, 1024), "float32"), S((1024, 256), "float32")
+
+PROGRAMS = {
+    "tensor parallel": (mlp, LONG, ((2, 1), (1, 4), (4, 1)), {}),
+    "weights gathered inside": (mlp, LONG, ((2, 1), (1, 4), (4, 1)), {"level": 2}),
+    "weights gathered in a step": (mlp_step, LONG, ((2, 1), (1, 4), (4, 1)), {"level": 2}),
+    "data parallel": (mlp_step, LONG, ((8, 1), (1, 1), (1, 1)), {}),
+    "fsdp": (mlp_step, LONG, None, {"style": "fsdp"}),
+    "both sharded 8 ways": (
+        dense,
+        (S((64, 32), "float32"), S((32, 64), "float32"), S((64,), "float32")),
+        ((8, 1), (1, 8), (1,)),
+        {},
+    ),
+    "layers": (tower, (X, WS), ((2, 1), [((1, 4), (4, 1)), ((4, 1), (1, 4))]), {}),
+    "searched": (tower, (S((512, 32), "float32"), WS), None, {"level": 0, "memory_limit": "60KiB"}),
+}
+
+
+def subjects(plan):
+    return {(*_subject(plan.partitioned, c), axis) for c in plan.partitioned.communications if c.group_size > 1
+            for axis in map(axis_name, c.axes)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_causes_without_the_named_ones_the_collective_is_gone(name):
+    fn, args, entries, options = PROGRAMS[name]
+    plan = shardfn.plan(fn, *args, in_strategy=entries, device="tpu-v5e:8", **options)
+    sent = [c for c in plan.partitioned.communications if communication_bytes(plan.partitioned, c)]
+    posed, answer = plan._answered.posed, plan._answered.answer
+    assert len(sent) == len(causes(plan)) and sent
+    for c, cause in zip(sent, causes(plan), strict=True):
+        own = {one for one in subjects(plan) if one[:2] == _subject(plan.partitioned, c)}
+        axes = {axis for *_, axis in own}
+        specs = [
+            without(d.spec, [i for other, i in cause.shardings if other.path == d.path], axes) for d in plan.inputs
+        ]
+        assert cause.shardings or cause.constraints
+        if cause.constraints:
+            kept = {index: made for (index, made), one in zip(sorted(answer.constraints.items()), plan.constraints, strict=True)
+                    if one not in cause.constraints}  # fmt: skip
+            program = posed.propagation(plan.axes, answer.specs, kept, answer.result_specs)
+            assert not own & subjects(dataclasses.replace(plan, partitioned=program))
+        if cause.shardings:
+            program = posed.propagation(plan.axes, specs, {}, answer.result_specs)
+            assert not own & subjects(dataclasses.replace(plan, partitioned=program))
+            if len(cause.shardings) > 1:  # none of them is named in vain
+                for left_out, _ in cause.shardings:
+                    fewer = [
+                        d.spec if d.path == left_out.path else spec for d, spec in zip(plan.inputs, specs, strict=True)
+                    ]
+                    program = posed.propagation(plan.axes, fewer, {}, answer.result_specs)
+                    assert own & subjects(dataclasses.replace(plan, partitioned=program)), left_out.path
+
+
+def without(spec, dims, axes):
+    names = set(map(axis_name, axes))
+    return tuple(tuple(a for a in dim if i not in dims or a not in names) for i, dim in enumerate(spec))
+
+
+def test_causes_names_the_constraint_that_gathers_weights():
+    made = shardfn.plan(mlp, *LONG, in_strategy=((2, 1), (1, 4), (4, 1)), device="tpu-v5e:8", level="time")
+    (gathers, *_) = make_report(made).to_dict()["collectives"]
+    assert gathers["kind"] == "all-gather" and gathers["cause"]["constraints"][0].startswith(
+        "constraint on dot_general at "
+    )
+    followed = shardfn.plan(mlp, *LONG, in_strategy=((2, 1), (1, 4), (4, 1)), device="tpu-v5e:8", level="time",
+                            search_mode="sharding_propagation")  # fmt: skip
+    assert not any(c.kind == "all-gather" for c in followed.collectives)
+
+
+def test_causes_what_if_without_the_named_array_has_no_such_collective():
+    made = shardfn.plan(mlp_step, *LONG, in_strategy=((8, 1), (1, 1), (1, 1)), device="tpu-v5e:8")
+    assert made.collectives
+    assert {d.path for cause in causes(made) for d, _ in cause.shardings} == {"x"}
+    assert not made.what_if({"x": (1, 1)}).collectives

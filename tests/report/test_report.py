@@ -240,13 +240,13 @@ def test_data_is_complete_and_its_own():
 )
 def test_owners(axes, owners):
     collective = Collective("all-gather", axes, 2, (), "f32", 4, 1, "")
-    assert attributions(made(collectives=(collective,))) == [owners]
+    assert attributions(made(collectives=(collective,))) == [(owners, [])]
 
 
 def test_owners_are_results_where_no_argument_is_cut():
     sent = Collective("all-gather", ("b",), 2, (), "f32", 4, 1, "")
     plan = made(inputs=(decided("x", (64, 32), WHOLE, "you"),), collectives=(sent,))
-    assert attributions(plan) == [["result/0 dim 0 over b"]]
+    assert attributions(plan) == [(["result/0 dim 0 over b"], [])]
 
 
 # ---- the drawing

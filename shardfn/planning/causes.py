@@ -1,0 +1,210 @@
+"""Why a plan has a collective: the shardings, and the plan's own constraints on ops, without which it is gone.
+
+`attribution` follows mesh axes through the program to likely causes. Here each is put to the test: the program is partitioned
+again without it. What is named is as little as removes the collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+from shardfn.cost.collectives import communication_bytes
+from shardfn.ir.model import Communication, Op, PartitionedProgram, Spec, axis_name
+from shardfn.planning.attribution import attribute
+from shardfn.planning.decisions import Constraint, Decision
+from shardfn.planning.plan import Plan
+from shardfn.planning.posed_call import AnsweredCall
+from shardfn.planning.propagation import memoized
+
+OPS = 12_000
+"""Ops of all partitioned programs together that test the causes of one plan: a second or two."""
+
+TESTS = 10
+"""Programs that the work must allow. Where it does not, and for further collectives, the causes are those of `attribution`."""
+
+T = TypeVar("T")
+
+_Subject = tuple[bool, object]
+"""What a collective is of, which is the same for other shardings: whether it reduces, and the op of the module, by its site,
+or the input whose result it takes."""
+
+Dims = tuple[tuple[int, int], ...]
+"""Dimensions of arrays, as (number among arguments and then results, dimension)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why there is a collective.
+
+    Attributes:
+      shardings: the sharded dimensions of arrays; without all of them together the collective is gone.
+      constraints: constraints that the plan puts on ops, without which it is gone too.
+    """
+
+    shardings: tuple[tuple[Decision, int], ...] = ()
+    constraints: tuple[Constraint, ...] = ()
+
+
+_known: weakref.WeakKeyDictionary[AnsweredCall, tuple[Cause, ...]] = weakref.WeakKeyDictionary()
+
+
+def causes(plan: Plan) -> tuple[Cause, ...]:
+    """The cause of each collective of a plan, in their order."""
+    answered = plan._answered
+    if answered is None:
+        return _causes(plan)
+    if answered not in _known:
+        _known[answered] = _causes(plan)
+    return _known[answered]
+
+
+def _causes(plan: Plan) -> tuple[Cause, ...]:
+    partitioned = plan.partitioned
+    sent = [c for c in partitioned.communications if communication_bytes(partitioned, c)]
+    if len(sent) != len(plan.collectives):
+        return tuple(Cause(_over(plan, {axis_name(a) for a in c.axes})) for c in plan.collectives)
+    together: dict[_Subject, list[int]] = {}  # the steps of one resharding, largest first
+    for i in sorted(range(len(sent)), key=lambda i: -sent[i].trips * communication_bytes(partitioned, sent[i])):
+        together.setdefault(_subject(partitioned, sent[i]), []).append(i)
+    is_tested = plan._answered is not None and TESTS * len(partitioned.graph.ops) <= OPS
+    test = _Test(plan) if is_tested else None
+    flows = attribute(partitioned, len(plan.inputs), sent)
+    number = {id(d): n for n, d in enumerate((*plan.inputs, *plan.outputs))}
+    found: dict[int, Cause] = {}
+    for subject, steps in together.items():
+        axes = frozenset(axis_name(axis) for i in steps for axis in sent[i].axes)
+        likely = tuple(dict.fromkeys(pair for i in steps for pair in flows[i]))
+        likely = likely or tuple((number[id(d)], dim) for d, dim in _over(plan, axes))
+        cause = test.cause(subject, axes, likely) if test is not None else _named(plan, likely, ())
+        found |= dict.fromkeys(steps, cause)
+    return tuple(found[i] for i in range(len(sent)))
+
+
+def _over(plan: Plan, axes: Collection[str]) -> tuple[tuple[Decision, int], ...]:
+    """The dimensions that are sharded over mesh axes: of arguments, else of results."""
+    for decisions in (plan.inputs, plan.outputs):
+        if found := tuple((d, i) for d in decisions for i, dim in enumerate(d.spec) if set(dim) & set(axes)):
+            return found
+    return ()
+
+
+def _named(plan: Plan, dims: Iterable[tuple[int, int]], constraints: Sequence[int]) -> Cause:
+    every = (*plan.inputs, *plan.outputs)
+    return Cause(tuple((every[n], dim) for n, dim in dims), tuple(plan.constraints[k] for k in constraints))
+
+
+class _Test:
+    """Partitions a plan's program without some shardings or constraints, up to a limit of work."""
+
+    def __init__(self, plan: Plan):
+        assert plan._answered is not None
+        posed, self.answer = plan._answered.posed, plan._answered.answer
+        self.plan, self.left = plan, OPS
+        self.given = posed.propagation.given
+        self.partition = memoized(posed.propagation)
+        self.indices = sorted(self.answer.constraints)  # in the order of `Plan.constraints`
+        self.known: dict[object, PartitionedProgram] = {}
+
+    def cause(self, subject: _Subject, axes: frozenset[str], likely: Dims) -> Cause:
+        """The cause of the collectives of a subject over some mesh axes, from the dimensions that they likely come from."""
+
+        def is_gone(dims: Sequence[tuple[int, int]], constraints: Sequence[int]) -> bool:
+            partitioned = self.without(tuple(dims), tuple(constraints), axes)
+            return partitioned is not None and not any(
+                axes & {axis_name(a) for a in c.axes} and _subject(partitioned, c) == subject
+                for c in partitioned.communications
+                if c.group_size > 1
+            )
+
+        over = [k for k, index in enumerate(self.indices) if axes & self.axes_of(index)]
+        held = self.least(over, lambda some: is_gone((), some)) if over and is_gone((), over) else ()
+        dims = next((some for some in (likely, self.every(axes)) if some and is_gone(some, over)), ())
+        if dims:
+            parts = self.least(self.tied(dims), lambda some: is_gone(_flat(some), over))
+            dims = self.least(_flat(parts), lambda some: is_gone(some, over))
+        elif not held:
+            dims = likely
+        return _named(self.plan, sorted(dims), held)
+
+    def least(self, every: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> tuple[T, ...]:
+        """Those of `every` that are enough, none of them superfluous, the first ones if there is a choice; what there is no work
+        left for stays. All of them are enough. (QuickXplain)"""
+
+        def needed(kept: Sequence[T], is_new: bool, rest: Sequence[T]) -> list[T]:
+            if is_new and is_enough(kept):
+                return []
+            if len(rest) <= 1 or self.left <= 0:
+                return list(rest)
+            half = len(rest) // 2
+            later = needed([*kept, *rest[:half]], True, rest[half:])
+            return [*needed([*kept, *later], bool(later), rest[:half]), *later]
+
+        return tuple(needed((), False, every)) if len(every) > 1 else tuple(every)
+
+    def tied(self, dims: Dims) -> list[Dims]:
+        """The dimensions by the dimension group that they are tied in, those of the most bytes first."""
+        arrays = (*self.plan.inputs, *self.plan.outputs)
+        group = {member: n for n, one in enumerate(self.plan.dimension_groups) for member in one.members}
+        found: dict[object, list[tuple[int, int]]] = {}
+        for n, dim in sorted(dims, key=lambda pair: -arrays[pair[0]].local_bytes):
+            found.setdefault(group.get(f"{arrays[n].path}.{dim}", (n, dim)), []).append((n, dim))
+        return sorted(map(tuple, found.values()), key=lambda some: -sum(arrays[n].local_bytes for n, _ in some))
+
+    def every(self, axes: frozenset[str]) -> Dims:
+        """All dimensions of arguments and of results with an entry that are sharded over some of the axes."""
+        rows = [(n, d) for n, d in enumerate(self.plan.inputs)]
+        rows += [(len(self.plan.inputs) + i, d) for i, d in enumerate(self.plan.outputs)
+                 if self.given[i] is not None or i in self.answer.result_specs]  # fmt: skip
+        return tuple((n, i) for n, d in rows for i, dim in enumerate(d.spec) if axes & set(dim))
+
+    def axes_of(self, index: int) -> set[str]:
+        """The mesh axes that a constraint shards anything over."""
+        made = self.answer.constraints[index]
+        return {axis_name(a) for spec in (*made.operands, *made.results) for dim in spec or () for a in dim}
+
+    def without(self, dims: Dims, constraints: tuple[int, ...], axes: frozenset[str]) -> PartitionedProgram | None:
+        """The program with some dimensions unsharded over the axes, and without some constraints; None where no work is left."""
+        key = dims, constraints, axes
+        if key not in self.known:
+            if self.left <= 0:
+                return None
+            self.left -= len(self.plan.partitioned.graph.ops)
+            count, answer = len(self.plan.inputs), self.answer
+            specs: list[Spec] = list(answer.specs)
+            results = dict(answer.result_specs)
+            for n, dim in dims:
+                if n < count:
+                    specs[n] = _unsharded(specs[n], dim, axes)
+                else:
+                    own = results.get(n - count, self.given[n - count])
+                    results[n - count] = (
+                        _unsharded(own, dim, axes) if own is not None else self.plan.outputs[n - count].spec
+                    )
+            dropped = {self.indices[k] for k in constraints}
+            kept = {index: made for index, made in answer.constraints.items() if index not in dropped}
+            self.known[key] = self.partition(answer.axes, tuple(specs), kept, results)
+        return self.known[key]
+
+
+def _flat(parts: Iterable[Dims]) -> Dims:
+    """The dimensions of all parts."""
+    return tuple(pair for part in parts for pair in part)
+
+
+def _unsharded(spec: Spec, dim: int, axes: frozenset[str]) -> Spec:
+    return tuple(tuple(a for a in own if a not in axes) if i == dim else own for i, own in enumerate(spec))
+
+
+def _subject(partitioned: PartitionedProgram, c: Communication) -> _Subject:
+    value, graph = c.operand, partitioned.graph
+    seen: set[int] = set()
+    while value in graph.makers and value not in seen:
+        seen.add(value)
+        op: Op = graph.ops[graph.makers[value]]
+        if op.site >= 0 or not op.inputs:
+            return "reduce" in c.kind, op.site
+        value = op.inputs[0]
+    return "reduce" in c.kind, ("input", value)

@@ -1,0 +1,103 @@
+"""What a plan does inside the function beside the user's entries: what a search would save, or what it does otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from shardfn.cost.estimate import Cost
+from shardfn.planning.plan_kind import Layouts, kind_of
+from shardfn.search import sharding_propagation
+from shardfn.search.problem import Answer, SearchProblem
+from shardfn.search.styles import STYLES
+from shardfn.units import bytes_text, flops_text
+
+NOTABLE = 0.01
+"""The relative difference from which on a figure is named."""
+
+FOLLOWED = 'search_mode="sharding_propagation"'
+"""The option that follows the entries as they are written."""
+
+
+def entries_note(
+    problem: SearchProblem, answer: Answer, cost: Cost, layouts_of_answer: Callable[[Answer], Layouts], style: str = ""
+) -> str:
+    """The headline's line on the user's entries; empty where there is nothing to say.
+
+    Args:
+      problem: the question.
+      answer: its answer.
+      cost: that of the answer.
+      layouts_of_answer: the facts about an answer that give it its name.
+      style: the style that the user asked for; empty for none.
+    """
+    if not any(dim for spec in problem.specs if spec for dim in spec):
+        return ""
+    if None not in problem.specs and not problem.is_open:
+        return _saved_by_a_search(problem, cost)
+    if answer.source != "searched":
+        return ""
+    if style:
+        kind = kind_of(layouts_of_answer(answer))
+        is_of_style = all(part in kind for part in STYLES[style].kind)
+        return "" if is_of_style else f"they make the plan `{kind}`, though style={style!r} was asked: leave some out"
+    followed = sharding_propagation.search(problem)
+    with_search, without = layouts_of_answer(answer), layouts_of_answer(followed)
+    if answer.axes != followed.axes or kind_of(with_search) == kind_of(without):
+        return ""
+    figures = _compared(cost, problem.evaluate_answer(followed), problem.level)
+    what = _difference(with_search, without)
+    inside = f"inside, {what}: {figures} than with the entries followed"
+    return f"followed for arguments and results; {inside}; {FOLLOWED} follows them"
+
+
+def _saved_by_a_search(problem: SearchProblem, cost: Cost) -> str:
+    """What a search inside would save for certain: work that groups of devices repeat."""
+    share = problem.facts.flops / problem.devices
+    alike = round(cost.flops / share) if share else 1
+    if alike < 2:
+        return ""
+    return (
+        f"every array has one, so nothing was searched; groups of {alike} devices repeat the same work, {flops_text(cost.flops)} "
+        f'per device instead of {flops_text(share)}: level="time" searches the operations inside'
+    )
+
+
+def _difference(one: Layouts, other: Layouts) -> str:
+    """How the matmuls of one layout are sharded otherwise than those of another."""
+    sizes = dict(one.axes)
+    ways = (
+        [f"the batch is sharded {math.prod(sizes[axis] for axis in one.inside)} ways"]
+        if one.inside - other.inside
+        else []
+    )
+    gathered = {axis for _, axes in one.gathered for axis in axes} - {
+        axis for _, axes in other.gathered for axis in axes
+    }
+    if gathered & one.inside:
+        ways.append("weights are gathered (FSDP)")
+    return " and ".join(ways) or f"the plan is {kind_of(one)} instead of {kind_of(other)}"
+
+
+def _compared(one: Cost, other: Cost, level: int) -> str:
+    """The figures of one cost against another, that of the objective first."""
+    sent = "bytes sent", one.bytes_sent, other.bytes_sent
+    peak = "memory", one.memory.peak, other.memory.peak
+    time = "time", one.time_s, other.time_s
+    texts = [_percent(*row) for row in {0: (sent, time), 1: (peak, time), 2: (time,)}[level]]
+    texts += [_percent("work", one.flops, other.flops)]
+    return ", ".join(text for text in texts if text) or "no cheaper"
+
+
+def _percent(what: str, one: float, other: float) -> str:
+    """
+    >>> _percent("time", 3.0, 4.0), _percent("time", 6.0, 4.0), _percent("time", 4.0, 4.0)
+    ('25% less time', '50% more time', '')
+    """
+    if not other:
+        return f"{bytes_text(one)} more" if one and what == "bytes sent" else ""
+    change = one / other - 1
+    if abs(change) < NOTABLE:
+        return ""
+    words = ("fewer", "more") if what == "bytes sent" else ("less", "more")
+    return f"{abs(change):.0%} {words[change > 0]} {what}"

@@ -1,0 +1,244 @@
+"""Plans of one parallel style: data parallel, ZeRO-1, FSDP, tensor parallel, or tensor parallel with FSDP.
+
+A style gives every mesh axis a role. Batch axes shard the batch, and the arrays that the style shards beside it. Tensor axes
+shard dimensions of parameters, and the matmuls with them. The best plan of the style at the objective is the answer; arrays
+with an entry keep it, and the mesh of the entries is the mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from shardfn.errors import StrategyError, fail
+from shardfn.ir.model import Axes
+from shardfn.partition.resharding import divisors
+from shardfn.search.baselines import (
+    ArgumentSharding,
+    argument_specs,
+    is_optimizer_state,
+    product_constraints,
+)
+from shardfn.search.default_policy import group_name
+from shardfn.search.graph_facts import array_bytes
+from shardfn.search.mesh_solution import mesh_text
+from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, SearchProblem, runner_up
+
+Groups = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """What a style shards: `beside` the batch over batch axes, and parameters over tensor axes."""
+
+    kind: tuple[str, ...]
+    """Its parts, as `Plan.kind` names them."""
+    has_batch: bool = True
+    beside: tuple[ArgumentSharding, ...] = ()
+    has_tensor: bool = False
+
+
+STYLES = {
+    "data_parallel": Style(("data parallel",)),
+    "zero1": Style(("ZeRO-1",), beside=(ArgumentSharding.STATE,)),
+    "fsdp": Style(("FSDP",), beside=(ArgumentSharding.ALL, ArgumentSharding.SIZEABLE)),
+    "tensor_parallel": Style(("tensor parallel",), has_batch=False, has_tensor=True),
+    "fsdp_tensor_parallel": Style(("FSDP", "tensor parallel"), beside=(ArgumentSharding.ALL,), has_tensor=True),
+}
+"""By the word that asks for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """A mesh whose axes shard the batch or the parameters of matmuls."""
+
+    axes: Axes
+    batch: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+
+def search(style: str, problem: SearchProblem) -> Answer:
+    """The best plan of a style.
+
+    Args:
+      style: a key of `STYLES`.
+      problem: the question.
+
+    Raises:
+      StrategyError: the function, its shapes or its entries allow no plan of the style.
+    """
+    wanted = STYLES[style]
+    batch = batch_groups(problem)
+    if problem.devices == 1:
+        specs = tuple(((),) * len(shape) for shape in problem.shapes)
+        return Answer((), specs, ("",) * len(specs), "one device")
+    _check(style, problem, batch)
+    found: list[SearchCandidate] = []
+    for roles in _roles(style, problem, batch):
+        if found and problem.seconds_left <= 0:
+            break
+        for groups in _tensor_groups(problem, roles, batch) if wanted.has_tensor else [()]:
+            found += _candidates(problem, wanted, roles, batch, groups)
+    if not found:
+        fail(StrategyError, f"no plan is {' and '.join(wanted.kind)} over {problem.devices} devices",
+             where=f"style = {style!r}", why=_why_none(problem, wanted, batch),
+             fix="use another number of devices, other shapes, or another style")  # fmt: skip
+    best, *others = sorted({(c.axes, c.specs, tuple(c.constraints)): c for c in found}.values(), key=problem.rank)
+    best = _without_constraints(problem, best)
+    policy = f"style {style!r}: the best of {len(others) + 1} plans at level {problem.level}: {best.name}"
+    reasons = tuple("" if given is not None else f"style {style!r}" for given in problem.specs)
+    return Answer(best.axes, best.specs, reasons, policy, runner_up(best, others), constraints=best.constraints,
+                  others=tuple(others))  # fmt: skip
+
+
+def batch_groups(problem: SearchProblem) -> Groups:
+    """The dimension groups of the batch: dimension 0 wherever an argument has them, in arguments that no result replaces.
+
+    Of several, those of the size of the group with the most bytes of values. What a loop takes apart, or a result has in
+    another place, is no batch where another group is left.
+    """
+    graph, of = problem.graph, problem.value_groups
+    stacks = {op.trips for op in graph.ops if op.trips > 1}
+    kept = set(problem.same_as.values())
+    places: dict[int, set[tuple[int, bool]]] = {}
+    sizes: dict[int, int] = {}
+    for value, shape, groups in zip(problem.inputs, problem.shapes, problem.groups, strict=True):
+        for d, (size, group) in enumerate(zip(shape, groups, strict=True)):
+            places.setdefault(group, set()).add((d, value in kept))
+            sizes[group] = size
+    elsewhere = {group for v in graph.outputs for group in of[v][1:]}
+    ranked: dict[bool, list[int]] = {}
+    for group, at in places.items():
+        if at == {(0, False)} and sizes[group] > 1:
+            ranked.setdefault(sizes[group] in stacks or group in elsewhere, []).append(group)
+    if not ranked:
+        return ()
+    best = ranked[min(ranked)]
+    most = max(best, key=lambda g: problem.group_bytes.get(g, 0))
+    return (most, *(g for g in best if g != most and sizes[g] == sizes[most]))
+
+
+def _check(style: str, problem: SearchProblem, batch: Groups) -> None:
+    """Refuse a style that the function cannot have on any mesh."""
+    if not batch and STYLES[style].has_batch:
+        fail(StrategyError, f"style {style!r} shards a batch, and no argument has one", where=f"style = {style!r}",
+             why="a batch is dimension 0 of an argument that is no parameter",
+             fix='use style="tensor_parallel", or give entries')  # fmt: skip
+    if STYLES[style].beside == (ArgumentSharding.STATE,) and not any(is_optimizer_state(problem)):
+        fail(StrategyError, f"style {style!r} shards optimizer state, and the function has none", where=f"style = {style!r}",
+             why="optimizer state comes back as a result, and only elementwise operations read it",
+             fix='use style="data_parallel" or style="fsdp"')  # fmt: skip
+
+
+def _why_none(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
+    mesh = f" on the mesh {mesh_text(problem.axes)} of the entries" if problem.axes else ""
+    if wanted.has_tensor:
+        return f"no mesh axis is left that divides dimensions of parameters{mesh}"
+    size = next(
+        shape[0] for shape, groups in zip(problem.shapes, problem.groups, strict=True) if groups[:1] == batch[:1]
+    )
+    name = group_name(problem, batch[0]).split()[0]
+    return f"dimension 0 of {name} has {size} elements, which the batch axes do not divide{mesh}"
+
+
+def _roles(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Roles]:
+    """The meshes to try with the role of each axis, the one of equal sizes first."""
+    wanted = STYLES[style]
+    if problem.axes:
+        names = tuple(name for name, _ in problem.axes)
+        fixed = _roles_of_entries(problem, batch) if wanted.has_tensor else dict.fromkeys(names, True)
+        for choice in itertools.product(*((fixed[name],) if name in fixed else (True, False) for name in names)):
+            is_batch = dict(zip(names, choice, strict=True))
+            mine = tuple(name for name in names if is_batch[name])
+            rest = tuple(name for name in names if not is_batch[name])
+            if bool(rest) == wanted.has_tensor and (mine or not wanted.has_batch) and (batch or not mine):
+                yield Roles(problem.axes, mine, rest)
+        return
+    n = problem.devices
+    if not wanted.has_tensor:
+        yield Roles((("a", n),), ("a",), ())
+        return
+    for size in sorted(divisors(n, n)[1:-1], key=lambda t: (max(t, n // t), t)) if batch else ():
+        yield Roles((("a", n // size), ("b", size)), ("a",), ("b",))
+    if not wanted.has_batch:
+        yield Roles((("a", n),), (), ("a",))
+
+
+def _roles_of_entries(problem: SearchProblem, batch: Groups) -> dict[str, bool]:
+    """The axes that entries shard, and whether over the batch."""
+    found: dict[str, bool] = {}
+    for spec, groups in zip(problem.specs, problem.groups, strict=True):
+        for group, dim in zip(groups, spec or (), strict=False):
+            for axis in dim:
+                found[axis] = found.get(axis, False) or group in batch
+    return found
+
+
+def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[Groups]:
+    """Sets of dimension groups to shard over the tensor axes, of which no parameter has two.
+
+    A set begins with what entries shard, or with one of the largest groups; the others follow, the largest first.
+    """
+    shards = math.prod(size for name, size in roles.axes if name in roles.tensor)
+    stacks = {op.trips for op in problem.graph.ops if op.trips > 1}
+    common: dict[int, int] = {}  # the largest number of shards that divides all dimensions of a group, such as heads
+    for value, groups in zip(problem.graph.values, problem.value_groups, strict=True):
+        for n, group in zip(value.shape, groups, strict=True):
+            common[group] = math.gcd(common.get(group, 0), n) if n > 1 else common.get(group, 0)
+    size_of: dict[int, float] = {}
+    together: dict[int, set[int]] = {}
+    given: dict[int, None] = {}
+    for value, shape, groups, spec in zip(problem.inputs, problem.shapes, problem.groups, problem.specs, strict=True):
+        if set(groups) & set(batch):
+            continue
+        mine = [group for d, (n, group) in enumerate(zip(shape, groups, strict=True))
+                if common[group] % shards == 0 and n % shards == 0 and not (d == 0 < len(shape) - 1 and n in stacks)]  # fmt: skip
+        for group in mine:
+            size_of[group] = size_of.get(group, 0.0) + array_bytes(problem.graph.values[value])
+            together.setdefault(group, set()).update(other for other in mine if other != group)
+        given |= {
+            g: None for g, dim in zip(groups, spec or (), strict=False) if g in size_of and set(dim) & set(roles.tensor)
+        }
+    largest = sorted(size_of, key=lambda g: (-size_of[g], g))
+    found: dict[Groups, None] = {}
+    for first in [tuple(given)] if given else [(g,) for g in largest[: 1 + problem.effort.baseline_groups]]:
+        chosen = list(first)
+        for group in largest:
+            if group not in chosen and not together[group] & set(chosen):
+                chosen.append(group)
+        found[tuple(sorted(chosen))] = None
+    return list(found)
+
+
+def _candidates(
+    problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups, tensor: Groups
+) -> Iterator[SearchCandidate]:
+    """The evaluated plans of a style on a mesh, those aside that do not shard the batch over all batch axes."""
+    by_group = dict.fromkeys(batch, roles.batch) | dict.fromkeys(tensor, roles.tensor)
+    constraints = product_constraints(problem, roles.axes, by_group)
+    sizes = dict(roles.axes)
+    for beside in wanted.beside or (None,):
+        specs = argument_specs(problem, roles.axes, by_group, beside, roles.batch if beside else ())
+        of_batch = [
+            i for i, groups in enumerate(problem.groups) if problem.specs[i] is None and set(groups) & set(batch)
+        ]
+        used = {axis for i in of_batch for groups in [problem.groups[i]]
+                for group, dim in zip(groups, specs[i], strict=True) if group in batch for axis in dim}  # fmt: skip
+        if of_batch and not used >= set(roles.batch):
+            continue
+        parts = [f"batch sharded {math.prod(sizes[a] for a in roles.batch)} ways"] if roles.batch else []
+        parts += [f"{beside.value} too"] if beside else []
+        parts += [
+            f"{group_name(problem, g)} sharded {math.prod(sizes[a] for a in roles.tensor)} ways" for g in tensor[:2]
+        ]
+        parts += [f"{len(tensor) - 2} more groups"] if len(tensor) > 2 else []
+        yield problem.candidate(", ".join(parts), roles.axes, specs, constraints)
+
+
+def _without_constraints(problem: SearchProblem, best: SearchCandidate) -> SearchCandidate:
+    """The candidate without constraints if propagation partitions the program alike."""
+    none: OpConstraints = {}
+    bare = problem.changed(best, constraints=none)
+    return bare if bare.cost == best.cost else best

@@ -1,0 +1,166 @@
+"""A style is one word for a textbook plan: what it shards, what it does with entries, limits and files, and its errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardfn
+from shardfn import AUTO, ShardError, shard, train
+from shardfn.search.styles import STYLES
+
+S = jax.ShapeDtypeStruct
+
+
+def mlp(x, up, down):
+    return jax.nn.relu(x @ up) @ down
+
+
+SHAPES = S((16, 32), "float32"), S((32, 64), "float32"), S((64, 32), "float32")
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, s.shape) for key, s in zip(keys, SHAPES, strict=True)]
+
+
+def planned(style, *args, **options):
+    return shardfn.plan(mlp, *(args or SHAPES), style=style, **options)
+
+
+@pytest.mark.parametrize("level", ["communication", "memory", "time"])
+@pytest.mark.parametrize("style", [name for name in STYLES if name != "zero1"])
+def test_style_makes_a_plan_of_its_kind_at_every_level(style, level):
+    made = planned(style, level=level, device="tpu-v5e:8")
+    assert all(part in made.kind for part in STYLES[style].kind)
+    assert made.style == style
+
+
+@pytest.mark.parametrize("style", ["fsdp", "tensor_parallel"])
+def test_style_computes_what_the_function_does(style):
+    args = arrays()
+    np.testing.assert_allclose(shard(mlp, style=style)(*args), mlp(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_style_tensor_parallel_shards_a_hidden_dimension_and_sums_once():
+    made = planned("tensor_parallel", device="tpu-v5e:8", in_strategy=((2, 1), AUTO, AUTO))
+    assert [d.strategy for d in made.inputs] == [(2, 1), (1, 4), (4, 1)]
+    assert [c.kind for c in made.collectives] == ["all-reduce"]
+
+
+def test_style_keeps_entries_and_holds_the_ops_to_the_style():
+    long = S((65536, 256), "float32"), S((256, 1024), "float32"), S((1024, 256), "float32")
+    entries = (2, 1), (1, 4), (4, 1)
+    searched = shardfn.plan(mlp, *long, in_strategy=entries, level="time", device="tpu-v5e:8")
+    made = shardfn.plan(mlp, *long, in_strategy=entries, level="time", device="tpu-v5e:8", style="tensor_parallel")
+    assert searched.kind == "FSDP over 4 × data parallel over 2"
+    assert made.kind == "tensor parallel over 4 × data parallel over 2"
+    assert [d.strategy for d in made.inputs] == [*entries]
+    assert not any(c.kind == "all-gather" for c in made.collectives)
+
+
+def test_style_says_where_entries_are_of_another_kind():
+    made = planned("fsdp", device="tpu-v5e:8", in_strategy=((8, 1), (1, 1), (1, 1)))
+    assert made.kind == "data parallel over 8 devices"
+    assert "they make the plan `data parallel over 8 devices`, though style='fsdp' was asked" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("style", "kind"),
+    [
+        ("data_parallel", "data parallel over 8 devices"),
+        ("tensor_parallel", "tensor parallel over 2 × data parallel over 4"),
+    ],
+)
+def test_style_takes_the_users_mesh(style, kind):
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    entries = {"x": jax.sharding.PartitionSpec("data", None)} if style == "tensor_parallel" else None
+    made = planned(style, device=jax.make_mesh((4, 2), mesh.axis_names), parameter_plan=entries)
+    assert made.kind == kind
+
+
+def test_style_shards_heads_only_where_they_divide():
+    def attend(x, wq, wo):
+        q = (x @ wq).reshape(*x.shape[:2], 2, 16)
+        return jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q)).sum() + ((x @ wq) @ wo).sum()
+
+    args = S((8, 4, 32), "float32"), S((32, 32), "float32"), S((32, 32), "float32")
+    made = shardfn.plan(attend, *args, style="tensor_parallel", level="memory", device="tpu-v5e:8")
+    assert made.decision("wq").strategy != (1, 8)
+
+
+def test_style_of_a_training_step_shards_its_state():
+    def loss(params, x, y):
+        return ((mlp(x, params["up"], params["down"]) - y) ** 2).mean()
+
+    _, up, down = arrays()
+    for style in ("zero1", "fsdp"):
+        step = train.step(loss, optax.adamw(1e-3), style=style)
+        state = step.init({"up": up, "down": down})
+        assert STYLES[style].kind[0] in step.plan(state, arrays()[0], arrays()[0]).kind
+
+
+def test_style_is_kept_in_a_layout_file(tmp_path):
+    made = planned("fsdp", device="cpu:8")
+    made.save(tmp_path / "fsdp.toml")
+    assert 'style = "fsdp"' in (tmp_path / "fsdp.toml").read_text()
+    assert shardfn.load_layout(tmp_path / "fsdp.toml") == made
+    again = shardfn.plan(mlp, *SHAPES, layout=tmp_path / "fsdp.toml", device="cpu:8")
+    assert (again.cost, again.constraints) == (made.cost, made.constraints)
+
+
+def test_style_compiles_only_plans_of_the_style():
+    made = planned("tensor_parallel", compile_candidates=4)
+    assert "tensor parallel" in made.kind
+
+
+def test_style_counts_with_the_memory_limit():
+    least = planned("data_parallel", device="tpu-v5e:8", level="memory").cost.memory.peak
+    assert planned("data_parallel", device="tpu-v5e:8", memory_limit=least).cost.memory.peak <= least
+    with pytest.raises(ShardError, match="no plan found fits"):
+        planned("data_parallel", device="tpu-v5e:8", memory_limit=least - 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"style": "fspd"}, "did you mean fsdp?"),
+        ({"style": "FSDP"}, "did you mean fsdp"),
+        ({"style": "Tensor Parallel"}, "did you mean tensor_parallel"),
+        ({"style": "dp"}, "did you mean data_parallel"),
+        ({"style": 3}, "`style` is an int"),
+        ({"style": "fsdp", "search_mode": "dynamic_programming"}, "leave one of the two out"),
+    ],
+)
+def test_style_that_is_none_is_refused_at_once(options, says):
+    with pytest.raises(ShardError) as caught:
+        shard(mlp, **options)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("style", "args", "says"),
+    [
+        ("zero1", SHAPES, "the function has none"),
+        ("fsdp", (S((6, 32), "float32"), *SHAPES[1:]), "dimension 0 of x has 6 elements"),
+        ("tensor_parallel", (SHAPES[0], S((32, 63), "float32"), S((63, 31), "float32")), ""),
+        (
+            "tensor_parallel",
+            (S((16, 31), "float32"), S((31, 63), "float32"), S((63, 31), "float32")),
+            "divides dimensions",
+        ),
+    ],
+)
+def test_style_that_the_shapes_do_not_allow_says_why(style, args, says):
+    if not says:
+        assert "tensor parallel" in planned(style, *args, device="tpu-v5e:8").kind
+        return
+    with pytest.raises(ShardError) as caught:
+        planned(style, *args, device="tpu-v5e:8")
+    assert says in str(caught.value) and f"style = {style!r}" in str(caught.value)
+
+
+def test_style_shards_no_batch_that_is_none():
+    with pytest.raises(ShardError, match="no argument has one"):
+        shardfn.plan(lambda w: w @ w, S((8, 8), "float32"), style="data_parallel", device="tpu-v5e:8")
