@@ -73,6 +73,16 @@ def test_step_trains_a_cell_as_by_hand(mode, own_loss):
     np.testing.assert_array_equal(cell.parameters_dict()[path], jnp.eye(32) / 2)  # the given cell is unchanged
 
 
+@pytest.mark.parametrize("make", [Net, lambda: Net()], ids=["class", "function"])
+def test_step_makes_a_cell_with_its_shardings(make):
+    step = train.step(mean_square, optax.sgd(0.1), mode="semi_auto_parallel", parameter_plan={"dense/weight": (1, 8)})
+    state = step.init(make, X, X)
+    assert state.params["dense/weight"].sharding.shard_shape((32, 32)) == (32, 4)
+    state, value = step(state, X, X)
+    np.testing.assert_allclose(value, by_hand(1)[1], rtol=1e-5)
+    np.testing.assert_allclose(step.model(state).dense.weight, by_hand(1)[0], rtol=1e-4, atol=1e-6)
+
+
 def test_step_of_a_cell_takes_the_batch_by_name():
     step = train.step(WithLoss(Net()), optax.sgd(0.1), mode="data_parallel")
     state = step.init(WithLoss(Net()))

@@ -218,9 +218,7 @@ class TrainStep:
           StrategyError, StrategyTypeError: if model, batch or devices do not fit the options.
         """
         batch = self._ordered(batch, named)
-        params = self._of_cell(params)
-        make = params if _is_maker(params) else lambda: params
-        model = _model_shapes(make) if _is_maker(params) else params
+        make, model = self._made(params)
         if self.options.reuse is not None:
             make, model = self._scan_layers(make, model, batch)
         parts = self._model_parts(model)
@@ -359,16 +357,22 @@ class TrainStep:
 
     # ---- inside
 
-    def _of_cell(self, model: Any) -> Any:
-        """The arrays of a `Cell`, whose loss the step's becomes; any other model as it is."""
-        if isinstance(self._loss_fn, Pipeline):
-            return model
+    def _made(self, params: Any) -> tuple[Callable[[], Any], Any]:
+        """A function that makes the model's arrays, and the model, maybe of shapes. For a `Cell` both are its arrays by path,
+        and the step's loss becomes one of these."""
+        make = params if _is_maker(params) else lambda: params
+        model = _model_shapes(make) if _is_maker(params) else params
+        if isinstance(self._loss_fn, Pipeline) or not (is_cell(model) or self._cell is not None):
+            return make, model
         cell = model if is_cell(model) else None
-        if cell is not None or self._cell is not None:
-            loss_fn = self._loss_fn if cell is None else cells.on_arrays(self._loss_fn, cell)
-            self.options = self._given_options = dataclasses.replace(self._given_options, loss_fn=loss_fn)
-            self._cell, self._sharded = cell, {}
-        return model if cell is None else cells.arrays_of(cell)
+        arrays = cells.arrays_of(cell) if cell is not None else {}
+        if cell is not None and _is_maker(params):
+            arrays = jax.eval_shape(lambda: cells.arrays_of(make()))
+            cell = cells.with_arrays(cell, arrays)
+        loss_fn = self._loss_fn if cell is None else cells.on_arrays(self._loss_fn, cell)
+        self.options = self._given_options = dataclasses.replace(self._given_options, loss_fn=loss_fn)
+        self._cell, self._sharded = cell, {}
+        return (make, model) if cell is None else (lambda: cells.arrays_of(make()), arrays)
 
     def _ordered(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         return positional_batch(self._given_options.loss_fn, batch, named) if named else batch
@@ -505,7 +509,7 @@ def _recomputing(loss_fn: Callable[..., Any], globs: tuple[str, ...]) -> Callabl
 
 def _is_maker(params: Any) -> bool:
     """Whether `params` is a function that makes a model."""
-    return callable(params) and tree_util.all_leaves([params])
+    return callable(params) and not is_cell(params) and tree_util.all_leaves([params])
 
 
 def _model_shapes(make: Callable[[], Any]) -> Any:
