@@ -144,7 +144,7 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
       values: the arrays of the call for an entry, with its shardings, or their shapes.
 
     Raises:
-      StrategyError: XLA compiles no candidate.
+      StrategyError: XLA compiles no candidate, or the function traces to another program than the planned one.
     """
     answered, left_out = answered_call(entry.plan), list[candidates.Refused]()
     for name, answer in itertools.chain([("the plan", answered.answer)], alternatives(answered)):
@@ -152,6 +152,8 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
             found = Entry.of(plan_fixed_answer(answered.posed, answer)) if left_out else entry
             found.jitted.lower(*values(found)).compile()
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
+            if isinstance(error, StrategyError) and not left_out:  # the function does not trace as it was planned
+                raise
             left_out.append(candidates.refused(name, answer, error))
             continue
         if left_out:
