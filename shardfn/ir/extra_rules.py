@@ -45,7 +45,19 @@ def pairwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Sharding
     return ShardingRule(tuple(rows), tuple(rows), tuple(sizes))
 
 
-_RULES = {rule.__name__: rule for rule in (batch_rule, elementwise_rule, pairwise_rule)}
+def empty_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
+    """No dimension corresponds to another one, where there are no elements (a reshape of such an array)."""
+    if any(0 not in v.shape for v in (*inputs, *outputs)):
+        return None
+    shapes = [v.shape for v in (*inputs, *outputs)]
+    starts = [sum(map(len, shapes[:i])) for i in range(len(shapes))]
+    dims = [tuple((start + d,) for d in range(len(shape))) for start, shape in zip(starts, shapes, strict=True)]
+    sizes = tuple(n for shape in shapes for n in shape)
+    n = len(inputs)
+    return ShardingRule(tuple(dims[:n]), tuple(dims[n:]), sizes, replicated=frozenset(range(len(sizes))))
+
+
+_RULES = {rule.__name__: rule for rule in (batch_rule, elementwise_rule, empty_rule, pairwise_rule)}
 
 MISSING_RULES: dict[str, Callable[[Sequence[Value], Sequence[Value]], ShardingRule | None]] = {
     name: _RULES[row.sharding_rule] for name, row in OP_TRAITS.items() if row.sharding_rule

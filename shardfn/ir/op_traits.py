@@ -116,7 +116,7 @@ OP_TRAITS = {
         _elementwise("convert", flops="none"),
         _elementwise("bitcast_convert", flops="none", in_cpu_library=False),
         _elementwise("copy", flops="none", in_cpu_library=False, is_added=True),
-        _view("reshape", rule="reshape", primitives=("reshape", "squeeze"), hoisting="along"),
+        _view("reshape", rule="reshape", sharding_rule="empty_rule", primitives=("reshape", "squeeze"), hoisting="along"),
         _view("optimization_barrier", rule="barrier", sharding_rule="pairwise_rule"),
         _view("propagation_barrier", sharding_rule="elementwise_rule"),
         _view("sharding_constraint", sharding_rule="elementwise_rule"),

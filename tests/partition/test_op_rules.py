@@ -290,3 +290,15 @@ def test_a_constraint_on_what_lies_so_by_itself_costs_nothing():
     )
     assert [op.name for op in one.partitioned.graph.ops] == [op.name for op in two.partitioned.graph.ops]
     assert one.cost == two.cost
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [(lambda x: x.reshape(0, 4), (0, 2, 2)), (lambda x: x.reshape(4, 0) + 1, (8, 0)), (lambda x: x[:0].reshape(0, 8).sum(0), (8, 4))],
+    ids=["empty", "sharded", "sliced"],
+)  # fmt: skip
+def test_reshape_without_elements_has_a_rule(fn, shape):
+    x = jax.ShapeDtypeStruct(shape, "float32")
+    plan = shardfn.plan(fn, x, in_strategy=(tuple(8 if n == 8 else 1 for n in shape),), device="cpu:8")
+    assert plan.partitioned.graph.unruled == ()
+    assert plan.cost.bytes_sent == 0
