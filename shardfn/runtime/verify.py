@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding
 from shardfn.compiled.candidates import none_compiles, refused
 from shardfn.compiled.executable import Compiled, read
 from shardfn.compiled.targets import Target, devices, target
+from shardfn.compiled.xla_log import rematerialisations
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.meshes import mesh_on, partition_spec
@@ -133,8 +134,11 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
             text=True,
             errors="replace",
         )
-        result = path / "result"
-        found = pickle.loads(result.read_bytes()) if result.exists() else done.stderr.strip().split("\n")[-1]
+        result, log = path / "result", path / "log"
+        said = log.read_text(errors="replace") if log.exists() else ""
+        found = (
+            pickle.loads(result.read_bytes()) if result.exists() else f"{said}\n{done.stderr}".strip().split("\n")[-1]
+        )
     if isinstance(found, str):
         _refused(plan, of, found or f"its process ended with {done.returncode}")
     return found
@@ -177,14 +181,19 @@ def compile_job(directory: str) -> None:
     """In the other process: compile the job in a directory, and write the result or the error there."""
     path = pathlib.Path(directory)
     job: _Job = pickle.loads(path.joinpath("job").read_bytes())
+    with path.joinpath("log").open("wb") as log:  # XLA writes to the file descriptor
+        os.dup2(log.fileno(), 2)
     try:
-        result: Any = _compile(job)
+        made, hlo = _compile(job)
+        notes = rematerialisations(path.joinpath("log").read_text(errors="replace"), hlo)
+        result: Any = dataclasses.replace(made, diagnostics=(*made.diagnostics, *notes))
     except (RuntimeError, ValueError, NotImplementedError) as error:  # XLA's own errors are RuntimeErrors
         result = f"{error}" or type(error).__name__
     path.joinpath("result").write_bytes(pickle.dumps(result))
 
 
-def _compile(job: _Job) -> Compiled:
+def _compile(job: _Job) -> tuple[Compiled, str]:
+    """What was compiled, and its HLO."""
     found = devices(job.target)
     mesh = mesh_on([found[i] for i in job.order], job.axes)
     exported = job.exported
@@ -208,4 +217,5 @@ def _compile(job: _Job) -> Compiled:
         donate_argnums=tuple(at for at, i in enumerate(given) if job.donated[i]),
     )
     shapes = [jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype) for i in given]
-    return read(jitted.lower(*shapes).compile())
+    compiled = jitted.lower(*shapes).compile()
+    return read(compiled), compiled.as_text() or ""
