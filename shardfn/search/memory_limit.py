@@ -128,6 +128,7 @@ def refuse_implausible_limit(problem: SearchProblem) -> None:
 def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = "") -> NoReturn:
     """Raise that nothing fits, with the least memory found, its largest arrays, and what helps."""
     memory = problem.evaluate_answer(least).memory
+    unit = f"{slip}; or " if (slip := _unit(problem.memory_limit)) else ""
     fail(StrategyError, f"no plan found fits in {bytes_text(problem.memory_limit)} per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found{how} is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
@@ -135,7 +136,7 @@ def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = ""
              f"{bytes_text(memory.temporaries)} of temporaries; the largest: " + "; ".join(_largest(problem, least))
              + (f"; {bytes_text(memory.constants)} of arrays that the function closes over, on every device"
                 if memory.constants else ""),
-         fix=_unit(problem.memory_limit) or f"{remedies(problem, memory)} or memory_limit={memory.peak}{more}")  # fmt: skip
+         fix=unit + f"{remedies(problem, memory)} or memory_limit={memory.peak}{more}")  # fmt: skip
 
 
 def _unit(limit: float) -> str:
