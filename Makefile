@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow tpu gpu bench lint format docs notebooks clean
+.PHONY: help demo test slow tpu gpu ecosystem bench lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,6 +35,12 @@ tpu: $(VENV)/.has-test $(VENV)/.has-tpu-aot  ## the tests that compile for TPU t
 
 gpu: $(VENV)/.has-test $(VENV)/.has-gpu-aot  ## the tests that compile for GPUs (no GPU needed); JAX_PLATFORMS=cuda,cpu where one is here
 	$(DEVICES) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+ecosystem: VENV := $(VENV)-ecosystem
+ecosystem: FLAGS := --xla_backend_optimization_level=0
+ecosystem: ## functions of some thirty JAX libraries, in a virtual environment of their own
+	@$(MAKE) --no-print-directory VENV=$(VENV) $(VENV)/.has-ecosystem
+	$(DEVICES) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m ecosystem tests/ecosystem $(PYTEST_ARGS)
 
 bench: $(VENV)/.has-test  ## every benchmark, one table each
 	@set -e; for script in $(filter-out %/__init__.py,$(sort $(wildcard benchmarks/*.py))); do \
