@@ -87,7 +87,12 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _close(actual: Any, expected: Any, tolerance: float) -> None:
     actual, expected = (
-        [leaf for leaf in tree_util.tree_leaves(tree) if _is_array(leaf)] for tree in (actual, expected)
+        [
+            leaf
+            for leaf in tree_util.tree_leaves(tree)
+            if _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+        ]
+        for tree in (actual, expected)
     )
     assert len(actual) == len(expected) > 0
     for got, wanted in zip(actual, expected, strict=True):

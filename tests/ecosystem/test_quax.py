@@ -13,7 +13,7 @@ def low_rank():
     layer = eqx.tree_at(
         lambda m: m.weight, layer, lora.LoraArray(layer.weight, rank=4, stop_gradient=False, key=jax.random.key(1))
     )
-    return Row(lambda layer, x: quax.quaxify(jax.vmap(layer))(x), (layer, normal(64, 32)), batch=(1,))
+    return Row(quax.quaxify(lambda layer, x: jax.vmap(layer)(x)), (layer, normal(64, 32)), batch=(1,))
 
 
 ROWS = {"LoRA": low_rank}
