@@ -1,5 +1,9 @@
 """NetKet: quantum states."""
 
+import os
+
+os.environ.setdefault("NETKET_ENABLE_X64", "0")  # it would switch double precision on for every test
+
 import jax
 import netket as nk
 
@@ -17,7 +21,7 @@ def amplitudes(module):
 
 ROWS = {
     "RBM": amplitudes(nk.models.RBM(alpha=2)),
-    "complex RBM": amplitudes(nk.models.RBM(alpha=1, param_dtype=complex)),
+    "complex RBM": amplitudes(nk.models.RBM(alpha=1, param_dtype=jax.numpy.complex64)),
     "Jastrow": amplitudes(nk.models.Jastrow()),
 }
 

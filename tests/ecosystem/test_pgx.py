@@ -13,7 +13,7 @@ def moves(name, steps=3):
 
         def run(state, actions):
             for action in actions:
-                state = jax.vmap(env.step)(state, action)
+                state = jax.vmap(env.step)(state, action, jax.random.split(jax.random.PRNGKey(1), action.shape[0]))
             return state.observation, state.rewards
 
         return Row(run, (state, integers(7, steps, 8)), batch=(0,), gradient=False)
