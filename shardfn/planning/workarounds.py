@@ -8,6 +8,8 @@
   and fail when it runs. Constraints that replicate its operand and result avoid it.
 - Before JAX 0.12 two windowed ops (`reduce_window`, `jnp.pad`, convolutions) with the same window over one array along a
   sharded dimension may get each other's padding. An optimization barrier on the operand avoids it.
+- An array that is replicated along a dimension, and padded between its elements or by a negative number before them into
+  shards, gets wrong values or does not compile.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -66,7 +68,7 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform` or a `reduction`."""
+    `transform`, a `reduction` or a `padding`."""
 
     where: str
     kind: str = "window"
@@ -74,7 +76,7 @@ class WrongOp(NamedTuple):
 
 def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
     """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
-    Fourier transforms that may not run, and reductions that do not compile."""
+    Fourier transforms that may not run, reductions that do not compile, and pads that may do either."""
     # XLA may drop the resharding around a convolution: judge it by the shardings before and after.
     moves = [(op.inputs[0], op.outputs[0]) for op in partitioned.graph.ops if op.name in RESHARDING_OPS]
     moved_to: dict[int, int] = {}
@@ -89,6 +91,8 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
             found.setdefault(WrongOp(op.where))
         if op.name == "reduce" and partitioned.platform != "tpu" and _lacks_all_reduce(op, partitioned):
             found.setdefault(WrongOp(op.where, "reduction"))
+        if op.name == "pad" and _is_wrong_pad(op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned):
+            found.setdefault(WrongOp(op.where, "padding"))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
@@ -127,6 +131,15 @@ def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
     return False
 
 
+def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool:
+    """Whether interior or negative low padding makes a sharded dimension of one that is replicated."""
+    specs = partitioned.specs
+    return any(
+        (tap.spacing > 1 or tap.low > 0) and specs[op.outputs[0]][tap.out_dim] and not specs[operand][tap.dim]
+        for tap in op.window_dims
+    )
+
+
 def workaround_note(wrong: Sequence[WrongOp]) -> str:
     """The diagnostic of the workarounds in a plan."""
     lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _NOTES}
@@ -143,6 +156,10 @@ _NOTES = {
         "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "
         "a program that may stop when it runs. To avoid it, shard the first dimension only"
     ),
+    "padding": (
+        "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
+        "wrong values or does not compile"
+    ),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
         "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
@@ -154,7 +171,8 @@ def replicate_wrong_ops(
     function: Callable[..., Any], mesh: Any, wrong: Sequence[WrongOp], static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
-    Fourier transforms and grouped convolutions, and the reduced dimensions of reductions without an all-reduce.
+    Fourier transforms and grouped convolutions, the reduced dimensions of reductions without an all-reduce, and the padded
+    dimensions of the pads among `wrong`.
 
     Args:
       function: the function.
@@ -167,10 +185,14 @@ def replicate_wrong_ops(
     """
 
     unsharded = functools.partial(_unsharded, mesh)
+    is_padding_wrong = any(w.kind == "padding" for w in wrong)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if eqn.primitive.name in _REDUCTIONS:
             return bind_one(eqn, [unsharded(x, _reduced(eqn)) if x.ndim else x for x in inputs])
+        if eqn.primitive.name == "pad":
+            (out,) = bind_one(eqn, [unsharded(inputs[0], _padded(eqn)), inputs[1]])
+            return [unsharded(out, _padded(eqn))]
         if eqn.primitive.name == _POOLING:
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
             (out,) = bind_one(eqn, [unsharded(x, dims) for x in inputs])
@@ -187,7 +209,7 @@ def replicate_wrong_ops(
         return [unsharded(out, numbers.out_spec[2:])]
 
     def wanted(eqn: Any, number: int) -> bool:
-        return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn))
+        return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn)) or (is_padding_wrong and bool(_padded(eqn)))
 
     def refuse(eqn: Any) -> None:
         inside = {
@@ -198,6 +220,11 @@ def replicate_wrong_ops(
                  why="XLA miscompiles the sharding of its spatial dimensions, and custom derivative rules hide it from shardfn",
                  fix="leave its spatial dimensions unsharded, shard the image over all devices, or use "
                      "shardfn.halo.conv")  # fmt: skip
+        if is_padding_wrong and any(_padded(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
+            fail(StrategyError, f"a pad inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
+                 why="a replicated dimension is padded between its elements into shards, and custom derivative rules hide it "
+                     "from shardfn",
+                 fix="leave that dimension unsharded, or shard the operand too")  # fmt: skip
         if any(w.kind == "reduction" for w in wrong):
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",
@@ -270,6 +297,13 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
         return ()
     is_known = name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype == bool
     return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
+
+
+def _padded(eqn: Any) -> list[int]:
+    """The dimensions that a pad fills between elements, or crops in front."""
+    if eqn.primitive.name != "pad":
+        return []
+    return [d for d, (low, _, interior) in enumerate(eqn.params["padding_config"]) if interior > 0 or low < 0]
 
 
 _POOLING = "select_and_scatter_add"
