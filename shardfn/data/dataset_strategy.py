@@ -199,7 +199,9 @@ def _on_own_mesh(
     """A mesh of the devices for the entries, and their axes."""
     assert target.devices is not None  # `_devices` refuses devices that are not here
     if any(map(names_axes, leaves)):
-        placed = place_named(leaves, strategies, target.count, target.mesh, problems, target.devices)
+        placed = place_named(
+            leaves, strategies, target.count, target.mesh, problems, target.devices, _tied_dims(leaves)
+        )
     else:
         placed = place(leaves, strategies, _tied_dims(leaves), target.count, problems)
     raise_problems(problems)

@@ -163,7 +163,7 @@ def dropped(ask: Ask) -> bool:
 
 def same_kind(ask: Ask) -> bool:
     """Layouts only, or none."""
-    return len({isinstance(entry, LayoutFact) for entry in (*ask.entries, *ask.out)}) == 1
+    return len({isinstance(entry, LayoutFact) for entry in (*ask.entries, *(ask.out or ()))}) == 1
 
 
 def says_none(ask: Ask) -> bool:
@@ -252,6 +252,10 @@ ROWS = (
     Row(
         "no device named", lambda ask: not ask.case.accepted and ask.kwargs.get("device", "") is None, ACCEPTS,
         "None is JAX's own choice of devices",
+    ),
+    Row(
+        "integers beside layouts", refused(lambda ask: bool(ask.entries) and not same_kind(ask)), ACCEPTS,
+        "MindSpore wants tuples or layouts throughout; here integers take axes of the layouts' mesh",
     ),
     Row(
         "working dim cut", refused(along_is_cut), ACCEPTS,
