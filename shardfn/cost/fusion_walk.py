@@ -82,9 +82,17 @@ class Fuser:
                 while at >= 0 and self.partitioned.is_view(ops[at]):
                     v = ops[at].inputs[0]
                     at = makers.get(v, -1)
-                if at >= 0 and not (ops[at].name == "broadcast_in_dim" and ops[at].inputs[0] not in self.made):
+                if at >= 0 and not self.is_constant(v):
                     found.add(v)
         return frozenset(found)
+
+    def is_constant(self, value: int) -> bool:
+        """Whether a value is a constant, or a broadcast or conversion of one: XLA folds it."""
+        if value not in self.made:
+            return True
+        at = self.graph.makers.get(value, -1)
+        op = self.graph.ops[at] if at >= 0 else None
+        return op is not None and op.name in ("broadcast_in_dim", "convert") and self.is_constant(op.inputs[0])
 
     def fusion(self) -> FusionPlan:
         """How the ops are put together."""
