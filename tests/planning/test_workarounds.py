@@ -59,8 +59,8 @@ def test_a_mended_program_is_planned_on_a_grid_as_any_other():
 
 def test_what_is_taken_for_ops_that_are_right_names_the_search():
     shapes = jax.ShapeDtypeStruct((3, 8, 32, 32), "float32"), jax.ShapeDtypeStruct((8, 8, 3, 3), "float32")
-    made = shardfn.plan(conv, *shapes, device="h100:8", level=1, search_mode="recursive_programming")
-    assert made.policy.startswith("recursive search at level 1")
+    made = shardfn.plan(conv, *shapes, device="h100:8", level=1)
+    assert made.policy.startswith("exact search at level 1")
     assert made.policy.endswith("; replaced by a plan that avoids an XLA bug: x dim 2 sharded 8 ways")
 
 
@@ -343,3 +343,36 @@ def test_gradient_of_overlapping_pooling_outside_the_sharded_function_is_right(p
     applied = jax.jit(made.apply(pool), in_shardings=made.in_shardings, out_shardings=made.out_shardings)
     np.testing.assert_allclose(gradient(applied)(x), expected, rtol=1e-5, atol=1e-5)
     assert sharded(x).sharding.spec == made.out_shardings.spec, "values take no constraint"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_interior_padding_of_a_replicated_dimension_is_right(level, reverse):
+    """`associative_scan` interleaves by `lax.pad`, and its last levels have fewer rows than there are devices."""
+
+    def scanned(x):
+        return jax.lax.associative_scan(lambda a, b: 0.9 * a + jnp.tanh(b), x, reverse=reverse)
+
+    x = jax.random.normal(jax.random.key(3), (32, 4))
+    step = jax.grad(lambda x: (scanned(x) ** 2).sum())
+    for function in (scanned, step):
+        np.testing.assert_allclose(shardfn.shard(function, level=level)(x), function(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [(0, 1, 1), (1, 0, 1), (-1, 0, 0), (2, 1, 2)])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gradient(rows, padding):
+    """Without the workaround XLA refuses the program, or computes wrong values."""
+    size = rows + padding[0] + padding[1] + (rows - 1) * padding[2]
+    x = jax.random.normal(jax.random.key(4), (rows, 4))
+
+    def padded(x):
+        return jax.lax.pad(x, 0.0, (padding, (0, 0, 0)))
+
+    ways = next(n for n in (8, 4, 2, 1) if size % n == 0)
+    sharded = shardfn.shard(padded, ((1, 1),), ((ways, 1),))
+    np.testing.assert_allclose(sharded(x), padded(x))
+    found = jax.grad(lambda x: jnp.sin(sharded(x)).sum())(x)
+    np.testing.assert_allclose(found, jax.grad(lambda x: jnp.sin(padded(x)).sum())(x), rtol=1e-5, atol=1e-6)
+    said = any("padded between" in text for text in sharded.plan(x).diagnostics)
+    assert said == (ways > 1)

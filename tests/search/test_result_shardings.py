@@ -70,9 +70,9 @@ ARGS = S((64, 128), "float32"), S((128, 256), "float32")
 
 
 def test_result_beside_given_arguments_is_searched_only_where_asked():
-    given = {"in_strategy": ((8, 1), (1, 1)), "level": 2, "device": "cpu:8"}
+    given = {"in_strategy": ((8, 1), (1, 1)), "device": "cpu:8"}
     followed = shardfn.plan(mixed, *ARGS, **given)
-    asked = shardfn.plan(mixed, *ARGS, out_strategy=(AUTO, AUTO), **given)
+    asked = shardfn.plan(mixed, *ARGS, out_strategy=(AUTO, AUTO), level=2, **given)
     assert followed.policy == "every sharding was given"
     assert [d.source for d in asked.inputs] == ["you", "you"]
     assert asked.outputs[1].source == "searched" and asked.outputs[1].strategy == (1, 8)
