@@ -3,7 +3,7 @@
 What a loop's body computes only from values that the loop does not change is computed once. Layout changes and
 broadcasts move only with an op that needs them.
 
-- On CPU no size limits it.
+- On CPU, XLA moves them whatever their sizes.
 - On TPU an op stays in the loop if its result is larger than its operands, as that of an all-gather is. A matmul or a
   reduction takes such ops along if its own result is no larger than what all of them read from outside the loop.
 - XLA's GPU backend has no such pass; only reshards are made once there (`partitioner`).
@@ -19,10 +19,10 @@ from shardfn.ir.op_traits import CONTRACTIONS, HOISTED_ALONG, NEVER_HOISTED
 from shardfn.partition.rebuild import ProgramBuilder
 
 PLATFORMS = ("cpu", "tpu")
-"""Those whose XLA backend moves loop invariants."""
+"""Platforms whose XLA backend moves loop invariants."""
 
-_GROUPS = CONTRACTIONS | {"reduce"}
-"""Ops that on TPU take along what grows on the way to them."""
+_MOVED_WITH_OPERANDS = CONTRACTIONS | {"reduce"}
+"""Ops that on TPU move together with operands that are too large to move by themselves."""
 
 
 def hoist_invariants(partitioned: PartitionedProgram) -> PartitionedProgram:
@@ -82,7 +82,7 @@ class _Invariants:
         self.moved: list[int] = []
         if self.has_invariants():
             region = self.region()
-            worth = self.worth_moving(region, 1.0 if platform == "tpu" else None)
+            worth = self.worth_moving(region, may_grow=platform != "tpu")
             self.moved = sorted({at for i in worth for at in self.needed(i)})
 
     def has_invariants(self) -> bool:
@@ -97,12 +97,12 @@ class _Invariants:
         forms = (self.body[i].form for i in back if i >= 0)
         return next((form[1] for form in forms if form), -1)
 
-    def worth_moving(self, region: int, most: float | None) -> list[int]:
+    def worth_moving(self, region: int, may_grow: bool) -> list[int]:
         """The positions of the invariant ops that move by themselves.
 
         Args:
           region: the number of the body.
-          most: the largest size of a result, as a multiple of its operands' sizes; None for any.
+          may_grow: whether a result may be larger than its operands.
         """
         read: dict[int, int] = {}  # by invariant op the bytes that it and those before it read from outside the loop
         legal: set[int] = set()
@@ -126,11 +126,11 @@ class _Invariants:
             )
             size = sum(map(self.size_of, op.outputs))
             is_legal = all(at < 0 or at in legal for at in makers)
-            if is_legal and (most is None or size <= most * sum(map(self.size_of, op.inputs))):
+            if is_legal and (may_grow or size <= sum(map(self.size_of, op.inputs))):
                 legal.add(i)
                 if op.name not in HOISTED_ALONG:
                     worth.append(i)
-            elif op.name in _GROUPS and size <= read[i]:
+            elif op.name in _MOVED_WITH_OPERANDS and size <= read[i]:
                 legal.add(i)
                 worth.append(i)
         return worth
