@@ -182,6 +182,11 @@ class Graph:
         return frozenset(self.inputs).union(*(op.outputs for op in self.ops), (b for _, b in self.ties))
 
     @functools.cached_property
+    def trip_counts(self) -> frozenset[int]:
+        """How often the ops of each loop run: the sizes of dimensions that a loop may iterate over."""
+        return frozenset(op.trips for op in self.ops if op.trips > 1)
+
+    @functools.cached_property
     def read_counts(self) -> collections.Counter[int]:
         """How often each value is read by ops and as a result."""
         count = collections.Counter(v for op in self.ops for v in op.inputs)

@@ -127,10 +127,9 @@ def layouts_of(
       partitioned: the partitioned program, whose last inputs are the arguments.
     """
     graph = partitioned.graph
-    stacks = {op.trips for op in graph.ops if op.trips > 1}
     returned = {_tail(d.path): d.shape for d in results}
     mirrored = {d.path for d in arguments if _tail(d.path) and returned.get(_tail(d.path)) == d.shape}
-    batch = _batch_dimensions(arguments, results, groups, mirrored, stacks)
+    batch = _batch_dimensions(arguments, results, groups, mirrored, graph.trip_counts)
     with_batch = {path for path, _ in batch}
     weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
     sources = _sources(graph, len(arguments))
@@ -153,7 +152,7 @@ def layouts_of(
         ),
         tuple(map(_sharded, state)),
         _expert_axes(partitioned, sources, {bit[d.path] for d in parameters}),
-        frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in stacks for axis in d.spec[0]),
+        frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in graph.trip_counts for axis in d.spec[0]),
         frozenset(axis for d in results for dim in d.spec for axis in dim),
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
     )  # fmt: skip

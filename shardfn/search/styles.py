@@ -96,11 +96,10 @@ def search(style: str, problem: SearchProblem) -> Answer:
 def batch_groups(problem: SearchProblem) -> Groups:
     """The dimension groups of the batch: dimension 0 wherever an argument has them, in arguments that no result replaces.
 
-    Of several, those of the size of the group with the most bytes of values. What a loop takes apart, or a result has in
-    another place, is no batch where another group is left.
+    If there are several, those of the size of the group with the most bytes of values. Groups that a loop iterates over, or
+    that a result has in another dimension, count only if there are no others.
     """
     graph, of = problem.graph, problem.value_groups
-    stacks = {op.trips for op in graph.ops if op.trips > 1}
     kept = set(problem.same_as.values())
     places: dict[int, set[tuple[int, bool]]] = {}
     sizes: dict[int, int] = {}
@@ -112,7 +111,7 @@ def batch_groups(problem: SearchProblem) -> Groups:
     ranked: dict[bool, list[int]] = {}
     for group, at in places.items():
         if at == {(0, False)} and sizes[group] > 1:
-            ranked.setdefault(sizes[group] in stacks or group in elsewhere, []).append(group)
+            ranked.setdefault(sizes[group] in graph.trip_counts or group in elsewhere, []).append(group)
     if not ranked:
         return ()
     best = ranked[min(ranked)]
@@ -177,12 +176,11 @@ def _roles_of_entries(problem: SearchProblem, batch: Groups) -> dict[str, bool]:
 
 
 def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[Groups]:
-    """Sets of dimension groups to shard over the tensor axes, of which no parameter has two.
+    """Sets of dimension groups to shard over the tensor axes; no parameter has two groups of a set.
 
     A set begins with what entries shard, or with one of the largest groups; the others follow, the largest first.
     """
     shards = math.prod(size for name, size in roles.axes if name in roles.tensor)
-    stacks = {op.trips for op in problem.graph.ops if op.trips > 1}
     common: dict[int, int] = {}  # the largest number of shards that divides all dimensions of a group, such as heads
     for value, groups in zip(problem.graph.values, problem.value_groups, strict=True):
         for n, group in zip(value.shape, groups, strict=True):
@@ -194,7 +192,8 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
         if set(groups) & set(batch):
             continue
         mine = [group for d, (n, group) in enumerate(zip(shape, groups, strict=True))
-                if common[group] % shards == 0 and n % shards == 0 and not (d == 0 < len(shape) - 1 and n in stacks)]  # fmt: skip
+                if common[group] % shards == 0 and n % shards == 0
+                and not (d == 0 < len(shape) - 1 and n in problem.graph.trip_counts)]  # fmt: skip
         for group in mine:
             size_of[group] = size_of.get(group, 0.0) + array_bytes(problem.graph.values[value])
             together.setdefault(group, set()).update(other for other in mine if other != group)
@@ -215,7 +214,7 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
 def _candidates(
     problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups, tensor: Groups
 ) -> Iterator[SearchCandidate]:
-    """The evaluated plans of a style on a mesh, those aside that do not shard the batch over all batch axes."""
+    """The evaluated plans of a style on a mesh, of those that shard the batch over all batch axes."""
     by_group = dict.fromkeys(batch, roles.batch) | dict.fromkeys(tensor, roles.tensor)
     constraints = product_constraints(problem, roles.axes, by_group)
     sizes = dict(roles.axes)
