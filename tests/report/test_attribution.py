@@ -1,4 +1,4 @@
-"""A collective is due to the cuts that lead to it, not to all that lies over its axes."""
+"""A collective is attributed to the shardings that cause it, not to every array sharded over its axes."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 import shardfn
 from shardfn.cost.collectives import communication_bytes
 from shardfn.ir.model import axis_name
-from shardfn.planning.causes import _subject, causes
+from shardfn.planning.tested_attribution import _subject, causes
 from shardfn.report.report import make_report
 
 S = jax.ShapeDtypeStruct

@@ -1,7 +1,7 @@
-"""Why a plan has a collective: the shardings, and the plan's own constraints on ops, without which it is gone.
+"""Tested attribution: a minimal set of shardings, and of the plan's own constraints, whose removal removes a collective.
 
-`attribution` follows mesh axes through the program to likely causes. Here each is put to the test: the program is partitioned
-again without it. What is named is as little as removes the collective.
+`attribution` follows mesh axes through the program to likely causes. This module tests each one: it partitions the program
+again without it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
 from shardfn.planning.propagation import memoized
 
-OPS = 12_000
-"""Ops of all partitioned programs together that test the causes of one plan: a second or two."""
+OPS_BUDGET = 12_000
+"""The work to test the causes of one plan, in ops of partitioned programs: one or two seconds."""
 
-TESTS = 10
-"""Programs that the work must allow. Where it does not, and for further collectives, the causes are those of `attribution`."""
+LEAST_TESTS = 10
+"""Programs that the budget must allow. If it allows fewer, or is spent, the causes are those of `attribution`."""
 
 T = TypeVar("T")
 
 _Subject = tuple[bool, object]
-"""What a collective is of, which is the same for other shardings: whether it reduces, and the op of the module, by its site,
-or the input whose result it takes."""
+"""Identifies a collective in programs with other shardings: whether it reduces, and what makes its operand. That is an op of
+the module, by its site, or an input."""
 
 Dims = tuple[tuple[int, int], ...]
 """Dimensions of arrays, as (number among arguments and then results, dimension)."""
@@ -69,14 +69,14 @@ def _causes(plan: Plan) -> tuple[Cause, ...]:
     together: dict[_Subject, list[int]] = {}  # the steps of one resharding, largest first
     for i in sorted(range(len(sent)), key=lambda i: -sent[i].trips * communication_bytes(partitioned, sent[i])):
         together.setdefault(_subject(partitioned, sent[i]), []).append(i)
-    is_tested = plan._answered is not None and TESTS * len(partitioned.graph.ops) <= OPS
+    is_tested = plan._answered is not None and LEAST_TESTS * len(partitioned.graph.ops) <= OPS_BUDGET
     test = _Test(plan) if is_tested else None
-    flows = attribute(partitioned, len(plan.inputs), sent)
+    likely_of = attribute(partitioned, len(plan.inputs), sent)
     number = {id(d): n for n, d in enumerate((*plan.inputs, *plan.outputs))}
     found: dict[int, Cause] = {}
     for subject, steps in together.items():
         axes = frozenset(axis_name(axis) for i in steps for axis in sent[i].axes)
-        likely = tuple(dict.fromkeys(pair for i in steps for pair in flows[i]))
+        likely = tuple(dict.fromkeys(pair for i in steps for pair in likely_of[i]))
         likely = likely or tuple((number[id(d)], dim) for d, dim in _over(plan, axes))
         cause = test.cause(subject, axes, likely) if test is not None else _named(plan, likely, ())
         found |= dict.fromkeys(steps, cause)
@@ -102,7 +102,7 @@ class _Test:
     def __init__(self, plan: Plan):
         assert plan._answered is not None
         posed, self.answer = plan._answered.posed, plan._answered.answer
-        self.plan, self.left = plan, OPS
+        self.plan, self.left = plan, OPS_BUDGET
         self.given = posed.propagation.given
         self.partition = memoized(posed.propagation)
         self.indices = sorted(self.answer.constraints)  # in the order of `Plan.constraints`
@@ -120,18 +120,20 @@ class _Test:
             )
 
         over = [k for k, index in enumerate(self.indices) if axes & self.axes_of(index)]
-        held = self.least(over, lambda some: is_gone((), some)) if over and is_gone((), over) else ()
+        needed = self.least(over, lambda some: is_gone((), some)) if over and is_gone((), over) else ()
         dims = next((some for some in (likely, self.every(axes)) if some and is_gone(some, over)), ())
         if dims:
             parts = self.least(self.tied(dims), lambda some: is_gone(_flat(some), over))
             dims = self.least(_flat(parts), lambda some: is_gone(some, over))
-        elif not held:
+        elif not needed:
             dims = likely
-        return _named(self.plan, sorted(dims), held)
+        return _named(self.plan, sorted(dims), needed)
 
     def least(self, every: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> tuple[T, ...]:
-        """Those of `every` that are enough, none of them superfluous, the first ones if there is a choice; what there is no work
-        left for stays. All of them are enough. (QuickXplain)"""
+        """A minimal subset that is enough (QuickXplain); the first ones if there is a choice.
+
+        All of `every` together are enough. Items that the budget leaves untested stay.
+        """
 
         def needed(kept: Sequence[T], is_new: bool, rest: Sequence[T]) -> list[T]:
             if is_new and is_enough(kept):
@@ -166,7 +168,7 @@ class _Test:
         return {axis_name(a) for spec in (*made.operands, *made.results) for dim in spec or () for a in dim}
 
     def without(self, dims: Dims, constraints: tuple[int, ...], axes: frozenset[str]) -> PartitionedProgram | None:
-        """The program with some dimensions unsharded over the axes, and without some constraints; None where no work is left."""
+        """The program with some dimensions unsharded over the axes, and without some constraints; None if the budget is spent."""
         key = dims, constraints, axes
         if key not in self.known:
             if self.left <= 0:
