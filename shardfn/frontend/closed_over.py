@@ -28,6 +28,20 @@ PREFIX = "closed_over"
 """The first part of the path of an array that is lifted to an argument."""
 
 
+def option_for(pattern: str, paths: Sequence[str]) -> str:
+    """The fix for a path or glob of a lifted array in a call that lifts none; "" for any other.
+
+    >>> option_for("closed_over/table", ["x"])
+    'pass closed_over="argument", which makes arguments of the arrays that the function closes over'
+    >>> option_for("closed_over/table", ["closed_over/w", "x"])
+    ''
+    """
+    first = f"{PREFIX}/"
+    if not pattern.replace(".", "/").startswith(first) or any(path.startswith(first) for path in paths):
+        return ""
+    return f'pass {PREFIX}="argument", which makes arguments of the arrays that the function closes over'
+
+
 @dataclasses.dataclass(frozen=True)
 class ClosedOverArray:
     """An array that a function closes over, which each device holds in full: name, shape, dtype and bytes."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardfn.errors import Problem, a
+from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.paths import did_you_mean, listed, met, near, normal, ruled
 from shardfn.frontend.strategy import ENTRY_KINDS, Leaf, is_entry, short, with_entry
 
@@ -61,8 +62,9 @@ def apply_parameter_plan(
 def no_such_array(pattern: str, entry: Any, paths: Sequence[str], name: str = "parameter_plan") -> Problem:
     """The problem of a path or glob that meets none of the `paths`, with those that look like it."""
     otherwise = "use one of these paths, or a glob that meets them: * stands for any part"
+    fix = option_for(pattern, paths) or did_you_mean(near(pattern, paths)) or otherwise
     return Problem(f"`{name}` names `{pattern}`, which is no array of this call", f"{name}[{pattern!r}] = {short(entry)}",
-                   f"the arrays are {listed(paths)}", did_you_mean(near(pattern, paths)) or otherwise)  # fmt: skip
+                   f"the arrays are {listed(paths)}", fix)  # fmt: skip
 
 
 def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardfn.errors import Problem
+from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
@@ -239,6 +240,8 @@ def _report(found: Iterable[Problem], total: int, what: str, name: str, problems
 def _no_match(rule: LayoutRule, paths: Sequence[str], section: str, name: str) -> Problem:
     close = near(rule.glob, paths)
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the path."
+    if option := option_for(rule.glob, paths):
+        fix = f"{option}."
     return Problem(f"a rule of {name} matches no array: `{printable(rule.glob)}`", f"{at_line(name, rule.line)}: [{section}]",
                    f"the arrays are {listed(paths)}", f"{fix} Or remove the rule, or add optional = true to it")  # fmt: skip
 

@@ -131,3 +131,19 @@ def test_closed_over_argument_inside_jit_leaves_traced_values_alone():
 def test_closed_over_of_another_value_is_refused(value, kind):
     with pytest.raises(kind, match="`closed_over` cannot be"):
         shard(_model, closed_over=value)
+
+
+def test_layout_file_with_closed_over_arrays_names_the_option_that_it_needs(tmp_path):
+    def model(x):
+        return x @ N
+
+    file = tmp_path / "plan.toml"
+    plan(model, X, parameter_plan={"closed_over/N": (1, 8)}, closed_over="argument").save(file)
+    with pytest.raises(StrategyError) as error, pytest.warns(UserWarning, match="has changed"):
+        plan(model, X, layout=file)
+    assert 'pass closed_over="argument"' in error.value.problems[0].fix
+    made = plan(model, X, layout=file, closed_over="argument")
+    assert made.decision("closed_over/N").strategy == (1, 8)
+    with pytest.raises(StrategyError) as error:
+        plan(model, X, parameter_plan={"closed_over/N": (1, 8)})
+    assert 'closed_over="argument"' in error.value.problems[0].fix
