@@ -1,6 +1,6 @@
-"""Leaves of a pytree that are no arrays, such as the activation function of a module: they are static.
+"""Static leaves of a pytree: those that are not arrays, such as the activation function of a module.
 
-`held` puts them into the structure of the tree, where `jax.jit` compares them, and `released` takes them out again.
+`hide_static` puts them into the structure of the tree, where `jax.jit` compares them, and `restore_static` takes them out again.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class StaticLeaf:
         return self.value
 
 
-def held(tree: Any) -> Any:
+def hide_static(tree: Any) -> Any:
     """A tree with its static leaves in its structure; a tree that is one leaf stays what it is.
 
-    Static are functions, what is no array inside an object of a registered class, and of an Equinox module all but arrays.
+    Static leaves are functions, what is not an array in an object of a registered class, and all but arrays in an Equinox module.
 
-    >>> jax.tree.leaves(held({"w": 1.0, "activation": jax.nn.relu}))
+    >>> jax.tree.leaves(hide_static({"w": 1.0, "activation": jax.nn.relu}))
     [1.0]
     """
     leaves = tree_util.tree_leaves(tree)
     if all(isinstance(leaf, _ARRAYS) for leaf in leaves) or tree_util.all_leaves([tree]):
         return tree
-    return _held(tree, _is_function)
+    return _hide(tree, _is_function)
 
 
-def released(tree: Any) -> Any:
+def restore_static(tree: Any) -> Any:
     """A tree with its static leaves in their places again."""
     return tree_util.tree_map(
         lambda node: node.value if isinstance(node, StaticLeaf) else node,
@@ -80,14 +80,14 @@ def without_static(tree: Any) -> Any:
     )
 
 
-def _held(tree: Any, is_static: Callable[[Any], bool]) -> Any:
-    """`held`, of a part of a tree."""
+def _hide(tree: Any, is_static: Callable[[Any], bool]) -> Any:
+    """`hide_static`, of a part of a tree."""
     parts, treedef = tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     if tree_util.treedef_is_leaf(treedef):
         return StaticLeaf(tree) if is_static(tree) else tree
     if not isinstance(tree, list | tuple | dict | None):
         is_static = _is_other_than_array if _is_equinox(tree) else _is_no_value
-    return treedef.unflatten([_held(part, is_static) for part in parts])
+    return treedef.unflatten([_hide(part, is_static) for part in parts])
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

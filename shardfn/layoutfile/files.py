@@ -24,7 +24,7 @@ from shardfn.cost.devices.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, fail
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import did_you_mean
-from shardfn.frontend.static_leaves import held, without_static
+from shardfn.frontend.static_leaves import hide_static, without_static
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
 from shardfn.layoutfile.mindspore_json import layout_of_rows, parse_json, strategy_content, trained
@@ -258,7 +258,7 @@ def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str =
     layout = read_layout(layout)
     pool, size = _pool(devices)
     problems: list[Problem] = []
-    tree = held(tree)
+    tree = hide_static(tree)
     leaves = leaves_of(Argument(root, f"the tree `{root}`" if root else "the tree", tree), problems)
     layout = dataclasses.replace(layout, every_array_ruled=True)
     axes, entries = rule_entries(layout, leaves, size, problems)

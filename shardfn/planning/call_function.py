@@ -21,7 +21,7 @@ from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import Lifted, lift
 from shardfn.frontend.meshes import abstract_mesh
-from shardfn.frontend.static_leaves import held, holds_static, released
+from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, trace
 from shardfn.frontend.trace_errors import explained
 from shardfn.ir.model import Axes, InnerSpec
@@ -109,7 +109,9 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             return call.lifted.evaluate([value for i, value in enumerate(flat) if i not in statics])
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
         names = (slot.name for slot in slots)
-        given = {name: released(value) if name in static else value for name, value in zip(names, rest, strict=True)}
+        given = {
+            name: restore_static(value) if name in static else value for name, value in zip(names, rest, strict=True)
+        }
         objects, given, before = callee.objects.filled(given) if callee.objects else (callee.objects, given, {})
         kept = {name: _custom_nodes(value) for name, value in given.items() if name not in objects.places}
         result, changed = callee.call(state, *split(slots, [*given.values()]))
@@ -120,7 +122,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             changed |= callee.changed(before, after) | {
                 path: after[path] for path in before if objects.is_donated(path)
             }
-        result = held(result)
+        result = hide_static(result)
         return (result, changed) if call.returns_changes else result
 
     kind = inspect.Parameter.POSITIONAL_ONLY

@@ -19,7 +19,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh
 from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
-from shardfn.frontend.static_leaves import held, released
+from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
 from shardfn.planning.inner_entries import scoped
 from shardfn.planning.mesh_inference import expresses
@@ -153,7 +153,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function.pure)
     def applied(*values: Any) -> Any:
         try:
-            return released(constrained(*map(held, values)))
+            return restore_static(constrained(*map(hide_static, values)))
         except OtherCall:
             fail(StrategyError, f"`{callee.name}` is called with other arguments than it was planned for",
                  where=f"plan.apply({callee.name})", why="a plan is for one structure, one set of shapes and dtypes, and the "

@@ -12,7 +12,7 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import Problem, ShardError
 from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed, met
-from shardfn.frontend.static_leaves import held
+from shardfn.frontend.static_leaves import hide_static
 from shardfn.frontend.strategy import Argument, leaves_of
 from shardfn.layoutfile.files import LayoutFile, LayoutFileError, layout_shardings, read_layout
 from shardfn.planning.plan import Plan
@@ -71,7 +71,7 @@ def check_with_plan(
 def _nameless(layout: LayoutFile, tree: Any) -> list[Problem]:
     """Problems of a tuple of arguments that was given without its function, so that its arrays have no argument names."""
     problems: list[Problem] = []
-    paths = [leaf.path for leaf in leaves_of(Argument("", "the tree", held(tree)), problems)]
+    paths = [leaf.path for leaf in leaves_of(Argument("", "the tree", hide_static(tree)), problems)]
     if type(tree) is not tuple or not layout.arguments or any(met(rule.glob, paths)[0] for rule in layout.arguments):
         return []
     function = layout.function or "function"

@@ -30,7 +30,7 @@ from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.paths import listed
-from shardfn.frontend.static_leaves import held, released
+from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, lifted_call, pure_function
 from shardfn.planning.inner_calls import call_inside
@@ -244,7 +244,7 @@ class ShardedFunction(Generic[P, R]):
         jitted = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics)
         with without_types(call.ambient, self.callee.name):
             result = jitted.eval_shape(*shapes.values)
-        return released(result[0] if call.returns_changes else result)
+        return restore_static(result[0] if call.returns_changes else result)
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function."""
@@ -364,7 +364,7 @@ class ShardedFunction(Generic[P, R]):
                  why="a call has the arguments of the function itself", fix=fix)  # fmt: skip
         donated = self.options.donate_argnums, self.options.donate_argnames
         callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
-        values = [value if slot.is_static else held(value) for slot, value in zip(slots, values, strict=True)]
+        values = [value if slot.is_static else hide_static(value) for slot, value in zip(slots, values, strict=True)]
         stateful = callee.adapter is not None
         call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
         if problems := call.unhashable():
@@ -450,7 +450,7 @@ def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[A
 def _finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -> Any:
     """The user's result of a call; what it changed is put back into the callee's objects."""
     if holds_static:
-        result = released(result)
+        result = restore_static(result)
     if not call.returns_changes:
         return result
     result, changed = result

@@ -14,7 +14,7 @@ from jax import tree_util
 
 from shardfn import AUTO, REPLICATED, explain, shard
 from shardfn.errors import StrategyTypeError
-from shardfn.frontend.static_leaves import held, holds_static, released
+from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 
 X = np.arange(128, dtype=np.float32).reshape(16, 8) / 128
 
@@ -126,11 +126,14 @@ def test_numbers_of_registered_classes_stay_traced():
 
 def test_held_trees_are_released_and_equal_by_value():
     tree = {"layer": _layer(), "n": 1, "none": None}
-    assert holds_static(held(tree)) and not holds_static(tree)
-    assert released(held(tree))["layer"].activation is jnp.tanh and released(held(tree))["none"] is None
-    assert jax.tree.structure(held(tree)) == jax.tree.structure(held(tree))
+    assert holds_static(hide_static(tree)) and not holds_static(tree)
+    assert (
+        restore_static(hide_static(tree))["layer"].activation is jnp.tanh
+        and restore_static(hide_static(tree))["none"] is None
+    )
+    assert jax.tree.structure(hide_static(tree)) == jax.tree.structure(hide_static(tree))
     arrays = {"w": X}
-    assert held(arrays) is arrays
+    assert hide_static(arrays) is arrays
 
 
 def test_equinox_modules_are_arguments_as_in_filter_jit():
