@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -153,6 +153,8 @@ def plan(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
     >>> made.mesh.axis_sizes, made.outputs[0].strategy
     ((16, 16), (16, 16))
     """
+    if not callable(fn):
+        _not_a_function(fn, "plan", "pass the function first, and then its arguments: plan(f, x)")
     function, rest = with_options(fn, kwargs)
     return function.plan(*args, **rest)
 
@@ -187,6 +189,8 @@ def explain(
                  where=f"explain(plan, {', '.join(given)})", why="a plan has its own arguments and options",
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
         return in_detail(fn.verify() if compiled else make_report(fn), detail)
+    if not callable(fn):
+        _not_a_function(fn, "explain", "pass the function first, and then its arguments: explain(f, x)")
     function, rest = with_options(fn, kwargs)
     return function.explain(*args, compiled=compiled, detail=detail, **rest)
 
@@ -271,13 +275,17 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
     return function, rest
 
 
+def _not_a_function(fn: Any, called: str, fix: str) -> NoReturn:
+    fail(StrategyTypeError, f"`{called}` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
+         why=f"the first argument of `{called}` is the function that is sharded", fix=fix)  # fmt: skip
+
+
 def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
     if not callable(fn):
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
-        fail(StrategyTypeError, f"`shard` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
-             why="the first argument is what is sharded", fix=fix)  # fmt: skip
+        _not_a_function(fn, "shard", fix)
     sharded = ShardedFunction(fn, options)
     option_checks.check(options, sharded.callee.signature)
     if any(i < 0 for i in (*options.static_argnums, *options.donate_argnums)):  # counted from the end

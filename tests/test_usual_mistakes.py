@@ -332,3 +332,10 @@ def test_empty_partition_spec_of_a_subtree_goes_with_integers(options):
     function = shard(model, (P(), (2, 1)), **{name: names()[value] for name, value in options.items()})
     assert [d.strategy for d in function.plan(params, x).inputs] == [(1,), (1, 1), (2, 1)]
     np.testing.assert_allclose(function(params, x), model(params, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ask", [plan, explain])
+@pytest.mark.parametrize("value", [None, jnp.ones(8)], ids=["none", "array"])
+def test_plan_or_report_of_something_else_than_a_function_is_refused_by_its_name(ask, value):
+    text = str(refusal(lambda: ask(value, jnp.ones(8))))
+    assert f"`{ask.__name__}` takes a function" in text and f"{ask.__name__}(f, x)" in text
