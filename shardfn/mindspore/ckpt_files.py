@@ -93,6 +93,8 @@ def _tensors(file: pathlib.Path, data: mmap.mmap) -> dict[str, FileTensor]:
         if one is None:
             continue
         if name == last:
+            if (one.shape, one.dtype) != (found[name].shape, found[name].dtype):
+                raise ValueError(f"the parts of `{name}` have different shapes or types")
             one = dataclasses.replace(found[name], parts=(*found[name].parts, *one.parts))
         elif name in found:
             raise ValueError(f"it holds `{name}` twice")

@@ -82,6 +82,13 @@ def test_damaged_ckpt_file_is_an_error_that_says_why(tmp_path, content, why):
         tensors_of(tmp_path / "net.ckpt")
 
 
+def test_ckpt_file_whose_parts_differ_is_an_error(tmp_path):
+    content = value("w", (4,), "Float32", b"\0" * 8) + value("w", (4,), "Int32", b"\0" * 8)
+    (tmp_path / "net.ckpt").write_bytes(content)
+    with pytest.raises(CheckpointFileError, match="different shapes or types"):
+        tensors_of(tmp_path / "net.ckpt")
+
+
 def test_load_distributed_checkpoint_takes_a_ckpt_file_by_mindspores_names(tmp_path):
     (tmp_path / "net.ckpt").write_bytes(entry("params.w", W) + entry("params.b", W[0]) + entry("step", np.int64(3)))
     loaded = ms.load_distributed_checkpoint(
