@@ -31,13 +31,18 @@ def hoist_invariants(partitioned: PartitionedProgram) -> PartitionedProgram:
     if partitioned.platform not in PLATFORMS or not any(op.seen for op in graph.ops):
         return partitioned
     builder, sent = ProgramBuilder(partitioned), {c.result: c for c in partitioned.communications}
+    copied_from: dict[int, int] = {}  # by a value that an inner loop's rearrangement added
+
+    def size_of(value: int) -> int:
+        return partitioned.local_bytes(copied_from.get(value, value))
+
     found: list[Op] = []
     for op in graph.ops:
         if op.seen:
             first = first_of_body(found, op)
             body = found[first:]
-            invariants = _Invariants(graph, body, op, partitioned.platform, partitioned.local_bytes)
-            found[first:] = _rearranged(body, op, invariants, builder, sent)
+            invariants = _Invariants(graph, body, op, partitioned.platform, size_of)
+            found[first:] = _rearranged(body, op, invariants, builder, sent, copied_from)
         found.append(op)
     if all(a is b for a, b in zip(found, graph.ops, strict=False)):
         return partitioned
@@ -152,7 +157,12 @@ class _Invariants:
 
 
 def _rearranged(
-    body: Sequence[Op], loop: Op, invariants: _Invariants, builder: ProgramBuilder, sent: dict[int, Communication]
+    body: Sequence[Op],
+    loop: Op,
+    invariants: _Invariants,
+    builder: ProgramBuilder,
+    sent: dict[int, Communication],
+    copied_from: dict[int, int],
 ) -> list[Op]:
     """The ops of a loop's body with those that move in front. Layout changes that others read too are made in both places."""
     moved = set(invariants.moved)
@@ -165,6 +175,7 @@ def _rearranged(
             again.append(op)
             read.update(op.inputs)
     twice = {v: builder.like(v) for op in again for v in op.outputs}
+    copied_from.update((new, copied_from.get(v, v)) for v, new in twice.items())
     front = []
     for i in sorted(moved):
         op = _outside(body[i], loop)

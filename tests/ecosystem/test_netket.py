@@ -2,7 +2,8 @@
 
 import os
 
-os.environ.setdefault("NETKET_ENABLE_X64", "0")  # it would switch double precision on for every test
+# It would switch double precision on, and set a global mesh, for every test.
+os.environ.update(NETKET_ENABLE_X64="0", NETKET_EXPERIMENTAL_SHARDING="0")
 
 import jax
 import netket as nk

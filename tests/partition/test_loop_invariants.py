@@ -26,6 +26,17 @@ def nested(x, w):
     return jax.lax.fori_loop(0, 5, outer, x)
 
 
+def nested_with_reshapes(x, w):
+    """The inner loop reads a reshape both hoisted with what it leads to and in its body; the outer loop looks at both."""
+
+    def inner(i, h):
+        rows = jnp.reshape(w, (8, 8, 64))
+        repeated = jnp.broadcast_to(jnp.exp(rows).sum(1, keepdims=True), (8, 8, 64)).reshape(64, 64)
+        return jnp.tanh(h @ repeated) + rows.reshape(64, 64) * h
+
+    return jax.lax.fori_loop(0, 4, lambda j, h: jax.lax.fori_loop(0, 3, inner, h * 1.5), x)
+
+
 def branched(x, w):
     def body(i, h):
         return jax.lax.cond(i % 2 == 0, lambda: h @ jnp.exp(w), lambda: h + jnp.sin(w))
@@ -47,6 +58,7 @@ BODIES = {
     "recomputed": looped(jax.checkpoint(lambda h, w: jnp.tanh(h @ jnp.exp(w)))),
     "once": looped(lambda h, w: jnp.tanh(h @ jnp.exp(w)), 1),
     "nested": nested,
+    "nested, reshapes": nested_with_reshapes,
     "branched": branched,
     "scanned": scanned,
 }
