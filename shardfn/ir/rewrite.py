@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import tree_util
 from jax.extend import core, source_info_util
 
@@ -220,10 +221,24 @@ def _open_while(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> l
     a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     condition = _function(p["cond_jaxpr"], how, number)
     body = _function(p["body_jaxpr"], how, number + _size(p["cond_jaxpr"].jaxpr))
-    return list(
-        jax.lax.while_loop(
-            lambda c: condition(*inputs[:a], *c)[0], lambda c: tuple(body(*inputs[a:b], *c)), tuple(inputs[b:])
-        )
+    is_batched = bool(p["cond_jaxpr"].out_avals[0].shape)
+
+    def goes_on(carry: Any) -> Any:
+        return condition(*inputs[:a], *carry)[0]
+
+    def step(carry: Any) -> Any:
+        new = tuple(body(*inputs[a:b], *carry))
+        return _where_each(goes_on(carry), new, carry) if is_batched else new
+
+    any_goes_on = (lambda carry: goes_on(carry).any()) if is_batched else goes_on
+    return list(jax.lax.while_loop(any_goes_on, step, tuple(inputs[b:])))
+
+
+def _where_each(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> tuple[Any, ...]:
+    """The new values of the loops of a batch that go on, and the old values of the others, as JAX lowers `vmap` of a loop."""
+    return tuple(
+        jnp.where(jnp.reshape(goes_on, goes_on.shape + (1,) * (x.ndim - goes_on.ndim)), x, y)
+        for x, y in zip(new, old, strict=True)
     )
 
 

@@ -101,8 +101,10 @@ def read_layout(source: Any) -> LayoutFile:
         rows = strategy_rows(data) if is_binary and len(data) <= MAX_BYTES else None
         text = "" if is_binary else data.decode("utf-8")
     except (OSError, ValueError) as error:
-        close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else _files_in(path)
-        why = "it is a folder" if isinstance(error, IsADirectoryError) else str(error)
+        is_folder = isinstance(error, IsADirectoryError)
+        close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""
+        close = _files_in(path) if is_folder else close
+        why = "it is a folder" if is_folder else str(error)
         fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
              why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why,
              fix=close or "give the path of a layout file, or the name of a recipe: " + _some_recipes())  # fmt: skip

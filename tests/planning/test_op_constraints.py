@@ -209,3 +209,19 @@ def test_a_function_that_traces_to_another_program_is_refused():
     jax.clear_caches()  # else JAX does not trace it anew
     with pytest.raises(shardfn.ShardError, match="does not trace to the same program twice"):
         sharded(X, W1, W2)
+
+
+def test_constraints_beside_a_vmapped_loop_leave_its_values():
+    """`vmap` of a loop whose condition is batched: the loop goes on while any of the batch does."""
+
+    def one(limit, x, w):
+        return jax.lax.while_loop(lambda c: c[0] < limit, lambda c: (c[0] + 1, jnp.tanh(w @ c[1])), (0, x))[1]
+
+    def batch(limits, x, w):
+        return jax.vmap(one, (0, 0, None))(limits, jnp.sin(x) @ w, w) @ w.T
+
+    limits = jnp.array([0, 1, 5, 2, 3, 0, 4, 1])
+    x, w = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 16)) / 4
+    sharded = shardfn.shard(batch, (shardfn.AUTO, (2, 4), (4, 2)), level="communication")
+    assert sharded.plan(limits, x, w).constraints
+    np.testing.assert_allclose(sharded(limits, x, w), batch(limits, x, w), rtol=1e-5, atol=1e-6)
