@@ -32,6 +32,6 @@ def statistics():
 ROWS = {"inverted pendulum": step("inverted_pendulum"), "running statistics": statistics}
 
 
-@table(ROWS)
-def test_brax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_brax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

@@ -30,6 +30,6 @@ def changed():
 ROWS = {"dataclass": dataclass, "replace": changed}
 
 
-@table(ROWS)
-def test_chex_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_chex_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

@@ -22,6 +22,6 @@ def product():
 ROWS = {"spherical harmonics": harmonics, "tensor product": product}
 
 
-@table(ROWS)
-def test_e3nn_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_e3nn_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

@@ -77,6 +77,6 @@ ROWS = {
 }
 
 
-@table(ROWS)
-def test_equinox_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_equinox_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

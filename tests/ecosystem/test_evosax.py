@@ -27,6 +27,6 @@ def generation(make):
 ROWS = {"CMA-ES": generation(CMA_ES), "OpenAI-ES": generation(Open_ES)}
 
 
-@table(ROWS)
-def test_evosax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_evosax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

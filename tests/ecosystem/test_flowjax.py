@@ -18,6 +18,6 @@ def density(make):
 ROWS = {"coupling flow": density(coupling_flow), "masked autoregressive flow": density(masked_autoregressive_flow)}
 
 
-@table(ROWS)
-def test_flowjax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_flowjax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

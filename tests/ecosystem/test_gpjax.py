@@ -17,6 +17,6 @@ def objective():
 ROWS = {"marginal log likelihood": objective}
 
 
-@table(ROWS)
-def test_gpjax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_gpjax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

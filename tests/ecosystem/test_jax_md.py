@@ -29,6 +29,6 @@ def steps():
 ROWS = {"Lennard-Jones energy": lennard_jones, "soft sphere forces": soft_forces, "NVE steps": steps}
 
 
-@table(ROWS)
-def test_jax_md_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_jax_md_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

@@ -26,6 +26,6 @@ def episode(name, steps=3):
 ROWS = {"Game2048": episode("Game2048-v1"), "Snake": episode("Snake-v1")}
 
 
-@table(ROWS)
-def test_jumanji_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_jumanji_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

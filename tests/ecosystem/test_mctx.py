@@ -31,6 +31,6 @@ def search(policy):
 ROWS = {"MuZero": search(mctx.muzero_policy), "Gumbel MuZero": search(mctx.gumbel_muzero_policy)}
 
 
-@table(ROWS)
-def test_mctx_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_mctx_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

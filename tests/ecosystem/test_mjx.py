@@ -27,6 +27,6 @@ def step():
 ROWS = {"step": step}
 
 
-@table(ROWS)
-def test_mjx_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_mjx_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

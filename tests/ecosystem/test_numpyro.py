@@ -52,6 +52,6 @@ def mixture():
 ROWS = {"log_density": density, "SVI update": elbo, "NUTS": hamiltonian, "mixture log_prob": mixture}
 
 
-@table(ROWS)
-def test_numpyro_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_numpyro_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

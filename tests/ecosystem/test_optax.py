@@ -50,6 +50,6 @@ ROWS = {
 }  # fmt: skip
 
 
-@table(ROWS)
-def test_optax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_optax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

@@ -24,6 +24,6 @@ def moves(name, steps=3):
 ROWS = {"connect four": moves("connect_four"), "2048": moves("2048")}
 
 
-@table(ROWS)
-def test_pgx_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_pgx_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

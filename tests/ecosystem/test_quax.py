@@ -19,6 +19,6 @@ def low_rank():
 ROWS = {"LoRA": low_rank}
 
 
-@table(ROWS)
-def test_quax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_quax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

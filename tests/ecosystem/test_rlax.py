@@ -22,6 +22,6 @@ ROWS = {
 }  # fmt: skip
 
 
-@table(ROWS)
-def test_rlax_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_rlax_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

@@ -28,6 +28,6 @@ def inverse():
 ROWS = {"forward": forward, "inverse": inverse}
 
 
-@table(ROWS)
-def test_s2fft_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_s2fft_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)

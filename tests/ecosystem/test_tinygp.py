@@ -30,6 +30,6 @@ def quasiseparable():
 ROWS = {"log_probability": density, "condition": conditioned, "quasiseparable": quasiseparable}
 
 
-@table(ROWS)
-def test_tinygp_function_under_layout_equals_unsharded(make, layout):
-    check(make, layout)
+@table(__name__, ROWS)
+def test_tinygp_function_under_layout_equals_unsharded(make, layout, known):
+    check(make, layout, known)
