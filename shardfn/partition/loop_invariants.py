@@ -82,7 +82,7 @@ class _Invariants:
     def __init__(self, graph: Graph, body: Sequence[Op], loop: Op, platform: str, size_of: Callable[[int], int]):
         self.body, self.loop, self.size_of = body, loop, size_of
         self.maker = {v: i for i, op in enumerate(body) for v in op.outputs}
-        self.varying = {seen for _, seen, _, _ in loop.carries}.union(self.maker)
+        self.carried = {seen for _, seen, _, _ in loop.carries} - self.maker.keys()
         self.computed = graph.computed
         self.moved: list[int] = []
         if self.has_invariants():
@@ -94,12 +94,14 @@ class _Invariants:
         """Whether the body reads an array that the loop does not change; XLA looks no further otherwise."""
         if any(op.name == "shard_map" for op in self.body):  # what goes into it cannot be followed
             return False
-        return any(v in self.computed and v not in self.varying for op in self.body for v in op.inputs)
+        return any(
+            v in self.computed and v not in self.carried and v not in self.maker for op in self.body for v in op.inputs
+        )
 
     def region(self) -> int:
         """The number of the body, which branches and inner loops in it do not have."""
-        back = (self.maker.get(v, -1) for v in self.loop.inputs[len(self.loop.seen) :])
-        forms = (self.body[i].form for i in back if i >= 0)
+        back = self.loop.inputs[len(self.loop.seen) :]
+        forms = (self.body[self.maker[v]].form for v in back if v in self.maker)
         return next((form[1] for form in forms if form), -1)
 
     def worth_moving(self, region: int, may_grow: bool) -> list[int]:
@@ -121,17 +123,14 @@ class _Invariants:
                 or op.form[1] != region
             ):
                 continue
-            makers = [self.maker.get(v, -1) if v in self.varying else -2 for v in op.inputs]
-            if any(at == -1 or (at >= 0 and at not in read) for at in makers):
+            before = {self.maker[v] for v in op.inputs if v in self.maker}
+            if not self.carried.isdisjoint(op.inputs) or not before <= read.keys():
                 continue
             read[i] = sum(
-                {
-                    v: read[at] if at >= 0 else self.outer_size(v) for v, at in zip(op.inputs, makers, strict=True)
-                }.values()
+                read[self.maker[v]] if v in self.maker else self.outer_size(v) for v in dict.fromkeys(op.inputs)
             )
             size = sum(map(self.size_of, op.outputs))
-            is_legal = all(at < 0 or at in legal for at in makers)
-            if is_legal and (may_grow or size <= sum(map(self.size_of, op.inputs))):
+            if before <= legal and (may_grow or size <= sum(map(self.size_of, op.inputs))):
                 legal.add(i)
                 if op.name not in HOISTED_ALONG:
                     worth.append(i)
@@ -150,8 +149,8 @@ class _Invariants:
             at = stack.pop()
             yield at
             for v in self.body[at].inputs:
-                before = self.maker.get(v, -1)
-                if before >= 0 and before not in met:
+                before = self.maker.get(v)
+                if before is not None and before not in met:
                     met.add(before)
                     stack.append(before)
 
