@@ -13,7 +13,7 @@ from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
-from shardfn.planning.entries_followed import entries_note
+from shardfn.planning.entries_note import entries_note
 from shardfn.planning.fingerprint import change_since
 from shardfn.planning.op_constraints import match_file_constraints
 from shardfn.planning.plan import Plan

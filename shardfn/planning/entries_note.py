@@ -1,4 +1,4 @@
-"""What a plan does inside the function beside the user's entries: what a search would save, or what it does otherwise."""
+"""The headline's line `entries`: what a plan does inside otherwise than the entries say, or what a search would save."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from shardfn.search import sharding_propagation
 from shardfn.search.problem import Answer, SearchProblem
 from shardfn.search.styles import STYLES
 from shardfn.units import bytes_text, flops_text
-
-NOTABLE = 0.01
-"""The relative difference from which on a figure is named."""
 
 FOLLOWED = 'search_mode="sharding_propagation"'
 """The option that follows the entries as they are written."""
@@ -91,13 +88,12 @@ def _compared(one: Cost, other: Cost, level: int) -> str:
 
 def _percent(what: str, one: float, other: float) -> str:
     """
-    >>> _percent("time", 3.0, 4.0), _percent("time", 6.0, 4.0), _percent("time", 4.0, 4.0)
+    >>> _percent("time", 3.0, 4.0), _percent("time", 6.0, 4.0), _percent("time", 4.0, 4.001)
     ('25% less time', '50% more time', '')
     """
     if not other:
         return f"{bytes_text(one)} more" if one and what == "bytes sent" else ""
     change = one / other - 1
-    if abs(change) < NOTABLE:
-        return ""
+    text = f"{abs(change):.0%}"
     words = ("fewer", "more") if what == "bytes sent" else ("less", "more")
-    return f"{abs(change):.0%} {words[change > 0]} {what}"
+    return f"{text} {words[change > 0]} {what}" if text != "0%" else ""
