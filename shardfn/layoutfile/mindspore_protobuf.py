@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardfn.layoutfile.wire_format import Bytes, Span, fields, integers, message, text
+from shardfn.layoutfile.protobuf import Bytes, Span, fields, integers, message, text
 
 FIRST_BYTE = 0x08
 """The first field, `current_stage`, begins with it. No text does."""

@@ -18,7 +18,7 @@ import numpy as np
 from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.safetensors_files import FileTensor, read_tensors
 from shardfn.errors import CheckpointFileError, fail
-from shardfn.layoutfile.wire_format import Span, fields, integers, text
+from shardfn.layoutfile.protobuf import Span, fields, integers, text
 
 SUFFIX = ".ckpt"
 MAGIC = (0x7F3A5ED8, 0x7F3A5ED9, 0x7F3A5EDA)

@@ -11,7 +11,7 @@ import shardfn
 import shardfn.mindspore as ms
 from shardfn.errors import CheckpointFileError
 from shardfn.layoutfile.mindspore_protobuf import strategy_bytes, strategy_rows
-from shardfn.layoutfile.wire_format import fields, integers, message
+from shardfn.layoutfile.protobuf import fields, integers, message
 from shardfn.mindspore.ckpt_files import tensors_of
 
 TYPES = {"float32": "Float32", "bfloat16": "BFloat16", "int8": "Int8", "bool": "Bool", "int64": "Int64"}
