@@ -31,21 +31,22 @@ Groups = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """What a style shards: `beside` the batch over batch axes, and parameters over tensor axes."""
+    """What a style shards over batch axes: the batch, and the arrays of `also_sharded`. Over tensor axes: parameters."""
 
     kind: tuple[str, ...]
     """Its parts, as `Plan.kind` names them."""
     has_batch: bool = True
-    beside: tuple[ArgumentSharding, ...] = ()
+    also_sharded: tuple[ArgumentSharding, ...] = ()
+    """The alternatives to try; empty shards the batch alone."""
     has_tensor: bool = False
 
 
 STYLES = {
     "data_parallel": Style(("data parallel",)),
-    "zero1": Style(("ZeRO-1",), beside=(ArgumentSharding.STATE,)),
-    "fsdp": Style(("FSDP",), beside=(ArgumentSharding.ALL, ArgumentSharding.SIZEABLE)),
+    "zero1": Style(("ZeRO-1",), also_sharded=(ArgumentSharding.STATE,)),
+    "fsdp": Style(("FSDP",), also_sharded=(ArgumentSharding.ALL, ArgumentSharding.SIZEABLE)),
     "tensor_parallel": Style(("tensor parallel",), has_batch=False, has_tensor=True),
-    "fsdp_tensor_parallel": Style(("FSDP", "tensor parallel"), beside=(ArgumentSharding.ALL,), has_tensor=True),
+    "fsdp_tensor_parallel": Style(("FSDP", "tensor parallel"), also_sharded=(ArgumentSharding.ALL,), has_tensor=True),
 }
 """By the word that asks for it."""
 
@@ -125,7 +126,7 @@ def _check(style: str, problem: SearchProblem, batch: Groups) -> None:
         fail(StrategyError, f"style {style!r} shards a batch, and no argument has one", where=f"style = {style!r}",
              why="a batch is dimension 0 of an argument that is no parameter",
              fix='use style="tensor_parallel", or give entries')  # fmt: skip
-    if STYLES[style].beside == (ArgumentSharding.STATE,) and not any(is_optimizer_state(problem)):
+    if STYLES[style].also_sharded == (ArgumentSharding.STATE,) and not any(is_optimizer_state(problem)):
         fail(StrategyError, f"style {style!r} shards optimizer state, and the function has none", where=f"style = {style!r}",
              why="optimizer state comes back as a result, and only elementwise operations read it",
              fix='use style="data_parallel" or style="fsdp"')  # fmt: skip
@@ -218,8 +219,8 @@ def _candidates(
     by_group = dict.fromkeys(batch, roles.batch) | dict.fromkeys(tensor, roles.tensor)
     constraints = product_constraints(problem, roles.axes, by_group)
     sizes = dict(roles.axes)
-    for beside in wanted.beside or (None,):
-        specs = argument_specs(problem, roles.axes, by_group, beside, roles.batch if beside else ())
+    for also in wanted.also_sharded or (None,):
+        specs = argument_specs(problem, roles.axes, by_group, also, roles.batch if also else ())
         of_batch = [
             i for i, groups in enumerate(problem.groups) if problem.specs[i] is None and set(groups) & set(batch)
         ]
@@ -228,7 +229,7 @@ def _candidates(
         if of_batch and not used >= set(roles.batch):
             continue
         parts = [f"batch sharded {math.prod(sizes[a] for a in roles.batch)} ways"] if roles.batch else []
-        parts += [f"{beside.value} too"] if beside else []
+        parts += [f"{also.value} too"] if also else []
         parts += [
             f"{group_name(problem, g)} sharded {math.prod(sizes[a] for a in roles.tensor)} ways" for g in tensor[:2]
         ]
