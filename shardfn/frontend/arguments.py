@@ -11,7 +11,7 @@ from jax import tree_util
 
 from shardfn.errors import Problem, a
 from shardfn.frontend.ambient_mesh import AmbientMesh, ambient_mesh, explicit_specs, typed_shape
-from shardfn.frontend.closed_over import Lifted
+from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.paths import array_paths
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.trace import shaped
@@ -96,7 +96,7 @@ class Call:
     stateful: bool
     returns_changes: bool = False
     """Whether the compiled function returns, beside its result, the arrays of the callee's objects that the call changed."""
-    lifted: Lifted | None = None
+    closed_over: ClosedOverArguments | None = None
     """The arrays that the function closes over, where they are part of the state."""
     ambient: AmbientMesh | None = None
     """The mesh around the call."""
@@ -147,20 +147,20 @@ class Call:
         rows = zip((*("",) * self.stateful, *self.names), self.dynamic, strict=True)
         return [path for name, value in rows for path in array_paths(name, value)]
 
-    def with_lifted(self, lifted: Lifted) -> Call:
+    def with_closed_over(self, closed_over: ClosedOverArguments) -> Call:
         """The call with the arrays that the function closes over in its state."""
         state = self.values[0] if self.stateful else {}
-        values = [{**state, **lifted.arrays}, *self.values[self.stateful :]]
-        return dataclasses.replace(self, values=values, stateful=True, lifted=lifted).in_place()
+        values = [{**state, **closed_over.arrays}, *self.values[self.stateful :]]
+        return dataclasses.replace(self, values=values, stateful=True, closed_over=closed_over).in_place()
 
-    def without_lifted(self) -> Call:
+    def without_closed_over(self) -> Call:
         """The call without the arrays that the function closes over."""
-        if self.lifted is None:
+        if self.closed_over is None:
             return self
-        state = {path: a for path, a in self.values[0].items() if path not in self.lifted.arrays}
-        values = [*[state] * self.lifted.is_stateful, *self.values[1:]]
-        stateful = self.lifted.is_stateful
-        return dataclasses.replace(self, values=values, stateful=stateful, lifted=None).in_place()
+        state = {path: a for path, a in self.values[0].items() if path not in self.closed_over.arrays}
+        values = [*[state] * self.closed_over.is_stateful, *self.values[1:]]
+        stateful = self.closed_over.is_stateful
+        return dataclasses.replace(self, values=values, stateful=stateful, closed_over=None).in_place()
 
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""

@@ -25,11 +25,11 @@ OPTIONS = ("constant", "argument")
 """What becomes of arrays that a function closes over."""
 
 PREFIX = "closed_over"
-"""The first part of the path of an array that is lifted to an argument."""
+"""The first part of the path of such an array as an argument."""
 
 
 def option_for(pattern: str, paths: Sequence[str]) -> str:
-    """The fix for a path or glob of a lifted array in a call that lifts none; "" for any other.
+    """The fix for a path or glob of an array that a function closes over, in a call without such arguments; "" for any other.
 
     >>> option_for("closed_over/table", ["x"])
     'pass closed_over="argument", which makes arguments of the arrays that the function closes over'
@@ -53,8 +53,8 @@ class ClosedOverArray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lifted:
-    """A traced call whose constants are arguments."""
+class ClosedOverArguments:
+    """The arrays that a traced call closes over, as arguments of it."""
 
     jaxpr: Any
     result: Any
@@ -78,15 +78,15 @@ class Lifted:
 
         return tree_util.tree_unflatten(self.result, evaluate_with_constants(self.jaxpr, constant, leaves))
 
-    def placed(self, targets: dict[str, Any]) -> Lifted:
+    def placed(self, targets: dict[str, Any]) -> ClosedOverArguments:
         """The same with its constants in the shardings of a plan, by path."""
         return dataclasses.replace(
             self, arrays={path: jax.device_put(a, targets[path]) for path, a in self.arrays.items()}
         )
 
 
-def lift(traced: Any, function: Callable[..., Any], is_stateful: bool) -> Lifted:
-    """The constants of a traced call as arguments. Values of a transformation around the call stay what they are.
+def as_arguments(traced: Any, function: Callable[..., Any], is_stateful: bool) -> ClosedOverArguments:
+    """The arrays that a traced call closes over, as arguments. Values of a transformation around the call stay what they are.
 
     Args:
       traced: from `jax.jit(...).trace(...)`.
@@ -98,7 +98,7 @@ def lift(traced: Any, function: Callable[..., Any], is_stateful: bool) -> Lifted
     paths = {identity(c): path for path, c in named.items()}
     result = tree_util.tree_structure(traced.out_info)
     arrays = {path: c if isinstance(c, jax.Array) else np.asarray(c) for path, c in named.items()}
-    return Lifted(traced.jaxpr, result, arrays, paths, is_stateful)
+    return ClosedOverArguments(traced.jaxpr, result, arrays, paths, is_stateful)
 
 
 def closed_over(jaxpr: Any, function: Callable[..., Any] | None) -> tuple[ClosedOverArray, ...]:

@@ -367,7 +367,7 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
         problems.append(Problem(f"the entry of {label} is a list" if isinstance(entry, list) else what,
                                 f"{where} = {short(entry)}, {_array_text(tree)}",
                                 "the entry of an array is a flat tuple of ints, in which AUTO leaves a dimension to the search",
-                                f"write {where} = {explained(code or repr(_flat_ints(entry, tree)))}",
+                                f"write {where} = {code_in_fix(code or repr(_flat_ints(entry, tree)))}",
                                 is_type=True))  # fmt: skip
         return [(AUTO, where)]
     mine, theirs = dict(_children(tree)), dict(_children(entry))
@@ -409,10 +409,10 @@ def _fix_structure(tree: Any, mine: dict[str, Any], theirs: dict[str, Any], wher
     return f"give every key an entry, AUTO leaves it open: {where} = {short(entries)}"
 
 
-def explained(code: str) -> str:
+def code_in_fix(code: str) -> str:
     """The code of an entry in a fix, with what a reader may not know of it.
 
-    >>> explained("P('dp')"), explained("AUTO"), explained("(4, 1)")
+    >>> code_in_fix("P('dp')"), code_in_fix("AUTO"), code_in_fix("(4, 1)")
     ("P('dp'), a jax.sharding.PartitionSpec on the mesh of device=", 'AUTO, of shardfn, without quotes', '(4, 1)')
     """
     if code.startswith("P("):

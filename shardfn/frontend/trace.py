@@ -79,12 +79,12 @@ def trace(
     if any(isinstance(c, Tracer) for c in jaxpr.consts):
         open_ = jaxpr.jaxpr
 
-        def lifted(consts: list[Any], flat: list[Any]) -> list[Any]:
+        def with_constants(consts: list[Any], flat: list[Any]) -> list[Any]:
             return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(open_, consts))(*flat)
 
         shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in jaxpr.consts]
         flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
-        traced = jax.jit(lifted, keep_unused=True).trace(shapes, flat)
+        traced = jax.jit(with_constants, keep_unused=True).trace(shapes, flat)
     try:
         lowered = traced.lower(lowering_platforms=(platform,))
     except ValueError:

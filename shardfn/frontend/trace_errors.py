@@ -14,7 +14,7 @@ from shardfn.frontend.strategy import fix_of_numbers, is_of_numbers, short
 
 
 @contextlib.contextmanager
-def explained(call: Call) -> Iterator[None]:
+def explained_by_arguments(call: Call) -> Iterator[None]:
     """A block that traces a call; a type error that an argument explains becomes one that names it.
 
     Raises:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.errors import Problem, a
 from shardfn.frontend.meant_entries import meant
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, count, explained, fitting, has_open_dims
+from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, code_in_fix, count, fitting, has_open_dims
 from shardfn.partition.resharding import divisors
 
 
@@ -73,7 +73,7 @@ def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
             fitting([strategy] if type(strategy) is int else [], leaf.shape),
             meant(strategy, len(leaf.shape)),
         )
-        fix = f"write {leaf.where} = {explained(code)}" if code else ""
+        fix = f"write {leaf.where} = {code_in_fix(code)}" if code else ""
         yield Problem(f"the entry of {leaf.label} is {a(strategy)}", leaf.source, ENTRY_KINDS,
                       fix or f"write one int for each dimension, such as {likely}", is_type=True)  # fmt: skip
         return
@@ -129,7 +129,7 @@ def _fix_ways(leaf: Leaf, ways: Any) -> str:
     if "AUTO" in code:
         return f"write AUTO without quotes: {leaf.where} = {code}"
     is_named = code.startswith("P(")
-    return f"write {leaf.where} = {explained(code)}" if is_named else f"write {_positive_int(ways)} there"
+    return f"write {leaf.where} = {code_in_fix(code)}" if is_named else f"write {_positive_int(ways)} there"
 
 
 def _positive_int(ways: Any) -> str:

@@ -19,11 +19,11 @@ from shardfn.frontend import nnx_objects
 from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, inside, without_types
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
-from shardfn.frontend.closed_over import Lifted, lift
+from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, trace
-from shardfn.frontend.trace_errors import explained
+from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
 from shardfn.planning.inner_entries import constrain_inner
 from shardfn.planning.layout_rules import LayoutRule
@@ -86,7 +86,7 @@ class CallFunction:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
         mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
         unplaced = dataclasses.replace(self, inner=dict.fromkeys(self.inner))
-        with explained(self.call), without_types(self.ambient, self.callee.name):
+        with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):
             return trace(unplaced.on(mesh), self.call.values, self.call.statics, platform, self.callee.function)
 
 
@@ -105,8 +105,8 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     def pure(*flat: Any) -> Any:
         if signature(flat, statics) != expected or has_types(flat):
             raise OtherCall
-        if call.lifted is not None:
-            return call.lifted.evaluate([value for i, value in enumerate(flat) if i not in statics])
+        if call.closed_over is not None:
+            return call.closed_over.evaluate([value for i, value in enumerate(flat) if i not in statics])
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
         names = (slot.name for slot in slots)
         given = {
@@ -134,13 +134,13 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     return pure
 
 
-def lifted_call(callee: Callee, call: Call) -> Lifted:
+def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
     """The arrays that a function closes over in a call, with the function's trace, which takes them as arguments."""
     shapes = call.of_shapes()
     function = pure_function(callee.frozen(shapes), shapes)
-    with explained(shapes), without_types(call.ambient, callee.name):
+    with explained_by_arguments(shapes), without_types(call.ambient, callee.name):
         traced = jax.jit(function, static_argnums=call.statics, keep_unused=True).trace(*shapes.values)
-    return lift(traced, callee.function, call.stateful)
+    return as_arguments(traced, callee.function, call.stateful)
 
 
 def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:

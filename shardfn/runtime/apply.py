@@ -20,7 +20,7 @@ from shardfn.frontend.ambient_mesh import AmbientMesh
 from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
 from shardfn.frontend.static_leaves import hide_static, restore_static
-from shardfn.planning.call_function import CallFunction, OtherCall, lifted_call, pure_function
+from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.inner_entries import scoped
 from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
@@ -136,9 +136,9 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     planned = posed.function
     callee = dataclasses.replace(describe(fn), objects=planned.callee.objects)
     call, arrays = planned.call, callee.read()
-    if call.lifted is not None:
-        lifted = lifted_call(callee, call.without_lifted())
-        call, arrays = dataclasses.replace(call, lifted=lifted), {**arrays, **lifted.arrays}
+    if call.closed_over is not None:
+        own = closed_over_arguments(callee, call.without_closed_over())
+        call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.arrays}
     function = dataclasses.replace(planned, pure=scoped(pure_function(callee.frozen(call), call), posed.hardware))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",

@@ -25,14 +25,14 @@ from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
-from shardfn.frontend.closed_over import Lifted
+from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
-from shardfn.planning.call_function import OtherCall, lifted_call, pure_function
+from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.inner_entries import outer_hardware
 from shardfn.planning.plan import Plan
@@ -62,7 +62,7 @@ class ShardedFunction(Generic[P, R]):
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
         self._entries: dict[Any, Entry] = {}
-        self._lifted: dict[Any, Lifted] = {}
+        self._closed_over: dict[Any, ClosedOverArguments] = {}
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
         self._fast_context: Any = None
@@ -249,7 +249,7 @@ class ShardedFunction(Generic[P, R]):
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function."""
         self._entries.clear()
-        self._lifted.clear()
+        self._closed_over.clear()
         self._fast, self._fast_defaults = _no_fast_path, None
 
     # ---- inside
@@ -290,7 +290,7 @@ class ShardedFunction(Generic[P, R]):
                  where=f"device = {self.options.device!r}",
                  why="a target is only planned for, and not run on" + (", whatever devices are here" if instead else ""),
                  fix=f"use .plan(...) or .explain(...); to run, {instead or 'give a device of this machine'}")  # fmt: skip
-        if call.lifted is not None:
+        if call.closed_over is not None:
             call = self._placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -375,22 +375,22 @@ class ShardedFunction(Generic[P, R]):
     def _with_closed_over(self, callee: Callee, call: Call) -> Call:
         """The call with the arrays that the function closes over among its values; a call of a new kind is traced."""
         key = _key(callee, call)
-        lifted = self._lifted.get(key)
-        if lifted is None:
-            while len(self._lifted) >= MAX_ENTRIES:
-                self._lifted.pop(next(iter(self._lifted)), None)
-            lifted = self._lifted[key] = lifted_call(callee, call)
-        return call.with_lifted(lifted) if lifted.arrays else call
+        found = self._closed_over.get(key)
+        if found is None:
+            while len(self._closed_over) >= MAX_ENTRIES:
+                self._closed_over.pop(next(iter(self._closed_over)), None)
+            found = self._closed_over[key] = closed_over_arguments(callee, call)
+        return call.with_closed_over(found) if found.arrays else call
 
     def _placed(self, callee: Callee, call: Call, entry: Entry) -> Call:
         """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
-        assert call.lifted is not None
+        assert call.closed_over is not None
         targets = dict(zip((d.path for d in entry.plan.inputs), entry.targets, strict=True))
-        if all(getattr(a, "sharding", None) == targets[path] for path, a in call.lifted.arrays.items()):
+        if all(getattr(a, "sharding", None) == targets[path] for path, a in call.closed_over.arrays.items()):
             return call
-        own = call.without_lifted()
-        lifted = self._lifted[_key(callee, own)] = call.lifted.placed(targets)
-        return own.with_lifted(lifted)
+        own = call.without_closed_over()
+        found = self._closed_over[_key(callee, own)] = call.closed_over.placed(targets)
+        return own.with_closed_over(found)
 
     def _entry(self, callee: Callee, call: Call) -> Entry:
         """The entry of a call, made if it is the first of its kind."""

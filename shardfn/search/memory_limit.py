@@ -153,8 +153,8 @@ def remedies(problem: SearchProblem, memory: MemoryEstimate) -> str:
     updated = {*problem.same_as.values()}
     donate = ["donate_argnums for updated arguments"] if updated - problem.donated else []
     keeps = ["jax.checkpoint for what the backward pass keeps"] if updated else []
-    lift = ['closed_over="argument" to shard what the function closes over'] if memory.constants else []
-    return ", ".join(["use more devices", "a smaller batch", *donate, *keeps, *lift]) + ","
+    shards = ['closed_over="argument" to shard what the function closes over'] if memory.constants else []
+    return ", ".join(["use more devices", "a smaller batch", *donate, *keeps, *shards]) + ","
 
 
 def _peak(problem: SearchProblem, answer: Answer) -> int:

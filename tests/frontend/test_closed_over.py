@@ -1,4 +1,4 @@
-"""Arrays that a function closes over: counted, listed, and lifted to arguments on demand."""
+"""Arrays that a function closes over: counted, listed, and arguments on demand."""
 
 from __future__ import annotations
 
