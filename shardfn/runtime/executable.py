@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.compiled import candidates
 from shardfn.compiled.executable import Compiled
+from shardfn.compiled.log_capture import compile_logged
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
 from shardfn.frontend.arguments import Call
@@ -65,6 +66,8 @@ class Entry:
     """Whether arguments or results have leaves that are no arrays (`frontend.static_leaves`)."""
     is_compiled: bool = False
     """Whether XLA is known to compile the plan."""
+    logged: tuple[str, ...] = ()
+    """Diagnostics that XLA logged when it compiled the plan."""
     in_types: tuple[Spec | None, ...] = ()
     """`Call.types` of arguments as planned."""
 
@@ -150,7 +153,9 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
     for name, answer in itertools.chain([("the plan", answered.answer)], alternatives(answered)):
         try:
             found = Entry.of(plan_fixed_answer(answered.posed, answer)) if left_out else entry
-            found.jitted.lower(*values(found)).compile()
+            lowered = found.jitted.lower(*values(found))
+            expected = any(c.is_last_resort for c in found.plan.partitioned.communications)
+            logged = tuple(compile_logged(lowered, wanted=expected)[1])
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
             if isinstance(error, StrategyError) and not left_out:  # the function does not trace as it was planned
                 raise
@@ -163,7 +168,9 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
                 f"{f' ({first.where})' * bool(first.where)}; its next candidate takes the place: {name}, mesh {mesh}"
             )
             found = dataclasses.replace(found, plan=with_notes(found.plan, *map(str, left_out)))
-        return dataclasses.replace(found, is_compiled=True)
+        if logged and not any("full rematerialisation" in note for note in found.plan.diagnostics):
+            found = dataclasses.replace(found, plan=with_notes(found.plan, *logged))
+        return dataclasses.replace(found, is_compiled=True, logged=logged)
     candidates.none_compiles(entry.plan.function, left_out, is_asked=False)
 
 

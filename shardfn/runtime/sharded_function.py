@@ -187,6 +187,8 @@ class ShardedFunction(Generic[P, R]):
         if compiled:
             entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
         found = read(self._lower(entry, call).compile()) if compiled else None
+        if found is not None:
+            found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
         return in_detail(make_report(entry.plan, found, self._transfers(entry, call)), detail)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -309,7 +311,7 @@ class ShardedFunction(Generic[P, R]):
                 entry = self._compiled(
                     callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
                 )
-                arrays = own if entry.plan is first.plan else _arrays(call, entry, leaves, treedef)
+                arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
             # Of a first state; the next lies as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)

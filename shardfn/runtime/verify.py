@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.compiled.candidates import none_compiles, refused
 from shardfn.compiled.executable import Compiled, read
+from shardfn.compiled.log_capture import compile_logged
 from shardfn.compiled.targets import Target, devices, target
 from shardfn.compiled.xla_log import rematerialisations
 from shardfn.errors import DeviceError, StrategyError, fail
@@ -70,7 +71,9 @@ def compile_plan(plan: Plan, quick: bool = False) -> Compiled:
     if plan.hardware.is_here:
         with progress(f"compiling {plan.function}"), without_types(None, plan.function):
             options = QUICK if quick and plan.hardware.platform == "cpu" else None
-            return read(function.lower(*args).compile(options))
+            compiled, notes = compile_logged(function.lower(*args), options)
+            found = read(compiled)
+            return dataclasses.replace(found, diagnostics=(*found.diagnostics, *notes))
     where = target(plan.hardware)
     with progress(f"compiling {plan.function} for {plan.hardware.name}"):
         with without_types(None, plan.function):
