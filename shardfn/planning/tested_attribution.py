@@ -7,7 +7,6 @@ again without it.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
@@ -16,14 +15,11 @@ from shardfn.ir.model import Communication, Op, PartitionedProgram, Spec, axis_n
 from shardfn.planning.attribution import attribute
 from shardfn.planning.decisions import Constraint, Decision
 from shardfn.planning.plan import Plan
-from shardfn.planning.posed_call import AnsweredCall
 from shardfn.planning.propagation import memoized
 
 OPS_BUDGET = 12_000
-"""The work to test the causes of one plan, in ops of partitioned programs: one or two seconds."""
-
-LEAST_TESTS = 10
-"""Programs that the budget must allow. If it allows fewer, or is spent, the causes are those of `attribution`."""
+"""The work to test the causes of one plan, in ops of partitioned programs: one or two seconds. What it does not test has the
+causes of `attribution`."""
 
 T = TypeVar("T")
 
@@ -48,29 +44,14 @@ class Cause:
     constraints: tuple[Constraint, ...] = ()
 
 
-_known: weakref.WeakKeyDictionary[AnsweredCall, tuple[Cause, ...]] = weakref.WeakKeyDictionary()
-
-
 def causes(plan: Plan) -> tuple[Cause, ...]:
-    """The cause of each collective of a plan, in their order."""
-    answered = plan._answered
-    if answered is None:
-        return _causes(plan)
-    if answered not in _known:
-        _known[answered] = _causes(plan)
-    return _known[answered]
-
-
-def _causes(plan: Plan) -> tuple[Cause, ...]:
+    """The cause of each collective of a plan, in their order. In a pickled plan none is tested."""
     partitioned = plan.partitioned
-    sent = [c for c in partitioned.communications if communication_bytes(partitioned, c)]
-    if len(sent) != len(plan.collectives):
-        return tuple(Cause(_over(plan, {axis_name(a) for a in c.axes})) for c in plan.collectives)
+    sent = [c for c in partitioned.communications if communication_bytes(partitioned, c)]  # as `plan.collectives`
     together: dict[_Subject, list[int]] = {}  # the steps of one resharding, largest first
     for i in sorted(range(len(sent)), key=lambda i: -sent[i].trips * communication_bytes(partitioned, sent[i])):
         together.setdefault(_subject(partitioned, sent[i]), []).append(i)
-    is_tested = plan._answered is not None and LEAST_TESTS * len(partitioned.graph.ops) <= OPS_BUDGET
-    test = _Test(plan) if is_tested else None
+    test = _Test(plan) if plan._answered is not None else None
     likely_of = attribute(partitioned, len(plan.inputs), sent)
     number = {id(d): n for n, d in enumerate((*plan.inputs, *plan.outputs))}
     found: dict[int, Cause] = {}
@@ -102,7 +83,7 @@ class _Test:
     def __init__(self, plan: Plan):
         assert plan._answered is not None
         posed, self.answer = plan._answered.posed, plan._answered.answer
-        self.plan, self.left = plan, OPS_BUDGET
+        self.plan, self.tests_left = plan, OPS_BUDGET // max(1, len(plan.partitioned.graph.ops))
         self.given = posed.propagation.given
         self.partition = memoized(posed.propagation)
         self.indices = sorted(self.answer.constraints)  # in the order of `Plan.constraints`
@@ -138,7 +119,7 @@ class _Test:
         def needed(kept: Sequence[T], is_new: bool, rest: Sequence[T]) -> list[T]:
             if is_new and is_enough(kept):
                 return []
-            if len(rest) <= 1 or self.left <= 0:
+            if len(rest) <= 1 or not self.tests_left:
                 return list(rest)
             half = len(rest) // 2
             later = needed([*kept, *rest[:half]], True, rest[half:])
@@ -171,9 +152,9 @@ class _Test:
         """The program with some dimensions unsharded over the axes, and without some constraints; None if the budget is spent."""
         key = dims, constraints, axes
         if key not in self.known:
-            if self.left <= 0:
+            if not self.tests_left:
                 return None
-            self.left -= len(self.plan.partitioned.graph.ops)
+            self.tests_left -= 1
             count, answer = len(self.plan.inputs), self.answer
             specs: list[Spec] = list(answer.specs)
             results = dict(answer.result_specs)

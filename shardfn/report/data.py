@@ -23,8 +23,8 @@ SCHEMA = 2
 """Version of `Report.to_dict`; it grows when a key goes away or changes its meaning, not when a key is added."""
 
 
-def plan_data(plan: Plan, transfers: Sequence[str]) -> dict[str, Any]:
-    """Everything that a report says of a plan, and everything that its text leaves out."""
+def plan_data(plan: Plan, transfers: Sequence[str], due: Sequence[Attribution]) -> dict[str, Any]:
+    """Everything that a report says of a plan, and everything that its text leaves out. `due` is from `attributions`."""
     hardware, cost, limit = plan.hardware, plan.cost, plan.memory_limit
     return {
         "schema": SCHEMA,
@@ -46,7 +46,7 @@ def plan_data(plan: Plan, transfers: Sequence[str]) -> dict[str, Any]:
                 for o in op_strategies(plan)],
         "collectives": [
             {**_collective(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "shardings": shardings, "constraints": held}}
-            for c, (shardings, held) in sorted(zip(plan.collectives, attributions(plan), strict=True),
+            for c, (shardings, held) in sorted(zip(plan.collectives, due, strict=True),
                                        key=lambda pair: -seconds(plan, pair[0]))
         ],
         "cost": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,
@@ -109,7 +109,11 @@ def seconds(plan: Plan, c: Collective) -> float:
     return collective_s(c, plan.hardware, plan.axes)
 
 
-def attributions(plan: Plan) -> list[tuple[list[str], list[str]]]:
+Attribution = tuple[list[str], list[str]]
+"""Shardings and constraints that cause a collective, as text."""
+
+
+def attributions(plan: Plan) -> list[Attribution]:
     """For each collective the shardings that cause it, those of the largest arrays first, and the plan's constraints that do.
 
     Without all of these shardings the collective is gone, and so it is without these constraints (`planning.tested_attribution`).
@@ -117,7 +121,7 @@ def attributions(plan: Plan) -> list[tuple[list[str], list[str]]]:
     return [_of_one(c, found) for c, found in zip(plan.collectives, causes(plan), strict=True)]
 
 
-def _of_one(c: Collective, found: Cause) -> tuple[list[str], list[str]]:
+def _of_one(c: Collective, found: Cause) -> Attribution:
     axes = {axis_name(axis) for axis in c.axes}
     ranked = sorted(found.shardings, key=lambda pair: -math.prod(pair[0].shape))
     shardings = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from shardfn.render.files import save_text
 from shardfn.render.html import to_html
 from shardfn.render.parts import Part
 from shardfn.render.text import Shown, terminal_width, to_text
-from shardfn.report.data import compiled_data, plan_data
+from shardfn.report.data import attributions, compiled_data, plan_data
 from shardfn.report.page import page_html
-from shardfn.report.sections import MOST_ROWS, Subject, parts
+from shardfn.report.sections import FULL_ROWS, Subject, parts
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,13 +37,16 @@ class Report:
     [4, 2]
     """
 
-    title: str
-    parts: tuple[Part, ...]
-    """What text shows."""
-    complete: tuple[Part, ...]
     json: str
+    is_full: bool
+    """Whether text shows every section."""
     _subject: Subject = dataclasses.field(compare=False)
-    """What the HTML page is made of."""
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What text shows."""
+        of = self._subject
+        return parts(dataclasses.replace(of, is_full=True, most=FULL_ROWS) if self.is_full else of)
 
     def __str__(self) -> str:
         """Fitted to the terminal; nothing is wrapped where standard output is a file or a pipe."""
@@ -54,7 +58,7 @@ class Report:
         return Shown(self.parts)
 
     def _repr_html_(self) -> str:
-        return to_html(self.complete, self.title)
+        return to_html(self.full().parts, f"Plan of {self._subject.plan.function}")
 
     def full(self) -> Report:
         """The same report with every section: dimension groups, op strategies, constraints, candidates and runners-up.
@@ -62,7 +66,7 @@ class Report:
         Returns:
           The report with `detail="full"`.
         """
-        return dataclasses.replace(self, parts=self.complete)
+        return dataclasses.replace(self, is_full=True)
 
     def to_text(self, width: int | None = None) -> str:
         """The report as plain text.
@@ -122,12 +126,11 @@ def make_report(plan: Plan, compiled: Compiled | None = None, transfers: Sequenc
     """
     plan = with_runners_up(plan)
     compared = None if compiled is None else compare(plan, compiled)
-    data = plan_data(plan, transfers)
+    due = attributions(plan)
+    data = plan_data(plan, transfers, due)
     if compiled is not None and compared is not None:
         data["compiled"] = compiled_data(compiled, compared)
-    subjects = [Subject(plan, transfers, compared, is_full, MOST_ROWS[is_full]) for is_full in (False, True)]
-    short, complete = map(parts, subjects)
-    return Report(f"Plan of {plan.function}", short, complete, json.dumps(data, ensure_ascii=False), subjects[True])
+    return Report(json.dumps(data, ensure_ascii=False), False, Subject(plan, transfers, compared, due))
 
 
 def in_detail(report: Report, detail: str) -> Report:

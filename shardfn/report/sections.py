@@ -17,13 +17,13 @@ from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
 from shardfn.render.cells import shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
-from shardfn.report.data import UNMODELLED, attributions, seconds, strides
+from shardfn.report.data import UNMODELLED, Attribution, seconds, strides
 from shardfn.report.drawing import drawing
 from shardfn.units import bytes_text, flops_text, number_text, time_text
 
 MOST_REASONS = 6
 """A reason that more arrays share is stated once, below the table."""
-MOST_ROWS = (12, 32)
+SHORT_ROWS, FULL_ROWS = 12, 32
 """Rows of a table in a short and in a full report."""
 
 
@@ -34,8 +34,10 @@ class Subject:
     plan: Plan
     transfers: Sequence[str]
     compared: Comparison | None
-    is_full: bool
-    most: int
+    due: Sequence[Attribution]
+    """What causes each collective."""
+    is_full: bool = False
+    most: int = SHORT_ROWS
     """The most rows of a table."""
 
 
@@ -113,7 +115,7 @@ def _reason(d: Decision) -> tuple[str, str]:
 def _collectives(of: Subject) -> Iterable[Part]:
     counts = collections.Counter(of.plan.collectives)
     due: dict[Collective, list[str]] = {}
-    for c, (shardings, constraints) in zip(of.plan.collectives, attributions(of.plan), strict=True):
+    for c, (shardings, constraints) in zip(of.plan.collectives, of.due, strict=True):
         due[c] = list(dict.fromkeys([*due.get(c, []), *constraints, *shardings]))
     groups = sorted(counts.items(), key=lambda g: (-seconds(of.plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     rows = [

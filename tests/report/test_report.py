@@ -14,7 +14,7 @@ from shardfn.compiled.executable import read
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_memory import MemoryEstimate
-from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
+from shardfn.ir.model import Collective, Communication, Graph, Op, PartitionedProgram, Value
 from shardfn.planning.decisions import Candidate, Constraint, Figures
 from shardfn.planning.plan import Decision, DimensionGroup, Plan
 from shardfn.planning.summary import proof
@@ -96,8 +96,14 @@ def made(**changes) -> Plan:
         candidates=(Candidate("this plan", (("a", 4), ("b", 2)), Figures(1.4e-5, 24972, 61572, 1.5e6)),
                     Candidate("8", (("a", 8),), Figures(2.1e-5, 0, 185024, 3e6))),
     )  # fmt: skip
-    return dataclasses.replace(made, **changes)
+    made = dataclasses.replace(made, **changes)
+    sent = tuple(Communication(c.kind, c.axes, c.group_size, OPERANDS.get(c.cause, 5), 5, c.trips, c.where, c.cause)
+                 for c in made.collectives)  # fmt: skip
+    return dataclasses.replace(made, partitioned=dataclasses.replace(made.partitioned, communications=sent))
 
+
+OPERANDS = {"reduce": 6, "return": 0}
+"""By cause the value of the graph that a collective of `made` sends; others send value 5, a scalar."""
 
 TRANSFERS = ("`x` arrives with SingleDeviceSharding and is transferred in every call: 4 KiB per device",)
 
@@ -133,7 +139,7 @@ def test_headline_on_one_device_says_so():
     )  # fmt: skip
     report = make_report(plan)
     assert report.to_text().startswith("step: one device\ndevices: 1 x cpu, mesh of one device\n")
-    assert not any(isinstance(part, render.Drawing) for part in report.complete)
+    assert not any(isinstance(part, render.Drawing) for part in report.full().parts)
 
 
 def test_headline_of_a_plan_that_does_not_fit_says_by_how_much():
@@ -253,7 +259,7 @@ def test_owners_are_results_where_no_argument_is_cut():
 
 
 def drawing(plan):
-    return next(part for part in make_report(plan).complete if isinstance(part, render.Drawing))
+    return next(part for part in make_report(plan).full().parts if isinstance(part, render.Drawing))
 
 
 @pytest.mark.parametrize("axes", [(("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 2), ("c", 2))])
