@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +24,10 @@ from shardfn.ir.model import Axes, Spec
 
 _OUTER: ContextVar[AbstractMesh | None] = ContextVar("_OUTER", default=None)
 """The mesh of the sharded function that is being traced, if its user gave one."""
+
+_UNEQUAL = re.compile(r"has type (\S+) but the corresponding [\w ]+ has type (\S+?)[.,]?\s")
+_AXES_OF_TYPE = re.compile(r"@(\([^)]*\)|\w+)")
+"""The Explicit axes in JAX's text for a type: `float32[16@data,32]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +134,23 @@ def without_types(ambient: AmbientMesh | None, name: str) -> Iterator[None]:
     if not here.explicit:
         yield
         return
+    with jax.sharding.use_abstract_mesh(here.auto), explained_types(name):
+        yield
+
+
+@contextlib.contextmanager
+def explained_types(name: str) -> Iterator[None]:
+    """A context in which JAX's errors for a function that works with types that have Explicit axes are explained.
+
+    Args:
+      name: of the function that is traced.
+
+    Raises:
+      StrategyError: it is such an error.
+    """
     try:
-        with jax.sharding.use_abstract_mesh(here.auto):
-            yield
-    except ValueError as error:
+        yield
+    except (ValueError, TypeError) as error:
         _refuse_types(name, str(error))
         raise
 
@@ -143,11 +161,11 @@ def _refuse_types(name: str, text: str) -> None:
     Raises:
       StrategyError: it is such an error.
     """
-    if "should match the aval mesh" in text:
-        fail(StrategyError, f"`{name}` closes over an array whose type has Explicit axes",
-             where=text.split("for shape ")[-1].split(".")[0],
+    if (where := _closed_over(text)) is not None:
+        fail(StrategyError, f"`{name}` closes over an array whose type has Explicit axes", where=where,
              why="inside a sharded function all axes are Auto, and only arguments change their types on the way in",
-             fix="pass the array as an argument")  # fmt: skip
+             fix="pass the array as an argument, close over numpy.asarray(array), make it (or import its library) before "
+                 "jax.set_mesh, or set a mesh with Auto axes")  # fmt: skip
     if "should match the mesh passed to shard_map" in text:
         fail(StrategyError, f"`{name}` has a `jax.shard_map` on a mesh with Explicit axes", where=text.split(". This error")[0],
              why="inside a sharded function all axes are Auto",
@@ -156,6 +174,17 @@ def _refuse_types(name: str, text: str) -> None:
         fail(StrategyError, f"`{name}` asks for Explicit axes inside", where=text.split(". This error")[0],
              why="inside a sharded function all axes are Auto",
              fix="leave out_sharding and jax.reshard out, or use jax.lax.with_sharding_constraint")  # fmt: skip
+
+
+def _closed_over(text: str) -> str | None:
+    """What JAX's error says of a closed-over array whose type has Explicit axes: its type or its place in the source."""
+    if "should match the aval mesh" in text:
+        return text.split("for shape ")[-1].split(".")[0]
+    if "should match the mesh of sharding" in text:
+        return text.split("at source:")[-1].strip()
+    # Types of a cond or a loop that "differ" and look the same: the Explicit axes are the difference.
+    types = _UNEQUAL.search(text)
+    return types[2] if types and _AXES_OF_TYPE.sub("", types[1]) == _AXES_OF_TYPE.sub("", types[2]) else None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
-from shardfn.frontend.ambient_mesh import AmbientMesh
+from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
 from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
 from shardfn.frontend.static_leaves import hide_static, restore_static
@@ -100,7 +100,8 @@ def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Ca
 
         def inside(*dynamic: Any) -> Any:
             placed = tree_util.tree_map(jax.lax.with_sharding_constraint, dynamic, ins)
-            results = function(*own.replaced(treedef, tree_util.tree_leaves(placed)))
+            with explained_types(function.__name__):
+                results = function(*own.replaced(treedef, tree_util.tree_leaves(placed)))
             return tree_util.tree_map(jax.lax.with_sharding_constraint, results, outs)
 
         if not ambient.explicit:

@@ -178,6 +178,13 @@ def test_state_of_nnx_modules_inside_an_explicit_mesh():
 PSUM = shard(lambda x: jax.lax.psum(x, "data"))
 REFUSED = {
     "a closed-over array": (lambda x, w: shard(lambda x: x @ w)(x), StrategyError, "closes over an array", "as an argument"),
+    "an element of a closed-over array": (
+        lambda x, w: shard(lambda x: x * w[0, 0])(x), StrategyError, "closes over an array", "as an argument",
+    ),
+    "a closed-over array from one branch": (
+        lambda x, w: shard(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: w, lambda: jnp.ones((32, 64)) * x[0, 0]))(x),
+        StrategyError, "closes over an array", "as an argument",
+    ),
     "Explicit code": (
         lambda x, w: shard(lambda x, w: jnp.dot(x, w, out_sharding=P("data")))(x, w), StrategyError, "asks for Explicit axes",
         "with_sharding_constraint",
@@ -212,6 +219,15 @@ def test_what_cannot_work_on_an_explicit_mesh_is_one_error(call, kind, what, fix
         call(x, w)
     (problem,) = error.value.problems
     assert what in problem.what and fix in problem.fix
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["made before set_mesh", "as numpy"])
+def test_closed_over_array_without_a_type_works_inside_an_explicit_mesh(is_late):
+    table = jnp.asarray(W1)
+    with jax.set_mesh(EXPLICIT):
+        if is_late:
+            table = np.asarray(jnp.asarray(W1))
+        close(shard(lambda x: x @ table * table[0, 0])(X), X @ W1 * W1[0, 0])
 
 
 def test_hardware_that_is_not_here_is_planned_for_inside_a_mesh():
