@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 from shardfn.cost.estimate import Cost
 from shardfn.planning.plan_kind import Layouts, kind_of
-from shardfn.search import sharding_propagation
-from shardfn.search.problem import Answer, SearchProblem
-from shardfn.search.styles import STYLES
+from shardfn.search import default_policy, sharding_propagation
+from shardfn.search.problem import Answer, SearchProblem, objective
+from shardfn.search.styles import STYLES, batch_groups
 from shardfn.units import bytes_text, flops_text
 
 FOLLOWED = 'search_mode="sharding_propagation"'
 """The option that follows the entries as they are written."""
+
+NO_CHEAPER = "no cheaper"
 
 
 def entries_note(
@@ -35,9 +37,7 @@ def entries_note(
     if answer.source != "searched":
         return ""
     if style:
-        kind = kind_of(layouts_of_answer(answer))
-        is_of_style = all(part in kind for part in STYLES[style].kind)
-        return "" if is_of_style else f"they make the plan `{kind}`, though style={style!r} was asked: leave some out"
+        return _beside_a_style(problem, answer, cost, layouts_of_answer, style)
     followed = sharding_propagation.search(problem)
     with_search, without = layouts_of_answer(answer), layouts_of_answer(followed)
     if answer.axes != followed.axes or kind_of(with_search) == kind_of(without):
@@ -46,6 +46,34 @@ def entries_note(
     what = _difference(with_search, without)
     inside = f"inside, {what}: {figures} than with the entries followed"
     return f"followed for arguments and results; {inside}; {FOLLOWED} follows them"
+
+
+def _beside_a_style(
+    problem: SearchProblem, answer: Answer, cost: Cost, layouts_of_answer: Callable[[Answer], Layouts], style: str
+) -> str:
+    """Where entries and style work against each other: another kind of plan, a higher cost, or a resharding of the batch."""
+    kind = kind_of(layouts_of_answer(answer))
+    if not all(part in kind for part in STYLES[style].kind):
+        return f"they make the plan `{kind}`, though style={style!r} was asked: leave some out"
+    if None not in problem.specs:
+        followed = default_policy.search(problem)
+        other = problem.evaluate_answer(followed)
+        figures = _compared(cost, other, problem.level)
+        if objective(cost, problem) > objective(other, problem) and figures != NO_CHEAPER:
+            alone = kind_of(layouts_of_answer(followed))
+            return f"every array has one, and style={style!r} makes the plan {figures} than they do alone ({alone}): leave one out"
+    batch = set(batch_groups(problem)) if STYLES[style].has_batch else set[int]()
+    without = [
+        f"`{name}`"
+        for name, groups, spec in zip(problem.names, problem.groups, problem.specs, strict=True)
+        if batch & set(groups)
+        and any(spec or ())
+        and not any(dim for group, dim in zip(groups, spec or (), strict=True) if group in batch)
+    ]
+    if not without:
+        return ""
+    it, shards = ("it", "shards") if len(without) == 1 else ("them", "shard")
+    return f"{', '.join(without)} {shards} no batch, and {style!r} reshards {it} inside; leave {it} open (AUTO) to save that"
 
 
 def _saved_by_a_search(problem: SearchProblem, cost: Cost) -> str:
@@ -83,7 +111,7 @@ def _compared(one: Cost, other: Cost, level: int) -> str:
     time = "time", one.time_s, other.time_s
     texts = [_percent(*row) for row in {0: (sent, time), 1: (peak, time), 2: (time,)}[level]]
     texts += [_percent("work", one.flops, other.flops)]
-    return ", ".join(text for text in texts if text) or "no cheaper"
+    return ", ".join(text for text in texts if text) or NO_CHEAPER
 
 
 def _percent(what: str, one: float, other: float) -> str:

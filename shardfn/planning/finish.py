@@ -79,11 +79,13 @@ def _entries_note(posed: PosedCall, answer: Answer, cost: Cost) -> str:
         outputs, _ = _outputs(posed, one, partitioned)
         return layouts_of(one.axes, inputs, outputs, _dimension_groups(posed, inputs), partitioned)
 
+    search = posed.call.search
+    sources = ("you", "file") if search.style and search.search_ops else ("you",)
     is_of_user = any(
-        leaf.by == "you" for leaf, own in zip(posed.call.inputs, posed.entries, strict=True) if own is not None
+        leaf.by in sources for leaf, own in zip(posed.call.inputs, posed.entries, strict=True) if own is not None
     )
     return (
-        entries_note(posed.problem, answer, cost, layouts, posed.call.search.style)
+        entries_note(posed.problem, answer, cost, layouts, search.style)
         if is_of_user and posed.call.hardware.count > 1
         else ""
     )

@@ -164,3 +164,28 @@ def test_style_that_the_shapes_do_not_allow_says_why(style, args, says):
 def test_style_shards_no_batch_that_is_none():
     with pytest.raises(ShardError, match="no argument has one"):
         shardfn.plan(lambda w: w @ w, S((8, 8), "float32"), style="data_parallel", device="tpu-v5e:8")
+
+
+def test_style_beside_entries_for_every_array_says_what_it_costs(tmp_path):
+    big = S((512, 1024), "float32"), S((1024, 4096), "float32"), S((4096, 1024), "float32")
+    entries = (2, 1), (1, 4), (4, 1)
+    made = shardfn.plan(mlp, *big, in_strategy=entries, style="fsdp", device="h100:8")
+    alone = shardfn.plan(mlp, *big, in_strategy=entries, device="h100:8")
+    more = made.cost.bytes_sent / alone.cost.bytes_sent - 1
+    says = f"every array has one, and style='fsdp' makes the plan {more:.0%} more bytes sent"
+    assert says in made.entries and "than they do alone (tensor parallel over 4 × data parallel over 2)" in made.entries
+    assert f"entries: {made.entries}" in str(made)
+    assert not shardfn.plan(mlp, *big, in_strategy=entries, style="tensor_parallel", device="h100:8").entries
+
+    alone.save(path := tmp_path / "layout.toml")
+    assert "style='fsdp' makes the plan" in shardfn.plan(mlp, *big, layout=path, style="fsdp", device="h100:8").entries
+    made.save(path)  # the style is the file's own
+    assert not shardfn.plan(mlp, *big, layout=path, device="h100:8").entries
+
+
+def test_style_beside_an_entry_that_shards_no_batch_says_that_it_is_resharded():
+    big = S((512, 1024), "float32"), S((1024, 4096), "float32"), S((4096, 1024), "float32")
+    made = shardfn.plan(mlp, *big, in_strategy=((1, 8), AUTO, AUTO), style="fsdp", device="h100:8")
+    assert made.entries == "`x` shards no batch, and 'fsdp' reshards it inside; leave it open (AUTO) to save that"
+    opened = shardfn.plan(mlp, *big, style="fsdp", device="h100:8")
+    assert not opened.entries and opened.cost.bytes_sent < made.cost.bytes_sent
