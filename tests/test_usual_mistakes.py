@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardfn import AUTO, DATA_PARALLEL, REPLICATED, explain, load_layout, plan, shard, train
+from shardfn.errors import DeviceError
 from tests.messages import refusal
 
 
@@ -202,7 +203,10 @@ CLOUD_NAMES = [
     ("a3-ultragpu-8g", "h200:8", 8), ("a2-ultragpu-4g", "a100:4", 4), ("ct5lp-hightpu-4t", "tpu-v5e:4", 4),
     ("ct5p-hightpu-4t", "tpu-v5p:4", 4), ("ct4p-hightpu-4t", "tpu-v4:4", 4), ("ct6e-standard-8t", "tpu-v6e:8", 8),
     ("nvidia-h100-80gb:16", "h100:16", 16), ("p5.48xlarge", "h100:8", 8), ("p4de.24xlarge", "a100:8", 8),
-    ("Standard_ND96isr_H200_v5", "h200:8", 8),
+    ("Standard_ND96isr_H200_v5", "h200:8", 8), ("a2-highgpu-1g", "a100-40gb:1", 1), ("a2-highgpu-8g", "a100-40gb:8", 8),
+    ("p4d.24xlarge", "a100-40gb:8", 8), ("Standard_ND96asr_v4", "a100-40gb:8", 8), ("nvidia-tesla-a100:16", "a100-40gb:16", 16),
+    ("a4-highgpu-8g", "b200:8", 8), ("p6-b200.48xlarge", "b200:8", 8), ("nvidia-b200:64", "b200:64", 64),
+    ("p5e.48xlarge", "h200:8", 8), ("p5.4xlarge", "h100:1", 1),
 ]  # fmt: skip
 
 
@@ -210,6 +214,20 @@ CLOUD_NAMES = [
 def test_device_by_a_cloud_name_is_the_target_with_its_chips(name, target, count):
     made = plan(dense, names()["x"], names()["w"], device=name)
     assert (made.hardware.name, made.hardware.count) == (target, count)
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerator"),
+    [
+        ("a4x-highgpu-4g", "NVIDIA GB200"), ("p6e-gb200.36xlarge", "NVIDIA GB200"), ("gb200:72", "NVIDIA GB200"),
+        ("p6-b300.48xlarge", "NVIDIA B300"), ("a2-megagpu-16g", "16 NVIDIA A100 behind one switch"), ("g2-standard-4", "NVIDIA L4"),
+        ("p3.16xlarge", "NVIDIA V100"), ("trn2.48xlarge", "AWS Trainium"), ("tpu7x-8", "TPU7x"),
+    ],
+)  # fmt: skip
+def test_device_by_a_cloud_name_without_figures_says_which_accelerator_it_is(name, accelerator):
+    with pytest.raises(DeviceError, match=f"there are no figures for {accelerator}") as caught:
+        plan(dense, names()["x"], names()["w"], device=name)
+    assert "shardfn.Chip(" in str(caught.value) and "b200" in str(caught.value)
 
 
 # One rule for paths: the first part and the `/value` of an NNX variable may be there or not.

@@ -136,7 +136,8 @@ def test_a_target_is_lowered_for_its_own_platform():
     [
         ("tpu", "TPU v4", "tpu-v4"), ("tpu", "TPU v5 lite", "tpu-v5e"), ("tpu", "TPU v5", "tpu-v5p"),
         ("tpu", "TPU v5p", "tpu-v5p"), ("tpu", "TPU v6 lite", "tpu-v6e"), ("tpu", "TPU v6e", "tpu-v6e"),
-        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"), ("gpu", "NVIDIA H100 80GB HBM3", "h100"), ("gpu", "NVIDIA H200", "h200"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"), ("gpu", "NVIDIA A100-SXM4-40GB", "a100-40gb"), ("gpu", "NVIDIA B200", "b200"),
+        ("gpu", "NVIDIA H100 80GB HBM3", "h100"), ("gpu", "NVIDIA H200", "h200"),
     ],
 )  # fmt: skip
 def test_devices_that_are_here_have_the_figures_of_their_chip(platform: str, kind: str, chip: str) -> None:

@@ -358,7 +358,7 @@ def test_what_does_not_fit_and_what_is_no_slice(libtpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("device", ["a100:8", "h100:16", "h200:12"])
+@pytest.mark.parametrize("device", ["a100:8", "a100-40gb:8", "h100:16", "h200:12", "b200:8"])
 def test_data_parallel_on_gpus(cuda, device):
     count = resolve(device).count
     batch = (Weights((1, 1), (1, 1)), (count, 1), (count, 1), (), (1, 1))

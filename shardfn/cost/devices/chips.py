@@ -259,6 +259,10 @@ _HOPPER = {
     "core_count": 132, "fpus_per_core": 128, "shared_memory_per_core": 233472, "shared_memory_per_block_optin": 232448,
     "clock_rate_ghz": 1.98, "l2_cache_size": 50 * 2**20, "cuda_compute_capability": "{ major: 9 minor: 0 }",
 }  # fmt: skip
+_BLACKWELL = {
+    "core_count": 148, "fpus_per_core": 128, "shared_memory_per_core": 233472, "shared_memory_per_block_optin": 232448,
+    "clock_rate_ghz": 1.965, "l2_cache_size": 132644864, "cuda_compute_capability": "{ major: 10 minor: 0 }",
+}  # fmt: skip
 
 
 def _tpu(name: str, source: str, *, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
@@ -279,12 +283,18 @@ CHIPS = {
         _nvidia("a100", "NVIDIA A100 80GB SXM datasheet", flops=312e12, f32=156e12, f64=19.5e12, vector=19.5e12,
                 memory_s=2.039e12, memory=80e9, link=300e9, network=25e9, kinds=("NVIDIA A100",), split_k_coarseness=8,
                 aot=_AMPERE | {"memory_bandwidth": 2039 * 10**9, "device_memory_size": 80 * 2**30}),
+        _nvidia("a100-40gb", "NVIDIA A100 40GB SXM datasheet", flops=312e12, f32=156e12, f64=19.5e12, vector=19.5e12,
+                memory_s=1.555e12, memory=40e9, link=300e9, network=25e9, kinds=("NVIDIA A100-SXM4-40GB",), split_k_coarseness=8,
+                aot=_AMPERE | {"memory_bandwidth": 1555 * 10**9, "device_memory_size": 42331013120}),
         _nvidia("h100", "NVIDIA H100 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
                 memory_s=3.35e12, memory=80e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H100",),
                 aot=_HOPPER | {"memory_bandwidth": 3352 * 10**9, "device_memory_size": 79 * 2**30}),
         _nvidia("h200", "NVIDIA H200 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
                 memory_s=4.8e12, memory=141e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H200",),
                 aot=_HOPPER | {"memory_bandwidth": 4800 * 10**9, "device_memory_size": 140 * 2**30}),
+        _nvidia("b200", "NVIDIA Blackwell architecture technical brief, HGX B200", flops=2250e12, f32=1100e12, f64=40e12,
+                vector=80e12, memory_s=8e12, memory=180e9, link=900e9, network=50e9, fp8=True, kinds=("NVIDIA B200",),
+                aot=_BLACKWELL | {"memory_bandwidth": 7672 * 10**9, "device_memory_size": 191514411008}),
         _tpu("tpu-v4", "Google Cloud TPU v4 system page", flops=275e12, int8=275e12, vector=4.3e12,
              memory_s=1.228e12, memory=32e9, link=50e9, largest=(16, 16, 16), fast=128.0 * 2**20,
              kinds=("TPU v4",), aot=(("chip_config_name", "megacore"),)),
@@ -303,7 +313,7 @@ CHIPS = {
 its rate are the makers' figures for dense arithmetic.
 
 GPUs: the NVLink figure of the datasheet is both directions together, half of it is one; a network card for each GPU
-(200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
+(200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100, H200 or B200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
 collective. TPUs: pods of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
 directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about 1 µs a hop (Austin et al., "How to Scale Your
 Model", 2025); a slice of v5e or v6e is of dims that are powers of two, one of v4 or v5p of 1, 2 or whole cubes of 4x4x4 (Cloud

@@ -78,6 +78,10 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     if device is None:
         return _platform(default, count) if default else _real(_take(jax.devices(), count), None)
     device = cloud_names.target_of(device) or device
+    if what := cloud_names.without_figures(device):
+        fail(DeviceError, f"there are no figures for {what}", where=f"device = {device!r}",
+             why=f"shardfn has those of {', '.join(CHIPS)}",
+             fix="give them: device=shardfn.Chip(name, flops=..., ...).pod(8), as in docs/reference/devices.md")  # fmt: skip
     if ":" in device:
         return _target(device)
     return _platform(device, count)
