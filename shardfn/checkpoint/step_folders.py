@@ -10,6 +10,7 @@ from typing import Any
 
 from shardfn.checkpoint import contents
 from shardfn.errors import CheckpointError, a, fail
+from shardfn.ir.model import mesh_text
 from shardfn.render.cells import shape_text
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
@@ -130,7 +131,7 @@ class Inspection:
 
     def __str__(self) -> str:
         held = self.contents
-        meshes = [" x ".join(f"{n}={s}" for n, s in mesh.axes) for mesh in held.meshes if mesh.devices > 1]
+        meshes = [mesh_text(mesh.axes) for mesh in held.meshes if mesh.devices > 1]
         others = [step for step in self.steps if step != self.step]
         lines = [
             f"{self.path}: step {self.step}" + (f"; also {', '.join(map(str, others[-8:]))}" if others else ""),

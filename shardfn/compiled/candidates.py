@@ -14,12 +14,11 @@ from shardfn.compiled.executable import Compiled
 from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
-from shardfn.ir.model import Axes
+from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
 from shardfn.search import baselines
-from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
 from shardfn.search.refinement import fully_sharded, refine
@@ -169,7 +168,9 @@ class Refused:
 
     def __str__(self) -> str:
         line = f" ({self.where})" if self.where else ""
-        return f"{self.name}, mesh {mesh_text(self.axes)}, is left out, as XLA does not compile it: {self.why}{line}"
+        return (
+            f"{self.name}, mesh {mesh_sizes_text(self.axes)}, is left out, as XLA does not compile it: {self.why}{line}"
+        )
 
 
 def refused(name: str, answer: Answer, error: Exception) -> Refused:
@@ -213,7 +214,7 @@ def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: s
     least = min(f.flops for f in compile_candidates)
     winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit, least), i))
     lines = [
-        f"{f.name}, mesh {mesh_text(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.name}, mesh {mesh_sizes_text(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} matmul FLOPs, {f.time_s * 1e6:,.1f} µs"
         for f in compile_candidates
     ]

@@ -17,7 +17,7 @@ from shardfn.frontend.defaults import Defaults, current
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
 from shardfn.frontend.validation import check
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, mesh_text
 from shardfn.planning.mesh_inference import place
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 from shardfn.planning.plan import Plan
@@ -225,9 +225,8 @@ def _on_plan_mesh(
         same = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == strategy)
         specs.append(next(same, None) or find_axes(plan.axes, strategy))
         if specs[-1] is None:
-            axes = " x ".join(f"{n}={s}" for n, s in plan.axes)
             problems.append(Problem(f"{leaf.label} cannot be sharded {strategy} on the plan's mesh", leaf.source,
-                                    f"no axes of {axes} have these products",
+                                    f"no axes of {mesh_text(plan.axes)} have these products",
                                     "use a strategy of the plan's arguments, or remove the plan"))  # fmt: skip
     return mesh, specs
 

@@ -10,8 +10,8 @@ from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, legend, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, strokes, text, text_width
 from shardfn.frontend.paths import alike, layer, starred
+from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Decision, Plan
-from shardfn.planning.summary import mesh_text
 from shardfn.render.cells import shape_text, spec_text
 from shardfn.units import bytes_text
 

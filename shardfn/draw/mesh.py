@@ -13,8 +13,8 @@ from shardfn.draw.palette import COLOURS, soft, strong
 from shardfn.draw.picture import Picture, head, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrapped
 from shardfn.frontend.meshes import shard_numbers
+from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Decision, Plan
-from shardfn.planning.summary import mesh_text
 from shardfn.render.cells import shape_text, spec_text
 from shardfn.units import bytes_text
 

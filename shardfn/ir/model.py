@@ -25,6 +25,25 @@ InnerSpec = tuple[tuple[str, ...] | None, ...]
 Axes = tuple[tuple[str, int], ...]
 """A mesh: each axis with its size."""
 
+
+def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
+    """A mesh as people read it.
+
+    >>> mesh_text((("a", 2), ("b", 4))), mesh_text(())
+    ('a=2 x b=4', 'of one device')
+    """
+    return " x ".join(f"{name}={size}" for name, size in axes) or "of one device"
+
+
+def mesh_sizes_text(axes: Iterable[tuple[str, int]]) -> str:
+    """The sizes of a mesh alone.
+
+    >>> mesh_sizes_text((("a", 2), ("b", 4))), mesh_sizes_text(())
+    ('2x4', '1')
+    """
+    return "x".join(str(size) for _, size in axes) or "1"
+
+
 INNER_AXIS = "shardfn_inner"
 """Begins the name of the mesh axis that stands for the sharding of a value inside, before a number, in a lowered module."""
 

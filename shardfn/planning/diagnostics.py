@@ -12,13 +12,12 @@ from shardfn.frontend.paths import escaped, few
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Axes, Communication, Graph, PartitionedProgram, Spec, axis_name
+from shardfn.ir.model import Axes, Communication, Graph, PartitionedProgram, Spec, axis_name, mesh_sizes_text
 from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
 from shardfn.planning.summary import FIX
-from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import Algorithm, objective
 from shardfn.search.resharding_costs import strategy_of
@@ -134,7 +133,7 @@ def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
-            f"{text}; the candidate `{c.name}` on the mesh {mesh_text(c.axes)} leaves each device "
+            f"{text}; the candidate `{c.name}` on the mesh {mesh_sizes_text(c.axes)} leaves each device "
             f"{_percent(max(1 / devices, c.figures.flops / total))}, in {time_text(c.figures.time_s)} instead of "
             f"{time_text(cost.time_s)} (modelled);{FIX}shard a larger batch, or use fewer devices"
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import Leaf
-from shardfn.ir.model import Axes, Spec
+from shardfn.ir.model import Axes, Spec, mesh_text
 
 SHOWN = 4
 """Strategies that an error lists."""
@@ -114,9 +114,8 @@ def _cost(
 
 
 def _misfit(leaf: Leaf, strategy: Sequence[int], axes: Axes, instead: str) -> Problem:
-    text = " x ".join(f"{name}={size}" for name, size in axes)
     fits = sorted(_possible(leaf.shape, axes), key=lambda one: _distance(one, strategy))[:SHOWN]
-    return Problem(f"{leaf.label} cannot be sharded {tuple(strategy)} on the mesh {text}", leaf.source,
+    return Problem(f"{leaf.label} cannot be sharded {tuple(strategy)} on the mesh {mesh_text(axes)}", leaf.source,
                    "the mesh is given, and each dimension takes axes of its own whose sizes multiply to its number of shards",
                    f"write {' or '.join(map(str, fits))} there, or make a mesh with axes of these sizes{instead}")  # fmt: skip
 

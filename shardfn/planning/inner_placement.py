@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.errors import Problem
-from shardfn.ir.model import Axes, InnerSpec, Spec
+from shardfn.ir.model import Axes, InnerSpec, Spec, mesh_text
 from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.mesh_inference import expresses, finest, split_axes
 
@@ -84,7 +84,6 @@ def on_axes(spec: Spec, own: Axes, axes: Axes) -> Spec:
 
 
 def _unfitted(entry: InnerEntry, axes: Axes, count: int) -> Problem:
-    mesh = " x ".join(f"{name}={size}" for name, size in axes)
     return Problem(f"{entry.leaf.label} does not fit the mesh of the call", entry.leaf.source,
-                   f"the mesh is {mesh}, in the order of the call's {count} devices",
+                   f"the mesh is {mesh_text(axes)}, in the order of the call's {count} devices",
                    "use one mesh, or strategies of integers, for the call and for the values inside")  # fmt: skip

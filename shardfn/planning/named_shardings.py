@@ -13,7 +13,7 @@ from shardfn.errors import LayoutError, Problem
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, mesh_text
 from shardfn.planning.given_mesh import place_on_axes
 from shardfn.planning.mesh_inference import Placement
 
@@ -133,13 +133,13 @@ def _refusals(
                       "pass the mesh as device=, or write a NamedSharding, a Layout or integers there")  # fmt: skip
     if own != mesh_axes:
         yield Problem(f"{leaf.label} is on another mesh than the other arrays", where,
-                      f"{_text(own)} is not {_text(mesh_axes)}",
+                      f"{mesh_text(own)} is not {mesh_text(mesh_axes)}",
                       "use one mesh with the same axis names for all arrays of a call, or integers")  # fmt: skip
     size = math.prod(n for _, n in own)
     if size != devices and devices != 1:
         fewer = f", or use {size} of the devices: device=jax.devices()[:{size}]" if size < devices else ""
         yield Problem(f"the mesh of {leaf.label} has {size} devices, but there are {devices}", where,
-                      f"the product of {_text(own)} must be the device count",
+                      f"the product of {mesh_text(own)} must be the device count",
                       f"choose sizes with a product of {devices}{fewer}")  # fmt: skip
     axes, known = [a for dim in _spec(leaf) for a in dim], [name for name, _ in own]
     for name in axes:
@@ -198,7 +198,3 @@ def _called(leaf: Leaf) -> str:
     dims = [*axes, *["None"] * len(leaf.shape)][: len(leaf.shape)]
     sizes = dict(leaf.entry.axes)
     return repr(leaf.entry(*(d if n % sizes.get(d, 1) == 0 else "None" for d, n in zip(dims, leaf.shape, strict=True))))
-
-
-def _text(axes: Sequence[tuple[str, int]]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in axes) or "no mesh"

@@ -11,6 +11,7 @@ from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import collective_s
 from shardfn.frontend.options import OBJECTIVES
 from shardfn.frontend.paths import alike, layer, starred
+from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, Plan
 from shardfn.render.cells import shape_text, table, times
@@ -52,15 +53,6 @@ def devices_text(hardware: Hardware) -> str:
     if hardware.is_here:
         return name if name.startswith(f"{hardware.count} x") else f"{name} ({many})"
     return f"{name} ({many}, {'a target' if used_here(hardware) else 'not here'})"
-
-
-def mesh_text(axes: Sequence[tuple[str, int]]) -> str:
-    """The mesh in a few words.
-
-    >>> mesh_text((("a", 2), ("b", 4))), mesh_text(())
-    ('a=2 x b=4', 'of one device')
-    """
-    return " x ".join(f"{name}={size}" for name, size in axes) or "of one device"
 
 
 def fit_text(plan: Plan) -> str:

@@ -8,8 +8,8 @@ import pathlib
 import re
 
 from shardfn.errors import ContextError, fail
+from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Plan
-from shardfn.planning.summary import mesh_text
 from shardfn.report.report import make_report
 
 

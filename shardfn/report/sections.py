@@ -10,7 +10,7 @@ from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.paths import alike, few, layer, starred
-from shardfn.ir.model import Collective, Spec, axis_name
+from shardfn.ir.model import Collective, Spec, axis_name, mesh_sizes_text
 from shardfn.ir.op_traits import LISTED
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
@@ -195,8 +195,7 @@ def _dimension_groups(of: Subject) -> Iterable[Part]:
 def _candidates(of: Subject) -> Iterable[Part]:
     rows = []
     for c in of.plan.candidates:
-        mesh = "x".join(str(size) for _, size in c.axes) or "1"
-        rows.append((c.name, mesh, *c.figures.texts(), flops_text(c.figures.flops)))
+        rows.append((c.name, mesh_sizes_text(c.axes), *c.figures.texts(), flops_text(c.figures.flops)))
     yield table("Candidates evaluated", ("plan", "mesh", "time", "sent", "memory", "compute"), rows, most=of.most)
 
 

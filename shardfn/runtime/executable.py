@@ -24,7 +24,7 @@ from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
 from shardfn.frontend.static_leaves import holds_static
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
@@ -45,7 +45,6 @@ from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
-from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.problem import Answer
 
 
@@ -162,7 +161,7 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
             left_out.append(candidates.refused(name, answer, error))
             continue
         if left_out:
-            first, mesh = left_out[0], mesh_text(answer.axes)
+            first, mesh = left_out[0], mesh_sizes_text(answer.axes)
             warn(
                 f"XLA does not compile the plan of `{entry.plan.function}` that the search chose: {first.why}"
                 f"{f' ({first.where})' * bool(first.where)}; its next candidate takes the place: {name}, mesh {mesh}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from shardfn.ir.model import Axes, Op, OpConstraint, Spec
-from shardfn.search.mesh_solution import MeshSolution, matches_estimate, mesh_text, operand_specs, specs_of
+from shardfn.ir.model import Axes, Op, OpConstraint, Spec, mesh_sizes_text
+from shardfn.search.mesh_solution import MeshSolution, matches_estimate, operand_specs, specs_of
 from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem
 from shardfn.search.refinement import DECIDING_OPS
 from shardfn.search.resharding_costs import merge_axes, results_only, used_axes
@@ -40,7 +40,7 @@ def constrained_candidates(
     axes, specs, decisions = _decisions(problem, found)
     ops = problem.graph.ops
     loose = problem.candidate(
-        mesh_text(axes),
+        mesh_sizes_text(axes),
         axes,
         specs,
         {
@@ -57,7 +57,7 @@ def constrained_candidates(
         return
     if not is_over and matches_estimate(problem, found, loose):
         return
-    full = problem.candidate(mesh_text(axes), axes, specs, decisions)
+    full = problem.candidate(mesh_sizes_text(axes), axes, specs, decisions)
     yield full
     if not problem.effort.is_large and problem.seconds_left > 0 and not matches_estimate(problem, found, full):
         yield from constrain_followers(problem, found, full)
@@ -66,7 +66,7 @@ def constrained_candidates(
 def fully_constrained(problem: SearchProblem, found: MeshSolution) -> SearchCandidate:
     """The evaluated candidate of a mesh solution with every decision constrained."""
     axes, specs, constraints = _decisions(problem, found)
-    return problem.candidate(mesh_text(axes), axes, specs, constraints)
+    return problem.candidate(mesh_sizes_text(axes), axes, specs, constraints)
 
 
 def constrain_followers(

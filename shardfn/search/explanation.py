@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardfn.ir.model import Axes
-from shardfn.search.mesh_solution import MeshSolution, estimate_holds, mesh_text, next_strategies
+from shardfn.ir.model import Axes, mesh_sizes_text, mesh_text
+from shardfn.search.mesh_solution import MeshSolution, estimate_holds, next_strategies
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
 from shardfn.search.refinement import FOLLOWS_PRODUCTS
 
@@ -35,17 +35,17 @@ def explained_answer(
 
 def meshes_text(problem: SearchProblem, tried: Iterable[Axes], untried: Sequence[Axes]) -> str:
     """The meshes that were tried, and those that the limits left out."""
-    meshes = ", ".join(dict.fromkeys(map(mesh_text, tried)))
+    meshes = ", ".join(dict.fromkeys(map(mesh_sizes_text, tried)))
     if untried:
         bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
-        return f"{meshes}; not within {bound}: {', '.join(map(mesh_text, untried))}"
+        return f"{meshes}; not within {bound}: {', '.join(map(mesh_sizes_text, untried))}"
     ended = f"; the time limit of {problem.seconds:g} s ended the search" if problem.seconds_left <= 0 else ""
     return meshes + ended
 
 
 def gap_text(axes: Axes, gap: float | None) -> str:
     """The mesh of an answer and its gap to the optimum, in words."""
-    mesh = "mesh " + " x ".join(f"{name}={size}" for name, size in axes)
+    mesh = f"mesh {mesh_text(axes)}"
     if gap is None:
         return f"{mesh}, no bound of the gap to the optimum"
     return f"{mesh}, {f'within {gap:.1%} of the optimum' if gap else 'proved optimal'}"
@@ -57,7 +57,7 @@ def _optimum(problem: SearchProblem, solutions: Sequence[MeshSolution]) -> str:
         return ""
     gap = solutions[0].solution.gap
     known = f"known within {gap:.1%}" if gap else "proved"
-    return f"; the optimum of the sum over ops on the mesh {mesh_text(solutions[0].axes)} is {known}"
+    return f"; the optimum of the sum over ops on the mesh {mesh_sizes_text(solutions[0].axes)} is {known}"
 
 
 def _gap(problem: SearchProblem, solution: MeshSolution, solutions: Sequence[MeshSolution]) -> float | None:

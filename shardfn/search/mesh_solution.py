@@ -62,11 +62,6 @@ def operand_specs(problem: SearchProblem, found: MeshSolution, index: int) -> tu
     return tuple(spec_of_label(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
 
 
-def mesh_text(axes: Axes) -> str:
-    """The sizes of a mesh, as in 4x2."""
-    return "x".join(str(size) for _, size in axes) or "1"
-
-
 def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution | None:
     """The first solution on the mesh with the reversed sizes, whose axes use other links."""
     sizes = tuple(size for _, size in reversed(axes))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 from shardfn.errors import StrategyError, fail
-from shardfn.ir.model import Axes
+from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.partition.resharding import divisors
 from shardfn.search.baselines import (
     ArgumentSharding,
@@ -23,7 +23,6 @@ from shardfn.search.baselines import (
 )
 from shardfn.search.default_policy import group_name
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, SearchProblem, runner_up
 
 Groups = tuple[int, ...]
@@ -133,7 +132,7 @@ def _check(style: str, problem: SearchProblem, batch: Groups) -> None:
 
 
 def _why_none(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
-    mesh = f" on the mesh {mesh_text(problem.axes)} of the entries" if problem.axes else ""
+    mesh = f" on the mesh {mesh_sizes_text(problem.axes)} of the entries" if problem.axes else ""
     if wanted.has_tensor:
         return f"no mesh axis is left that divides dimensions of parameters{mesh}"
     size = next(

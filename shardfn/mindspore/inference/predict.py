@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 from shardfn import api
 from shardfn.errors import ContextError, StrategyTypeError, a, fail
 from shardfn.frontend.callee import SHARDED
+from shardfn.ir.model import mesh_text
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.plan import Plan
-from shardfn.planning.summary import mesh_text
 from shardfn.render.cells import shape_text
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
