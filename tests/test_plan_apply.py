@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardfn
 from shardfn import shard
@@ -125,3 +126,16 @@ def test_a_missing_argument_is_told_with_the_signature(method):
 def test_an_argument_that_is_no_array_is_told(method):
     with pytest.raises(StrategyTypeError, match="which JAX does not take as an array"):
         getattr(shard(lambda x, w: x), method)(X, "text")
+
+
+def test_apply_function_that_calls_a_sharded_one_planned_for_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    x = jnp.arange(64.0).reshape(8, 8)
+    double = shard(lambda a: a * 2, in_strategy=((2, 1),))
+
+    def f(a):
+        return double(a) + 1
+
+    made = shard(f).plan(jax.device_put(x, NamedSharding(mesh, P("x"))))
+    applied = jax.jit(made.apply(f), in_shardings=made.in_shardings, out_shardings=made.out_shardings)
+    np.testing.assert_array_equal(applied(x), x * 2 + 1)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -20,10 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import partition_spec, spec_of
+from shardfn.frontend.outer_call import outer_mesh
 from shardfn.ir.model import Axes, Spec
-
-_OUTER: ContextVar[AbstractMesh | None] = ContextVar("_OUTER", default=None)
-"""The mesh of the sharded function that is being traced, if its user gave one."""
 
 _UNEQUAL = re.compile(r"has type (\S+) but the corresponding [\w ]+ has type (\S+?)[.,]?\s")
 _AXES_OF_TYPE = re.compile(r"@(\([^)]*\)|\w+)")
@@ -67,6 +64,10 @@ class AmbientMesh:
         """The Explicit axes of a spec."""
         return tuple(tuple(axis for axis in dim if axis in self.explicit) for dim in spec)
 
+    def other_part(self, spec: Spec) -> Spec:
+        """The axes of a spec that are not Explicit."""
+        return tuple(tuple(axis for axis in dim if axis not in self.explicit) for dim in spec)
+
 
 def ambient_mesh(values: Any) -> AmbientMesh | None:
     """The mesh around a call.
@@ -84,7 +85,7 @@ def ambient_mesh(values: Any) -> AmbientMesh | None:
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         return AmbientMesh(abstract, _set_mesh())
-    outer = _OUTER.get()
+    outer = outer_mesh()
     return AmbientMesh(outer) if outer is not None else None
 
 
@@ -100,8 +101,7 @@ def reshard_traced(x: Any, sharding: NamedSharding) -> Any:
         sharding = NamedSharding(around.abstract, sharding.spec)
         if around.explicit:
             x = jax.sharding.reshard(x, around.type_of(sharding))
-            spec = spec_of(sharding.spec, x.ndim)
-            rest = tuple(tuple(axis for axis in dim if axis not in around.explicit) for dim in spec)
+            rest = around.other_part(spec_of(sharding.spec, x.ndim))
             sharding = NamedSharding(around.abstract, partition_spec(rest))
             if not any(rest):
                 return x
@@ -185,16 +185,6 @@ def _closed_over(text: str) -> str | None:
     # Types of a cond or a loop that "differ" and look the same: the Explicit axes are the difference.
     types = _UNEQUAL.search(text)
     return types[2] if types and _AXES_OF_TYPE.sub("", types[1]) == _AXES_OF_TYPE.sub("", types[2]) else None
-
-
-@contextlib.contextmanager
-def inside(mesh: AbstractMesh | None) -> Iterator[None]:
-    """Trace a function of which the user gave the mesh: the sharded functions that it calls use that mesh too."""
-    token = _OUTER.set(mesh)
-    try:
-        yield
-    finally:
-        _OUTER.reset(token)
 
 
 def typed_shape(leaf: Any, shape: Any) -> Any:

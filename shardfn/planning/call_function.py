@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import keyword
 import operator
@@ -12,15 +11,16 @@ from typing import Any
 
 import jax
 from jax import tree_util
-from jax.sharding import AbstractMesh
 
+from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend import nnx_objects
-from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, inside, without_types
+from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, without_types
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
+from shardfn.frontend.outer_call import OuterCall, inside
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, trace
 from shardfn.frontend.trace_errors import explained_by_arguments
@@ -41,7 +41,8 @@ class CallFunction:
     """A call as a pure function of its values; `on` gives it with its constraints on a mesh."""
 
     pure: Callable[..., Any]
-    """From `pure_function`, `inner_entries.scoped`."""
+    """From `pure_function`."""
+    hardware: Hardware
     callee: Callee
     call: Call
     """The call, with shapes in the place of arrays."""
@@ -56,14 +57,12 @@ class CallFunction:
     """The shardings of values inside, by equation number; None until they are placed."""
     wrong: tuple[WrongOp, ...] = ()
     """Ops that need a workaround for an XLA bug."""
-    mesh: AbstractMesh | None = None
-    """The user's mesh, with Auto axes."""
     ambient: AmbientMesh | None = None
     """The mesh around the call, if the call uses it."""
 
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
-        function, statics = self.pure, self.call.statics
+        function, statics = self.as_outer_call, self.call.statics
         if self.separates_windows:
             function = separate_windows(function, statics)
         if self.tags:
@@ -72,15 +71,13 @@ class CallFunction:
             function = constrain_inner(function, self.inner, mesh, statics)
         if self.wrong:
             function = replicate_wrong_ops(function, mesh.mesh, self.wrong, statics)
-        return self._inside_mesh(function)
+        return function
 
-    def _inside_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def traced(*flat: Any) -> Any:
-            with inside(self.mesh):
-                return function(*flat)
-
-        return traced if self.mesh is not None else function
+    @property
+    def as_outer_call(self) -> Callable[..., Any]:
+        """`pure`, as the outer call of the sharded functions that it calls."""
+        is_binding = self.ambient is not None and self.ambient.is_binding
+        return inside(self.pure, OuterCall(self.hardware, takes_entries=not is_binding))
 
     def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""

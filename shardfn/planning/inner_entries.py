@@ -7,7 +7,6 @@ shardings in their place (`constrain_inner`). Constraints on a mesh of the user'
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import functools
 import math
@@ -29,8 +28,6 @@ from shardfn.planning.plan_mesh import PlanMesh
 _READ, _MADE = "shardfn_read", "shardfn_made"
 """Begin the names of the axes on which marks of arguments and results are written. These axes only count shards."""
 
-_outer: contextvars.ContextVar[Hardware | None] = contextvars.ContextVar("outer", default=None)
-
 
 @dataclasses.dataclass(frozen=True)
 class AsReadInside:
@@ -41,25 +38,6 @@ class AsReadInside:
 
 MARK_EQUATIONS = 2
 """Equations of a mark: a `custom_jvp_call`, and the constraint inside it."""
-
-
-def scoped(function: Callable[..., Any], hardware: Hardware) -> Callable[..., Any]:
-    """The function of a call for some hardware. Sharded functions that it calls mark their entries instead of planning."""
-
-    @functools.wraps(function)
-    def run(*values: Any) -> Any:
-        token = _outer.set(hardware)
-        try:
-            return function(*values)
-        finally:
-            _outer.reset(token)
-
-    return run
-
-
-def outer_hardware() -> Hardware | None:
-    """The hardware of the call that is traced, if there is one."""
-    return _outer.get()
 
 
 @dataclasses.dataclass(frozen=True)

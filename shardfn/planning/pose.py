@@ -23,11 +23,11 @@ from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, without_mesh
 from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
-from shardfn.ir.model import Axes, Graph, Spec
+from shardfn.ir.model import Axes, Graph, Spec, mesh_text
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.planning.call_function import CallFunction, pure_function
 from shardfn.planning.fingerprint import change_since
-from shardfn.planning.inner_entries import InnerEntry, inner_entries, operands_of_calls, resolve_read_inside, scoped
+from shardfn.planning.inner_entries import InnerEntry, inner_entries, operands_of_calls, resolve_read_inside
 from shardfn.planning.inner_placement import OnMesh, place_inner
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
 from shardfn.planning.mesh_inference import Placement, place
@@ -70,11 +70,7 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     donated = call.positions(options.donate_argnums, options.donate_argnames)
     shapes = call.of_shapes()
     frozen = callee.frozen(shapes)
-    mesh = abstract_mesh(tuple(hardware.mesh.shape.items())) if hardware.mesh is not None else None
-    pure = pure_function(frozen, shapes)
-    if ambient is None or not ambient.is_binding:
-        pure = scoped(pure, hardware)
-    function = CallFunction(pure, frozen, shapes, donated, mesh=mesh, ambient=ambient)
+    function = CallFunction(pure_function(frozen, shapes), hardware, frozen, shapes, donated, ambient=ambient)
     function, traced, inner = _traced(function, hardware, layout, problems)
     inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, dimension_groups(traced.graph).of, inner)
     result, changed = traced.results if call.returns_changes else (traced.results, {})
@@ -193,11 +189,10 @@ def _on_binding(ambient: AmbientMesh, asked: Hardware, defaults: Defaults) -> Ha
     assert found is not None
     if asked.mesh is None and asked.count == found.count:
         return found
-    text = ", ".join(f"{name}={size}" for name, size in ambient.axes)
     kinds = " and ".join(["Explicit"] * bool(ambient.explicit) + ["Manual"] * bool(ambient.abstract.manual_axes))
-    mesh = "" if asked.mesh is None else f" on the mesh {', '.join(f'{k}={n}' for k, n in asked.mesh.shape.items())}"
+    mesh = "" if asked.mesh is None else f" on the mesh {mesh_text(asked.mesh.shape.items())}"
     fail(DeviceError, f"the call asks for {asked.count} devices{mesh}, inside a mesh with {kinds} axes",
-         where=f"the mesh around the call, or of its arguments' types: {text}",
+         where=f"the mesh around the call, or of its arguments' types: {mesh_text(ambient.axes)}",
          why="JAX uses one mesh for values whose types have Explicit or Manual axes",
          fix="name no other devices and no other mesh, and the call uses that one; or call it outside, with arrays of an "
              "Auto mesh")  # fmt: skip
@@ -304,9 +299,8 @@ def _with_ambient(call: TracedCall, axes: Axes) -> TracedCall:
     if ambient is None or call.hardware.count == 1 or axes == ambient.axes:
         return call
     if ambient.is_binding:
-        own, other = (", ".join(f"{name}={size}" for name, size in a) for a in (ambient.axes, axes))
-        fail(StrategyError, f"the entries of `{call.name}` are on another mesh than the call", where=other,
-             why=f"the mesh around the call, or of its arguments' types, has Explicit or Manual axes: {own}",
+        fail(StrategyError, f"the entries of `{call.name}` are on another mesh than the call", where=mesh_text(axes),
+             why=f"the mesh around the call, or of its arguments' types, has Explicit or Manual axes: {mesh_text(ambient.axes)}",
              fix="name the axes of that mesh, or give integers")  # fmt: skip
     return dataclasses.replace(call, function=dataclasses.replace(call.function, ambient=None))
 

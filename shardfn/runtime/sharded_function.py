@@ -29,12 +29,12 @@ from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
+from shardfn.frontend.outer_call import outer_hardware
 from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.inner_calls import call_inside
-from shardfn.planning.inner_entries import outer_hardware
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
