@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import time
 import tomllib
 
@@ -374,6 +375,23 @@ def test_check_on_the_command_line(tmp_path, capsys):
     assert "did you mean 'llama/fsdp-tp'" in capsys.readouterr().err
     assert main(["check", layout, "--model", f"{file}:make", "--devices", "0"]) == 2
     assert main(["check", str(tmp_path / "absent.toml"), "--model", f"{file}:make"]) == 2
+
+
+def test_missing_layout_file_suggests_layout_files_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("pyproject.toml", "nopes.toml"):
+        (tmp_path / name).write_text('[project]\nname = "nope"\n')
+    (tmp_path / "package.json").write_text('{"name": "nope"}')
+    (tmp_path / "layout.toml.d").mkdir()
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("nope.toml", "nope.json", "package.toml", "pyproject.json", "folders.toml"):
+        with pytest.raises(ShardError) as caught:
+            load_layout(name)
+        assert not re.search(r"pyproject|nopes|package|folder\.", caught.value.problems[0].fix), name
+        assert "give the path of a layout file, or the name of a recipe" in caught.value.problems[0].fix
+    (tmp_path / "mine.toml").write_text(BY_HAND)
+    with pytest.raises(ShardError, match=r"did you mean 'mine\.toml'"):
+        load_layout("mien.toml")
 
 
 def test_what_plan_saved_is_held_against_the_function_and_its_arguments(tmp_path, capsys):

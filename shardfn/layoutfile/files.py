@@ -27,10 +27,10 @@ from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.static_leaves import hide_static, without_static
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
-from shardfn.layoutfile.mindspore_json import layout_of_rows, parse_json, strategy_content, trained
+from shardfn.layoutfile.mindspore_json import LAYOUTS, STRATEGIES, layout_of_rows, parse_json, strategy_content, trained
 from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_bytes, strategy_rows
 from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of, sources_of
-from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
+from shardfn.layoutfile.toml import FORMAT, MAX_BYTES, parse_toml, to_toml
 from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
 from shardfn.planning.plan import Plan, argument_names, op_strategies
 
@@ -143,10 +143,23 @@ def _near(path: pathlib.Path) -> list[str]:
     files: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         for file in (file for folder in folders for file in sorted(folder.glob("*"))):
-            if file.suffix in (".toml", ".json"):
+            if _looks_like_layout(file):
                 files.setdefault(file.name, str(file))
     close = [name for name in files if pathlib.Path(name).stem == path.stem] or closest(path.name, files)
     return [files[name] for name in close] or closest(re.sub(r"\.(toml|json)$", "", str(path)), recipes(), 0.4)
+
+
+def _looks_like_layout(file: pathlib.Path) -> bool:
+    """Whether a file's name and first bytes are those of a layout file, shardfn's or MindSpore's in JSON."""
+    marks = {".toml": (FORMAT,), ".json": (LAYOUTS, STRATEGIES)}.get(file.suffix, ())
+    try:
+        if not marks or not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            first = opened.read(1 << 16)
+    except OSError:
+        return False
+    return any(mark.encode() in first for mark in marks)
 
 
 def _some_recipes() -> str:
