@@ -415,3 +415,21 @@ def test_fused_collective_of_ones_own_is_one_for_each_dtype(kind):
     jax.tree.map(np.testing.assert_array_equal, over(fused)(tree), over(plain)(tree))
     name = "all_reduce" if kind == "psum" else "all_gather"
     assert over(fused).lower(tree).as_text().count(f'"stablehlo.{name}"') == 2
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_one_operator_in_a_shard_map_sees_each_devices_part_of_the_batch(mode):
+    """MindSpore's `cross_batch` of one operator: the others see the global batch."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    own_mean = jax.shard_map(lambda x: x - x.mean(0), mesh=mesh, in_specs=spec, out_specs=spec)
+    x, w = np.random.default_rng(0).normal(size=(16, 4)).astype("f"), {"w": jnp.eye(4)}
+
+    def loss(params, x):
+        y = x @ params["w"]
+        return jnp.mean(own_mean(y) ** 2) + jnp.mean((y - y.mean(0)) ** 2)
+
+    step = train.step(loss, optax.sgd(0.1), mode=mode, in_strategy=((8, 1),), device=mesh)
+    _, found = step(step.init(w, x), x)
+    parts = x.reshape(8, 2, 4) - x.reshape(8, 2, 4).mean(1, keepdims=True)
+    assert float(found) == pytest.approx(float((parts**2).mean() + ((x - x.mean(0)) ** 2).mean()), rel=1e-5)
