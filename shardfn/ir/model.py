@@ -115,7 +115,8 @@ class WindowDim(NamedTuple):
     """Along `dim` of an operand, element i of the result's `out_dim` reads `extent` elements from i·stride + low.
 
     With `spacing` above 1, positions count spacing - 1 holes after each element of the operand. With `over` at least 0,
-    i counts along `out_dim` of that operand (the kernel of a convolution) instead of the result.
+    i counts along `out_dim` of that operand (the kernel of a convolution) instead of the result. A slice with a stride
+    may end `unread` elements behind the last one that it reads.
     """
 
     operand: int
@@ -126,6 +127,7 @@ class WindowDim(NamedTuple):
     extent: int = 1
     spacing: int = 1
     over: int = -1
+    unread: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,19 @@ def window_dims(name: str, numbers: Numbers, shapes: Shapes) -> tuple[WindowDim,
       numbers: its attributes; a convolution's dimensions are `image`, `kernel` and `result`.
       shapes: of its operands, then of its results.
 
-    >>> window_dims("slice", {"start_indices": [2], "strides": [1]}, [(8,), (6,)])
-    (WindowDim(operand=0, dim=0, out_dim=0, stride=1, low=2, extent=1, spacing=1, over=-1),)
+    >>> window_dims("slice", {"start_indices": [2], "limit_indices": [8], "strides": [1]}, [(8,), (6,)])
+    (WindowDim(operand=0, dim=0, out_dim=0, stride=1, low=2, extent=1, spacing=1, over=-1, unread=0),)
     """
     read = _TAPS.get(name)
     return read(numbers, shapes) if read else ()
 
 
 def _slice(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
-    both = zip(numbers["start_indices"], numbers["strides"], strict=True)
-    return tuple(WindowDim(0, d, d, stride, start) for d, (start, stride) in enumerate(both))
+    each = zip(numbers["start_indices"], numbers["limit_indices"], numbers["strides"], strict=True)
+    return tuple(
+        WindowDim(0, d, d, stride, start, unread=max(limit - start - 1, 0) % stride)
+        for d, (start, limit, stride) in enumerate(each)
+    )
 
 
 def _pad(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
@@ -105,7 +108,7 @@ _TAPS: dict[str, Callable[[Numbers, Shapes], tuple[WindowDim, ...]]] = {
 }
 
 ATTRIBUTES = (
-    "start_indices", "strides", "edge_padding_low", "interior_padding", "dimensions", "window_dimensions",
+    "start_indices", "limit_indices", "strides", "edge_padding_low", "interior_padding", "dimensions", "window_dimensions",
     "window_strides", "window_dilations", "base_dilations", "lhs_dilation", "rhs_dilation",
 )  # fmt: skip
 """The attributes that are lists of integers; `padding` is a matrix, and is handed over row by row."""

@@ -35,17 +35,52 @@ def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> t
     (HaloPermute(start=0, end=16), HaloPermute(start=8, end=24), HaloPermute(start=16, end=24))
     """
     own, out = -(-size // shards), -(-out_size // shards)
-    if not own:
+    if not own or not out:
         return ()  # of nothing, nothing is sent: a pad of an empty slice, as in the gradient of an associative scan
+    first, used = window.low, shards  # first element that is read; shards that take part
+    if out_size < shards and window.spacing == 1:
+        own, first, used = _used_shards(own, size, out_size, shards, window)
+        if used == 1:
+            return ()
     width = (out - 1) * window.stride + window.extent
-    first = [i * out * window.stride + window.low for i in range(shards)]
-    reads = [(-(-start // window.spacing), -(-(start + width) // window.spacing)) for start in first]
+    starts = [i * out * window.stride + first for i in range(used)]
+    reads = [(-(-start // window.spacing), -(-(start + width) // window.spacing)) for start in starts]
     before = [i * own - start for i, (start, _) in enumerate(reads)]
     after = [end - (i + 1) * own for i, (_, end) in enumerate(reads)]
     most = max(end - start for start, end in reads)
     if max(*before, *after) > 2 * most and window.spacing == 1:
-        return None if 2 * most >= shards * own else _in_turn(own, size, reads)
+        if 2 * most >= used * own:
+            return None
+        return _in_turn(own, size if used == shards else used * own, reads)
     return _from_neighbours(own, before, after)
+
+
+def _used_shards(own: int, size: int, out_size: int, shards: int, window: WindowDim) -> tuple[int, int, int]:
+    """The shards that hold elements which are read or results, where not every shard has a result.
+
+    Shards after both are left out, and so are those between the results and the first element that is read. If only one
+    shard is read, its other elements are left out too.
+
+    Returns:
+      The size of a shard, the first element that is read, and the number of shards, of what remains.
+    """
+    first = window.low
+    read = (out_size - 1) * window.stride + window.extent + window.unread
+    used = shards
+    if -(-(first + read) // own) < shards:
+        used = max(-(-(first + read) // own), out_size)
+        if used > 1 and first + read < min(own, size):
+            own = first + read
+    between = first // own - out_size
+    if between > 0:
+        used, first = used - between, first - between * own
+        skipped = first - own * (used - 1)
+        if skipped > 0:
+            own, first = own - skipped, first - skipped * used
+            if read < own:
+                first -= (own - read) * (used - 1)
+                own = read
+    return own, first, used
 
 
 def rotation_permutes(rows: int, own: int) -> tuple[HaloPermute, ...]:

@@ -33,7 +33,7 @@ from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import rule_for
 from shardfn.partition.rebuild import ProgramBuilder, live_ops
-from shardfn.partition.resharding import joined_axes, resharding_steps, split_axes
+from shardfn.partition.resharding import emitted_steps, joined_axes, resharding_steps, split_axes
 from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
 from shardfn.partition.simplify import simplify
 from shardfn.partition.tile_assignment import ReshardingStep
@@ -227,6 +227,10 @@ class _Partitioner(ProgramBuilder):
         key = (how.to, how.group_axes, op.form and op.form[1] if stays else None)
         if into is None and (value, *key) in self.moved:
             return self.moved[value, *key]
+        specs, shape = (before, *(step.after for step in path)), self.values[value].shape
+        path = [
+            part for now, step in zip(specs, path, strict=False) for part in emitted_steps(step, now, shape, self.sizes)
+        ]
         for step in path:
             last = into if step is path[-1] else None
             once = trips if stays and step.kind == "all-gather" else once
@@ -247,6 +251,10 @@ class _Partitioner(ProgramBuilder):
             value = self.as_form(value, Value(shape, travels), op)
         elif kind:
             value = self.as_form(value, Value(was.shape, travels), op)
+            if kind == "all-reduce" and self.specs[value] != after:  # each device writes its shard into zeros
+                zeros = self.make(self.values[value], after, self.trips[value])
+                self.ops.append(Op("pad", (value,), (zeros,), None, self.trips[value], op.where, form=_place(op)))
+                value = zeros
             if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.make(made, after, trips) if into is None else into

@@ -44,6 +44,40 @@ def _cached_steps(
     return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in path)
 
 
+def emitted_steps(
+    step: ReshardingStep, before: Spec, shape: Sequence[int], sizes: Mapping[str, int]
+) -> tuple[ReshardingStep, ...]:
+    """An all-gather as XLA emits it, by the sizes of the array; another step as it is.
+
+    Shards of a dimension with at most half as many elements as shards are written into zeros and all-reduced. First go
+    the dimensions with one element, then the dimensions that are gathered, then the others.
+
+    >>> step = ReshardingStep("all-gather", ("a",), ((),))
+    >>> [emitted_steps(step, (("a",),), (n,), {"a": 8})[0].kind for n in (4, 5)]
+    ['all-reduce', 'all-gather']
+    """
+    single: list[int] = []
+    few: list[int] = []
+    many: list[int] = []
+    removed = [tuple(a for a in axes if a not in kept) for axes, kept in zip(before, step.after, strict=True)]
+    for d, axes in enumerate(removed if step.kind == "all-gather" else ()):
+        if axes:
+            elements = -(-shape[d] // math.prod(sizes[a] for a in step.after[d]))
+            is_few = 0 < 2 * elements <= math.prod(sizes[a] for a in axes)
+            (single if elements == 1 else few if is_few else many).append(d)
+    if not single and not few:
+        return (step,)
+    found, spec = [], list(before)
+    each = [("all-reduce", single, single), ("all-gather", many, many), *(("all-reduce", few, [d]) for d in few[::-1])]
+    for kind, replicated, along in each:
+        for d in replicated:
+            spec[d] = step.after[d]
+        if along:
+            axes = tuple(a for d in along for a in removed[d])
+            found.append(ReshardingStep(kind, axes, tuple(spec), step.is_last_resort))
+    return tuple(found)
+
+
 # ---- axes in parts
 
 

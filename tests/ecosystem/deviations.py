@@ -28,7 +28,6 @@ KNOWN = {
     ("jax", "associative_scan", "batch"): (0.37, 1.0),
     ("jax", "associative_scan", "communication"): (0.11, 1.0),
     ("jax", "associative_scan", "memory"): (0.53, 1.0),
-    ("jax", "debug.callback", "batch"): (0.1, 1.0),
     ("jax", "expm", "batch"): (1.0, 1.13),
     ("jax", "expm", "communication"): (1.0, 1.11),
     ("jax", "expm", "memory"): (1.0, 1.09),
