@@ -11,12 +11,12 @@ from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overloa
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardfn import layoutfile
 from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.frontend import option_checks
-from shardfn.frontend.ambient_mesh import reshard_traced
+from shardfn.frontend.ambient_mesh import on_mesh_around, reshard_traced
 from shardfn.frontend.callee import describe
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import OPTION_NAMES, Options
@@ -218,13 +218,15 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
 
     Args:
       x: an array of any shape.
-      sharding: a `NamedSharding`, or a `shardfn.mindspore.Layout`.
+      sharding: a `NamedSharding`, a `shardfn.mindspore.Layout`, or a `PartitionSpec` on the mesh around: that of
+        `shard(f, device=mesh)` or `jax.set_mesh`.
 
     Returns:
       The array with that sharding. On a single device a Layout has no effect.
 
     Raises:
-      StrategyTypeError: `x` is no array, or `sharding` neither of these.
+      StrategyTypeError: `x` is no array, or `sharding` none of these.
+      StrategyError: there is no mesh around, or the PartitionSpec does not fit it.
       LayoutError: the Layout does not fit the array or the devices.
 
     >>> import jax.numpy as jnp
@@ -235,8 +237,10 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
     if shape_of(x) is None or not hasattr(x, "shape"):
         fail(StrategyTypeError, f"`reshard` takes an array, not {a(x)}", where=f"x = {short(x)}",
              why="only arrays have shardings", fix="pass a jax.Array, such as jnp.asarray(x)")  # fmt: skip
+    if isinstance(sharding, PartitionSpec):
+        sharding = on_mesh_around(x, sharding)
     if not isinstance(sharding, NamedSharding | MeshLayout):
-        fail(StrategyTypeError, f"`reshard` takes a NamedSharding or a Layout, not {a(sharding)}",
+        fail(StrategyTypeError, f"`reshard` takes a NamedSharding, a PartitionSpec or a Layout, not {a(sharding)}",
              where=f"sharding = {short(sharding)}",
              why="it has to say which device holds which shard",
              fix='build one: NamedSharding(mesh, PartitionSpec("data", None))')  # fmt: skip
@@ -247,7 +251,8 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
         if len(devices) == 1:
             return x
         sharding = wanted.sharding(devices[: wanted.size])
-    return reshard_traced(x, sharding) if isinstance(x, Tracer) else jax.device_put(x, sharding)
+    is_traced = isinstance(x, Tracer) or isinstance(sharding.mesh, AbstractMesh)
+    return reshard_traced(x, sharding) if is_traced else jax.device_put(x, sharding)
 
 
 def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..., Any], dict[str, Any]]:

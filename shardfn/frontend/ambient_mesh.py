@@ -15,12 +15,12 @@ from typing import Any
 import jax
 from jax import tree_util
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import partition_spec, spec_of
 from shardfn.frontend.outer_call import outer_mesh
-from shardfn.ir.model import Axes, Spec
+from shardfn.ir.model import Axes, Spec, mesh_text
 
 _UNEQUAL = re.compile(r"has type (\S+) but the corresponding [\w ]+ has type (\S+?)[.,]?\s")
 _AXES_OF_TYPE = re.compile(r"@(\([^)]*\)|\w+)")
@@ -87,6 +87,33 @@ def ambient_mesh(values: Any) -> AmbientMesh | None:
         return AmbientMesh(abstract, _set_mesh())
     outer = outer_mesh()
     return AmbientMesh(outer) if outer is not None else None
+
+
+def on_mesh_around(x: Any, spec: PartitionSpec) -> NamedSharding:
+    """A `PartitionSpec` on the mesh around.
+
+    Args:
+      x: the array that it is for.
+      spec: axis names of that mesh for each dimension.
+
+    Raises:
+      StrategyError: there is no mesh around, or it has no such axes.
+    """
+    around, where = ambient_mesh(x), f"sharding = {spec}"
+    if around is None:
+        fail(StrategyError, "a PartitionSpec names axes, and there is no mesh around that has them", where=where,
+             why="the mesh around is that of `shard(f, device=mesh)` or `jax.set_mesh`",
+             fix=f"give one of them, or write NamedSharding(mesh, {spec})")  # fmt: skip
+    mesh = around.concrete if around.concrete is not None and not isinstance(x, Tracer) else around.abstract
+    try:
+        sharding = NamedSharding(mesh, spec)
+        sharding.check_compatible_aval(x.shape)
+    except Exception as error:  # JAX's DuplicateSpecError has no public name
+        fail(StrategyError, "the PartitionSpec does not fit the array on the mesh around it",
+             where=f"{where}; the array has the shape {tuple(x.shape)}, the mesh {mesh_text(around.axes)}",
+             why=str(error).split("\n")[0],
+             fix="name each axis of the mesh once at most, for the dimensions that the array has")  # fmt: skip
+    return sharding
 
 
 def reshard_traced(x: Any, sharding: NamedSharding) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardfn
 import shardfn.mindspore as ms
-from shardfn import AUTO, shard
+from shardfn import AUTO, reshard, shard
 from shardfn.errors import StrategyError
 
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -216,3 +216,50 @@ def test_saved_plan_with_a_strategy_inside_is_the_same_plan(tmp_path: Any) -> No
     again = shard(seeded, layout=tmp_path / "plan.toml")
     assert strategies(again.plan(*ARRAYS)) == strategies(plan)
     np.testing.assert_allclose(again(*ARRAYS), ffn(*ARRAYS), rtol=1e-3, atol=1e-3)
+
+
+# ---- a PartitionSpec in `reshard`
+
+
+def over_mesh(x, w):
+    return jnp.tanh(reshard(x @ w, PartitionSpec("dp", "tp"))) * 2.0
+
+
+def auto_mesh():
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("entries", [None, ((8, 1), (1, 1)), (PartitionSpec("dp"), PartitionSpec(None, "tp"))])
+def test_reshard_to_a_partition_spec_uses_the_mesh_of_the_call(entries):
+    x, w = jnp.arange(16.0 * 32).reshape(16, 32) / 512, jnp.ones((32, 64)) / 32
+    f = shard(over_mesh, entries, device=auto_mesh())
+    expected = np.tanh(np.asarray(x @ w)) * 2
+    assert f(x, w).sharding.shard_shape((16, 64)) == (8, 16)
+    np.testing.assert_allclose(f(x, w), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(f, (0, None)))(x[None], w)[0], expected, rtol=1e-5)
+    grads = jax.grad(lambda x: f(x, w).sum())(x), jax.grad(lambda x: (jnp.tanh(x @ w) * 2.0).sum())(x)
+    np.testing.assert_allclose(*grads, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_reshard_to_a_partition_spec_uses_the_set_mesh(kind):
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)):
+        x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
+        assert reshard(x, PartitionSpec("dp", "tp")).sharding.shard_shape(x.shape) == (8, 8)
+        assert jax.jit(lambda x: reshard(x, PartitionSpec(None, "tp")))(x).sharding.shard_shape(x.shape) == (16, 8)
+        assert shard(over_mesh)(x, w).sharding.shard_shape((16, 64)) == (8, 16)
+
+
+def test_reshard_to_a_partition_spec_without_its_mesh_or_axes_says_how():
+    x = jnp.ones((16, 32))
+    with pytest.raises(StrategyError, match=r"no mesh around(.|\n)*NamedSharding\(mesh, P\('dp', 'tp'\)\)"):
+        shard(lambda x: reshard(x, PartitionSpec("dp", "tp")))(x)
+    for spec, says in (
+        (PartitionSpec("rows"), "rows"),
+        (PartitionSpec("dp", "dp"), "dp"),
+        (PartitionSpec("dp", None, "tp"), "rank|ndim|only valid"),
+    ):
+        with pytest.raises(
+            StrategyError, match=rf"does not fit the array(.|\n)*the mesh dp=2 x tp=4(.|\n)*why: .*({says})"
+        ):
+            shard(lambda x, spec=spec: reshard(x, spec), device=auto_mesh())(x)
