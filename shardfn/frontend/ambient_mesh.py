@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,13 +17,10 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.jax_errors import AXES_OF_TYPE, JaxError, statement
 from shardfn.frontend.meshes import partition_spec, spec_of
 from shardfn.frontend.outer_call import outer_mesh
 from shardfn.ir.model import Axes, Spec, mesh_text
-
-_UNEQUAL = re.compile(r"has type (\S+) but the corresponding [\w ]+ has type (\S+?)[.,]?\s")
-_AXES_OF_TYPE = re.compile(r"@(\([^)]*\)|\w+)")
-"""The Explicit axes in JAX's text for a type: `float32[16@data,32]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,40 +174,38 @@ def explained_types(name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        _refuse_types(name, str(error))
+        _refuse_types(name, error)
         raise
 
 
-def _refuse_types(name: str, text: str) -> None:
+def _refuse_types(name: str, error: Exception) -> None:
     """Explain JAX's error for a function that works with types that have Explicit axes.
 
     Raises:
       StrategyError: it is such an error.
     """
-    if (where := _closed_over(text)) is not None:
+    if (where := _closed_over(error)) is not None:
         fail(StrategyError, f"`{name}` closes over an array whose type has Explicit axes", where=where,
              why="inside a sharded function all axes are Auto, and only arguments change their types on the way in",
              fix="pass the array as an argument, close over numpy.asarray(array), make it (or import its library) before "
                  "jax.set_mesh, or set a mesh with Auto axes")  # fmt: skip
-    if "should match the mesh passed to shard_map" in text:
-        fail(StrategyError, f"`{name}` has a `jax.shard_map` on a mesh with Explicit axes", where=text.split(". This error")[0],
+    if JaxError.SHARD_MAP_MESH.match(error):
+        fail(StrategyError, f"`{name}` has a `jax.shard_map` on a mesh with Explicit axes", where=statement(error),
              why="inside a sharded function all axes are Auto",
              fix="leave `mesh` out of jax.shard_map: it uses the mesh around it")  # fmt: skip
-    if "axis names that are of type Auto" in text:
-        fail(StrategyError, f"`{name}` asks for Explicit axes inside", where=text.split(". This error")[0],
+    if JaxError.EXPLICIT_AXES_WANTED.match(error):
+        fail(StrategyError, f"`{name}` asks for Explicit axes inside", where=statement(error),
              why="inside a sharded function all axes are Auto",
              fix="leave out_sharding and jax.reshard out, or use jax.lax.with_sharding_constraint")  # fmt: skip
 
 
-def _closed_over(text: str) -> str | None:
+def _closed_over(error: Exception) -> str | None:
     """What JAX's error says of a closed-over array whose type has Explicit axes: its type or its place in the source."""
-    if "should match the aval mesh" in text:
-        return text.split("for shape ")[-1].split(".")[0]
-    if "should match the mesh of sharding" in text:
-        return text.split("at source:")[-1].strip()
-    # Types of a cond or a loop that "differ" and look the same: the Explicit axes are the difference.
-    types = _UNEQUAL.search(text)
-    return types[2] if types and _AXES_OF_TYPE.sub("", types[1]) == _AXES_OF_TYPE.sub("", types[2]) else None
+    if found := JaxError.CLOSED_OVER_TYPE.match(error) or JaxError.CLOSED_OVER_SHARDING.match(error):
+        return found["what"]
+    types = JaxError.TYPES_DIFFER.match(error)
+    is_same = types is not None and AXES_OF_TYPE.sub("", types["one"]) == AXES_OF_TYPE.sub("", types["other"])
+    return types["other"] if types is not None and is_same else None  # only the Explicit axes differ
 
 
 def typed_shape(leaf: Any, shape: Any) -> Any:

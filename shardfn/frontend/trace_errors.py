@@ -10,6 +10,7 @@ import jax
 
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a
 from shardfn.frontend.arguments import Call
+from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.strategy import fix_of_numbers, is_of_numbers, short
 
 
@@ -32,10 +33,10 @@ def explained_by_arguments(call: Call) -> Iterator[None]:
 def _causes(call: Call, error: Exception) -> Iterator[Problem]:
     text = " ".join(str(error).split("\n")[0].split())
     dynamic = {slot.name: call.arguments()[slot.name] for slot in call.slots if not slot.is_static}
-    if isinstance(error, jax.errors.ConcretizationTypeError) or re.search("concrete value|static integer", str(error)):
-        named = re.search(r"values? of the arguments? (.*)", str(error))
+    if isinstance(error, jax.errors.ConcretizationTypeError) or JaxError.NEEDS_VALUE.match(error):
+        named = JaxError.NEEDS_ARGUMENTS.match(error)
         for name, value in dynamic.items():
-            is_named = named is None or re.search(rf"\b{re.escape(name)}\b", named[1]) is not None
+            is_named = named is None or re.search(rf"\b{re.escape(name)}\b", named["what"]) is not None
             if isinstance(value, bool | int | float) and is_named:
                 yield Problem(f"the function needs the value of argument `{name}`, which is traced like an array",
                               f"{name} = {value!r}", f"{type(error).__name__}: {text}",

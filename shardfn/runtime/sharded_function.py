@@ -27,6 +27,7 @@ from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.inputs_outputs import input_leaves
+from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.outer_call import outer_hardware
@@ -331,13 +332,14 @@ class ShardedFunction(Generic[P, R]):
             return entry.nested(*call.values)
         except ValueError as error:
             # An eager derivative carries concrete arrays, which may be committed to another layout.
-            if "does not match the sharding" not in str(error) and "incompatible" not in str(error):
+            if not JaxError.COMMITTED_ELSEWHERE.match(error):
                 raise
         except Exception as error:  # JAX's DuplicateSpecError has no public name
-            if "has duplicate entries for" not in str(error):
+            duplicate = JaxError.DUPLICATE_AXIS.match(error)
+            if duplicate is None:
                 raise
             fail(StrategyError, f"`{self.callee.name}` is mapped along a dimension that is sharded over an axis of its plan",
-                 where=str(error).split("but ")[-1], why="the type of an array has each Explicit axis once",
+                 where=duplicate["what"], why="the type of an array has each Explicit axis once",
                  fix="shard what is mapped, shard(jax.vmap(f)); or give strategies that leave that axis out")  # fmt: skip
         try:
             put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]

@@ -31,6 +31,7 @@ from shardfn.compiled.targets import Target, devices, target
 from shardfn.compiled.xla_log import rematerialisations
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.ambient_mesh import without_types
+from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.ir.model import Spec
 from shardfn.planning.plan import Plan, answered_call
@@ -104,7 +105,7 @@ def _exported(plan: Plan, jitted: Any, args: Sequence[Any]) -> tuple[jax.export.
         try:
             found = jax.export.export(jitted, platforms=platforms)(*args)
         except ValueError as error:  # ops without a compatibility guarantee: the same JAX reads them
-            if "custom call" not in str(error):
+            if not JaxError.CUSTOM_CALL.match(error):
                 raise
             text = traced.lower(lowering_platforms=platforms).as_text()
             calls = sorted(set(re.findall(r"custom_call @([\w.$]+)", text)))
