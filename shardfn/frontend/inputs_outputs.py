@@ -112,7 +112,11 @@ def changed_leaves(changed: Mapping[str, Any]) -> list[Leaf]:
 def replacements(result: Any, arguments: Sequence[Any]) -> dict[int, int]:
     """Leaf by leaf, the results that can take an argument's place in the next call: parameters, optimizer state.
 
-    That is a result of several arrays with the structure, shapes and dtypes of an argument.
+    That is a part of the result, at any depth, of several arrays with the structure, shapes and dtypes of an argument.
+
+    >>> one = {"w": jax.ShapeDtypeStruct((2,), "int32"), "b": jax.ShapeDtypeStruct((), "int32")}
+    >>> replacements({"loss": one["b"], "params": one}, [one])
+    {1: 0, 2: 1}
     """
 
     def form(tree: Any) -> Any:
@@ -124,15 +128,21 @@ def replacements(result: Any, arguments: Sequence[Any]) -> dict[int, int]:
         starts.append((form(argument), position))
         position += len(tree_util.tree_leaves(argument))
     found: dict[int, int] = {}
-    position = 0
-    for one in _outer(result):
-        mine = form(one)
+
+    def meet(part: Any, position: int) -> None:
+        """Record the arguments that this part of the result, or parts of it, can replace."""
+        mine = form(part)
         size = len(mine[1])
         match_ = next((s for s in starts if size > 1 and s[0] == mine), None)
         if match_ is not None:
             starts.remove(match_)
-            found |= {position + i: match_[1] + i for i in range(size)}
-        position += size
+            found.update({position + i: match_[1] + i for i in range(size)})
+        elif size > 1:
+            for child in tree_util.tree_leaves(part, is_leaf=lambda tree: tree is not part):
+                meet(child, position)
+                position += len(tree_util.tree_leaves(child))
+
+    meet(result, 0)
     return found
 
 

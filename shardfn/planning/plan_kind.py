@@ -127,8 +127,8 @@ def layouts_of(
       partitioned: the partitioned program, whose last inputs are the arguments.
     """
     graph = partitioned.graph
-    returned = {_tail(d.path): d.shape for d in results}
-    mirrored = {d.path for d in arguments if _tail(d.path) and returned.get(_tail(d.path)) == d.shape}
+    returned = {(end, d.shape) for d in results for end in _ends(d.path)}
+    mirrored = {d.path for d in arguments if (_without_argument(d.path), d.shape) in returned}
     batch = _batch_dimensions(arguments, results, groups, mirrored, graph.trip_counts)
     with_batch = {path for path, _ in batch}
     weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
@@ -158,10 +158,19 @@ def layouts_of(
     )  # fmt: skip
 
 
-def _tail(path: str) -> str:
-    """A path without the name of the argument; of a result also without its place in a tuple."""
-    first, *rest = path.split("/")
-    return "/".join(rest[1:] if first == "result" and rest and rest[0].isdigit() and len(rest) > 1 else rest)
+def _without_argument(path: str) -> str:
+    """The path of an array within its argument; empty for an argument that is one array."""
+    return path.partition("/")[2]
+
+
+def _ends(path: str) -> list[str]:
+    """The ends of a result's path: a result may be a tuple, a dict or a module's changed state, at any depth.
+
+    >>> _ends("result/0/params/up"), _ends("state/optimizer/mu/up")
+    (['0/params/up', 'params/up', 'up'], ['optimizer/mu/up', 'mu/up', 'up'])
+    """
+    parts = path.split("/")
+    return ["/".join(parts[i:]) for i in range(1, len(parts))]
 
 
 def _sharded(d: Decision) -> Sharded:

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import shardfn
+from shardfn import AUTO
 from shardfn.planning.plan_kind import Layouts, kind_of
 
 A, B, NONE = frozenset("a"), frozenset("b"), frozenset()
@@ -124,3 +127,50 @@ def test_kind_of_quantised_weights_is_tensor_parallel():
     assert shardfn.plan(jnp.matmul, x, w, in_strategy=((1, 1), (1, 8)), device="cpu:8").kind.startswith(
         "tensor parallel"
     )
+
+
+@pytest.mark.parametrize("style", ["fsdp", "zero1", "tensor_parallel"])
+def test_kind_of_an_nnx_training_step_counts_its_optimizer_state(style):
+    def train_step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def make():
+        layers = (nnx.Linear(*dims, use_bias=False, rngs=nnx.Rngs(0)) for dims in ((64, 256), (256, 64)))
+        model = nnx.Sequential(*layers)
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    plan = shardfn.plan(train_step, *nnx.eval_shape(make), shaped(32, 64), style=style, device="tpu-v5e:8")
+    assert plan.kind.startswith({"fsdp": "FSDP over 8 ", "zero1": "ZeRO-1 over 8 "}.get(style, "tensor parallel over "))
+
+
+def test_kind_where_the_search_gathers_what_the_entries_shard_is_fsdp_and_the_headline_says_so():
+    def train_step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def make():
+        model = nnx.Sequential(nnx.Linear(64, 256, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(256, 64, rngs=nnx.Rngs(0)))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    rules = {"model/layers/0/kernel": (1, 4), "model/layers/2/kernel": (4, 1)}
+    entries = AUTO, AUTO, (2, 1)
+    plan = shardfn.plan(train_step, *nnx.eval_shape(make), shaped(16384, 64), in_strategy=entries, parameter_plan=rules,
+                        level="time", device="tpu-v5e:8")  # fmt: skip
+    assert plan.kind == "FSDP over 4 × data parallel over 2"
+    assert "weights are gathered (FSDP)" in plan.entries
+
+
+@pytest.mark.parametrize("form", ["dict", "nested"])
+def test_results_in_any_container_take_the_sharding_of_what_they_replace(form):
+    def nested(params, momentum, x):
+        params, momentum = step(params, momentum, x)
+        return {"params": params, "momentum": momentum} if form == "dict" else ((params, momentum), jnp.sum(x))
+
+    weights = {"up": shaped(64, 256), "down": shaped(256, 64)}
+    plan = shardfn.plan(nested, weights, weights, shaped(32, 64), style="zero1", device="tpu-v5e:8")
+    assert plan.kind == "ZeRO-1 over 8 devices"
+    momenta = [d for d in plan.outputs if d.strategy.count(8)]
+    assert len(momenta) == 2 and all("which it can replace" in d.reason for d in momenta)
