@@ -114,6 +114,7 @@ def replacements(result: Any, arguments: Sequence[Any]) -> dict[int, int]:
 
     That is a part of the result, at any depth, of several arrays with the structure, shapes and dtypes of an argument.
 
+    >>> import jax
     >>> one = {"w": jax.ShapeDtypeStruct((2,), "int32"), "b": jax.ShapeDtypeStruct((), "int32")}
     >>> replacements({"loss": one["b"], "params": one}, [one])
     {1: 0, 2: 1}

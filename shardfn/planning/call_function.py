@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax import tree_util
 
-from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend import nnx_objects
 from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, without_types
@@ -20,7 +19,7 @@ from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
-from shardfn.frontend.outer_call import OuterCall, inside
+from shardfn.frontend.outer_call import OuterCall
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, trace
 from shardfn.frontend.trace_errors import explained_by_arguments
@@ -41,8 +40,9 @@ class CallFunction:
     """A call as a pure function of its values; `on` gives it with its constraints on a mesh."""
 
     pure: Callable[..., Any]
-    """From `pure_function`."""
-    hardware: Hardware
+    """From `pure_function`, inside `outer`. It is made once: `jax.jit` traces a function again that is another object."""
+    outer: OuterCall
+    """This call, for the sharded functions that it calls."""
     callee: Callee
     call: Call
     """The call, with shapes in the place of arrays."""
@@ -62,7 +62,7 @@ class CallFunction:
 
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
-        function, statics = self.as_outer_call, self.call.statics
+        function, statics = self.pure, self.call.statics
         if self.separates_windows:
             function = separate_windows(function, statics)
         if self.tags:
@@ -72,12 +72,6 @@ class CallFunction:
         if self.wrong:
             function = replicate_wrong_ops(function, mesh.mesh, self.wrong, statics)
         return function
-
-    @property
-    def as_outer_call(self) -> Callable[..., Any]:
-        """`pure`, as the outer call of the sharded functions that it calls."""
-        is_binding = self.ambient is not None and self.ambient.is_binding
-        return inside(self.pure, OuterCall(self.hardware, takes_entries=not is_binding))
 
     def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""

@@ -19,6 +19,7 @@ from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements, with_types
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.options import Options
+from shardfn.frontend.outer_call import OuterCall, inside
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, without_mesh
 from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
@@ -70,7 +71,9 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     donated = call.positions(options.donate_argnums, options.donate_argnames)
     shapes = call.of_shapes()
     frozen = callee.frozen(shapes)
-    function = CallFunction(pure_function(frozen, shapes), hardware, frozen, shapes, donated, ambient=ambient)
+    outer = OuterCall(hardware, takes_entries=ambient is None or not ambient.is_binding)
+    pure = inside(pure_function(frozen, shapes), outer)
+    function = CallFunction(pure, outer, frozen, shapes, donated, ambient=ambient)
     function, traced, inner = _traced(function, hardware, layout, problems)
     inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, dimension_groups(traced.graph).of, inner)
     result, changed = traced.results if call.returns_changes else (traced.results, {})

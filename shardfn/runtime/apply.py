@@ -19,6 +19,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
 from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
+from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.mesh_inference import expresses
@@ -138,7 +139,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     if call.closed_over is not None:
         own = closed_over_arguments(callee, call.without_closed_over())
         call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.arrays}
-    function = dataclasses.replace(planned, pure=pure_function(callee.frozen(call), call))
+    function = dataclasses.replace(planned, pure=inside(pure_function(callee.frozen(call), call), planned.outer))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
              where=f"plan.apply({callee.name})",
@@ -173,7 +174,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _program(function: CallFunction) -> tuple[str, Any]:
     """The jaxpr of a function, without the addresses of Python objects, and the structure of its result."""
-    traced = jax.jit(function.as_outer_call, static_argnums=function.call.statics).trace(*function.call.values)
+    traced = jax.jit(function.pure, static_argnums=function.call.statics).trace(*function.call.values)
     return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), tree_util.tree_structure(traced.out_info)
 
 
