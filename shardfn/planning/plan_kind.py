@@ -187,8 +187,11 @@ def _batch_dimensions(
 ) -> set[tuple[str, int]]:
     """The dimensions, as (path, number), of the groups that look most like a batch.
 
-    A batch is dimension 0 wherever an argument has it. What no loop takes apart comes first, then what is not returned with
-    the shape of its argument, then what a result has too.
+    A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates. Of
+    these, those of arguments whose shape no result has. Of these, those that a result has too.
+
+    `search.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where here a
+    gradient of the same path counts too. It chooses one batch, where a plan may shard several.
     """
     own = {d.path: d.shape for d in arguments}
     shapes = {d.shape for d in results}

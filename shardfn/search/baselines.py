@@ -128,7 +128,10 @@ def _evaluated(problem: SearchProblem, one: Baseline) -> SearchCandidate:
 
 
 def batch_arguments(problem: SearchProblem) -> frozenset[int]:
-    """The arguments that no result aliases: a batch, not parameters."""
+    """The arguments that no result aliases: a batch, not parameters; none if no result aliases any argument.
+
+    All their dimensions are open to the search. `styles.batch_groups` asks which dimensions are the batch.
+    """
     kept = set(problem.same_as.values())
     return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
 

@@ -98,6 +98,9 @@ def batch_groups(problem: SearchProblem) -> Groups:
 
     If there are several, those of the size of the group with the most bytes of values. Groups that a loop iterates over, or
     that a result has in another dimension, count only if there are no others.
+
+    A style shards one batch. `baselines.batch_arguments` only tells arguments apart from parameters, for a search that tries
+    all of their dimensions. `plan_kind` names a finished plan by its arrays alone, maybe with several batches.
     """
     graph, of = problem.graph, problem.value_groups
     kept = set(problem.same_as.values())
