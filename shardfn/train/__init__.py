@@ -19,7 +19,8 @@ from shardfn.train.pipelines.stage_marks import staged
 from shardfn.train.remat import communicated, recompute
 from shardfn.train.steps.shardings import OptimizerParallel
 from shardfn.train.steps.state import TrainState
-from shardfn.train.steps.step import TrainStep, step
+from shardfn.train.steps.step import step
+from shardfn.train.steps.train_step import TrainStep
 
 __all__ = [
     "OptimizerParallel", "PackedParameters", "Pipeline", "TrainState", "TrainStep", "communicated",

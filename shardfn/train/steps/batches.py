@@ -1,17 +1,45 @@
-"""The parts of a batch, over devices and as micro-batches."""
+"""The batch of a training step: its arrays by position, its entries, and its parts over devices and as micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import tree_util
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, StrategyTypeError, fail
+from shardfn.frontend.option_checks import positional
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import short
+
+
+def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A batch by position, of arrays that are partly given by the loss function's names.
+
+    Raises:
+      StrategyTypeError: a name does not exist, or has no position.
+
+    >>> positional_batch(lambda params, x, y, scale=1.0: x, (), {"y": 2, "x": 1})
+    (1, 2)
+    """
+    names = ", ".join(named)
+    try:
+        signature = inspect.signature(loss_fn)
+        bound = signature.bind(None, *batch, **named).arguments
+    except (TypeError, ValueError) as error:
+        fail(StrategyTypeError, f"the batch does not fit the loss function: {error}", where=f"by name: {names}",
+             why=f"it is called as loss_fn(params, *batch), here with {len(batch)} by position",
+             fix="give each argument once, by its name in the loss function or by position")  # fmt: skip
+    parameters = positional(signature)[1:]
+    if len(parameters) < len(batch) or not set(named) <= set(parameters):
+        fail(StrategyTypeError, "an array of the batch is given by name, but has no position", where=f"by name: {names}",
+             why="the step shards arrays by their position, which *args, **kwargs and keyword-only arguments do not have",
+             fix="write loss_fn(params, x, y, ...) with an argument for each")  # fmt: skip
+    last = max(i for i, name in enumerate(parameters) if name in bound)
+    return tuple(bound.get(name, signature.parameters[name].default) for name in parameters[: last + 1])
 
 
 def part_shapes(batch: Any, parts: int) -> Any:

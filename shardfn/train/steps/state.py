@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
+from shardfn.frontend.callee import is_cell
 from shardfn.frontend.paths import join, met, tidy, unmet
 from shardfn.frontend.strategy import shape_of
 
@@ -118,6 +119,25 @@ def shapes_of(tree: Any, *shardings: Any) -> Any:
         return jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x), sharding=sharding)
 
     return tree_util.tree_map(shape, tree, *shardings)
+
+
+def is_maker(params: Any) -> bool:
+    """Whether `params` is a function that makes a model."""
+    return callable(params) and not is_cell(params) and tree_util.all_leaves([params])
+
+
+def model_shapes(make: Callable[[], Any]) -> Any:
+    """The model that a function makes, with shapes for arrays."""
+    found: list[Any] = []
+
+    def arrays() -> list[Any]:
+        model = make()
+        found[:] = *tree_util.tree_flatten(model), tied_variables(model)
+        return [leaf if holds_array(model, leaf) else None for leaf in found[0]]
+
+    shapes = jax.eval_shape(arrays)
+    leaves = [a if b is None else b for a, b in zip(found[0], shapes, strict=True)]
+    return retie(tree_util.tree_unflatten(found[1], leaves), found[2])
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
