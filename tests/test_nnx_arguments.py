@@ -117,6 +117,29 @@ def test_module_inside_a_container_keeps_its_changes(wrap):
     assert not np.allclose(before, model.norm.mean[...])
 
 
+class Total(nnx.Module):
+    """A variable that holds several arrays."""
+
+    def __init__(self):
+        self.kept = nnx.Variable({"sum": jnp.zeros((16, 4)), "scale": jnp.ones(4)})
+
+    def __call__(self, x):
+        kept = self.kept.get_value()
+        self.kept.set_value({**kept, "sum": kept["sum"] + x})
+        return x * kept["scale"]
+
+
+@pytest.mark.parametrize("sharded", [lambda m: shard(lambda net, x: net(x)), lambda m: lambda net, x: shard(m)(x)],
+                         ids=["argument", "owner"])  # fmt: skip
+def test_variable_that_holds_several_arrays_keeps_the_change_of_one(sharded):
+    total = Total()
+    call = sharded(total)
+    np.testing.assert_allclose(call(total, X), X)
+    call(total, X)
+    np.testing.assert_allclose(total.kept.get_value()["sum"], 2 * X)
+    np.testing.assert_allclose(total.kept.get_value()["scale"], np.ones(4))
+
+
 def test_array_beside_a_module_in_one_argument_is_passed_on():
     model, _ = make()
     result = shard(lambda held, x: held[1] + held[0](x).sum())((model, jnp.float32(1e6)), X)

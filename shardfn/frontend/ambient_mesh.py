@@ -53,16 +53,21 @@ class AmbientMesh:
 
     def type_of(self, sharding: NamedSharding) -> NamedSharding:
         """The sharding that the type of an array with `sharding` has: its Explicit axes."""
-        spec = self.explicit_part(spec_of(sharding.spec, len(sharding.spec)))
-        return NamedSharding(self.abstract, partition_spec(spec))
+        typed, _ = self.split(spec_of(sharding.spec, len(sharding.spec)))
+        return NamedSharding(self.abstract, partition_spec(typed))
 
-    def explicit_part(self, spec: Spec) -> Spec:
-        """The Explicit axes of a spec."""
-        return tuple(tuple(axis for axis in dim if axis in self.explicit) for dim in spec)
+    def explicit_spec(self, spec: Spec) -> Spec | None:
+        """The Explicit axes of a spec; None where these shard no dimension."""
+        typed, _ = self.split(spec)
+        return typed if any(typed) else None
 
-    def other_part(self, spec: Spec) -> Spec:
-        """The axes of a spec that are not Explicit."""
-        return tuple(tuple(axis for axis in dim if axis not in self.explicit) for dim in spec)
+    def split(self, spec: Spec) -> tuple[Spec, Spec]:
+        """The Explicit axes of a spec, and its other axes."""
+        explicit = self.explicit
+        return (
+            tuple(tuple(axis for axis in dim if axis in explicit) for dim in spec),
+            tuple(tuple(axis for axis in dim if axis not in explicit) for dim in spec),
+        )
 
 
 def ambient_mesh(values: Any) -> AmbientMesh | None:
@@ -124,7 +129,7 @@ def reshard_traced(x: Any, sharding: NamedSharding) -> Any:
         sharding = NamedSharding(around.abstract, sharding.spec)
         if around.explicit:
             x = jax.sharding.reshard(x, around.type_of(sharding))
-            rest = around.other_part(spec_of(sharding.spec, x.ndim))
+            _, rest = around.split(spec_of(sharding.spec, x.ndim))
             sharding = NamedSharding(around.abstract, partition_spec(rest))
             if not any(rest):
                 return x
@@ -231,8 +236,7 @@ def _explicit_spec(leaf: Any) -> Spec | None:
     typed = _typed(leaf)
     if typed is None:
         return None
-    spec = AmbientMesh(typed.mesh.abstract_mesh).explicit_part(spec_of(typed.spec, len(leaf.shape)))
-    return spec if any(spec) else None
+    return AmbientMesh(typed.mesh.abstract_mesh).explicit_spec(spec_of(typed.spec, len(leaf.shape)))
 
 
 def _set_mesh() -> Mesh | None:

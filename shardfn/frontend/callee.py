@@ -83,7 +83,7 @@ class Callee:
     def fixed(self) -> Any:
         """What of the object is no array (sizes, a switch between training and evaluation): with another, plan anew."""
         own = None if self.adapter is None else self.adapter.fixed(self.owner)
-        return (own, nnx_objects.fixed(self.objects.nodes)) if self.objects else own
+        return (own, self.objects.definition) if self.objects else own
 
     def frozen(self, call: Call) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.
@@ -99,7 +99,7 @@ class Callee:
         """Put changed arrays back into the objects."""
         of_arguments = {path: a for path, a in changed.items() if self.objects.holds(path)}
         if of_arguments:
-            nnx_objects.write(self.objects.nodes, of_arguments)
+            self.objects.write(of_arguments)
         if self.adapter is not None and len(of_arguments) < len(changed):
             self.adapter.write(self.owner, {path: a for path, a in changed.items() if path not in of_arguments})
 
@@ -305,7 +305,7 @@ def _tree_write(owner: Any, state: State) -> None:
 
 
 ADAPTERS: tuple[Adapter, ...] = (
-    Adapter(nnx_objects.is_module, nnx_objects.read, nnx_objects.fixed, nnx_objects.rebuild, nnx_objects.write),
+    Adapter(nnx_objects.is_module, nnx_objects.read, nnx_objects.definition, nnx_objects.rebuild, nnx_objects.write),
     Adapter(is_cell, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
     Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
     Adapter(_is_holder, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),

@@ -7,6 +7,7 @@ places has one path. Nothing here is used unless the user's program has imported
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -39,9 +40,18 @@ class HeldObjects:
     def __bool__(self) -> bool:
         return bool(self.nodes)
 
+    @functools.cached_property
+    def _parts(self) -> tuple[Any, Any]:
+        return _split(self.nodes)
+
+    @property
+    def definition(self) -> Any:
+        """The `nnx.GraphDef` of the objects: all of them but their arrays."""
+        return self._parts[0]
+
     def arrays(self, arguments: State) -> State:
         """The arguments with nested arrays in the place of the objects."""
-        found = nested(self.nodes)
+        found = _nested(self._parts[1])
         return self._filled(arguments, lambda path, _: found.get(path, {}))
 
     def filled(self, arguments: State) -> tuple[HeldObjects, State, State]:
@@ -53,8 +63,12 @@ class HeldObjects:
         given: State = {}
         self._filled(arguments, lambda path, leaf: given.setdefault(path, leaf))
         before = by_path(given)
-        nodes = rebuild(self.nodes, before)
+        nodes = _merged(self._parts, before)
         return dataclasses.replace(self, nodes=nodes), self._filled(arguments, lambda path, _: nodes[path]), before
+
+    def write(self, changed: State) -> None:
+        """Put changed arrays into the objects, which are as they were when their arrays were taken."""
+        _update(self.nodes, self._parts[1], changed)
 
     def is_donated(self, path: str) -> bool:
         """Whether an array belongs to a donated argument: the call takes its memory, and has to return it though unchanged."""
@@ -114,21 +128,14 @@ def shared(owner: Any, objects: State) -> list[str]:
     return ["/".join(map(str, path)) for path, variable in nnx.iter_graph(owner) if id(variable) in mine]
 
 
-def nested(owner: Any) -> Any:
-    """The arrays of an owner as nested dictionaries; every shared variable once."""
-    nnx = sys.modules["flax.nnx"]
-    return nnx.to_pure_dict(nnx.split(owner)[1])
-
-
 def read(owner: Any) -> State:
-    """The arrays of an owner by path."""
-    return by_path(nested(owner))
+    """The arrays of an owner by path; every shared variable once."""
+    return by_path(_nested(_split(owner)[1]))
 
 
 def partition_specs(owner: Any) -> State:
     """The `PartitionSpec` of each array of an owner, by path; it names no axis where the variable has no annotation."""
-    nnx = sys.modules["flax.nnx"]
-    return by_path(nnx.to_pure_dict(nnx.get_partition_spec(nnx.split(owner)[1])))
+    return by_path(_nested(sys.modules["flax.nnx"].get_partition_spec(_split(owner)[1])))
 
 
 def by_path(arrays: Mapping[str, Any]) -> State:
@@ -136,27 +143,49 @@ def by_path(arrays: Mapping[str, Any]) -> State:
     return {join("", key): leaf for key, leaf in tree_util.tree_flatten_with_path(arrays)[0]}
 
 
-def fixed(owner: Any) -> Any:
+def definition(owner: Any) -> Any:
     """The `nnx.GraphDef` of an owner: all of it but its arrays."""
     return sys.modules["flax.nnx"].graphdef(owner)
 
 
 def rebuild(owner: Any, state: State) -> Any:
     """A copy of an owner with other arrays."""
-    nnx = sys.modules["flax.nnx"]
-    definition, old = nnx.split(owner)
-    return nnx.merge(definition, _replaced(old, state))
+    return _merged(_split(owner), state)
 
 
-def write(owner: Any, state: State) -> None:
+def write(owner: Any, changed: State) -> None:
     """Put changed arrays into the variables of an owner."""
-    nnx = sys.modules["flax.nnx"]
-    changed = nnx.filter_state(nnx.split(owner)[1], lambda path, _: "/".join(map(str, path)) in state)
-    nnx.update(owner, _replaced(changed, state))
+    _update(owner, _split(owner)[1], changed)
 
 
-def _replaced(old: Any, state: State) -> Any:
+# ---- an owner as its `nnx.GraphDef` and its `nnx.State`
+
+
+def _split(owner: Any) -> tuple[Any, Any]:
+    return sys.modules["flax.nnx"].split(owner)
+
+
+def _nested(variables: Any) -> Any:
+    """The arrays of an `nnx.State` as nested dictionaries."""
+    return sys.modules["flax.nnx"].to_pure_dict(variables)
+
+
+def _merged(parts: tuple[Any, Any], state: State) -> Any:
+    """A copy of a split owner with other arrays."""
+    definition, variables = parts
+    return sys.modules["flax.nnx"].merge(definition, _replaced(variables, state))
+
+
+def _update(owner: Any, variables: Any, changed: State) -> None:
+    """Put changed arrays into an owner; `variables` are its own. Others are left alone: they may be of an outer trace."""
     nnx = sys.modules["flax.nnx"]
-    pure = tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), nnx.to_pure_dict(old))
-    nnx.replace_by_pure_dict(old, pure, lambda old, new: old.replace(new) if isinstance(old, nnx.Variable) else new)
-    return old
+    held = {path[:end] for path in changed for end in (*(i for i, sign in enumerate(path) if sign == "/"), len(path))}
+    of_changed = nnx.filter_state(variables, lambda path, _: "/".join(map(str, path)) in held)
+    nnx.update(owner, _replaced(of_changed, changed))
+
+
+def _replaced(variables: Any, state: State) -> Any:
+    """An `nnx.State` with other arrays. A variable may hold several."""
+    leaves, treedef = tree_util.tree_flatten(variables)
+    rows = zip(by_path(_nested(variables)), leaves, strict=True)
+    return treedef.unflatten([state.get(path, leaf) for path, leaf in rows])

@@ -78,8 +78,7 @@ class Entry:
         replaced = frozenset((*planned.same_as.values(), *planned.donated))
         static = holds_static((planned.function.call.dynamic, planned.traced.results))
         ambient = planned.ambient_mesh
-        parts = [ambient.explicit_part(d.spec) for d in plan.inputs] if ambient is not None else ()
-        types = tuple(part if any(part) else None for part in parts)
+        types = tuple(ambient.explicit_spec(d.spec) for d in plan.inputs) if ambient is not None else ()
         run, nested = jitted_for_calls(plan), jitted_for_calls(plan, nested=True)
         return cls(plan, run, nested, targets, replaced, static, in_types=types)
 
