@@ -23,7 +23,7 @@ from shardfn.frontend import nnx_objects
 from shardfn.frontend.arguments import Call, Slot, is_hashable
 from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
-from shardfn.frontend.strategy import shape_of
+from shardfn.frontend.strategy import is_cell, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,16 +162,8 @@ def describe(fn: Callable[..., Any]) -> Callee:
 
 # ---- kinds of object
 
-CELL = "__shardfn_cell__"
-"""Class attribute that marks a `Cell`, a plain object whose attributes hold arrays."""
-
 SHARDED = "_shardfn_sharded"
 """Attribute of a Cell that holds its sharded call; a rebuilt copy goes without."""
-
-
-def is_cell(value: Any) -> bool:
-    """Whether an object is a `Cell`."""
-    return getattr(type(value), CELL, False)
 
 
 def _is_holder(value: Any) -> bool:
@@ -199,19 +191,23 @@ def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
     return [(key, join(path, (entry(key),)), item) for key, item in items]
 
 
-def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
-    """The arrays of a nest; a Cell that stands at several places (tied weights, a parent) is met at the first."""
+def _walk(
+    value: Any, path: str, found: State, seen: set[int], is_leaf: Callable[[Any], bool] = lambda value: False
+) -> None:
+    """The arrays of a nest, and what `is_leaf` says; a Cell that stands at several places (tied weights, a parent) is met at
+    the first."""
     if is_cell(value) or not path:
         if id(value) in seen:
             return
         seen.add(id(value))
     if (items := _items(value, path)) is not None:
         for _, inside, item in items:
-            _walk(item, inside, found, seen)
+            _walk(item, inside, found, seen, is_leaf)
+    elif not (is_leaf(value) or tree_util.all_leaves([value])):
+        for key, leaf in tree_util.tree_flatten_with_path(value, is_leaf)[0]:
+            _walk(leaf, join(path, key), found, seen, is_leaf)
     elif _is_array(value):
         found[path] = value
-    elif not tree_util.all_leaves([value]):
-        found |= {join(path, key): leaf for key, leaf in tree_util.tree_flatten_with_path(value)[0] if _is_array(leaf)}
 
 
 def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool) -> Any:
@@ -240,15 +236,41 @@ def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_
             new.update(changed)
             return new
         return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
-    if _is_array(value) or tree_util.all_leaves([value]):
+    if tree_util.all_leaves([value]):
         return state.get(path, value)
-    return tree_util.tree_map_with_path(lambda key, leaf: state.get(join(path, key), leaf), value)
+    return tree_util.tree_map_with_path(
+        lambda key, leaf: _with_state(leaf, join(path, key), state, met, in_place=in_place), value
+    )
 
 
 def _cell_read(owner: Any) -> State:
     found: State = {}
     _walk(owner, "", found, set())
     return found
+
+
+def arrays_of_cells(leaves: Sequence[Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> list[Any]:
+    """The leaves of a pytree, with the arrays by path of each that is a Cell; a Cell that was met before has none.
+
+    Args:
+      leaves: the leaves.
+      is_leaf: which objects that hold an array stand for it.
+    """
+    seen: set[int] = set()
+
+    def arrays(cell: Any) -> State:
+        found: State = {}
+        _walk(cell, "", found, seen, is_leaf)
+        return found
+
+    return [arrays(leaf) if is_cell(leaf) else leaf for leaf in leaves]
+
+
+def cells_with_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """The inverse of `arrays_of_cells`, with other arrays: copies of the Cells, and what stands for the other leaves."""
+    met: dict[int, Any] = {}
+    rows = zip(leaves, arrays, strict=True)
+    return [_with_state(leaf, "", part, met, in_place=False) if is_cell(leaf) else part for leaf, part in rows]
 
 
 def _cell_fixed(owner: Any) -> Any:
@@ -264,9 +286,12 @@ def _cell_fixed(owner: Any) -> Any:
             items = items if is_new else []
         elif items is not None:
             leaves.append((path, type(value), len(items)))
+        elif not tree_util.all_leaves([value]):
+            keyed, structure = tree_util.tree_flatten_with_path(value)
+            leaves.append((path, structure))
+            items = [(key, join(path, key), leaf) for key, leaf in keyed]
         elif not _is_array(value):
-            inside, structure = tree_util.tree_flatten(value)
-            leaves.append((path, structure, *(type(leaf) if _is_array(leaf) else _hashed(leaf) for leaf in inside)))
+            leaves.append((path, _hashed(value)))
         for _, inside, item in items or ():
             walk(item, inside)
 

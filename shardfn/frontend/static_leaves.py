@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from shardfn.frontend.strategy import shape_of
+from shardfn.frontend.strategy import is_cell, shape_of
 
 
 @tree_util.register_static
@@ -46,6 +46,7 @@ def hide_static(tree: Any) -> Any:
     """A tree with its static leaves in its structure; a tree that is one leaf stays what it is.
 
     Static leaves are functions, what is not an array in an object of a registered class, and all but arrays in an Equinox module.
+    A `Cell` holds arrays and is none of these.
 
     >>> jax.tree.leaves(hide_static({"w": 1.0, "activation": jax.nn.relu}))
     [1.0]
@@ -94,16 +95,16 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def _is_function(leaf: Any) -> bool:
-    return callable(leaf) and shape_of(leaf) is None
+    return callable(leaf) and shape_of(leaf) is None and not is_cell(leaf)
 
 
 def _is_no_value(leaf: Any) -> bool:
-    """Whether a leaf is neither an array nor a number; an array of a dtype that JAX lacks is an array."""
-    return shape_of(leaf) is None and not isinstance(leaf, np.ndarray)
+    """Whether a leaf holds no array and is no number; an array of a dtype that JAX lacks is an array."""
+    return shape_of(leaf) is None and not isinstance(leaf, np.ndarray) and not is_cell(leaf)
 
 
 def _is_other_than_array(leaf: Any) -> bool:
-    return not hasattr(leaf, "shape")
+    return not hasattr(leaf, "shape") and not is_cell(leaf)
 
 
 def _is_equinox(node: Any) -> bool:

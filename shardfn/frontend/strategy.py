@@ -149,9 +149,21 @@ def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
     return found
 
 
+CELL = "__shardfn_cell__"
+"""Class attribute that marks a `Cell`, a plain object whose attributes hold arrays."""
+
+
+def is_cell(value: Any) -> bool:
+    """Whether an object is a `Cell`."""
+    return getattr(type(value), CELL, False)
+
+
 def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
     if isinstance(value, np.ndarray):
         fix = "convert it to a dtype that JAX has, such as float32, or leave it out of the call"
+    elif is_cell(value):
+        fix = ("shard the Cell itself, as in shard(cell) or cell.shard(...); or pass its arrays, cell.parameters_dict(), and "
+               "call cell.with_parameters(arrays) in the function")  # fmt: skip
     elif nested and callable(value):
         fix = ("close over it, and give the arrays alone; of an Equinox module, arrays, rest = "
                f"eqx.partition({argument.name if argument.name.isidentifier() else 'model'}, eqx.is_array) parts them, and in "

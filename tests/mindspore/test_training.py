@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import shardfn
 import shardfn.mindspore as ms
 from shardfn import train
+from tests.messages import refusal
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
 
@@ -81,6 +83,122 @@ def test_step_makes_a_cell_with_its_shardings(make):
     state, value = step(state, X, X)
     np.testing.assert_allclose(value, by_hand(1)[1], rtol=1e-5)
     np.testing.assert_allclose(step.model(state).dense.weight, by_hand(1)[0], rtol=1e-4, atol=1e-6)
+
+
+class Counting(ms.Cell):
+    def __init__(self):
+        self.dense, self.count = Dense(), jnp.int32(0)
+
+    def construct(self, x):
+        self.count = self.count + 1
+        return self.dense(x)
+
+
+class Module(nnx.Module):
+    def __init__(self):
+        self.net, self.seen = nnx.data(Net()), nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, x):
+        self.seen[...] += 1
+        return self.net(x)
+
+
+class Around(ms.Cell):
+    def __init__(self):
+        self.module = Module()
+
+    def construct(self, x):
+        return self.module(x)
+
+
+NESTED = {
+    "dict": (lambda: {"net": Net()}, lambda d: d["net"], "net/dense/weight"),
+    "tuple": (lambda: (Net(), jnp.int32(3)), lambda t: t[0], "0/dense/weight"),
+    "module": (Module, lambda m: m, "net/dense/weight"),
+    "cell with a module": (Around, lambda c: c, "module/net/dense/weight"),
+    "tied": (lambda: dict.fromkeys("ab", Net()), lambda d: d["b"], "a/dense/weight"),
+}
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+@pytest.mark.parametrize("is_made", [False, True], ids=["model", "function"])
+@pytest.mark.parametrize("name", NESTED)
+def test_step_trains_a_cell_in_a_pytree_as_by_hand(name, is_made, mode):
+    make, net_of, path = NESTED[name]
+    options = {"parameter_plan": {path: (1, 8)}} if mode == "semi_auto_parallel" else {}
+    step = train.step(lambda model, x, y: mean_square(net_of(model), x, y), optax.sgd(0.1), mode=mode, **options)
+    state = step.init(make if is_made else make(), X, X)
+    assert step.plan(state, X, X).decision(f"state/params/{path}").strategy == ((1, 8) if options else (1, 1))
+    for _ in range(2):
+        state, value = step(state, X, X)
+    w, expected = by_hand()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    model = step.model(state)
+    assert type(model) is type(make())
+    for module in (model, getattr(model, "module", None)):
+        assert getattr(module, "seen", 2) == 2  # batch statistics are no parameters, and are kept
+    np.testing.assert_allclose(net_of(model)(X), jnp.tanh(X @ w), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Counting, lambda: [Counting()]], ids=["cell", "list"])
+def test_step_keeps_what_a_cell_counts(make):
+    net_of = lambda model: model[0] if isinstance(model, list) else model  # noqa: E731
+    step = train.step(lambda model, x, y: mean_square(net_of(model), x, y), optax.sgd(0.1), mode="data_parallel")
+    state = step.init(make(), X, X)
+    for _ in range(2):
+        state, _ = step(state, X, X)
+    assert net_of(step.model(state)).count == 2
+
+
+class Smooth(ms.Cell):
+    def __init__(self):
+        self.dense, self.mean = Dense(), jnp.zeros(32)
+
+    def construct(self, x):
+        self.mean = (self.mean + x.mean(0)) / 2
+        return self.dense(x - self.mean)
+
+
+def test_statistics_of_a_cell_are_kept_when_they_are_frozen_and_refused_when_they_are_trained():
+    error = refusal(lambda: fitted_smooth())
+    assert "the loss changes what is trained: mean" in str(error) and "frozen=['mean']" in error.problems[0].fix
+    np.testing.assert_allclose(fitted_smooth(frozen=["mean"]).mean, X.mean(0) * 3 / 4, rtol=1e-5)
+
+
+def fitted_smooth(**options):
+    step = train.step(mean_square, optax.sgd(0.1), mode="semi_auto_parallel", **options)
+    state = step.init(Smooth(), X, X)
+    for _ in range(2):
+        state, _ = step(state, X, X)
+    return step.model(state)
+
+
+class Hiding(nnx.Module):
+    def __init__(self, mark=lambda cell: cell):
+        self.net = mark(Net())
+
+    def __call__(self, x):
+        return self.net(x)
+
+
+def test_cell_that_a_module_takes_as_static_is_refused_with_a_mend_that_works():
+    step = train.step(mean_square, optax.sgd(0.1), mode="data_parallel")
+    error = refusal(step.init, Hiding(), X, X)
+    assert "`net` of Hiding is a Cell" in str(error) and "self.net = nnx.data(Net(...))" in error.problems[0].fix
+    assert list(step.init(Hiding(nnx.data), X, X).params.net) == ["dense/weight"]
+
+
+@pytest.mark.parametrize("argument", [Dense(), {"net": Dense()}], ids=["cell", "dict"])
+def test_cell_as_an_argument_is_refused_with_a_mend_that_works(argument):
+    net_of = lambda given: given["net"] if isinstance(given, dict) else given  # noqa: E731
+    error = refusal(shardfn.shard(lambda net, x: net_of(net)(x)), argument, X)
+    assert "cell.parameters_dict()" in error.problems[0].fix and "cell.with_parameters(arrays)" in error.problems[0].fix
+    cell = net_of(argument)
+    for made in (
+        shardfn.shard(cell)(X),
+        shardfn.shard(lambda arrays, x: cell.with_parameters(arrays)(x))(cell.parameters_dict(), X),
+    ):
+        np.testing.assert_allclose(made, cell(X), rtol=1e-6)
 
 
 def test_step_of_a_cell_takes_the_batch_by_name():

@@ -217,7 +217,10 @@ def _loss_of_arrays(options: PipelineOptions, parts: ModelParts) -> Callable[...
 
         return chained
     if options.is_cell:
-        return lambda arrays, *batch: stages.with_parameters(parts.model(arrays))(*batch)
+        model_of = (
+            parts.model if parts.cells is not None else lambda arrays: stages.with_parameters(parts.model(arrays))
+        )
+        return lambda arrays, *batch: model_of(arrays)(*batch)
     is_module = not tree_util.all_leaves([stages])  # a module that is a pytree is called itself
 
     def loss(arrays: Any, *batch: Any) -> Any:

@@ -1,13 +1,20 @@
-"""Training a `Cell`: its arrays are the parameters, a flat dict by path, and the loss gets a copy of the cell that holds them."""
+"""Training a model with Cells: in its pytree of arrays a flat dict by path stands for each `Cell`.
+
+A Cell that is a pytree itself, such as one that is an NNX module too, is treated as that.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardfn.frontend.callee import describe, is_cell
+from jax import tree_util
+
+from shardfn.errors import Problem
+from shardfn.frontend.callee import arrays_of_cells, cells_with_arrays
+from shardfn.frontend.strategy import is_cell
 
 
 def loss_of(loss_fn: Any) -> Any:
@@ -25,23 +32,37 @@ def loss_of(loss_fn: Any) -> Any:
     return loss
 
 
-def arrays_of(cell: Any) -> dict[str, Any]:
-    """The arrays of a cell by path."""
-    return dict(describe(cell).read())
+def holds_cell(model: Any) -> bool:
+    """Whether a leaf of a model is a `Cell`."""
+    return any(map(is_cell, tree_util.tree_leaves(model)))
 
 
-def with_arrays(cell: Any, arrays: Any) -> Any:
-    """A copy of a cell with other arrays."""
-    adapter = describe(cell).adapter
-    assert adapter is not None
-    return adapter.rebuild(cell, arrays)
+def arrays_of(model: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
+    """A model with the arrays of each Cell, by path, in its place; a Cell that stands at several places is met at the first.
+
+    Args:
+      model: a pytree.
+      is_leaf: which objects in a Cell stand for the array that they hold.
+    """
+    leaves, treedef = tree_util.tree_flatten(model)
+    return treedef.unflatten(arrays_of_cells(leaves, is_leaf))
 
 
-def on_arrays(loss_fn: Callable[..., Any], cell: Any) -> Callable[..., Any]:
-    """The loss as a function of the arrays of a cell."""
+def with_arrays(model: Any, arrays: Any) -> Any:
+    """The inverse of `arrays_of`: copies of the Cells of `model`, with other arrays."""
+    leaves, treedef = tree_util.tree_flatten(model)
+    return treedef.unflatten(cells_with_arrays(leaves, treedef.flatten_up_to(arrays)))
 
-    @functools.wraps(loss_fn)
-    def loss(arrays: Any, *batch: Any) -> Any:
-        return loss_fn(with_arrays(cell, arrays), *batch)
 
-    return loss
+def hidden_cells(model: Any) -> Iterator[Problem]:
+    """The Cells in attributes of Flax NNX objects: these take what is no data as part of the structure."""
+    nnx = sys.modules.get("flax.nnx")
+    nodes = [] if nnx is None else [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Pytree)]
+    seen = set(map(id, tree_util.tree_leaves(model)))
+    for node in nodes:
+        for name, value in vars(node).items():
+            if is_cell(value) and id(value) not in seen and tree_util.all_leaves([value]):
+                kind = type(value).__name__
+                yield Problem(f"`{name}` of {type(node).__name__} is a Cell, and would not be trained",
+                              f"{type(node).__name__}.{name}: {kind}", "Flax NNX takes it as static, and its arrays as constants",
+                              f"assign it as data: self.{name} = nnx.data({kind}(...))")  # fmt: skip

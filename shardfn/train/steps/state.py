@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
-from shardfn.frontend.callee import is_cell
 from shardfn.frontend.paths import join, met, tidy, unmet
-from shardfn.frontend.strategy import shape_of
+from shardfn.frontend.strategy import is_cell, shape_of
+from shardfn.train.steps import cells
 
 
 class TrainState(NamedTuple):
@@ -52,6 +52,8 @@ class ModelParts:
     """The model's leaves, with None for each array."""
     tied: tuple[tuple[Any, Any], ...] = ()
     """For each tied Flax NNX variable the key of a place without the array, and the key of the place that holds it."""
+    cells: Any = None
+    """The model, of shapes, if it holds Cells; the trees above have the arrays of each by path in its place."""
 
     def split(self, params: Any) -> tuple[Any, Any]:
         """The trained and the carried leaves, each with None for the other."""
@@ -68,11 +70,11 @@ class ModelParts:
         """The model as the loss function takes it, with its static leaves."""
         arrays = iter(self.treedef.flatten_up_to(params))
         model = self.model_treedef.unflatten(next(arrays) if leaf is None else leaf for leaf in self.static)
-        return retie(model, self.tied)
+        return retie(model if self.cells is None else cells.with_arrays(self.cells, model), self.tied)
 
     def arrays(self, model: Any) -> Any:
         """The inverse of `model`, for one whose arrays may have changed."""
-        leaves = self.model_treedef.flatten_up_to(model)
+        leaves = self.model_treedef.flatten_up_to(model if self.cells is None else cells.arrays_of(model))
         return self.treedef.unflatten(x for x, rest in zip(leaves, self.static, strict=True) if rest is None)
 
 
@@ -83,7 +85,7 @@ def model_parts(
 
     Args:
       model: a pytree, or a module that is one (Flax NNX from 0.12, Equinox). A tied NNX variable is one array, at the
-        first of its places.
+        first of its places. A `Cell` in it is the dict of its arrays, by path.
       frozen: globs of paths that are not trained.
       mutable: the collections of Linen variables that the loss returns.
       layerwise_parallel: globs of paths of which each device has an array of its own.
@@ -93,23 +95,32 @@ def model_parts(
     >>> parts.paths, parts.trained
     (('steps', 'w'), (False, True))
     """
+    given, tied, has_cells = model, tied_variables(model), cells.holds_cell(model)
+    model = cells.arrays_of(given) if has_cells else given
     keyed, treedef = tree_util.tree_flatten_with_path(model)
-    tied = tied_variables(model)
     tied_places = {place for place, _ in tied}
     is_tied = lambda key: any(key[:n] in tied_places for n in range(1, len(key) + 1))  # noqa: E731
     static = tuple(_TIED if is_tied(key) else None if holds_array(model, leaf) else leaf for key, leaf in keyed)
     inside = [(join("", key), leaf) for (key, leaf), rest in zip(keyed, static, strict=True) if rest is None]
     paths = tuple(tidy(name) for name, _ in inside)
     globs = {"frozen": frozen, "layerwise_parallel": layerwise_parallel}
-    raise_problems([*_missing(model, mutable), *(p for name in globs for p in unmet(name, globs[name], paths))])
-    no_params = _not_params(model, mutable)
+    raise_problems(
+        [
+            *cells.hidden_cells(given),
+            *_missing(model, mutable),
+            *(p for name in globs for p in unmet(name, globs[name], paths)),
+        ]
+    )
+    no_params = _not_params(cells.arrays_of(given, _is_variable) if has_cells else given, mutable)
     trained = tuple(
         jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in no_params and not is_frozen
         for (name, leaf), is_frozen in zip(inside, matches(paths, frozen), strict=True)
     )
     arrays = treedef.unflatten(x if rest is None else None for (_, x), rest in zip(keyed, static, strict=True))
     own = matches(paths, layerwise_parallel)
-    return ModelParts(tree_util.tree_structure(arrays), paths, trained, own, treedef, static, tied)
+    shape = lambda x: shapes_of(x) if holds_array(model, x) else x  # noqa: E731
+    template = cells.with_arrays(given, tree_util.tree_map(shape, model)) if has_cells else None
+    return ModelParts(tree_util.tree_structure(arrays), paths, trained, own, treedef, static, tied, template)
 
 
 def shapes_of(tree: Any, *shardings: Any) -> Any:
@@ -132,12 +143,14 @@ def model_shapes(make: Callable[[], Any]) -> Any:
 
     def arrays() -> list[Any]:
         model = make()
-        found[:] = *tree_util.tree_flatten(model), tied_variables(model)
-        return [leaf if holds_array(model, leaf) else None for leaf in found[0]]
+        held = cells.arrays_of(model)
+        found[:] = *tree_util.tree_flatten(held), model
+        return [leaf if holds_array(held, leaf) else None for leaf in found[0]]
 
     shapes = jax.eval_shape(arrays)
-    leaves = [a if b is None else b for a, b in zip(found[0], shapes, strict=True)]
-    return retie(tree_util.tree_unflatten(found[1], leaves), found[2])
+    leaves, treedef, model = found
+    held = treedef.unflatten(a if b is None else b for a, b in zip(leaves, shapes, strict=True))
+    return retie(cells.with_arrays(model, held), tied_variables(model))
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
@@ -165,11 +178,13 @@ def _not_params(model: Any, mutable: Sequence[str]) -> set[str]:
 
 def _variables(model: Any) -> list[tuple[Any, Any]]:
     """A Flax NNX module's variables with their keys."""
+    flat = tree_util.tree_flatten_with_path(model, is_leaf=_is_variable)[0]
+    return [(key, node) for key, node in flat if _is_variable(node)]
+
+
+def _is_variable(node: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return []
-    flat = tree_util.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
-    return [(key, node) for key, node in flat if isinstance(node, nnx.Variable)]
+    return nnx is not None and isinstance(node, nnx.Variable)
 
 
 def tied_variables(model: Any) -> tuple[tuple[Any, Any], ...]:

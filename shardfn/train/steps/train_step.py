@@ -15,16 +15,13 @@ from jax.experimental import multihost_utils
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, warn
 from shardfn.frontend import defaults
-from shardfn.frontend.callee import is_cell
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
 from shardfn.train.collectives import Bucket
-from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
-from shardfn.train.steps import cells
 from shardfn.train.steps.batches import positional_batch
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
@@ -49,12 +46,10 @@ class TrainStep:
 
     def __init__(self, options: StepOptions):
         self.options = self._given_options = options
-        self._loss_fn = options.loss_fn
         self._parts: ModelParts | None = None
         self._unscanned: ModelParts | None = None
         self._state_shapes: Any = None
         self._sharded: dict[Any, ShardedStep] = {}
-        self._cell: Any = None
         self.scanned_layers: ScannedLoss | None = None
         self.recomputed: RematChoice | None = None
 
@@ -67,7 +62,8 @@ class TrainStep:
 
         Args:
           params: the model (a pytree, an NNX or Equinox module, a `Cell`), or a function without arguments that makes it. The
-            function's arrays are created with their final shardings. Of a `Cell` the state holds the arrays, by path.
+            function's arrays are created with their final shardings. For each `Cell` in the model the state holds a dict of
+            its arrays, by path.
           *batch: arrays or shapes as the step will get them. In the semi-auto and auto modes the shardings depend on
             them; without them the first call moves the state.
           **named: arrays of the batch by the loss function's names.
@@ -79,7 +75,8 @@ class TrainStep:
           StrategyError, StrategyTypeError: if model, batch or devices do not fit the options.
         """
         batch = self._ordered(batch, named)
-        make, model = self._made(params)
+        make = params if is_maker(params) else lambda: params
+        model = model_shapes(make) if is_maker(params) else params
         if self.options.reuse is not None:
             make, model = self._scan_layers(make, model, batch)
         parts = self._model_parts(model)
@@ -208,32 +205,11 @@ class TrainStep:
         Raises:
           StrategyError: if this step has not seen the model.
         """
-        arrays = self._arrays_model(state)
-        return arrays if self._cell is None else cells.with_arrays(self._cell, arrays)
-
-    def _arrays_model(self, state: TrainState) -> Any:
         if self._unscanned is not None and self.scanned_layers is not None:
             return self._unscanned.model(self.scanned_layers.unstack(state.params))
         return self._parts_of(state).model(state.params)
 
     # ---- inside
-
-    def _made(self, params: Any) -> tuple[Callable[[], Any], Any]:
-        """A function that makes the model's arrays, and the model, maybe of shapes. For a `Cell` both are its arrays by path,
-        and the step's loss becomes one of these."""
-        make = params if is_maker(params) else lambda: params
-        model = model_shapes(make) if is_maker(params) else params
-        if isinstance(self._loss_fn, Pipeline) or not (is_cell(model) or self._cell is not None):
-            return make, model
-        cell = model if is_cell(model) else None
-        arrays = cells.arrays_of(cell) if cell is not None else {}
-        if cell is not None and is_maker(params):
-            arrays = jax.eval_shape(lambda: cells.arrays_of(make()))
-            cell = cells.with_arrays(cell, arrays)
-        loss_fn = self._loss_fn if cell is None else cells.on_arrays(self._loss_fn, cell)
-        self.options = self._given_options = dataclasses.replace(self._given_options, loss_fn=loss_fn)
-        self._cell, self._sharded = cell, {}
-        return (make, model) if cell is None else (lambda: cells.arrays_of(make()), arrays)
 
     def _ordered(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         return positional_batch(self._given_options.loss_fn, batch, named) if named else batch

@@ -13,6 +13,7 @@ from jax import lax, tree_util
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.callee import as_pure
+from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.train.steps import gradients
 from shardfn.train.steps.communication import update_sync
@@ -72,11 +73,26 @@ def _constrain(tree: Any, shardings: StepShardings, specs: Any, parts: ModelPart
 
 def _loss(options: StepOptions, parts: ModelParts) -> Loss:
     def loss(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
-        model = parts.model(parts.join(trained, carried))
+        params = parts.join(trained, carried)
+        model = parts.model(params)
         value, aux, collections = _checked_result(options, options.loss_fn(model, *batch))
-        return value, (aux, parts.split(parts.arrays(_with_collections(model, collections)))[1])
+        after = parts.arrays(_with_collections(model, collections))
+        if parts.cells is not None:
+            _check_trained(parts, params, after)
+        return value, (aux, parts.split(after)[1])
 
     return loss
+
+
+def _check_trained(parts: ModelParts, before: Any, after: Any) -> None:
+    """Check that the loss changed no array of a model that is trained: the optimizer computes its next value."""
+    pairs = zip(*map(parts.treedef.flatten_up_to, (before, after)), strict=True)
+    rows = zip(parts.paths, parts.trained, pairs, strict=True)
+    if changed := [path for path, mine, (old, new) in rows if mine and old is not new]:
+        names = listed(changed)
+        fail(StrategyError, f"the loss changes what is trained: {names}", where=names,
+             why="the optimizer computes the next value of a trained array, and the loss's would be lost",
+             fix=f"freeze it, and the state keeps its new values: frozen={changed}")  # fmt: skip
 
 
 def _checked_result(options: StepOptions, result: Any) -> tuple[Any, Any, Any]:
