@@ -8,12 +8,11 @@ from shardfn.render.html import to_html
 from shardfn.render.parts import Drawing, Placed, Table, Text
 from shardfn.render.text import Shown, to_text
 
-WHOLE = ((0, 4), (0, 2))
 DRAWING = Drawing(
     "Shards by device",
     (("a", 2), ("b", 2)),
     (0, 1, 2, 3),
-    (Placed("x", (4, 2), (((0, 2), (0, 2)),) * 2 + (((2, 4), (0, 2)),) * 2), Placed("w", (4, 2), (WHOLE,) * 4)),
+    (Placed("x", ("[0:2, :]",) * 2 + ("[2:4, :]",) * 2), Placed("w", ("[:, :]",) * 4)),
     "all devices are shown",
 )
 PATH = "params/blocks/*/attention/output/projection/kernel"
@@ -106,7 +105,7 @@ def test_to_html_escapes_everything():
     parts = (
         Text(evil, (evil,)),
         Table(evil, (evil, evil), ((evil, evil),), evil),
-        Drawing(evil, ((evil, 1),), (0,), (Placed(evil, (2,), (((0, 2),),)),), evil),
+        Drawing(evil, ((evil, 1),), (0,), (Placed(evil, (evil,)),), evil),
     )
     found = Balanced(to_html(parts, evil))
     assert "script" not in found.tags
@@ -143,7 +142,7 @@ def test_to_html_of_a_drawing_colours_by_shard():
 
 @pytest.mark.parametrize("axes", [(("a", 8),), (("a", 2), ("b", 2), ("c", 2))])
 def test_to_html_of_a_drawing_has_a_row_for_all_but_the_last_axis(axes):
-    drawing = Drawing("", axes, tuple(range(8)), (Placed("x", (8,), tuple(((i, i + 1),) for i in range(8))),))
+    drawing = Drawing("", axes, tuple(range(8)), (Placed("x", tuple(f"[{i}:{i + 1}]" for i in range(8))),))
     text = to_html((drawing,), "")
     assert [int(device) for _, device, _ in cells(text)] == list(range(8))
     assert text.count("<tr>") == 1 + 8 // axes[-1][1]

@@ -15,7 +15,7 @@ from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrappe
 from shardfn.frontend.meshes import shard_numbers
 from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Decision, Plan
-from shardfn.render.cells import shape_text, spec_text
+from shardfn.render.cells import shape_text, shard_text, spec_text
 from shardfn.units import bytes_text
 
 MOST_DEVICES = 512
@@ -147,12 +147,6 @@ def mesh_picture(plan: Plan, path: str | None, width: float) -> Picture:
     return picture(width, y + MARGIN, [*elements, *above, *below], name, notes)
 
 
-def _slices(d: Decision, shard: Sequence[int]) -> str:
-    """The slice of an array that a shard is, as one would index it; `:` for a dimension without shards."""
-    parts = zip(shard, d.strategy, d.local_shape, strict=True)
-    return f"[{', '.join(':' if n == 1 else f'{i * size}:{(i + 1) * size}' for i, n, size in parts)}]"
-
-
 def _array_grid(plan: Plan, d: Decision) -> _Grid:
     """The array's shards: the last sharded dimension from left to right, the others from top to bottom."""
     sharded = [i for i, n in enumerate(d.strategy) if n > 1]
@@ -164,7 +158,7 @@ def _array_grid(plan: Plan, d: Decision) -> _Grid:
         devices.setdefault(shard, []).append(_device(plan, place))
     cells = []
     for number, shard in enumerate(itertools.islice(np.ndindex(*d.strategy), MOST_DEVICES // columns * columns)):
-        holders, slices = devices.get(shard, []), _slices(d, shard)
+        holders, slices = devices.get(shard, []), shard_text(shard, d.strategy, d.local_shape)
         named = ", ".join(map(str, holders[:8])) + (f" and {len(holders) - 8} more" if len(holders) > 8 else "")
         label = (
             f"device {named}"
@@ -227,7 +221,7 @@ def _device_grid(plan: Plan, d: Decision) -> _Grid:
 def _device_cell(
     plan: Plan, d: Decision, shard: tuple[int, ...], number: dict[tuple[int, ...], int], place: int
 ) -> _Cell:
-    device, slices = _device(plan, place), _slices(d, shard)
+    device, slices = _device(plan, place), shard_text(shard, d.strategy, d.local_shape)
     return _Cell(str(device), slices, number[shard], f"device {device} holds {d.path}{slices}")
 
 

@@ -41,3 +41,18 @@ def spec_text(spec: Sequence[Sequence[str]]) -> str:
     "P('a', None, ('b', 'c'))"
     """
     return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
+
+
+def shard_text(shard: Sequence[int], strategy: Sequence[int], local_shape: Sequence[int]) -> str:
+    """The slice of an array that a shard is, as one would index it; `:` for a dimension without shards.
+
+    Args:
+      shard: the number of the shard along each dimension.
+      strategy: the number of shards of each dimension.
+      local_shape: the shape of a shard.
+
+    >>> shard_text((2, 0), (4, 1), (16, 8))
+    '[32:48, :]'
+    """
+    parts = zip(shard, strategy, local_shape, strict=True)
+    return f"[{', '.join(':' if count == 1 else f'{i * n}:{(i + 1) * n}' for i, count, n in parts)}]"

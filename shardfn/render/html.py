@@ -68,12 +68,12 @@ def _drawing(drawing: Drawing) -> Iterator[str]:
     head = "".join(f'<th scope="col">{html.escape(f"{last}={i}")}</th>' for i in range(columns))
     yield f"{element('p class=note', drawing.note)}<div class='meshes'>"
     for array in drawing.arrays:
-        colours: dict[tuple[tuple[int, int], ...], int] = {}
+        colours: dict[str, int] = {}
         cells = []
         for device, shard in zip(drawing.devices, array.shards, strict=True):
             # The golden angle: consecutive shards are far apart in hue. The text says the same as the colour.
             hue = colours.setdefault(shard, len(colours) * 137 % 360)
-            text = f"<small>{device}</small> {_slice_text(shard, array.shape)}"
+            text = f"<small>{device}</small> {html.escape(shard)}"
             cells.append(f'<td style="background:hsl({hue} 70% 50%/.28)">{text}</td>')
         lines = ["".join(cells[i : i + columns]) for i in range(0, len(cells), columns)]
         rows = "".join(f'<tr><th scope="row">{n}</th>{line}</tr>' for n, line in zip(ids, lines, strict=True))
@@ -83,12 +83,6 @@ def _drawing(drawing: Drawing) -> Iterator[str]:
             f"<tbody>{rows}</tbody></table></div>"
         )
     yield "</div>"
-
-
-def _slice_text(shard: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> str:
-    """As one would index it: `[0:16, :]`."""
-    ranges = (":" if r == (0, n) else f"{r[0]}:{r[1]}" for r, n in zip(shard, shape, strict=True))
-    return f"[{', '.join(ranges)}]"
 
 
 # Text takes the page's colour and backgrounds are translucent, so that it reads on light and on dark alike.

@@ -61,11 +61,10 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """One array on a mesh: for each device shown, the (start, stop) of every dimension of its shard."""
+    """One array on a mesh: for each device shown, the slice of the array that is its shard (`cells.shard_text`)."""
 
     name: str
-    shape: tuple[int, ...]
-    shards: tuple[tuple[tuple[int, int], ...], ...]
+    shards: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)

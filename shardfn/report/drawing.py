@@ -1,4 +1,4 @@
-"""The drawing in HTML: which shard of which array each device holds."""
+"""The tables of shards by device in HTML: all shardings as text. `draw.mesh` pictures one array."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from shardfn.frontend.meshes import shard_numbers
 from shardfn.frontend.paths import few
 from shardfn.planning.plan import Decision, Plan
-from shardfn.render.cells import shape_text
+from shardfn.render.cells import shape_text, shard_text
 from shardfn.render.parts import Drawing, Placed
 
 MOST_DEVICES = 64
@@ -32,7 +32,7 @@ def drawing(plan: Plan) -> Drawing:
         if any(d.spec):
             arrays.setdefault((d.shape, d.spec), []).append(d)
     drawn = tuple(
-        Placed(f"{few([d.path for d in same], 3)}  {shape_text(shape)}", shape, _shards(plan, same[0], places))
+        Placed(f"{few([d.path for d in same], 3)}  {shape_text(shape)}", _shards(plan, same[0], places))
         for (shape, _), same in itertools.islice(arrays.items(), MOST_DRAWN)
     )
     replicated = [d.path for d in (*plan.inputs, *plan.outputs) if not any(d.spec)]
@@ -46,7 +46,6 @@ def drawing(plan: Plan) -> Drawing:
     return Drawing("Shards by device", axes, devices, drawn, "; ".join(filter(None, notes)))
 
 
-def _shards(plan: Plan, d: Decision, places: np.ndarray) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The (start, stop) of every dimension at each place of the mesh."""
-    numbers = shard_numbers(plan.axes, d.spec, places)
-    return tuple(tuple((k * n, (k + 1) * n) for k, n in zip(row, d.local_shape, strict=True)) for row in numbers)
+def _shards(plan: Plan, d: Decision, places: np.ndarray) -> tuple[str, ...]:
+    """The shard of an array at each place of the mesh."""
+    return tuple(shard_text(shard, d.strategy, d.local_shape) for shard in shard_numbers(plan.axes, d.spec, places))
