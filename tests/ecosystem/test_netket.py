@@ -3,7 +3,7 @@
 import os
 
 # It would switch double precision on, and set a global mesh, for every test.
-os.environ.update(NETKET_ENABLE_X64="0", NETKET_EXPERIMENTAL_SHARDING="0")
+os.environ.update(NETKET_ENABLE_X64="0", NETKET_SHARDING="0")
 
 import jax
 import netket as nk
