@@ -2,14 +2,13 @@
 
 `partition.xla_bugs` has the rule for convolutions. The other bugs (JAX 0.10.2 and 0.12.0.1):
 
-- The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more. Taken outside the
-  sharded function it is no part of the plan: the pooling gets a derivative rule of its own (`correct_pool_gradients`).
+- The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more.
 - On CPU a Fourier transform whose operand is gathered along another dimension than the first may read a transposed array
   and fail when it runs. Constraints that replicate its operand and result avoid it.
 - Before JAX 0.12 two windowed ops (`reduce_window`, `jnp.pad`, convolutions) with the same window over one array along a
   sharded dimension may get each other's padding. An optimization barrier on the operand avoids it.
-- An array that is replicated along a dimension, and padded between its elements or by a negative number before them into
-  shards, gets wrong values or does not compile.
+- An array that is replicated along a dimension, and padded between its elements or by negative numbers into shards, gets
+  wrong values or does not compile. A pad between elements and by a negative number before them ends the process.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -132,12 +131,20 @@ def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
 
 
 def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool:
-    """Whether interior or negative low padding makes a sharded dimension of one that is replicated."""
-    specs = partitioned.specs
-    return any(
-        (tap.spacing > 1 or tap.low > 0) and specs[op.outputs[0]][tap.out_dim] and not specs[operand][tap.dim]
-        for tap in op.window_dims
-    )
+    """Whether a dimension is made of shards by a pad that XLA gets wrong.
+
+    A replicated one is padded between elements, by a negative number in front, or in front and by a negative number behind.
+    Any dimension is padded between elements and by a negative number in front.
+    """
+    before, after = (partitioned.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    for tap in op.window_dims:
+        if not partitioned.specs[op.outputs[0]][tap.out_dim]:
+            continue
+        high = after[tap.out_dim] + tap.low - (before[tap.dim] - 1) * tap.spacing - 1
+        is_wrong = tap.spacing > 1 or tap.low > 0 or (tap.low < 0 and high < 0)
+        if (tap.spacing > 1 and tap.low > 0) or (is_wrong and not partitioned.specs[operand][tap.dim]):
+            return True
+    return False
 
 
 def workaround_note(wrong: Sequence[WrongOp]) -> str:
@@ -184,29 +191,29 @@ def replicate_wrong_ops(
       StrategyError: when traced, such an op is inside a function with custom derivative rules.
     """
 
-    unsharded = functools.partial(_unsharded, mesh)
+    gathered = functools.partial(unsharded, mesh)
     is_padding_wrong = any(w.kind == "padding" for w in wrong)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if eqn.primitive.name in _REDUCTIONS:
-            return bind_one(eqn, [unsharded(x, _reduced(eqn)) if x.ndim else x for x in inputs])
+            return bind_one(eqn, [gathered(x, _reduced(eqn)) if x.ndim else x for x in inputs])
         if eqn.primitive.name == "pad":
-            (out,) = bind_one(eqn, [unsharded(inputs[0], _padded(eqn)), inputs[1]])
-            return [unsharded(out, _padded(eqn))]
+            (out,) = bind_one(eqn, [gathered(inputs[0], _padded(eqn)), inputs[1]])
+            return [gathered(out, _padded(eqn))]
         if eqn.primitive.name == _POOLING:
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
-            (out,) = bind_one(eqn, [unsharded(x, dims) for x in inputs])
-            return [unsharded(out, dims)]
+            (out,) = bind_one(eqn, [gathered(x, dims) for x in inputs])
+            return [gathered(out, dims)]
         if eqn.primitive.name == _TRANSFORM or max(map(eqn.params.__getitem__, _GROUPS)) > 1:
-            (out,) = bind_one(eqn, [unsharded(x, range(x.ndim)) for x in inputs])
-            return [unsharded(out, range(out.ndim))]
+            (out,) = bind_one(eqn, [gathered(x, range(x.ndim)) for x in inputs])
+            return [gathered(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
         steps = itertools.chain.from_iterable(eqn.params[name] for name in _STEPS)
         if max((*(inputs[1].shape[d] for d in numbers.rhs_spec[2:]), *steps), default=1) == 1:
             return bind_one(eqn, inputs)
         specs = (numbers.lhs_spec, numbers.rhs_spec)
-        (out,) = bind_one(eqn, [unsharded(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
-        return [unsharded(out, numbers.out_spec[2:])]
+        (out,) = bind_one(eqn, [gathered(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
+        return [gathered(out, numbers.out_spec[2:])]
 
     def wanted(eqn: Any, number: int) -> bool:
         return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn)) or (is_padding_wrong and bool(_padded(eqn)))
@@ -233,57 +240,10 @@ def replicate_wrong_ops(
     return rebind(function, wanted, bind, static_argnums, refuse)
 
 
-def correct_pool_gradients(
-    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
-) -> Callable[..., Any]:
-    """`function` with max and min pooling whose derivatives are taken along unsharded windows. Its values take no constraint.
-
-    For a function that is differentiated from outside, where the gradient is no part of the plan.
-
-    Args:
-      function: the function.
-      mesh: the mesh of the constraints.
-      static_argnums: as in `jax.jit`.
-    """
-
-    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        dims = _overlapping(eqn)
-
-        def pool(x: Any) -> Any:
-            return bind_one(eqn, [x])[0]
-
-        pooled = jax.custom_jvp(pool)
-
-        @pooled.defjvp
-        def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-            operand, tangent = (_unsharded(mesh, x, dims) for x in (*primals, *tangents))
-            return pooled(*primals), _unsharded(mesh, jax.jvp(pool, (operand,), (tangent,))[1], dims)
-
-        return [pooled(*inputs)]
-
-    return rebind(function, lambda eqn, number: bool(_overlapping(eqn)), bind, static_argnums)
-
-
-def has_pool_gradients(jaxpr: Any) -> bool:
-    """Whether `correct_pool_gradients` changes a function, by its jaxpr."""
-    return any(_overlapping(eqn) for _, eqn, is_reached in equations(jaxpr) if is_reached)
-
-
-def _overlapping(eqn: Any) -> list[int]:
-    """The dimensions along which the windows of max or min pooling overlap by half or more."""
-    if eqn.primitive.name not in _POOLS:
-        return []
-    names = ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
-    rows = zip(*(eqn.params[name] for name in names), strict=True)
-    return [
-        d
-        for d, (size, stride, spacing, base) in enumerate(rows)
-        if (size > 1 and (size - 1) * spacing + 1 >= 2 * stride) or base > 1
-    ]
-
-
-def _unsharded(mesh: Any, x: Any, windowed: Sequence[int]) -> Any:
+def unsharded(mesh: Any, x: Any, windowed: Sequence[int]) -> Any:
     """An array with a constraint that unshards some of its dimensions."""
+    if not windowed:
+        return x
     dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     for spatial in windowed:
         dims[spatial] = None
@@ -300,14 +260,14 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
 
 
 def _padded(eqn: Any) -> list[int]:
-    """The dimensions that a pad fills between elements, or crops in front."""
+    """The dimensions that a pad fills between elements, crops in front, or moves backwards."""
     if eqn.primitive.name != "pad":
         return []
-    return [d for d, (low, _, interior) in enumerate(eqn.params["padding_config"]) if interior > 0 or low < 0]
+    config = enumerate(eqn.params["padding_config"])
+    return [d for d, (low, high, interior) in config if interior > 0 or low < 0 or low > 0 > high]
 
 
 _POOLING = "select_and_scatter_add"
-_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
 _GROUPS = ("feature_group_count", "batch_group_count")

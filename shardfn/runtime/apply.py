@@ -24,10 +24,10 @@ from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
+from shardfn.planning.outer_gradients import correct_gradients, has_gradients_at_risk
 from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import TracedCall
-from shardfn.planning.workarounds import correct_pool_gradients, has_pool_gradients
 
 
 def jitted(plan: Plan) -> Any:
@@ -70,8 +70,7 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
     function, static_argnums = _constrained(plan, call.function, mesh), call.function.call.statics
     ins, outs = shardings_on(plan, mesh)
     if nested:
-        if plan.hardware.count > 1 and has_pool_gradients(call.traced.jaxpr):
-            function = functools.wraps(function)(correct_pool_gradients(function, mesh.mesh, static_argnums))
+        function = _differentiable(plan, function, mesh, static_argnums)
 
         @functools.wraps(function)
         def constrained(*flat: Any) -> Any:
@@ -89,7 +88,7 @@ def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Ca
     """
     planned = answered_call(plan).posed.call
     call, mesh = planned.function.call, PlanMesh.of(ambient.auto)
-    function = _constrained(plan, planned.function, mesh)
+    function = _differentiable(plan, _constrained(plan, planned.function, mesh), mesh, call.statics)
     ins, outs = shardings_on(plan, mesh)
     in_types, out_types = tree_util.tree_map(ambient.type_of, (ins, outs))
 
@@ -131,6 +130,15 @@ def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable
     return functools.wraps(found)(apply_constraints(found, plan.constraints, mesh, function.call.statics))
 
 
+def _differentiable(
+    plan: Plan, function: Callable[..., Any], mesh: PlanMesh, static_argnums: tuple[int, ...]
+) -> Callable[..., Any]:
+    """A function of a plan whose derivatives XLA computes rightly when they are taken from outside."""
+    if plan.hardware.count == 1 or not has_gradients_at_risk(answered_call(plan).posed.call.traced.jaxpr):
+        return function
+    return functools.wraps(function)(correct_gradients(function, mesh.mesh, static_argnums))
+
+
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`Plan.apply`."""
     planned = answered_call(plan).posed.call.function
@@ -146,9 +154,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
              why="it traces to another program, in which the plan's constraints have no place",
              fix=f"plan it: shardfn.plan({callee.name}, ...), or apply the plan to the function itself")  # fmt: skip
     mesh = PlanMesh.of(plan.mesh)
-    constrained = _constrained(plan, function, mesh)
-    if plan.hardware.count > 1 and has_pool_gradients(answered_call(plan).posed.call.traced.jaxpr):
-        constrained = correct_pool_gradients(constrained, mesh.mesh, call.statics)
+    constrained = _differentiable(plan, _constrained(plan, function, mesh), mesh, call.statics)
 
     @functools.wraps(function.pure)
     def applied(*values: Any) -> Any:

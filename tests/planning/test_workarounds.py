@@ -376,3 +376,58 @@ def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gra
     np.testing.assert_allclose(found, jax.grad(lambda x: jnp.sin(padded(x)).sum())(x), rtol=1e-5, atol=1e-6)
     said = any("padded between" in text for text in sharded.plan(x).diagnostics)
     assert said == (ways > 1)
+
+
+PADDINGS = {
+    "in front": (3, 0, 0),
+    "cropped": (-1, 2, 0),
+    "shifted": (1, -1, 0),
+    "between": (0, 1, 1),
+    "all": (2, -1, 2),
+}
+TRANSPOSED = {
+    "strided slice": lambda x: x[1::3],
+    "reversed slice": lambda x: x[::-2],
+    "odd slice": lambda x: x[:-1:2],
+    **{f"pad {name}": (lambda x, p=p: jax.lax.pad(x, x[0, 0], (p, (0, 0, 0)))) for name, p in PADDINGS.items()},
+    "mean pool": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1), (2, 1), ((5, 1), (0, 0))),
+    "dilated pool": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1), (1, 1), "SAME", (2, 1), (2, 1)),
+    "cumprod": lambda x: jnp.cumprod(x, axis=0),
+    "cummax": lambda x: jax.lax.cummax(x, reverse=True),
+    "cumlogsumexp": jax.lax.cumlogsumexp,
+    "associative_scan": lambda x: jax.lax.associative_scan(jnp.add, x),
+    "recomputed": lambda x: jax.checkpoint(lambda x: jnp.sin(x[::2]))(x),
+    "in a loop": lambda x: jax.lax.scan(lambda c, _: (jnp.tile(c[::2], (2, 1)), c[1::2]), x, None, length=2)[1],
+}
+
+
+@pytest.mark.parametrize("function", TRANSPOSED.values(), ids=TRANSPOSED)
+def test_gradients_outside_whose_transposes_pad_between_elements_or_crop_are_right(function):
+    """JAX writes the transpose of a strided slice, a pad or a strided window as a pad that XLA may compute wrongly."""
+    x = 1 + 0.1 * jax.random.normal(jax.random.key(5), (16, 2))
+    weights = jnp.cos(jnp.arange(function(x).size, dtype="float32")).reshape(function(x).shape)
+
+    def gradient(f):
+        return jax.grad(lambda x: (f(x) ** 2 * weights).sum())
+
+    def second(f):
+        return lambda x: jax.jvp(gradient(f), (x,), (weights.sum() * jnp.sin(x),))[1]
+
+    sharded = shardfn.shard(function, ((8, 1),))
+    np.testing.assert_allclose(sharded(x), function(x), rtol=1e-5, atol=1e-5)
+    for transform in (gradient, second):
+        expected = transform(function)(x)
+        np.testing.assert_allclose(jax.jit(transform(sharded))(x), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradient(sharded)(x), gradient(function)(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["max", "associative_scan"])
+def test_gradients_outside_on_the_mesh_around_are_right(name, axis_type):
+    function = {**POOLS, **TRANSPOSED}[name]
+    x = jax.random.normal(jax.random.key(6), (16, 16))
+    gradient = lambda f: jax.grad(lambda x: (jnp.sin(f(x)) ** 2).sum())  # noqa: E731
+    expected = gradient(function)(x)
+    with jax.set_mesh(jax.make_mesh((8,), ("a",), (axis_type,))):
+        sharded = shardfn.shard(function, (jax.P("a", None),))
+        np.testing.assert_allclose(jax.jit(gradient(sharded))(x), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,157 @@
+"""Derivative rules for functions that are differentiated from outside, where the gradient is no part of the plan.
+
+JAX transposes the tangent program of each op. Three transposes meet bugs of XLA along a sharded dimension:
+
+- A slice with strides becomes a pad between elements.
+- A pad becomes a pad by negative numbers (a crop). With strides between windows a sum over windows becomes both.
+- Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
+
+Here the tangents of the first three are written with reshapes, slices and concatenations, whose transposes XLA computes
+rightly for every sharding. Those of pooling are taken along unsharded windows. Cumulative ops have tangents made of such ops.
+The values of a function take none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from shardfn.ir.rewrite import bind_one, equations, rebind
+from shardfn.planning.workarounds import unsharded
+
+
+def correct_gradients(
+    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`function` with derivatives that XLA computes rightly when they are taken from outside. Its values are the same ops.
+
+    Args:
+      function: the function.
+      mesh: the mesh of the constraints.
+      static_argnums: as in `jax.jit`.
+    """
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        def op(*operands: Any) -> Any:
+            return bind_one(eqn, operands)[0]
+
+        def tangent_of(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            if linear := _LINEAR.get(eqn.primitive.name):
+                first, *others = tangents
+                return linear(eqn.params, jnp.zeros_like(primals[0]) if _is_zero(first) else first, *others)
+            dims = _overlapping(eqn)
+            operand, tangent = (unsharded(mesh, x, dims) for x in (*primals, *tangents))
+            own = correct_gradients(lambda *of: jax.jvp(op, of[:1], of[1:])[1], mesh)
+            return unsharded(mesh, own(operand, tangent), dims)
+
+        corrected = jax.custom_jvp(op)
+        corrected.defjvp(
+            lambda primals, tangents: (corrected(*primals), tangent_of(primals, tangents)), symbolic_zeros=True
+        )
+        return [corrected(*inputs)]
+
+    return rebind(function, lambda eqn, number: _is_at_risk(eqn), bind, static_argnums)
+
+
+def has_gradients_at_risk(jaxpr: Any) -> bool:
+    """Whether `correct_gradients` changes a function, by its jaxpr."""
+    return any(_is_at_risk(eqn) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+
+
+def _is_at_risk(eqn: Any) -> bool:
+    """Whether XLA may compute the transpose of an equation wrongly."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        is_found = max(params["strides"] or (1,), default=1) > 1
+    elif name == "reduce_window_sum":
+        rows = zip(*(params[n] for n in ("window_dimensions", "window_dilation", "padding")), strict=True)
+        is_cropped = any(max(edges) > (size - 1) * spacing for size, spacing, edges in rows)
+        is_found = is_cropped or max(*params["window_strides"], *params["base_dilation"], 1) > 1
+    else:
+        is_found = name == "pad" or name in _CUMULATIVE or bool(_overlapping(eqn))
+    return is_found and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+
+
+def _overlapping(eqn: Any) -> list[int]:
+    """The dimensions along which the windows of max or min pooling overlap by half or more."""
+    if eqn.primitive.name not in _POOLS:
+        return []
+    names = ("window_dimensions", "window_strides", "window_dilation", "base_dilation")
+    rows = zip(*(eqn.params[name] for name in names), strict=True)
+    return [
+        d
+        for d, (size, stride, spacing, base) in enumerate(rows)
+        if (size > 1 and (size - 1) * spacing + 1 >= 2 * stride) or base > 1
+    ]
+
+
+def _slice(params: dict[str, Any], x: Any) -> Any:
+    """`lax.slice`."""
+    strides = params["strides"] or (1,) * x.ndim
+    for dim, place in enumerate(zip(params["start_indices"], params["limit_indices"], strides, strict=True)):
+        x = _sliced(x, dim, *place)
+    return x
+
+
+def _sliced(x: Any, dim: int, start: int, limit: int, stride: int) -> Any:
+    """A slice along one dimension. With a stride it is one element of each group of neighbours."""
+    if stride == 1:
+        return lax.slice_in_dim(x, start, limit, axis=dim)
+    count = -(-(limit - start) // stride)
+    x = _edged(x, dim, 0, max(count * stride - x.shape[dim], 0))
+    first = min(start, x.shape[dim] - count * stride)
+    x = lax.slice_in_dim(x, first, first + count * stride, axis=dim)
+    x = x.reshape(*x.shape[:dim], count, stride, *x.shape[dim + 1 :])
+    return lax.index_in_dim(x, start - first, axis=dim + 1, keepdims=False)
+
+
+def _pad(params: dict[str, Any], x: Any, value: Any) -> Any:
+    """`lax.pad`."""
+    config = params["padding_config"]
+    padded = _padded(x, config)
+    return padded if _is_zero(value) else padded + value * (1 - _padded(jnp.ones_like(x), config))
+
+
+def _padded(x: Any, config: Sequence[tuple[int, int, int]]) -> Any:
+    """`x` padded with zeros."""
+    for dim, (low, high, interior) in enumerate(config):
+        rows = x.shape[dim]
+        size = max(low + rows + max(rows - 1, 0) * interior + high, 0)
+        if interior:
+            x = _edged(jnp.expand_dims(x, dim + 1), dim + 1, 0, interior)
+            x = x.reshape(*x.shape[:dim], rows * (interior + 1), *x.shape[dim + 2 :])
+        before = min(max(low, 0), size)
+        first = min(max(-low, 0), x.shape[dim])
+        last = min(first + size - before, x.shape[dim])
+        x = _edged(lax.slice_in_dim(x, first, last, axis=dim), dim, before, size - before - (last - first))
+    return x
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _edged(x: Any, dim: int, before: int, after: int) -> Any:
+    """`x` with zeros before and after it along a dimension."""
+    zeros = [jnp.zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :]), x.dtype) for rows in (before, after)]
+    return lax.concatenate([part for part in (zeros[0], x, zeros[1]) if part is x or part.shape[dim]], dim)
+
+
+def _window_sum(params: dict[str, Any], x: Any) -> Any:
+    """`lax.reduce_window` of sums."""
+    window, strides, spacing = (params[name] for name in ("window_dimensions", "window_strides", "window_dilation"))
+    x = _padded(x, [(*edges, base - 1) for edges, base in zip(params["padding"], params["base_dilation"], strict=True)])
+    sums = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, (1,) * x.ndim, "VALID", None, spacing)
+    return _slice({"start_indices": (0,) * x.ndim, "limit_indices": sums.shape, "strides": strides}, sums)
+
+
+_LINEAR: dict[str, Callable[..., Any]] = {"slice": _slice, "pad": _pad, "reduce_window_sum": _window_sum}
+"""The tangents of linear ops, by the op's parameters and its operands' tangents."""
+_CUMULATIVE = frozenset({"cumprod", "cummax", "cummin", "cumlogsumexp"})
+_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
