@@ -30,20 +30,36 @@ class OuterCall:
 
 
 _OUTER: ContextVar[OuterCall | None] = ContextVar("_OUTER", default=None)
+_PER_DEVICE: ContextVar[bool] = ContextVar("_PER_DEVICE", default=False)
 
 
 def inside(function: Callable[..., Any], call: OuterCall) -> Callable[..., Any]:
     """`function`, for whose sharded functions `call` is the outer call."""
 
+    return _with(_OUTER, call, function)
+
+
+def per_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which each device calls on its own arrays: the entries of sharded functions inside have no effect, as those
+    of MindSpore's operators in the data-parallel modes."""
+    return _with(_PER_DEVICE, True, function)
+
+
+def _with(variable: ContextVar[Any], value: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*values: Any) -> Any:
-        token = _OUTER.set(call)
+        token = variable.set(value)
         try:
             return function(*values)
         finally:
-            _OUTER.reset(token)
+            variable.reset(token)
 
     return run
+
+
+def is_per_device() -> bool:
+    """Whether each device calls the functions of now on its own arrays, so that their entries have no effect."""
+    return _PER_DEVICE.get()
 
 
 def outer_mesh() -> AbstractMesh | None:

@@ -30,7 +30,7 @@ from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
-from shardfn.frontend.outer_call import outer_hardware
+from shardfn.frontend.outer_call import is_per_device, outer_hardware
 from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
@@ -274,6 +274,9 @@ class ShardedFunction(Generic[P, R]):
         )
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_per_device():
+            callee, call = self._bound(args, kwargs)
+            return _finish(callee, call, pure_function(callee, call)(*call.values))
         context = jax.sharding.get_abstract_mesh()
         if (manual := context.manual_axes) and math.prod(context.shape[axis] for axis in manual) == context.size:
             fail(StrategyError, f"`{self.callee.name}` is called inside a shard_map",

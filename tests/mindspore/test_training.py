@@ -57,6 +57,37 @@ def by_hand(steps=2):
     return w, value
 
 
+class ShardedInside(ms.Cell):
+    """A network with strategies of an operator and of a block."""
+
+    def __init__(self):
+        self.first, self.second = Dense(), Dense()
+        self.second.shard(((2, 4),))
+        self.matmul = ms.shard(jnp.matmul, ((2, 1), (1, 4)))
+
+    def construct(self, x):
+        return self.second(jnp.tanh(self.matmul(x, self.first.weight)))
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mode", ["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel"]
+)
+def test_step_of_a_network_with_operators_sharded_inside_has_its_losses_in_every_mode(mode, options):
+    step = train.step(mean_square, optax.sgd(0.1), mode=mode, **options)
+    state = step.init(ShardedInside(), X, X)
+    weights = jnp.stack([jnp.eye(32) / 2] * 2)
+
+    def by_hand(w):
+        return jnp.mean((jnp.tanh(jnp.tanh(X @ w[0]) @ w[1]) - X) ** 2)
+
+    for _ in range(2):
+        value, gradient = jax.value_and_grad(by_hand)(weights)
+        weights = weights - 0.1 * gradient
+        state, loss = step(state, X, X)
+        np.testing.assert_allclose(loss, value, rtol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel", "auto_parallel"])
 @pytest.mark.parametrize("own_loss", [False, True], ids=["loss function", "cell with loss"])
 def test_step_trains_a_cell_as_by_hand(mode, own_loss):

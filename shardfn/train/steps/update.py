@@ -13,6 +13,7 @@ from jax import lax, tree_util
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.callee import as_pure
+from shardfn.frontend.outer_call import per_device
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.train.steps import gradients
@@ -154,7 +155,7 @@ def _gradients(
     repeats = 1 if options.settings.loss_repeated_mean else shardings.mesh.size // shardings.count
     if sync is not None:
         early = zero is not None and zero.accumulation_shard
-        return _scaled(gradients.per_device_gradients(loss, sync, count, early, shapes), repeats, 1)
+        return _scaled(gradients.per_device_gradients(per_device(loss), sync, count, early, shapes), repeats, 1)
     total = 1 if options.settings.gradients_mean else shardings.count
     put = lambda tree: _constrain(tree, shardings, shardings.params, parts)  # noqa: E731
     growing = gradients.growing_dims(loss, *shapes, count) if count > 1 else None
