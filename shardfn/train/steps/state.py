@@ -74,7 +74,16 @@ class ModelParts:
 
     def arrays(self, model: Any) -> Any:
         """The inverse of `model`, for one whose arrays may have changed."""
-        leaves = self.model_treedef.flatten_up_to(model if self.cells is None else cells.arrays_of(model))
+        return self._of_leaves(self.model_treedef.flatten_up_to(self._leaves_tree(model)))
+
+    def arrays_made(self, model: Any) -> Any:
+        """As `arrays`, for another model of the function that made this one: it has settings of its own, such as new lambdas."""
+        return self._of_leaves(tree_util.tree_leaves(self._leaves_tree(model)))
+
+    def _leaves_tree(self, model: Any) -> Any:
+        return model if self.cells is None else cells.arrays_of(model)
+
+    def _of_leaves(self, leaves: Sequence[Any]) -> Any:
         return self.treedef.unflatten(x for x, rest in zip(leaves, self.static, strict=True) if rest is None)
 
 

@@ -81,12 +81,12 @@ class TrainStep:
             make, model = self._scan_layers(make, model, batch)
         parts = self._model_parts(model)
         if self.options.settings.parameter_broadcast and jax.process_count() > 1:
-            arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
+            arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays_made(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
         count = self.options.hardware().count
 
         def first() -> TrainState:
-            leaves = zip(parts.treedef.flatten_up_to(parts.arrays(make())), parts.own, strict=True)
+            leaves = zip(parts.treedef.flatten_up_to(parts.arrays_made(make())), parts.own, strict=True)
             arrays = parts.treedef.unflatten(jnp.broadcast_to(x, (count, *x.shape)) if own else x for x, own in leaves)
             return TrainState(arrays, self.options.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
@@ -247,7 +247,7 @@ class TrainStep:
                  fix="freeze all of them or none, or leave reuse and recompute out")  # fmt: skip
         frozen = tuple(name for name, one in trained.items() if not np.all(one))
         self.options = dataclasses.replace(options, loss_fn=scanned.loss, frozen=frozen)
-        return lambda: scanned.stack(parts.arrays(make())), jax.eval_shape(scanned.stack, shapes)
+        return lambda: scanned.stack(parts.arrays_made(make())), jax.eval_shape(scanned.stack, shapes)
 
     def _parts_of(self, state: TrainState) -> ModelParts:
         if not isinstance(state, TrainState):
