@@ -125,11 +125,28 @@ def test_nothing_is_held_inside_a_custom_vjp():
     assert not shardfn.plan(own, X, W1, W2, search_mode="holding").constraints
 
 
-@pytest.mark.parametrize(("name", "level"), [("dlrm", 0), ("gpt2 scanned", 1)])
-def test_the_search_holds_what_propagation_would_lay_out_worse(name, level):
-    family = FAMILIES[name]
-    function, _ = family.on_paper(family.tiny)
-    args = jax.jit(lambda: family.make(family.tiny)[1])()
+def dlrm():
+    """A step of Adam and its arguments."""
+    family = FAMILIES["dlrm"]
+    return family.on_paper(family.tiny)[0], jax.jit(lambda: family.make(family.tiny)[1])()
+
+
+def scanned_layers():
+    """A step of SGD through a loop over layers, with activations larger than the parameters."""
+
+    def loss(weights, x):
+        return (jax.lax.scan(lambda x, w: (x + block(x, *w), None), x, weights)[0] ** 2).mean()
+
+    def step(weights, x):
+        value, gradient = jax.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), value
+
+    return step, (STACKED, randn(512, 32))
+
+
+@pytest.mark.parametrize(("make", "level"), [(dlrm, 0), (scanned_layers, 1)])
+def test_the_search_holds_what_propagation_would_lay_out_worse(make, level):
+    function, args = make()
     sharded = shardfn.shard(function, level=level)
     made = sharded.plan(*args)
     assert made.constraints
