@@ -372,14 +372,6 @@ def test_an_explicit_level_goes_before_that_of_the_layout(asked):
     assert shard(dense, layout=layout, level=asked).plan(X, W).level == (1 if asked is None else 0)
 
 
-@pytest.mark.parametrize("misspelt", [{"static_argnum": 0}, {"memory": 1}])
-def test_a_misspelt_option_is_told(misspelt):
-    with pytest.raises(
-        shardfn.ShardError, match=r"`shard` has no option (.|\n)*did you mean (static_argnums|memory_limit)"
-    ):
-        shard(dense, **misspelt)
-
-
 @pytest.mark.parametrize(
     ("device", "fix"), [("tpu-v9:8", "did you mean"), ("h100:4x4", "h100:16"), ("tpu-v5e", "tpu-v5e:8")]
 )

@@ -420,8 +420,6 @@ CASES = {
          "shard(double, compiler_options={}).plan(x)"),
         ("options of the compiler without names", "shard(double, compiler_options={3: True})",
          "StrategyTypeError: compiler_options", "shard(double, compiler_options={'xla_cpu_enable_fast_math': True}).plan(x)"),
-        ("parts of a byte", "shard(double, memory_limit=1.5)", "StrategyError: memory_limit",
-         "shard(double, memory_limit='1.5GiB').plan(x)"),
     ],
     "what is sharded": [
         ("a number", "shard(3)", "StrategyTypeError: fn", None),

@@ -316,7 +316,7 @@ class ShardedFunction(Generic[P, R]):
                     callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
                 )
                 arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
-            # Of a first state; the next lies as planned.
+            # A first state may arrive otherwise; what the call returns is sharded as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
         has_keywords = any(s.keyword for s in call.slots)
