@@ -7,6 +7,7 @@ test. Compiled bytes equal the predicted ones, but for the rows of `deviations.K
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,19 +60,27 @@ def check(make: Callable[[], Row], layout: str, known: tuple[float, float]) -> N
       layout: an objective of the search, or `BATCH`.
       known: the bounds of compiled over predicted bytes.
     """
-    row = make()
+    row, value, gradient = _unsharded(make)
     if layout == BATCH and not row.batch:
         pytest.skip("the row has no batch")
     strategy = tuple(_batch_entry(arg) if i in row.batch else shardfn.REPLICATED for i, arg in enumerate(row.args))
     function = shardfn.shard(row.fn, strategy) if layout == BATCH else shardfn.shard(row.fn, level=layout)
-    _close(function(*row.args), jax.jit(row.fn)(*row.args) if _is_jittable(row) else row.fn(*row.args), row.tolerance)
+    _close(function(*row.args), value, row.tolerance)
     if row.gradient:
-        _close(_gradient(function, row.args), _gradient(row.fn, row.args), 10 * row.tolerance)
+        _close(_gradient(function, row.args), gradient, 10 * row.tolerance)
     plan = function.plan(*row.args)
     real = read(function.lower(*row.args).compile())
     predicted, compiled = (sum(c.total_bytes for c in side.collectives) for side in (plan, real))
     least, most = known
     assert least * predicted <= compiled <= most * predicted, f"{compiled} B compiled, {predicted} B predicted\n{plan}"
+
+
+@functools.lru_cache(maxsize=1)  # the layouts of a row follow each other
+def _unsharded(make: Callable[[], Row]) -> tuple[Row, Any, Any]:
+    """A row, the value of its function without `shard`, and the gradient, if it has one."""
+    row = make()
+    value = (jax.jit(row.fn) if _is_jittable(row) else row.fn)(*row.args)
+    return row, value, _gradient(row.fn, row.args) if row.gradient else None
 
 
 def _batch_entry(arg: Any) -> Any:
