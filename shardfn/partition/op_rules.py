@@ -16,7 +16,15 @@ from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
 from shardfn.partition.matmul import partition_contraction
-from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
+from shardfn.partition.sharded_op import (
+    GatheredWindow,
+    HaloExchange,
+    OpPartitioning,
+    Reshard,
+    ShardedOp,
+    grouped,
+    replicated,
+)
 
 
 @functools.cache
@@ -103,16 +111,35 @@ def gather(op: ShardedOp) -> OpPartitioning:
 
 def scatter(op: ShardedOp) -> OpPartitioning:
     """As `gather`, with the updates in place of the result. Where these are sharded and the table is not, an
-    all-reduce follows for each dimension of the index, the last one first.
+    all-reduce follows for each dimension of the index, the last one first. Updates that replace rows have no sum:
+    XLA gives them and the index one sharding, then gathers both.
     """
     if len(op.operands) != 3:
         return replicate(op)
-    factors, kinds = _indexed(op, op.rule.operands[2], op.operands[2])
+    has_sum, read = bool(op.graph_op.combines), op.rule.operands[1:]
+    factors, kinds = _indexed(op, op.rule.operands[2], op.operands[2], is_by_index=has_sum)
     table, _ = _to_idle(op, factors, kinds)
-    operand_specs = (table, *(op.spec(dims, factors) for dims in op.rule.operands[1:]))
+    found = [op.spec(dims, factors) for dims in read]
+    one = None if has_sum else _one_sharding(op, factors)
+    paths = (
+        ()
+        if one is None
+        else ((), *((Reshard(op.spec(d, one)), Reshard(to)) for d, to in zip(read, found, strict=True)))
+    )
     sharded = [f for dim in reversed(op.rule.operands[1]) for f in dim if f in factors]
     partial = ([a for a in factors[f] if a in kinds["index"]] for f in sharded)
-    return OpPartitioning(operand_specs, (table,), result_path=op.reductions(table, partial))
+    return OpPartitioning((table, *found), (table,), paths, op.reductions(table, partial))
+
+
+def _one_sharding(op: ShardedOp, factors: Mapping[int, Sequence[str]]) -> dict[int, Sequence[str]] | None:
+    """`factors`, and the sharding of the index, or else of the updates, along the dimensions that these two share."""
+    in_table, in_index, in_updates = ({f for dim in dims for f in dim} for dims in op.rule.operands)
+    used = {a for axes in factors.values() for a in axes}
+    for dims, spec in zip(op.rule.operands[1:], op.operand_specs[1:], strict=True):
+        found = {f: a for f, a in op.factors(dims, spec).items() if f in (in_index & in_updates) - in_table}
+        if found and used.isdisjoint(sum(found.values(), ())):
+            return {**factors, **found}
+    return None
 
 
 def _to_idle(
@@ -134,11 +161,13 @@ def _to_idle(
     return tuple(spec), found
 
 
-def _indexed(op: ShardedOp, rows: DimFactors, written: Value) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
+def _indexed(
+    op: ShardedOp, rows: DimFactors, written: Value, is_by_index: bool = True
+) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
     """gather and scatter: the sharding that touches the fewest bytes, chosen again for the axes that remain.
 
     `rows` are what is read (the result) or written (the updates). An axis can shard a dimension of all three, a
-    `window` dimension that the table shares with the rows, the rows of the `table`, or the `index`.
+    `window` dimension that the table shares with the rows, the rows of the `table`, or, if `is_by_index`, the `index`.
     """
     table, index = op.rule.operands[:2]
     in_table, in_index, in_rows = ({f for dim in dims for f in dim} for dims in (table, index, rows))
@@ -146,7 +175,7 @@ def _indexed(op: ShardedOp, rows: DimFactors, written: Value) -> tuple[dict[int,
         "all": in_table & in_index & in_rows,
         "window": (in_table & in_rows) - in_index,
         "table": in_table - in_rows - in_index,
-        "index": (in_index & in_rows) - in_table,
+        "index": (in_index & in_rows) - in_table if is_by_index else set[int](),
     }
     by_table, by_index = (op.by_axis(d, spec) for d, spec in zip((table, index), op.operand_specs, strict=False))
     sizes = [math.prod(v.shape) * dtype_bits(v.dtype) // 8 for v in (*op.operands[:2], written)]
