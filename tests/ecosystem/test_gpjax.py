@@ -1,14 +1,23 @@
 """GPJax: posteriors of Gaussian processes."""
 
+import inspect
+
 import gpjax as gpx
 
 from tests.ecosystem.rows import Row, check, normal, table, uniform
+
+# GPJax before 1.0 wants the number of data points.
+COUNT = (
+    {"num_datapoints": 32}
+    if "num_datapoints" in inspect.signature(gpx.likelihoods.Gaussian.__init__).parameters
+    else {}
+)
 
 
 def objective():
     def run(x, y):
         prior = gpx.gps.Prior(mean_function=gpx.mean_functions.Zero(), kernel=gpx.kernels.RBF())
-        posterior = prior * gpx.likelihoods.Gaussian()
+        posterior = prior * gpx.likelihoods.Gaussian(**COUNT)
         return gpx.objectives.conjugate_mll(posterior, gpx.Dataset(X=x, y=y))
 
     return Row(run, (8 * uniform(32, 1), normal(32, 1)), batch=(0, 1), tolerance=1e-3)
