@@ -129,6 +129,10 @@ class WindowDim(NamedTuple):
     over: int = -1
     unread: int = 0
 
+    def is_trivial(self, shape: Sequence[int], result_shape: Sequence[int]) -> bool:
+        """Whether element i of the result reads element i of the operand and no other, in arrays of these shapes."""
+        return self[3:7] == (1, 0, 1, 1) and shape[self.dim] == result_shape[self.out_dim]
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:

@@ -61,7 +61,7 @@ def _elementwise(name: str, *primitives: str, fusion: str = "cheap", in_cpu_libr
                  is_added: bool = False, once: bool | None = None) -> OpTraits:  # fmt: skip
     """A row of an op on elements; `is_added` where Shardy has no rule for it."""
     return OpTraits(
-        name, flops, fusion, is_elementwise=True, in_cpu_library=in_cpu_library, primitives=primitives,
+        name, flops, fusion, is_elementwise=True, rule="elementwise", in_cpu_library=in_cpu_library, primitives=primitives,
         computed_once_on_cpu=fusion == "expensive" if once is None else once,
         sharding_rule="elementwise_rule" if is_added else "",
     )  # fmt: skip
@@ -97,7 +97,7 @@ OP_TRAITS = {
                  primitives=("conv_general_dilated",), is_listed=True),
         OpTraits("reduce", "per_element", "none", rule="reduce", primitives=_REDUCTIONS, is_listed=True),
         OpTraits("reduce_window", "per_element", "none", rule="windowed", is_listed=True),
-        OpTraits("select_and_scatter", "per_element", "none", rule="windowed", is_listed=True),
+        OpTraits("select_and_scatter", "per_element", "none", rule="select_and_scatter", is_listed=True),
         OpTraits("map", "per_element", "none"),
         # Gathers, scatters and slices.
         _copy("gather", "gather", rule="gather", reads_part=True, repeats_reads=True, computed_once_on_cpu=True, is_listed=True),
@@ -200,6 +200,6 @@ COMPUTED_ONCE_ON_CPU = _names(computed_once_on_cpu=True)
 BRANCHES_ON_CPU = _names(branches_on_cpu=True)
 HOISTED_ALONG, NEVER_HOISTED = _names(hoisting="along"), _names(hoisting="never")
 UNTIMED = _names(has_own_time=False)
-HAS_OWN_RULE = frozenset(name for name, row in OP_TRAITS.items() if row.rule not in ("", "follow_result"))
+HAS_OWN_RULE = frozenset(name for name, row in OP_TRAITS.items() if row.rule not in ("", "follow_result", "elementwise"))
 """Ops that the partitioner works on by a rule of their own."""
 HAS_COST = frozenset(name for name, row in OP_TRAITS.items() if row.flops)

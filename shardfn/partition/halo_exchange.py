@@ -99,12 +99,12 @@ def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> t
     low, high = -max(before), own + max(after)  # of what any device reads, from the start of its own shard
     if low >= high:
         return None
-    found = []
-    for distance in range(0, left, own):
+    found, farthest = [], own * (len(before) - 1)  # behind the last shard is padding
+    for distance in range(0, min(left, farthest), own):
         skipped = max(-distance - high, 0)
         if -distance - own < high:
             found.append(HaloPermute(own - min(left - distance, own), own - skipped))
-    for distance in range(0, right, own):
+    for distance in range(0, min(right, farthest), own):
         skipped = max(low - own - distance, 0)
         if distance + own > low - own and skipped < own:
             found.append(HaloPermute(skipped, min(right - distance, own)))

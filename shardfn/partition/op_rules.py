@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from shardfn.ir.model import DimFactors, Spec, Value, axes_of, dtype_bits
+from shardfn.ir.model import DimFactors, Spec, Value, WindowDim, axes_of, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
@@ -46,7 +46,7 @@ def replicate(op: ShardedOp) -> OpPartitioning:
 
 
 def follow_result(op: ShardedOp) -> OpPartitioning:
-    """Operands are sharded as the results: elementwise ops, broadcasts, transposes. In a conflict the first result
+    """Operands are sharded as the results: broadcasts, transposes. In a conflict the first result
     dimension wins.
     """
     factors: dict[int, tuple[str, ...]] = {}
@@ -57,6 +57,17 @@ def follow_result(op: ShardedOp) -> OpPartitioning:
                 factors[factor] = axes
                 used.update(axes)
     return op.from_factors({f: axes for f, axes in factors.items() if f not in op.rule.replicated})
+
+
+def elementwise(op: ShardedOp) -> OpPartitioning:
+    """Several operands that are sharded alike are combined as they are (JAX 0.10.2 and 0.12.0.1). Otherwise operands are
+    sharded as the result.
+    """
+    first, *others = (spec if any(spec) else () for spec in op.operand_specs)
+    if others and all(spec == first for spec in others):
+        spec = first or replicated(op.results[0])
+        return OpPartitioning(op.operand_specs, (spec,) * len(op.results))
+    return follow_result(op)
 
 
 def triangular_solve(op: ShardedOp) -> OpPartitioning:
@@ -203,17 +214,42 @@ def _indexed(
 
 
 def windowed(op: ShardedOp) -> OpPartitioning:
-    """slice, pad, reduce_window, select_and_scatter: sharded as the result, with a halo exchange."""
+    """slice, pad, reduce_window: sharded as the result, a slice as its operand where that has more shards, with a halo
+    exchange.
+
+    An operand whose window dimensions are unsharded is sliced on each device. Where the halo exchange would send too
+    much, the operand is gathered along all window dimensions first.
+    """
+    spec, found = op.result_specs[0], op.operand_specs[0]
+    if op.graph_op.name == "slice" and op.shards(axes_of(found)) > op.shards(axes_of(spec)):
+        spec = found
+    moved = [w for w in op.graph_op.window_dims if not w.is_trivial(op.operands[0].shape, op.results[0].shape)]
+    gathered = tuple(() if any(w.dim == d for w in moved) else axes for d, axes in enumerate(spec))
+    others = tuple(map(replicated, op.operands[1:]))
+    if op.graph_op.name == "slice" or found not in (gathered, replicated(op.operands[0])):
+        exchanged = _with_halos(op, OpPartitioning((spec, *others), (spec,)))
+        if exchanged:
+            return exchanged
+        found = gathered
+    parts = []
+    for window in moved:
+        if axes := spec[window.dim]:
+            rows = _rows_read(window, op.results[0].shape[window.dim], op.shards(axes))
+            parts.append(GatheredWindow(0, window.dim, rows, axes))
+    return OpPartitioning((found, *others), (spec,), gathered_windows=tuple(parts))
+
+
+def select_and_scatter(op: ShardedOp) -> OpPartitioning:
+    """Sharded as the result, with a halo exchange."""
     spec = op.result_specs[0]
     rank = len(op.results[0].shape)
-    return _with_halos(
-        op, OpPartitioning(tuple(spec if len(v.shape) == rank else replicated(v) for v in op.operands), (spec,))
-    )
+    found = OpPartitioning(tuple(spec if len(v.shape) == rank else replicated(v) for v in op.operands), (spec,))
+    return _with_halos(op, found) or replicate(op)
 
 
 def convolve(op: ShardedOp) -> OpPartitioning:
     """As a matmul whose image may be sharded along height or width, with a halo exchange."""
-    return _with_halos(op, partition_contraction(op))
+    return _with_halos(op, partition_contraction(op)) or replicate(op)
 
 
 def convolve_on_tpu(op: ShardedOp) -> OpPartitioning:
@@ -238,37 +274,36 @@ def convolve_in_groups(op: ShardedOp) -> OpPartitioning:
     return convolve(op)
 
 
-def _with_halos(op: ShardedOp, found: OpPartitioning) -> OpPartitioning:
-    """Add the halo exchanges of a windowed op. Where a halo is as large as the operand, the dimension is gathered, and
-    each device slices its part.
-    """
+def _with_halos(op: ShardedOp, found: OpPartitioning) -> OpPartitioning | None:
+    """Add the halo exchanges of a windowed op; None where XLA finds them too large."""
     halos: list[HaloExchange] = []
-    gathered: list[GatheredWindow] = []
-    operand_specs = list(found.operand_specs)
     sizes: dict[int, int] = {}
     for window in op.graph_op.window_dims:
-        other, spec = op.results[0], found.result_specs[0]
-        if window.over >= 0:
-            other, spec = op.operands[window.over], found.operand_specs[window.over]
+        over, spec = _windows_counted_along(op, window, found.result_specs[0], found.operand_specs)
         axes = found.operand_specs[window.operand][window.dim]
         if not axes or axes != spec[window.out_dim]:
             continue
+        size, out_size = op.operands[window.operand].shape[window.dim], over.shape[window.out_dim]
         shards = op.shards(axes)
-        size, out_size = op.operands[window.operand].shape[window.dim], other.shape[window.out_dim]
         rows = halo_permutes(size, out_size, shards, window)
-        read = (-(-out_size // shards) - 1) * window.stride + window.extent
-        if rows is None and (op.graph_op.name != "reduce_window" or window.spacing > 1):
-            return replicate(op)
         if rows is None:
-            gathered.append(GatheredWindow(window.operand, window.dim, read, axes))
-            spec = operand_specs[window.operand]
-            operand_specs[window.operand] = (*spec[: window.dim], (), *spec[window.dim + 1 :])
-        elif rows:
+            return None
+        if rows:
             halos.append(HaloExchange(window.operand, window.dim, rows, tuple(sizes.items())))
-        sizes[window.dim] = (read - 1) // window.spacing + 1
-    return dataclasses.replace(
-        found, operand_specs=tuple(operand_specs), halos=tuple(halos), gathered_windows=tuple(gathered)
-    )
+        sizes[window.dim] = (_rows_read(window, out_size, shards) - 1) // window.spacing + 1
+    return dataclasses.replace(found, halos=tuple(halos))
+
+
+def _windows_counted_along(
+    op: ShardedOp, window: WindowDim, result_spec: Spec, operand_specs: Sequence[Spec]
+) -> tuple[Value, Spec]:
+    """The value whose dimension counts the windows, the result or another operand, with its sharding."""
+    return (op.results[0], result_spec) if window.over < 0 else (op.operands[window.over], operand_specs[window.over])
+
+
+def _rows_read(window: WindowDim, out_size: int, shards: int) -> int:
+    """How many elements a shard of `out_size` windows reads along a dimension, with the holes between them."""
+    return (-(-out_size // shards) - 1) * window.stride + window.extent
 
 
 def concatenate(op: ShardedOp) -> OpPartitioning:
@@ -278,8 +313,8 @@ def concatenate(op: ShardedOp) -> OpPartitioning:
 
 
 def sort(op: ShardedOp) -> OpPartitioning:
-    """A sort along a sharded dimension is resharded to another dimension that divides, and back; without one it is
-    replicated.
+    """A sort along a sharded dimension is resharded to another dimension that divides, and back; without one the
+    dimension is gathered.
     """
     dims = enumerate(op.rule.results[0])
     return _along_other_dim(op, next((d for d, dim in dims if op.rule.replicated.intersection(dim)), None))
@@ -290,10 +325,8 @@ def _along_other_dim(op: ShardedOp, along: int | None) -> OpPartitioning:
     if along is not None and spec[along]:
         sizes = enumerate(op.results[0].shape)
         fits = (d for d, n in sizes if d != along and n % op.shards((*spec[d], *spec[along])) == 0)
-        to = next(fits, None)
-        if to is None:
-            return replicate(op)
-        moved = {along: (), to: (*spec[to], *spec[along])}
+        to = next(fits, along)
+        moved = {along: (), to: (*spec[to], *spec[along]) if to != along else ()}
         spec = tuple(moved.get(d, axes) for d, axes in enumerate(spec))
     return OpPartitioning((spec,) * len(op.operands), (spec,) * len(op.results))
 
@@ -326,17 +359,23 @@ def dynamic_slice(op: ShardedOp) -> OpPartitioning:
 
 
 def dynamic_update_slice(op: ShardedOp) -> OpPartitioning:
-    """Single rows are written where they belong; a longer slice along a sharded dimension gathers that dimension."""
+    """Where the sharded dimensions that it writes a part of take single rows, these are written where they belong. Else all
+    dimensions that it writes a part of are gathered, of the operand or of the result, whichever has more shards.
+    """
+    given, spec = op.operand_specs[0], op.result_specs[0]
     shapes = list(zip(op.operands[0].shape, op.operands[1].shape, strict=True))
-    base = tuple(() if b not in (1, a) else axes for axes, (a, b) in zip(op.result_specs[0], shapes, strict=True))
-    new = tuple(() if a != b else axes for axes, (a, b) in zip(base, shapes, strict=True))
-    return OpPartitioning((base, new, *map(replicated, op.operands[2:])), (base,))
+    row = tuple(() if a != b else axes for axes, (a, b) in zip(spec, shapes, strict=True))
+    if spec == row or any(b not in (1, a) for axes, (a, b) in zip(spec, shapes, strict=True) if axes):
+        if spec != replicated(op.results[0]) and op.shards(axes_of(given)) > op.shards(axes_of(spec)):
+            spec = given
+        spec = row = tuple(() if a != b else axes for axes, (a, b) in zip(spec, shapes, strict=True))
+    return OpPartitioning((spec, row, *map(replicated, op.operands[2:])), (spec,))
 
 
 _RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
     rule.__name__: rule
     for rule in (
-        replicate, follow_result, triangular_solve, barrier, reshape, reduce, dot, gather, scatter, windowed, convolve_on_tpu,
+        replicate, follow_result, elementwise, triangular_solve, barrier, reshape, reduce, dot, gather, scatter, windowed, select_and_scatter, convolve_on_tpu,
         convolve_in_groups, concatenate, sort, rotate, reverse, dynamic_slice, dynamic_update_slice,
     )
 }  # fmt: skip
