@@ -200,6 +200,8 @@ COMPUTED_ONCE_ON_CPU = _names(computed_once_on_cpu=True)
 BRANCHES_ON_CPU = _names(branches_on_cpu=True)
 HOISTED_ALONG, NEVER_HOISTED = _names(hoisting="along"), _names(hoisting="never")
 UNTIMED = _names(has_own_time=False)
-HAS_OWN_RULE = frozenset(name for name, row in OP_TRAITS.items() if row.rule not in ("", "follow_result", "elementwise"))
+HAS_OWN_RULE = frozenset(
+    name for name, row in OP_TRAITS.items() if row.rule not in ("", "follow_result", "elementwise")
+)
 """Ops that the partitioner works on by a rule of their own."""
 HAS_COST = frozenset(name for name, row in OP_TRAITS.items() if row.flops)
