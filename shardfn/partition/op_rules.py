@@ -375,7 +375,8 @@ def dynamic_update_slice(op: ShardedOp) -> OpPartitioning:
 _RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
     rule.__name__: rule
     for rule in (
-        replicate, follow_result, elementwise, triangular_solve, barrier, reshape, reduce, dot, gather, scatter, windowed, select_and_scatter, convolve_on_tpu,
+        replicate, follow_result, elementwise, triangular_solve, barrier, reshape, reduce, dot, gather, scatter, windowed,
+        select_and_scatter, convolve_on_tpu,
         convolve_in_groups, concatenate, sort, rotate, reverse, dynamic_slice, dynamic_update_slice,
     )
 }  # fmt: skip
