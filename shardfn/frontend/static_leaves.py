@@ -50,6 +50,8 @@ def hide_static(tree: Any) -> Any:
 
     >>> jax.tree.leaves(hide_static({"w": 1.0, "activation": jax.nn.relu}))
     [1.0]
+
+    None has no leaves, here as in every pytree: it stays.
     """
     leaves = tree_util.tree_leaves(tree)
     if all(isinstance(leaf, _ARRAYS) for leaf in leaves) or tree_util.all_leaves([tree]):
@@ -83,6 +85,8 @@ def without_static(tree: Any) -> Any:
 
 def _hide(tree: Any, is_static: Callable[[Any], bool]) -> Any:
     """`hide_static`, of a part of a tree."""
+    if tree is None:
+        return tree
     parts, treedef = tree_util.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     if tree_util.treedef_is_leaf(treedef):
         return StaticLeaf(tree) if is_static(tree) else tree

@@ -312,6 +312,11 @@ class PartitionedProgram:
     )
     """Local shapes and bytes that were asked for: by shape, dtype and sharding."""
 
+    @functools.cached_property
+    def used_axes(self) -> frozenset[str]:
+        """The mesh axes that shard a value. Devices along the others repeat the same work."""
+        return frozenset(axis_name(axis) for spec in self.specs for dim in spec for axis in dim)
+
     def shards(self, value: int) -> tuple[int, ...]:
         """Number of shards along each dimension of a value."""
         return tuple(math.prod(axis_size(a, self.axes) for a in dim) for dim in self.specs[value])

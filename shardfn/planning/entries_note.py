@@ -33,7 +33,7 @@ def entries_note(
     if not any(dim for spec in problem.specs if spec for dim in spec):
         return ""
     if None not in problem.specs and not problem.is_open:
-        return _saved_by_a_search(problem, cost)
+        return _saved_by_a_search(problem, answer, cost)
     if answer.source != "searched":
         return ""
     if style:
@@ -76,15 +76,15 @@ def _beside_a_style(
     return f"{', '.join(without)} {shards} no batch, and {style!r} reshards {it} inside; leave {it} open (AUTO) to save that"
 
 
-def _saved_by_a_search(problem: SearchProblem, cost: Cost) -> str:
-    """What a search inside would save for certain: work that groups of devices repeat."""
-    share = problem.facts.flops / problem.devices
-    alike = round(cost.flops / share) if share else 1
-    if alike < 2:
+def _saved_by_a_search(problem: SearchProblem, answer: Answer, cost: Cost) -> str:
+    """What a search inside would save for certain: the work that devices along an unused mesh axis repeat."""
+    used = problem.partitioned_of(answer).used_axes
+    alike = math.prod(size for name, size in answer.axes if name not in used)
+    if alike == 1 or not cost.flops:
         return ""
     return (
         f"every array has one, so nothing was searched; groups of {alike} devices repeat the same work, {flops_text(cost.flops)} "
-        f'per device instead of {flops_text(share)}: level="time" searches the operations inside'
+        f'per device instead of {flops_text(cost.flops / alike)}: level="time" searches the operations inside'
     )
 
 

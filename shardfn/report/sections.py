@@ -10,7 +10,7 @@ from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.paths import alike, few, layer, starred
-from shardfn.ir.model import Collective, Spec, axis_name, mesh_sizes_text
+from shardfn.ir.model import Collective, Spec, mesh_sizes_text
 from shardfn.ir.op_traits import LISTED
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
@@ -58,7 +58,7 @@ def _diagnostics(of: Subject) -> Iterable[Part]:
 
 def _mesh(of: Subject) -> Iterable[Part]:
     rows = []
-    used = {axis_name(axis) for spec in of.plan.partitioned.specs for dim in spec for axis in dim}
+    used = of.plan.partitioned.used_axes
     for name, size, stride in strides(of.plan):
         first = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
         groups = [g.name for g in of.plan.dimension_groups if name in g.axes]

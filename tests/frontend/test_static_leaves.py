@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import tree_util
 
-from shardfn import AUTO, REPLICATED, explain, shard
+from shardfn import AUTO, REPLICATED, explain, plan, shard
 from shardfn.errors import StrategyTypeError
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 
@@ -50,6 +50,22 @@ ENTRIES["functions left in"] = (
     tuple(jax.tree.map(lambda leaf: (1,) * leaf.ndim if hasattr(leaf, "ndim") else leaf, _layer()) for _ in "ab"),
     (8, 1),
 )
+
+
+def test_moments_of_a_module_with_functions_replace_those_of_the_argument():
+    def update(layer, moments, x):
+        def loss(weights):
+            return jnp.mean(dataclasses.replace(layer, w=weights.w, b=weights.b)(x) ** 2)
+
+        weights = dataclasses.replace(layer, activation=None)  # as `eqx.filter` leaves it
+        gradient = jax.grad(loss)(weights)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradient)
+        return dataclasses.replace(layer, w=layer.w - moments.w, b=layer.b - moments.b), moments
+
+    moments = dataclasses.replace(_layer(), activation=None)
+    made = plan(update, _layer(), moments, X, style="zero1")
+    assert made.kind == "ZeRO-1 over 8 devices"
+    assert made.decision("moments/w").strategy == (8, 1) == made.decision("result/1/w").strategy
 
 
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)

@@ -203,6 +203,19 @@ def test_all_arguments_given_propagates_and_says_what_a_search_saves(options):
     assert 'level="time" searches the operations inside' in str(made)
 
 
+def test_note_on_repeated_work_counts_the_devices_along_unused_axes():
+    def adam(params, moments, x):
+        params, gradient = params, jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p) ** 2))(params)
+        moments = [0.9 * m + 0.1 * gradient**k for k, m in enumerate(moments, 1)]
+        return params - 0.1 * moments[0] / (jnp.sqrt(moments[1]) + 1e-8), moments
+
+    w, x = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((16, 64), "float32")
+    for ways, says in ((8, ""), (2, "groups of 4 devices repeat the same work")):
+        entries = shardfn.REPLICATED, shardfn.REPLICATED, (ways, 1)
+        made = shardfn.plan(adam, w, [w, w], x, in_strategy=entries, device="h100:8")
+        assert says in made.entries and bool(says) == bool(made.entries)
+
+
 @pytest.mark.parametrize("level", ["communication", "memory", "time"])
 def test_all_arguments_given_a_named_level_searches_inside(level):
     given = {"device": "h100:8", "in_strategy": ALL_GIVEN["in_strategy"]}
