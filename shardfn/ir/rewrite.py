@@ -119,7 +119,7 @@ def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[t
 def _is_uncounted(eqn: Any) -> bool:
     """Whether JAX puts an equation in where an argument comes with a mesh: the same function traces with it or without."""
     name = eqn.primitive.name
-    is_same = name == "reshape" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    is_same = name in ("reshape", "reduce_sum") and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
     return is_same or name in ("reshard", "mesh_cast")
 
 

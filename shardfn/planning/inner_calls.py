@@ -19,7 +19,8 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import AUTO, Leaf, has_open_dims
 from shardfn.frontend.validation import check
 from shardfn.planning.call_function import pure_function
-from shardfn.planning.inner_entries import mark
+from shardfn.planning.inner_entries import mark, mark_named
+from shardfn.planning.named_shardings import without_mesh
 
 
 def call_inside(callee: Callee, options: Options, call: Call, outer: Hardware) -> Any:
@@ -51,12 +52,16 @@ def _marked(
     strategy, entry = check(leaf, outer.count, problems), leaf.entry
     if entry is AUTO or outer.count == 1 or len(problems):
         return x
-    if isinstance(entry, PartitionSpec) and isinstance(options.device, jax.sharding.Mesh):
-        entry = NamedSharding(options.device, entry)
+    mesh = options.device if isinstance(options.device, jax.sharding.Mesh) else outer.mesh
+    if isinstance(entry, PartitionSpec):
+        if mesh is None:
+            problems.append(without_mesh(leaf))
+            return x
+        entry = NamedSharding(mesh, entry)
     if isinstance(entry, MeshLayout):
         entry = entry.sharding(outer.devices)
     if isinstance(entry, NamedSharding):
-        return jax.lax.with_sharding_constraint(x, entry)
+        return jax.lax.with_sharding_constraint(x, entry) if is_result else mark_named(x, entry)
     return mark(x, tuple(entry) if has_open_dims(entry) else strategy, outer.count, is_result)
 
 

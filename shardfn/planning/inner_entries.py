@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.frontend.meshes import MeshLayout, abstract_mesh
+from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on
 from shardfn.frontend.strategy import AUTO, Leaf
 from shardfn.ir.model import INNER_AXIS, Graph, InnerSpec
 from shardfn.ir.op_traits import SLICES
@@ -25,8 +25,9 @@ from shardfn.ir.rewrite import equation_line, equations, inner, rebind
 from shardfn.partition.resharding import primes
 from shardfn.planning.plan_mesh import PlanMesh
 
-_READ, _MADE = "shardfn_read", "shardfn_made"
-"""Begin the names of the axes on which marks of arguments and results are written. These axes only count shards."""
+_READ, _MADE, _NAMED = "shardfn_read", "shardfn_made", "shardfn_named_"
+"""Begin the names of the axes on which marks are written: of arguments and results, whose axes only count shards, and of
+arguments with an entry that names axes of a mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,20 @@ def mark(x: Any, strategy: Sequence[Any] | None, devices: int, is_result: bool =
     return _constrained(x, NamedSharding(abstract_mesh(axes), PartitionSpec(*dims)))
 
 
+def mark_named(x: Any, sharding: NamedSharding) -> Any:
+    """`x` marked with the entry of an argument that names axes of a mesh, for the call outside."""
+
+    def named(dim: Any) -> Any:
+        names = [dim] if isinstance(dim, str) else dim
+        return tuple(f"{_NAMED}{name}" for name in names) if isinstance(names, list | tuple) else dim
+
+    mesh = sharding.mesh
+    axes = [(f"{_NAMED}{name}", size) for name, size in mesh.shape.items()]
+    marked = abstract_mesh(axes) if isinstance(mesh, AbstractMesh) else mesh_on(mesh.devices.flat, axes)
+    own = NamedSharding(marked, PartitionSpec(*map(named, sharding.spec)), memory_kind=sharding.memory_kind)
+    return jax.lax.with_sharding_constraint(x, own)
+
+
 def inner_entries(jaxpr: Any, hardware: Hardware) -> tuple[InnerEntry, ...]:
     """The entries of the values inside a traced call for some hardware."""
     found = []
@@ -102,7 +117,8 @@ def inner_entries(jaxpr: Any, hardware: Hardware) -> tuple[InnerEntry, ...]:
         open_dims = frozenset(d for d, dim in enumerate(raw) if dim is PartitionSpec.UNCONSTRAINED)
         spec = tuple(() if d in open_dims or dim is None else (dim,) if isinstance(dim, str) else tuple(dim)
                      for d, dim in enumerate(raw))  # fmt: skip
-        sizes = dict(sharding.mesh.shape)
+        spec = tuple(tuple(name.removeprefix(_NAMED) for name in dim) for dim in spec)
+        sizes = {name.removeprefix(_NAMED): size for name, size in sharding.mesh.shape.items()}
         entry: Any = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
         is_mark = _is_mark(sharding)
         if not is_mark:
@@ -115,7 +131,8 @@ def inner_entries(jaxpr: Any, hardware: Hardware) -> tuple[InnerEntry, ...]:
         what = "the value with a strategy inside" if is_mark else "the constrained value inside"
         where = f"{'the strategy' if is_mark else 'the constraint'}{at}"
         leaf = Leaf(f"inside{at}", f"{what}{at}", shape, str(eqn.outvars[0].aval.dtype), entry, where)
-        found.append(InnerEntry(number, leaf, any(name.startswith(_READ) for name in sizes), open_dims))
+        is_operand = any(name.startswith((_READ, _NAMED)) for name in sharding.mesh.axis_names)
+        found.append(InnerEntry(number, leaf, is_operand, open_dims))
     return tuple(found)
 
 
@@ -139,15 +156,17 @@ def resolve_read_inside(
     for value, number in graph.inner.items():
         if number in by_number:
             read.setdefault(_source(graph, value), (value, by_number[number]))
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    found: dict[str, tuple[Any, str]] = {}
     for leaf, value in zip(leaves, inputs, strict=True):
         if value in read:
             at, entry = read[value]
-            ways = {g: n for g, n in zip(groups[at], entry.leaf.entry, strict=True) if n > 1}
-            own = tuple(ways.pop(g, 1) for g in groups[value][: len(leaf.shape)])
+            given = entry.leaf.entry
+            dims, rest = (given, 1) if entry.is_strategy else (given.spec, ())
+            ways = {g: dim for g, dim in zip(groups[at], dims, strict=True) if dim != rest}
+            own = tuple(ways.pop(g, rest) for g in groups[value][: len(leaf.shape)])
             if not ways:
-                is_same = groups[at] == groups[value]
-                found[leaf.path] = entry.leaf.entry if is_same else own, entry.leaf.where
+                own = dims if groups[at] == groups[value] else own
+                found[leaf.path] = own if entry.is_strategy else dataclasses.replace(given, spec=own), entry.leaf.where
     resolved = list(leaves)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.entry, AsReadInside):

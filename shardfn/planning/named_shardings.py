@@ -128,9 +128,7 @@ def _refusals(
         if used is not None and isinstance(entry.mesh, Mesh):
             yield from _of_devices(leaf, list(entry.mesh.devices.flat), used)
     elif not mesh_axes:
-        yield Problem(f"{leaf.label} has a PartitionSpec, but there is no mesh", where,
-                      "a PartitionSpec names the axes of a mesh",
-                      "pass the mesh as device=, or write a NamedSharding, a Layout or integers there")  # fmt: skip
+        yield without_mesh(leaf)
     if own != mesh_axes:
         yield Problem(f"{leaf.label} is on another mesh than the other arrays", where,
                       f"{mesh_text(own)} is not {mesh_text(mesh_axes)}",
@@ -153,6 +151,13 @@ def _refusals(
         yield Problem(f"two dimensions of {leaf.label} are sharded over the axis `{twice}`", where,
                       "a mesh axis can shard one dimension of an array",
                       "give each dimension its own axis, or leave one unsharded")  # fmt: skip
+
+
+def without_mesh(leaf: Leaf) -> Problem:
+    """The problem of a `PartitionSpec` where no mesh is given."""
+    return Problem(f"{leaf.label} has a PartitionSpec, but there is no mesh", leaf.source,
+                   "a PartitionSpec names the axes of a mesh",
+                   "pass the mesh as device=, or write a NamedSharding, a Layout or integers there")  # fmt: skip
 
 
 def _of_devices(leaf: Leaf, own: Sequence[Any], used: Sequence[Any]) -> Iterator[Problem]:

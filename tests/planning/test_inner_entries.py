@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardfn
 import shardfn.mindspore as ms
-from shardfn import AUTO, reshard, shard
+from shardfn import AUTO, reshard, shard, train
 from shardfn.errors import StrategyError
 
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -263,3 +264,44 @@ def test_reshard_to_a_partition_spec_without_its_mesh_or_axes_says_how():
             StrategyError, match=rf"does not fit the array(.|\n)*the mesh dp=2 x tp=4(.|\n)*why: .*({says})"
         ):
             shard(lambda x, spec=spec: reshard(x, spec), device=auto_mesh())(x)
+
+
+def named_entries(kind: str) -> tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]:
+    """Entries of a matmul whose weights are sharded 4 ways along dimension 1, its options, and those around it."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    specs = PartitionSpec("data", None), PartitionSpec(None, "model")
+    layout = ms.Layout((2, 4), ("data", "model"))
+    return {
+        "integers": (((2, 1), (1, 4)), {}, {}),
+        "layouts": ((layout("data", "None"), layout("None", "model")), {}, {}),
+        "named shardings": (tuple(NamedSharding(mesh, spec) for spec in specs), {}, {}),
+        "specs on a mesh": (specs, {"device": mesh}, {}),
+        "specs on the mesh around": (specs, {}, {"device": mesh}),
+    }[kind]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["read as stored", "read transposed"])
+@pytest.mark.parametrize(
+    "kind", ["integers", "layouts", "named shardings", "specs on a mesh", "specs on the mesh around"]
+)
+def test_step_stores_a_weight_as_its_operator_reads_it(kind: str, turned: bool) -> None:
+    entries, own, around = named_entries(kind)
+    product = shard(jnp.matmul, entries, **own)
+
+    def loss(params: Any, x: Any, first: Any = product) -> Any:
+        return jnp.mean(first(x, params["w"].T if turned else params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
+
+    params, x = {"w": jnp.ones((64, 64)), "b": jnp.ones(3)}, ARRAYS[0]
+    step = train.step(loss, optax.adam(0.1), mode="semi_auto_parallel", **around)
+    state = step.init(params, x)
+    expected = (4, 1) if turned else (1, 4)
+    assert {d.strategy for d in step.plan(state, x).inputs if d.path.endswith("/w")} == {expected}
+    state, value = step(state, x)
+    assert state.params["w"].sharding.shard_shape((64, 64)) == (64 // expected[0], 64 // expected[1])
+    np.testing.assert_allclose(value, loss(params, x, jnp.matmul), rtol=1e-4)
+
+
+def test_spec_inside_without_a_mesh_is_refused() -> None:
+    inner = shard(jnp.matmul, (PartitionSpec("data", None), PartitionSpec(None, "model")))
+    with pytest.raises(StrategyError, match="has a PartitionSpec, but there is no mesh"):
+        shard(lambda x, w: inner(x, w))(*ARRAYS[:2])
