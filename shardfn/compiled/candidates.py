@@ -13,7 +13,8 @@ from typing import NoReturn
 from shardfn.compiled.executable import Compiled
 from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
-from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.errors import Problem, ShardError, StrategyError, fail
+from shardfn.frontend.jax_errors import JaxError
 from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
@@ -174,7 +175,21 @@ class Refused:
 
 
 def refused(name: str, answer: Answer, error: Exception) -> Refused:
-    """The candidate of an answer that raised an error while it was compiled."""
+    """The candidate of an answer that raised an error while it was compiled.
+
+    Raises:
+      StrategyError: XLA does not take the user's `compiler_options`, whatever the plan.
+    """
+    if option := JaxError.COMPILER_OPTION.match(error):
+        name = option["what"] or option["value"]
+        what = (
+            f"XLA has no compiler option {name!r}"
+            if option["what"]
+            else f"XLA's compiler option {name!r} has another type"
+        )
+        why = option["why"] or "the names are those of XLA_FLAGS, without the dashes in front"
+        fix = f"correct its {'name' if option['what'] else 'value'}, or leave {name!r} out of compiler_options"
+        raise StrategyError(Problem(what, f"compiler_options[{name!r}]", why, fix)) from None
     why, fix = str(error), ""
     if isinstance(error, ShardError):
         why, fix = error.problems[0].why or error.problems[0].what, error.problems[0].fix

@@ -67,6 +67,40 @@ def test_entries_whose_plan_does_not_compile_are_an_error_with_the_line(use):
     use(REPLICATED)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda f, **o: shard(f, **o)(X),
+        lambda f, **o: shard(f, compile_candidates=3, **o)(X),
+        lambda f, **o: shard(f, **o).explain(X, compiled=True),
+        lambda f, **o: plan(f, X, **o).verify(),
+    ],
+    ids=["call", "compiled candidates", "explain", "verify"],
+)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nope": 1}, "XLA has no compiler option 'nope'"),
+        (
+            {"xla_embed_ir_in_executable": "maybe"},
+            "option 'xla_embed_ir_in_executable' has another type(.|\n)*'maybe' is not",
+        ),
+    ],
+    ids=["name", "value"],
+)
+def test_compiler_option_that_xla_does_not_take_is_one_error_after_one_compile(use, options, says, monkeypatch):
+    lowered = []
+    real = jax.stages.Lowered.compile
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, *a, **o: lowered.append(self) or real(self, *a, **o)
+    )
+    with pytest.raises(StrategyError, match=says) as error:
+        use(lambda x: jnp.tanh(x) @ x.T, compiler_options=options)
+    (problem,) = error.value.problems
+    assert next(iter(options)) in problem.fix and len(lowered) <= 1
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
 def test_ordered_callback_on_several_devices_is_refused():
     def prints(x):
         jax.debug.callback(lambda _: None, x, ordered=True)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from shardfn import checkpoint, train
 from shardfn.errors import ShardError, StrategyError
+from tests.messages import refusal
 
 X = jax.random.normal(jax.random.key(1), (32, 8))
 LAYERS = {"l": [{"w": jnp.eye(8) * (1 + i / 10)} for i in range(4)]}
@@ -147,3 +148,49 @@ def test_a_first_state_made_without_the_batch_goes_to_the_hosts_memory():
 def test_bad_options_are_told_with_what_to_do(options, text):
     with pytest.raises(ShardError, match=re.escape(text)):
         train.step(deep, optax.sgd(0.1), mode="data_parallel", **options)
+
+
+def mean_square(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_state_on_a_target_is_refused_with_the_plan_that_works(mode, has_batch):
+    step = train.step(mean_square, optax.sgd(0.1), mode=mode, device="tpu-v5e:8")
+    params, batch = {"w": jnp.eye(8)}, (X, X)
+    error = refusal(step.init, params, *(batch if has_batch else ()))
+    assert "tpu-v5e:8, which is not here" in str(error)
+    assert (
+        "state = jax.eval_shape(lambda: step.init(params, *batch)), then step.plan(state, *batch)"
+        in error.problems[0].fix
+    )
+    state = jax.eval_shape(lambda: step.init(params, *batch))
+    assert step.plan(state, *batch).hardware.name == "tpu-v5e:8"
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "count", "says", "works"),
+    [
+        ("data_parallel", 48, 4, "4 micro-batches on each of 8 devices", [3, 6]),
+        ("semi_auto_parallel", 48, 4, "4 micro-batches on each of 8 devices", [3, 6]),
+        ("semi_auto_parallel", 12, 5, "5 micro-batches", [4, 6]),
+        ("stand_alone", 7, 2, "2 micro-batches", [1, 7]),
+    ],
+)
+def test_micro_batches_that_do_not_divide_are_refused_with_a_count_that_works(mode, size, count, says, works):
+    def step_of(n):
+        return train.step(mean_square, optax.sgd(0.1), mode=mode, micro_batches=n)
+
+    params, batch = {"w": jnp.eye(8)}, (jnp.ones((size, 8)), jnp.ones((size, 8)))
+    error = refusal(step_of(count).init, params, *batch)
+    for problem, name in zip(error.problems, "xy", strict=True):
+        assert problem.what == f"`{name}` of the batch cannot be split into {says}"
+        assert f"size {size}" in problem.why and f"micro_batches = {count}" in problem.where
+        assert f"set micro_batches={works[0]} or {works[1]}; or use a batch of" in problem.fix
+    for n in works:
+        step = step_of(n)
+        assert np.isfinite(step(step.init(params, *batch), *batch)[1])
+    for n in map(int, re.findall(r"\d+", error.problems[0].fix.partition("a batch of")[2])):
+        batch = (jnp.ones((n, 8)), jnp.ones((n, 8)))
+        assert step_of(count).init(params, *batch)

@@ -358,7 +358,10 @@ CALLED = [
     (dict(stage_config={"0": 0, "7": 1}), ["stage_config '7' matches no parameter", "the parameters are 0, 1, 2"]),
     (dict(stage_config={"0": 1, "1": 0}), ["the stage mark of `1` goes backwards"]),
     (dict(stage_config={"0": 5}, pipeline_stages=2), ["`0` is marked for stage 5"]),
-    (dict(pipeline_stages=2, auto_pipeline=True, micro_size=5), ["cannot be split into 5 parts", "a batch of 15"]),
+    (
+        dict(pipeline_stages=2, auto_pipeline=True, micro_size=5),
+        ["cannot be split into 5 micro-batches", "a batch of 15", "micro_size=4"],
+    ),
     (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (1, 2, 1)}), ["has 2 dims, its entry 3"]),
     (
         dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (4, 1)}),

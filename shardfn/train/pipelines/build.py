@@ -179,7 +179,9 @@ def build_pipeline(
     dims, shards, problems = sharded_dims(parts.paths, leaf_shapes, options.parameter_plan)
     raise_problems([*problems, *_micro_size_problems(options, devices)])
     mesh = _mesh(options, devices, shards)
-    raise_problems(list(batch_problems(batch, mesh.shape[DATA], options.micro_size, takes_scalars=False)))
+    raise_problems(
+        list(batch_problems(batch, mesh.shape[DATA], options.micro_size, option="micro_size", takes_scalars=False))
+    )
     micro_batch = part_shapes(tuple(batch), mesh.shape[DATA] * options.micro_size)
     jaxpr = trace_loss(_loss_of_arrays(options, parts), arrays, micro_batch)
     stages = [None if mark is None else mark[1] * devices + mark[0] for mark in marks]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +43,18 @@ def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named:
     return tuple(bound.get(name, signature.parameters[name].default) for name in parameters[: last + 1])
 
 
+def batch_names(loss_fn: Callable[..., Any]) -> list[str]:
+    """The names of a batch's arguments in the loss function, as far as they have some.
+
+    >>> batch_names(lambda params, x, y: x)
+    ['x', 'y']
+    """
+    try:
+        return positional(inspect.signature(loss_fn))[1:]
+    except (TypeError, ValueError):
+        return []
+
+
 def part_shapes(batch: Any, parts: int) -> Any:
     """The shapes of one of `parts` parts of a batch; every part gets the scalars."""
     part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)  # noqa: E731
@@ -68,30 +81,58 @@ def dataset_entries(strategy: str | tuple[Any, ...] | None, batch: tuple[Any, ..
 
 
 def batch_problems(
-    batch: tuple[Any, ...], devices: int, micro_batches: int, takes_scalars: bool = True
-) -> Iterator[Problem]:
-    """The arrays of a batch whose dimension 0 `devices` x `micro_batches` does not divide; scalars go to all parts."""
+    batch: tuple[Any, ...], devices: int, micro_batches: int, names: Sequence[str] = (), option: str = "micro_batches",
+    takes_scalars: bool = True,
+) -> Iterator[Problem]:  # fmt: skip
+    """The arrays of a batch whose dimension 0 `devices` x `micro_batches` does not divide; scalars go to all parts.
+
+    Args:
+      batch: arrays or shapes.
+      devices: how many share the batch.
+      micro_batches: how many parts each device processes.
+      names: the names of the arguments in the loss function.
+      option: the name of the option that sets `micro_batches`.
+      takes_scalars: whether an array may be a scalar.
+    """
     parts = devices * micro_batches
     if parts == 1 and takes_scalars:
         return
-    over = f"{micro_batches} micro-batches" if micro_batches > 1 else ""
-    over += (" on each of " if over else "") + (f"{devices} devices" if devices > 1 else "")
+    over = f"over {devices} devices" if micro_batches == 1 else f"into {micro_batches} micro-batches"
+    over += f" on each of {devices} devices" if 1 not in (devices, micro_batches) else ""
+    keyed = tree_util.tree_flatten_with_path(batch)[0]
     sizes: dict[int, str] = {}
-    for key, x in tree_util.tree_flatten_with_path(batch)[0]:
-        path, shape = join("batch", key), jnp.shape(x)
+    for key, x in keyed:
+        at, shape = int(key[0].idx), jnp.shape(x)
+        path = join("batch", key)
+        name = f"`{join(names[at], key[1:]) if at < len(names) else path}`"
+        kind = f"{path}: {x.dtype}{list(shape)}"
         if not shape and not takes_scalars:
-            yield Problem(f"`{path}` is a scalar, which has no batch dimension", f"{path}: {short(x)}",
+            yield Problem(f"{name} is a scalar, which has no batch dimension", f"{path}: {short(x)}",
                           "dimension 0 of every array of the batch is split into micro-batches",
                           "close over it in the loss function")  # fmt: skip
         if not shape:
             continue
-        sizes.setdefault(shape[0], f"`{path}`: {x.dtype}{list(shape)}")
+        sizes.setdefault(shape[0], kind)
         if shape[0] % parts:
-            yield Problem(f"argument {key[0].idx + 1} `{path}` cannot be split into {parts} parts",
-                          f"{x.dtype}{list(shape)}", f"{shape[0]} is not divisible by {parts}: {over}",
-                          f"use a batch of {max(shape[0] // parts, 1) * parts}, or pad it")  # fmt: skip
+            product = f"{parts} = {micro_batches} x {devices}" if 1 not in (devices, micro_batches) else f"{parts}"
+            yield Problem(f"{name} of the batch cannot be split {over}",
+                          f"{kind}; {option} = {micro_batches}" if micro_batches > 1 else kind,
+                          f"dimension 0 has size {shape[0]}, which is not divisible by {product}",
+                          _split_fix(math.gcd(*(jnp.shape(x)[0] for _, x in keyed if jnp.shape(x))), shape[0], devices,
+                                     micro_batches, option))  # fmt: skip
     if parts > 1 and len(sizes) > 1:
         yield Problem("the arrays of the batch differ in dimension 0", ", ".join(sizes.values()),
-                      f"dimension 0 of every array is the batch, and is split into {parts} parts: {over}",
+                      f"dimension 0 of every array is the batch, and is split {over}",
                       "close over arrays that all parts share, or make them parameters and name those in `frozen`; "
                       "reshape arrays of the batch so that dimension 0 is equally long")  # fmt: skip
+
+
+def _split_fix(common: int, size: int, devices: int, micro_batches: int, option: str) -> str:
+    """Counts of micro-batches near to the wanted one that divide arrays with `common` as a divisor of all sizes, and sizes of
+    the batch near to `size` that the wanted count divides."""
+    parts, fits = devices * micro_batches, common // devices if common % devices == 0 else 0
+    counts = [n for n in range(1, fits + 1) if fits % n == 0] if micro_batches > 1 else []
+    near = sorted(sorted(counts, key=lambda n: abs(math.log(n / micro_batches)))[:2])
+    below = size // parts * parts
+    sizes = f"use a batch of {f'{below} or ' if below else ''}{below + parts}, or pad it"
+    return f"set {option}={' or '.join(map(str, near))}; or {sizes}" if near else sizes

@@ -20,7 +20,7 @@ from shardfn.planning.inner_entries import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.steps.batches import batch_problems, dataset_entries
+from shardfn.train.steps.batches import batch_names, batch_problems, dataset_entries
 from shardfn.train.steps.communication import fusion_options, gradient_sync, is_per_device, step_buckets, update_sync
 from shardfn.train.steps.gradients import GradientSync
 from shardfn.train.steps.offload import OffloadedStep, offload_step, with_memory_kind
@@ -109,7 +109,7 @@ def _replicated(options: StepOptions, parts: ModelParts, state: TrainState, batc
     leaves = parts.treedef.flatten_up_to(state.params)
     params = tuple(first_dim(x) if o else ((),) * len(x.shape) for x, o in zip(leaves, parts.own, strict=True))
     of_batch = tuple(first_dim(x) if x.shape else () for x in tree_util.tree_leaves(batch))
-    raise_problems(list(batch_problems(batch, devices.count, options.micro_batches)))
+    raise_problems(list(batch_problems(batch, devices.count, options.micro_batches, batch_names(options.loss_fn))))
     return StepShardings(_mesh(devices, axes), names, params, _like_params(parts, state, params), of_batch)
 
 
@@ -155,7 +155,8 @@ def _planned(
     per_device = is_per_device(options, shardings)
     if options.is_plain and not per_device:
         return ShardedStep(function, function, tree_of(state, list(map(shardings.named, specs[:end]))))
-    raise_problems(list(batch_problems(batch, shardings.count if per_device else 1, options.micro_batches)))
+    devices = shardings.count if per_device else 1
+    raise_problems(list(batch_problems(batch, devices, options.micro_batches, batch_names(options.loss_fn))))
     return shardings
 
 

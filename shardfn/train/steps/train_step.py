@@ -13,6 +13,7 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
+from shardfn.cost.devices.hardware import used_here
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, warn
 from shardfn.frontend import defaults
 from shardfn.frontend.paths import listed
@@ -72,7 +73,8 @@ class TrainStep:
           The state, with its shardings if they are known.
 
         Raises:
-          StrategyError, StrategyTypeError: if model, batch or devices do not fit the options.
+          StrategyError, StrategyTypeError: if model, batch or devices do not fit the options, or the devices are a target that
+            is not here.
         """
         batch = self._ordered(batch, named)
         make = params if is_maker(params) else lambda: params
@@ -83,11 +85,18 @@ class TrainStep:
         if self.options.settings.parameter_broadcast and jax.process_count() > 1:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays_made(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
-        count = self.options.hardware().count
+        hardware = self.options.hardware()
+        if not (hardware.is_here or isinstance(jnp.zeros(()), Tracer)):
+            fail(StrategyError, f"the state cannot be made on {hardware.name}, which is not here",
+                 where=f"device = {self.options.device!r}", why="a target is only planned for, and not run on",
+                 fix="plan with shapes: state = jax.eval_shape(lambda: step.init(params, *batch)), then "
+                     f"step.plan(state, *batch); to train, {used_here(hardware) or 'give a device of this machine'}")  # fmt: skip
 
         def first() -> TrainState:
             leaves = zip(parts.treedef.flatten_up_to(parts.arrays_made(make())), parts.own, strict=True)
-            arrays = parts.treedef.unflatten(jnp.broadcast_to(x, (count, *x.shape)) if own else x for x, own in leaves)
+            arrays = parts.treedef.unflatten(
+                jnp.broadcast_to(x, (hardware.count, *x.shape)) if own else x for x, own in leaves
+            )
             return TrainState(arrays, self.options.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
         shapes = jax.eval_shape(first)
