@@ -81,6 +81,10 @@ MISTAKES = {
          "P(('dp', 'mp'), None)", "shard(dense, (P(('dp', 'mp'), None), None), device=mesh)(x, w)"),
         ("axis names and 1", "shard(dense, (('dp', 1), None), device=mesh)(x, w)", "StrategyTypeError", "P('dp', None)",
          "shard(dense, (P('dp', None), None), device=mesh)(x, w)"),
+        ("a NumPy array", "shard(dense, (np.array([8, 1]), (1, 1)))(x, w)", "StrategyTypeError", "(8, 1)",
+         "shard(dense, ((8, 1), (1, 1)))(x, w)"),
+        ("a JAX array", "shard(dense, (jnp.array([2, 4]), (4, 1)))(x, w)", "StrategyTypeError", "(2, 4)",
+         "shard(dense, ((2, 4), (4, 1)))(x, w)"),
         ("numbers as text", "shard(dense, ('4,1', None))(x, w)", "StrategyTypeError", "(4, 1)",
          "shard(dense, ((4, 1), None))(x, w)"),
         ("a tuple as text", "shard(dense, ('(4, 1)', '(1, 2)'))(x, w)", "StrategyTypeError", "(1, 2)",
@@ -158,6 +162,8 @@ MISTAKES = {
          "shard(model, parameter_plan={'*/w': (1, 4)})(params, x)"),
         ("a part of a glob", "shard(model, parameter_plan={'param/*': REPLICATED})(params, x)", "StrategyError", "'params/*'",
          "shard(model, parameter_plan={'params/*': REPLICATED})(params, x)"),
+        ("in decision", "plan(net, x).decision('kernal')", "StrategyError", "'kernel'",
+         "plan(net, x).decision('kernel')"),
         ("in why", "plan(net, x).why('Kernal')", "StrategyError", "'kernel'", "plan(net, x).why('kernel')"),
         ("in what_if", "plan(net, x).what_if({'kernal': (1, 4)})", "StrategyError", "'kernel'",
          "plan(net, x).what_if({'kernel': (1, 4)})"),
@@ -168,6 +174,17 @@ MISTAKES = {
         ("a count that no slice has", "plan(dense, x, w, device='tpu-v5e:17')", "DeviceError", '"tpu-v5e:16" or "tpu-v5e:32"',
          None),
         ("a count first", "plan(dense, x, w, device='8xh100')", "DeviceError", '"h100:8"', "plan(dense, x, w, device=\"h100:8\")"),
+        *(
+            (f"{name!r}", f"plan(dense, x, w, device={name!r})", "DeviceError", f'"{meant}"',
+             f'plan(dense, x, w, device="{meant}")')
+            for name, meant in (
+                ("h100x8", "h100:8"), ("gpu:8", "h100:8"), ("gpu-8", "h100:8"), ("cuda:16", "h100:16"), ("cpu-8", "cpu:8"),
+                ("cpu8", "cpu:8"), ("cpu:0", "cpu:8"), ("tpu-v6:8", "tpu-v6e:8"), ("a100:0", "a100:8"), ("a100-80:8", "a100:8"),
+                ("tpuv5e:8", "tpu-v5e:8"), ("tpu_v5e:8", "tpu-v5e:8"), ("tpu:v5e:8", "tpu-v5e:8"), ("TPU:8", "tpu-v5e:8"),
+                ("tpu-v5e:-1", "tpu-v5e:8"), ("h100:8.0", "h100:8"), ("h100:", "h100:8"), ("8 gpus", "h100:8"),
+                ("tpu-v5e:17", "tpu-v5e:16"), ("tpu-v5litepod-17", "tpu-v5e:32"), ("tpu-v5e:4x4x4", "tpu-v5e:8x8"),
+            )
+        ),
         ("several machines", "plan(dense, x, w, device='a3-highgpu-8g:4')", "DeviceError", '"h100:32"',
          "plan(dense, x, w, device=\"h100:32\")"),
         ("cores or chips", "plan(dense, x, w, device='tpu-v5p-16')", "DeviceError", '"tpu-v5p:8"',
@@ -298,6 +315,20 @@ def test_missing_layout_file_is_refused_with_the_file_that_is_near(path, tmp_pat
     error = refusal(load_layout, path)
     assert (type(error).__name__, error.problems[0].fix) == ("LayoutFileError", "did you mean 'layout.toml'?")
     assert load_layout("layout.toml").mesh == (("a", 8),)
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.yml", "plan.txt", "plan.TOML"])
+def test_name_that_is_none_of_a_layout_file_is_refused_in_both_directions(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = plan(dense, names()["x"], names()["w"])
+    error = refusal(made.save, name)
+    assert type(error).__name__ == "LayoutFileError" and "'plan.toml'" in error.problems[0].fix
+    assert not (tmp_path / name).exists()
+    for accepted in ("plan.toml", "plan", "plan.json", "plan.ckpt"):
+        made.save(accepted)
+        assert shard(dense, layout=accepted).plan(names()["x"], names()["w"]).in_shardings == made.in_shardings
+    (tmp_path / "plan").rename(name)
+    assert "'plan.toml'" in refusal(load_layout, name).problems[0].fix
 
 
 def test_missing_recipe_is_refused_with_its_name():

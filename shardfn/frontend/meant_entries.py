@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import tree_util
 from jax.sharding import PartitionSpec
@@ -23,11 +24,13 @@ def meant(entry: Any, ndim: int | None = None) -> str:
 
     >>> meant("4,1"), meant("auto"), meant(("dp", None)), meant(("AUTO", 1)), meant([8, 1]), meant("dp")
     ('(4, 1)', 'AUTO', "P('dp', None)", '(AUTO, 1)', '(8, 1)', "P('dp')")
-    >>> meant(3.5)
-    ''
+    >>> meant(np.array([8, 1])), meant(3.5)
+    ('(8, 1)', '')
     """
     if isinstance(entry, str):
         return _text(entry, ndim)
+    if isinstance(entry, np.ndarray | jax.Array) and entry.ndim == 1:
+        entry = [int(n) if n == int(n) else n for n in entry.tolist()]
     if not isinstance(entry, tuple | list) or isinstance(entry, PartitionSpec):
         return ""
     if len(entry) == 1 and isinstance(entry[0], tuple | list) and any(isinstance(e, int | str) for e in entry[0]):

@@ -93,6 +93,7 @@ def read_layout(source: Any) -> LayoutFile:
     path = pathlib.Path(name)
     if isinstance(source, str) and path.suffix not in (".toml", ".json") and not path.is_file():
         path = _recipe(name)
+    _check_name(path, f"layout = {short(name)}")
     parser = parse_json if path.suffix == ".json" else parse_toml
     try:
         with path.open("rb") as file:
@@ -120,6 +121,13 @@ def read_layout(source: Any) -> LayoutFile:
     return layout
 
 
+def _check_name(path: pathlib.Path, where: str) -> None:
+    if path.suffix not in ("", ".toml", ".json", ".ckpt"):
+        fail(LayoutFileError, f"{short(str(path))} is no name of a layout file", where=where,
+             why="its end says what is in it: .toml or nothing stands for TOML, .json and .ckpt for MindSpore's files",
+             fix=f"name the file {short(str(path.with_suffix('.toml')))}")  # fmt: skip
+
+
 def _files_in(folder: pathlib.Path) -> str:
     """What to write instead of a folder with layout files; "" where there are none."""
     files = [file for file in sorted(folder.glob("*")) if file.suffix in (".json", ".ckpt", ".toml")]
@@ -133,7 +141,7 @@ def _recipe(name: str) -> pathlib.Path:
     close = _near(pathlib.Path(name[:80]))
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
     fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
-         why=f"the recipes are for {families}; a file's path ends in .toml or .json",
+         why=f"the recipes are for {families}; a file's path ends in .toml, .json or .ckpt",
          fix=did_you_mean(close) or f"use {_some_recipes()}, or a path")  # fmt: skip
 
 
@@ -229,11 +237,12 @@ def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = Fal
 
     Raises:
       StrategyTypeError: `path` is not a path.
-      LayoutFileError: the file cannot be written.
+      LayoutFileError: the file cannot be written, or its name ends otherwise than in `.toml`, `.json` or `.ckpt`.
     """
     if not isinstance(path, str | os.PathLike):
         fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"path = {short(path)}",
              why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
+    _check_name(pathlib.Path(path), f"path = {short(os.fspath(path))}")
     kept = trained(plan.inputs) if only_trained else list(plan.inputs)
     if (suffix := pathlib.Path(path).suffix) in (".json", ".ckpt"):
         content = strategy_content(kept, plan.axes, op_strategies(plan), argument_names(plan))

@@ -13,9 +13,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
-from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.errors import DeviceError, StrategyError, fail, nearest
 from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
+from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
@@ -172,11 +173,12 @@ class Plan:
         """Write the plan as a layout file (TOML): `load_layout` reads it, `shard(f, layout=path)` uses it.
 
         Args:
-          path: the file. A name that ends in `.json` gets MindSpore's strategy JSON, with the layouts of the arguments and
-            the strategy of each op. Every other name gets TOML; `explain(plan).save("report.html")` writes a web page.
+          path: the file. A name that ends in `.toml`, or has no ending, gets TOML. One that ends in `.json` or `.ckpt` gets
+            MindSpore's strategy file (JSON, ProtoBuf), with the layouts of the arguments and the strategy of each op.
+            `explain(plan).save("report.html")` writes a web page.
 
         Raises:
-          StrategyError: the file cannot be written.
+          LayoutFileError: the file cannot be written, or its name ends in something else.
 
         >>> import jax, shardfn, tempfile
         >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
@@ -236,8 +238,9 @@ class Plan:
         for d in (*self.inputs, *self.outputs):
             if d.path == path:
                 return d
-        fail(StrategyError, f"the plan of `{self.function}` has no array `{path}`",
-             fix=f"use one of {', '.join(d.path for d in (*self.inputs, *self.outputs)[:20])}")  # fmt: skip
+        names = [d.path for d in (*self.inputs, *self.outputs)]
+        fail(StrategyError, f"the plan of `{self.function}` has no array `{path}`", where=f"decision({path!r})",
+             why=f"the arrays are {listed(names)}", fix=nearest(repr(path), map(repr, names), map(repr, names[:8])))  # fmt: skip
 
     @property
     def kind(self) -> str:

@@ -15,6 +15,7 @@ CHIP_NAMES = {
     "v5p": "tpu-v5p", "tpu-v5p-slice": "tpu-v5p",
     "v6e": "tpu-v6e", "tpu-v6e-slice": "tpu-v6e",
     "nvidia-tesla-a100": "a100-40gb", "nvidia-a100-80gb": "a100", "nvidia-b200": "b200",
+    "a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200",
     "nvidia-h100-80gb": "h100", "nvidia-h100-mega-80gb": "h100", "nvidia-h200-141gb": "h200",
 }  # fmt: skip
 """Other names of a chip: Google's of TPU types, and those of accelerators in GKE."""
@@ -52,6 +53,8 @@ _MACHINES = tuple(
 
 _WITHOUT_FIGURES = (
     (re.compile(r"a4x-.*|p6e-gb200\..*|standard_nd128isr_.*gb200_v6|(nvidia-)?gb200"), "NVIDIA GB200"),
+    (re.compile(r"(nvidia-)?gb300"), "NVIDIA GB300"),
+    (re.compile(r"(amd-)?mi\d{3}[a-z]*"), "AMD Instinct"),
     (re.compile(r"p6-b300\..*|(nvidia-)?b300"), "NVIDIA B300"),
     (re.compile(r"a2-megagpu-16g"), "16 NVIDIA A100 behind one switch"),
     (re.compile(r"g2-standard-.*|g6\..*|(nvidia-)?l4"), "NVIDIA L4"),
@@ -59,7 +62,7 @@ _WITHOUT_FIGURES = (
     (re.compile(r"g4-standard-.*"), "NVIDIA RTX PRO 6000"),
     (re.compile(r"p3(dn)?\..*|(nvidia-tesla-)?v100|standard_nd40rs_v2"), "NVIDIA V100"),
     (re.compile(r"trn\d.*\..*"), "AWS Trainium"),
-    (re.compile(r"ct7.*|tpu7x.*|v7x?-\d+"), "TPU7x"),
+    (re.compile(r"ct7.*|tpu-?v?7x?(-.*)?|v7x?(-\d+)?"), "TPU7x"),
 )
 """Names of what there are no figures for, in `chips.CHIPS`."""
 

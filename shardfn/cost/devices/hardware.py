@@ -119,31 +119,58 @@ def _platform(name: str, count: int | None) -> Hardware:
     if devices is None:
         here = ", ".join(dict.fromkeys(d.platform.upper() for d in jax.devices()))
         close = difflib.get_close_matches(key, ["cpu", "gpu", "tpu", "ascend"], 1)
-        sized = _SIZED.fullmatch(key)
-        chip = sized and difflib.get_close_matches(sized["chip"], list(CHIPS), 1)
         known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
         fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
-        if sized and chip:
-            fix = _said_otherwise(chip[0], int(sized["count"] or sized["first"]))
-        elif close and not known:
+        if sized := _SIZED.fullmatch(key) or _SIZED_FAMILY.fullmatch(key):
+            fix = _said_otherwise(sized["chip"], sized["count"] or sized["first"]) or fix
+        elif close and not known and close[0].upper() in here:
             fix = f"did you mean {close[0].upper()!r}?"
         fail(
             DeviceError,
             f"device {name!r} is not here" if known else f"device {name!r} is unknown",
             where=f"device = {name!r}",
-            why=reason if known else "the names are CPU, GPU and TPU, in any case",
+            why=reason if known else "the names of devices here are CPU, GPU and TPU, in any case",
             fix=fix,
         )
     return _real(_take(devices, count), None)
 
 
-def _said_otherwise(chip: str, count: int) -> str:
-    """The target that a name like `tpu-v5p-16` means: Google Cloud's names of some slices count cores."""
-    text, cores = f'a target is a chip and how many: did you mean "{chip}:{count}"?', cloud_names.CORES.get(chip, 1)
-    if cores > 1 and count % cores == 0:
-        chips = count // cores
-        text += f' A slice that is sold under that name has {chips}, as its cores are counted: "{chip}:{chips}"'
-    return text
+def _said_otherwise(name: str, count: str) -> str:
+    """The fix for a name like `tpu-v5p-16`: a target. Google Cloud's names of some slices count cores."""
+    meant = _meant(name, count)
+    chip, _, chips = meant.partition(":")
+    text, cores = f"a target is a chip and how many: did you mean {_quoted(meant)}?", cloud_names.CORES.get(chip, 1)
+    if chips.isdecimal() and cores > 1 and int(chips) % cores == 0:
+        fewer = int(chips) // cores
+        text += f' A slice that is sold under that name has {fewer}, as its cores are counted: "{chip}:{fewer}"'
+    return text if meant else ""
+
+
+def _quoted(targets: str) -> str:
+    return " or ".join(f'"{target}"' for target in targets.split(" or "))
+
+
+def _meant(name: str, size: str) -> str:
+    """The target, or a few, near to a chip and a size that were misspelt; "" where no chip is near.
+
+    >>> _meant("tpuv5e", "8"), _meant("gpu", "8"), _meant("a100", "0"), _meant("tpu-v5e", "17"), _meant("quantum", "2")
+    ('tpu-v5e:8', 'h100:8', 'a100:8', 'tpu-v5e:16 or tpu-v5e:32', '')
+    """
+    chips = {
+        **dict.fromkeys(("nvidia",), "h100"),
+        **_DEFAULT_CHIP,
+        **cloud_names.CHIP_NAMES,
+        **{chip: chip for chip in CHIPS},
+    }
+    close = [name] if name in chips else difflib.get_close_matches(name, list(chips), 1)
+    found = re.match(r" *(\d+(x\d+)*)", size, re.ASCII)
+    shape = found[1] if found and math.prod(map(int, found[1].split("x"))) else "8"
+    if not close:
+        return ""
+    try:
+        return _chip(chips[close[0]]).pod(shape).name
+    except DeviceError as error:
+        return " or ".join(re.findall(r'"([^"]+)"', error.problems[0].fix))
 
 
 def _take(devices: Sequence[Any], count: int | None, is_list: bool = False) -> tuple[Any, ...]:
@@ -237,22 +264,27 @@ _SIZED = re.compile(
 )
 """A chip and a count, written otherwise than as a target."""
 
+_SIZED_FAMILY = re.compile(
+    r"((?P<first>\d+) ?[x* ] ?)?(?P<chip>cpu|gpu|tpu|cuda|nvidia)(?(first)s?|[-x ]?(?P<count>\d+))", re.ASCII
+)
+"""The same for devices of no certain chip."""
+
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
 
 
 def _target(text: str) -> Hardware:
+    key = re.sub("^tpu:v", "tpu-v", text.strip().lower().replace("_", "-"))
     found = _TARGET.fullmatch(text.strip().lower())
     if found is None or found["chip"] not in CHIPS or math.prod(map(int, found["shape"].split("x"))) < 1:
-        name = text.split(":")[0].lower()
-        close = difflib.get_close_matches(name, list(CHIPS), 1)
+        name, _, size = key.partition(":")
         sizes = "the size is a count" + (", or a shape such as 4x8" if name in CHIPS and CHIPS[name].torus else "")
-        why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else sizes
-        size = text.partition(":")[2] or "8"
-        fix = f"write it as {_eight_of(name if name in CHIPS else 'tpu-v5e')}"
+        is_chip = text.strip().lower().startswith(tuple(f"{chip}:" for chip in CHIPS))
+        why = sizes if is_chip else f"the chips are {', '.join(CHIPS)}"
+        fix = f"name one of the chips, such as {_eight_of('h100')}"
         if several := cloud_names.machines(name, size):
             fix = f'a target is a chip and how many of it: did you mean "{several}"?'
-        elif close and close[0] != name:
-            fix = f'did you mean "{close[0]}:{size}"?'
+        elif meant := _meant(name, size):
+            fix = f"did you mean {_quoted(meant)}?"
         fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why, fix=fix)
     return _chip(found["chip"]).pod(found["shape"])
 
