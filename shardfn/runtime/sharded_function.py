@@ -331,8 +331,11 @@ class ShardedFunction(Generic[P, R]):
         return _finish(callee, call, result, entry.holds_static)
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
+        failed = None
         try:
             return entry.nested(*call.values)
+        except jax.errors.JaxRuntimeError as error:  # an eager derivative compiles the plan, maybe for the first time
+            failed = error
         except ValueError as error:
             # An eager derivative carries concrete arrays, which may be committed to another layout.
             if not JaxError.COMMITTED_ELSEWHERE.match(error):
@@ -344,6 +347,11 @@ class ShardedFunction(Generic[P, R]):
             fail(StrategyError, f"`{self.callee.name}` is mapped along a dimension that is sharded over an axis of its plan",
                  where=duplicate["what"], why="the type of an array has each Explicit axis once",
                  fix="shard what is mapped, shard(jax.vmap(f)); or give strategies that leave that axis out")  # fmt: skip
+        if failed is not None:
+            other = compile_entry(entry, lambda _: call.of_typed_shapes().values)
+            if other.jitted is entry.jitted:  # the plan itself compiles
+                raise failed
+            return other.nested(*call.values)
         try:
             put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
         except ValueError as error:  # a batched one has another shape than its tracer tells

@@ -44,6 +44,18 @@ def test_explain_compiled_of_a_plan_that_does_not_compile_shows_the_next_candida
         assert "is left out" in str(sharded.explain(X, compiled=True, detail="full"))
 
 
+def test_gradient_of_a_plan_that_does_not_compile_takes_the_next_candidate_or_says_which_function():
+    def total(x, *entries):
+        return shard(_observed, entries or None)(x)[1].sum()
+
+    with pytest.warns(UserWarning, match="XLA does not compile the plan of `_observed`"):
+        np.testing.assert_array_equal(jax.grad(total)(X), np.full_like(X, 2))
+    with pytest.raises(StrategyError, match="the plan of `_observed` does not compile") as error:
+        jax.grad(total)(X, (8, 1))
+    assert "test_compile_failures.py:" in error.value.problems[0].where and "REPLICATED" in error.value.problems[0].fix
+    np.testing.assert_array_equal(jax.grad(total)(X, REPLICATED), np.full_like(X, 2))
+
+
 def _call(entry):
     shard(_observed, (entry,))(X)
 
