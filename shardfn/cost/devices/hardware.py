@@ -123,7 +123,7 @@ def _platform(name: str, count: int | None) -> Hardware:
         fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
         if sized := _SIZED.fullmatch(key) or _SIZED_FAMILY.fullmatch(key):
             fix = _said_otherwise(sized["chip"], sized["count"] or sized["first"]) or fix
-        elif close and not known and close[0].upper() in here:
+        elif close and not known:
             fix = f"did you mean {close[0].upper()!r}?"
         fail(
             DeviceError,
