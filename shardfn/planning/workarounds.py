@@ -9,6 +9,7 @@
   sharded dimension may get each other's padding. An optimization barrier on the operand avoids it.
 - An array that is replicated along a dimension, and padded between its elements or by negative numbers into shards, gets
   wrong values or does not compile. A pad between elements and by a negative number before them ends the process.
+  Windows with such padding (`reduce_window`) meet the same.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
@@ -90,7 +92,9 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
             found.setdefault(WrongOp(op.where))
         if op.name == "reduce" and partitioned.platform != "tpu" and _lacks_all_reduce(op, partitioned):
             found.setdefault(WrongOp(op.where, "reduction"))
-        if op.name == "pad" and _is_wrong_pad(op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned):
+        if op.name in ("pad", "reduce_window") and _is_wrong_pad(
+            op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned
+        ):
             found.setdefault(WrongOp(op.where, "padding"))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
@@ -131,7 +135,7 @@ def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
 
 
 def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool:
-    """Whether a dimension is made of shards by a pad that XLA gets wrong.
+    """Whether a dimension is made of shards by a pad, or the padding of windows, that XLA gets wrong.
 
     A replicated one is padded between elements, by a negative number in front, or in front and by a negative number behind.
     Any dimension is padded between elements and by a negative number in front.
@@ -140,7 +144,8 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
     for tap in op.window_dims:
         if not partitioned.specs[op.outputs[0]][tap.out_dim]:
             continue
-        high = after[tap.out_dim] + tap.low - (before[tap.dim] - 1) * tap.spacing - 1
+        stop = (after[tap.out_dim] - 1) * tap.stride + tap.low + tap.extent
+        high = stop - (before[tap.dim] - 1) * tap.spacing - 1
         is_wrong = tap.spacing > 1 or tap.low > 0 or (tap.low < 0 and high < 0)
         if (tap.spacing > 1 and tap.low > 0) or (is_wrong and not partitioned.specs[operand][tap.dim]):
             return True
@@ -196,10 +201,10 @@ def replicate_wrong_ops(
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if eqn.primitive.name in _REDUCTIONS:
-            return bind_one(eqn, [gathered(x, _reduced(eqn)) if x.ndim else x for x in inputs])
-        if eqn.primitive.name == "pad":
-            (out,) = bind_one(eqn, [gathered(inputs[0], _padded(eqn)), inputs[1]])
-            return [gathered(out, _padded(eqn))]
+            return bind_one(eqn, [gathered(x, _reduced(eqn)) for x in inputs])
+        if dims := _padded(eqn):
+            outputs = bind_one(eqn, [gathered(x, dims) for x in inputs])
+            return [gathered(out, dims) for out in outputs]
         if eqn.primitive.name == _POOLING:
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
             (out,) = bind_one(eqn, [gathered(x, dims) for x in inputs])
@@ -241,8 +246,8 @@ def replicate_wrong_ops(
 
 
 def unsharded(mesh: Any, x: Any, windowed: Sequence[int]) -> Any:
-    """An array with a constraint that unshards some of its dimensions."""
-    if not windowed:
+    """An array with a constraint that unshards some of its dimensions; a scalar as it is."""
+    if not windowed or not np.ndim(x):
         return x
     dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     for spatial in windowed:
@@ -260,13 +265,18 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
 
 
 def _padded(eqn: Any) -> list[int]:
-    """The dimensions that a pad fills between elements, crops in front, or moves backwards."""
-    if eqn.primitive.name != "pad":
+    """The dimensions that a pad or the padding of windows fills between elements, crops in front, or moves backwards."""
+    params = eqn.params
+    if eqn.primitive.name == "pad":
+        config = list(params["padding_config"])
+    elif eqn.primitive.name in _REDUCED_WINDOWS:
+        config = [(*edges, base - 1) for edges, base in zip(params["padding"], params["base_dilation"], strict=True)]
+    else:
         return []
-    config = enumerate(eqn.params["padding_config"])
-    return [d for d, (low, high, interior) in config if interior > 0 or low < 0 or low > 0 > high]
+    return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
 
 
+_REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")

@@ -359,7 +359,7 @@ def test_associative_scan_and_its_gradient_are_right_as_searched(reverse):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("padding", [(0, 1, 1), (1, 0, 1), (-1, 0, 0), (2, 1, 2)])
+@pytest.mark.parametrize("padding", [(0, 1, 1), (1, 0, 1), (-1, 0, 0), (2, 1, 2), (1, -1, 0)])
 @pytest.mark.parametrize("rows", [2, 8])
 def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gradient(rows, padding):
     """Without the workaround XLA refuses the program, or computes wrong values."""
@@ -376,6 +376,31 @@ def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gra
     np.testing.assert_allclose(found, jax.grad(lambda x: jnp.sin(padded(x)).sum())(x), rtol=1e-5, atol=1e-6)
     said = any("padded between" in text for text in sharded.plan(x).diagnostics)
     assert said == (ways > 1)
+
+
+def test_padding_between_elements_and_cropping_in_front_does_not_end_the_process():
+    x = jax.random.normal(jax.random.key(7), (8, 4))
+    padded = lambda x: jax.lax.pad(x, 0.0, ((-1, 2, 1), (0, 0, 0)))  # noqa: E731
+    sharded = shardfn.shard(padded, ((8, 1),), ((8, 1),))
+    assert any("padded between" in text for text in sharded.plan(x).diagnostics)
+    np.testing.assert_allclose(sharded(x), padded(x))
+
+
+@pytest.mark.parametrize("initial", [0.0, -jnp.inf])
+@pytest.mark.parametrize(("edges", "between"), [((0, 0), 1), ((1, 1), 1), ((1, 3), 2), ((-1, 1), 0)])
+def test_windows_over_padding_between_elements_of_a_replicated_dimension_are_right(edges, between, initial):
+    """Without the workaround XLA ends the process, or computes wrong values."""
+    combine = jax.lax.max if initial else jax.lax.add
+
+    def windowed(x):
+        padding = (edges, (0, 0))
+        return jax.lax.reduce_window(x, initial, combine, (3, 1), (1, 1), padding, (between + 1, 1))
+
+    x = jax.random.normal(jax.random.key(8), (6, 4))
+    ways = next(n for n in (8, 4, 3, 2, 1) if windowed(x).shape[0] % n == 0)
+    sharded = shardfn.shard(windowed, ((1, 1),), ((ways, 1),), device=jax.devices()[: 6 if ways == 3 else 8])
+    np.testing.assert_allclose(sharded(x), windowed(x), rtol=1e-5)
+    assert any("padded between" in text for text in sharded.plan(x).diagnostics) == (ways > 1)
 
 
 PADDINGS = {
