@@ -29,6 +29,7 @@ from shardfn.ir.model import (
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
 from shardfn.partition.combine_reductions import gpu_collectives, scatter_into_addend
+from shardfn.partition.dead_carries import without_dead_carries
 from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import rule_for
@@ -54,6 +55,9 @@ def insert_collectives(
     """
     if partitioned.platform:
         return partitioned
+    graph = without_dead_carries(partitioned.graph)
+    if graph is not partitioned.graph:
+        partitioned = dataclasses.replace(partitioned, graph=graph)
     return _Partitioner(partitioned, platform, torus).partition()
 
 

@@ -42,3 +42,14 @@ def test_gather_of_few_elements_is_an_all_reduce(shape):
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     predicted, actual = sent(lambda x: jnp.tanh(x[: shape[0], : shape[1]]) @ jnp.ones(shape[1]), x, (4, 2))
     assert predicted == actual > 0
+
+
+def test_what_a_loop_carries_and_nothing_reads_sends_nothing():
+    def last(x):
+        def body(i, carried):
+            x, sums = carried
+            return jnp.tanh(x), sums.at[i].set(x.sum())
+
+        return jax.lax.fori_loop(0, 5, body, (x, jnp.zeros(5)))[0]
+
+    assert sent(last, jax.ShapeDtypeStruct((64, 4), "float32"), (8, 1)) == (0, 0)

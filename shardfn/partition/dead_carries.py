@@ -1,0 +1,51 @@
+"""What loops carry though nothing reads it: XLA's while-loop-simplifier removes it (JAX 0.10.2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from shardfn.ir.model import Graph, Op, Value
+
+
+def without_dead_carries(graph: Graph) -> Graph:
+    """The graph whose loops carry only what their results, conditions and side effects are computed from."""
+    loops = [op for op in graph.ops if op.seen]
+    if not loops:
+        return graph
+    live = _live_values(graph, loops)
+    ops, dead = [], set()
+    for op in graph.ops:
+        if op.seen:
+            kept = [i for i, v in enumerate(op.seen) if v in live or op.outputs[i] in live]
+            if len(kept) < len(op.seen):
+                dead.update(set(op.seen) | set(op.outputs))
+                ends = (*kept, *(len(op.seen) + i for i in kept))
+                inputs, outputs = tuple(op.inputs[i] for i in ends), tuple(op.outputs[i] for i in kept)
+                op = dataclasses.replace(op, inputs=inputs, outputs=outputs, seen=tuple(op.seen[i] for i in kept))
+                dead.difference_update(op.seen, op.outputs)
+        ops.append(op)
+    if not dead:
+        return graph
+    ties = tuple(tie for tie in graph.ties if dead.isdisjoint(tie))
+    return dataclasses.replace(graph, ops=tuple(ops), ties=ties)
+
+
+def _live_values(graph: Graph, loops: Iterable[Op]) -> set[int]:
+    """The values from which the results, the conditions of loops, and ops without results are computed."""
+    reads: dict[int, tuple[int, ...]] = {v: op.inputs for op in graph.ops if not op.seen for v in op.outputs}
+    for loop in loops:
+        for entering, seen, returned, result in zip(
+            loop.inputs, loop.seen, loop.inputs[len(loop.seen) :], loop.outputs, strict=False
+        ):
+            reads[seen] = reads[result] = (entering, returned, seen)
+    read = {v for op in graph.ops for v in op.inputs}
+    conditions = (v for op in graph.ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1"))
+    stack = [*graph.outputs, *conditions, *(v for op in graph.ops if not op.outputs for v in op.inputs)]
+    live = set(stack)
+    while stack:
+        for v in reads.get(stack.pop(), ()):
+            if v not in live:
+                live.add(v)
+                stack.append(v)
+    return live
