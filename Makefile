@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow tpu gpu ecosystem bench lint format docs notebooks clean
+.PHONY: help demo test slow tpu gpu ecosystem bench drift lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,6 +45,9 @@ ecosystem: ## functions of some thirty JAX libraries, in a virtual environment o
 bench: $(VENV)/.has-test  ## every benchmark, one table each
 	@set -e; for script in $(filter-out %/__init__.py,$(sort $(wildcard benchmarks/*.py))); do \
 	  echo "== $$script"; $(DEVICES) PYTHONPATH=. $(PY) $$script; done
+
+drift: $(VENV)/.has-test  ## what this JAX partitions otherwise than the release that benchmarks/drift.json was recorded with
+	$(DEVICES) PYTHONPATH=. $(PY) benchmarks/partition_diff.py --drift
 
 lint: $(VENV)/.has-core $(VENV)/.has-lint  ## format, lint and types
 	$(PY) -m ruff format --check .
