@@ -39,7 +39,7 @@ def _later(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a function runs on a mesh of devices. `print` it for a summary; `shardfn.explain(plan)` is the full report.
+    """How a function runs on a mesh of devices. `print` it for a summary; `shardfn.explain(plan)` is the report.
 
     Attributes:
       function: the function's name.

@@ -104,7 +104,7 @@ def summary(plan: Plan) -> str:
     if plan.diagnostics:
         many = f"{len(plan.diagnostics)} diagnostics, the first" if len(plan.diagnostics) > 1 else "1 diagnostic"
         lines.append(f"{many}: {next(iter(plan.diagnostics))}")
-    end = "full report: shardfn.explain(plan)"
+    end = "report: shardfn.explain(plan)"
     return to_text([Text("", tuple(lines)), *(t for t in tables if t.rows), Text("", (end,))], terminal_width())
 
 
