@@ -1,7 +1,10 @@
 """Known deviations of predicted from compiled bytes: (library, row, layout) and the bounds of compiled over predicted.
 
-Measured on 8 virtual CPU devices with JAX 0.10.2. A better prediction makes a row unnecessary: take it out.
+Measured on 8 virtual CPU devices with JAX 0.10.2 and 0.12. A better prediction makes a row untrue: its test fails until
+the row is taken out.
 """
+
+import jax
 
 KNOWN = {
     ("diffrax", "Dopri5, adaptive steps", "batch"): (0.95, 1.0),
@@ -16,27 +19,21 @@ KNOWN = {
     ("diffrax", "Tsit5, constant steps", "communication"): (0.93, 1.0),
     ("diffrax", "Tsit5, constant steps", "memory"): (0.94, 1.0),
     ("diffrax", "Tsit5, constant steps", "time"): (0.93, 1.0),
-    ("distrax", "HMM", "batch"): (0.76, 1.0),
     ("distrax", "HMM", "communication"): (0.88, 1.0),
-    ("dynamax", "parallel smoother", "batch"): (0.66, 1.0),
+    ("dynamax", "parallel smoother", "batch"): (0.94, 1.0),
     ("dynamax", "parallel smoother", "communication"): (0.92, 1.0),
     ("dynamax", "parallel smoother", "memory"): (0.88, 1.0),
-    ("dynamax", "posterior mode", "batch"): (0.69, 1.0),
-    ("evosax", "CMA-ES", "communication"): (0.95, 1.0),
-    ("evosax", "OpenAI-ES", "memory"): (0.96, 1.0),
     ("flowjax", "coupling flow", "memory"): (0.86, 1.0),
     ("jax", "expm", "batch"): (1.0, 1.13),
     ("jax", "expm", "communication"): (1.0, 1.11),
     ("jax", "expm", "memory"): (1.0, 1.09),
     ("jax", "odeint", "memory"): (1.0, 1.91),
-    ("jax_md", "NVE steps", "memory"): (0.97, 1.01),
     ("jax_md", "soft sphere forces", "batch"): (0.48, 1.0),
     ("jaxopt", "LBFGS", "batch"): (0.67, 1.0),
     ("jaxopt", "LBFGS", "communication"): (0.81, 1.0),
     ("jaxopt", "LBFGS", "memory"): (0.81, 1.0),
     ("jraph", "GAT", "memory"): (1.0, 1.47),
     ("mctx", "Gumbel MuZero", "memory"): (0.88, 1.0),
-    ("mctx", "MuZero", "communication"): (0.83, 1.0),
     ("mctx", "MuZero", "memory"): (0.61, 1.0),
     ("optax", "cosine_similarity of all pairs", "batch"): (0.1, 1.0),
     ("optimistix", "least_squares, Gauss-Newton", "memory"): (0.98, 1.02),
@@ -47,15 +44,24 @@ KNOWN = {
     ("optimistix", "root_find, Newton", "communication"): (0.97, 1.01),
     ("optimistix", "root_find, Newton", "memory"): (0.97, 1.01),
     ("s2fft", "forward", "communication"): (0.83, 1.0),
-    ("s2fft", "forward", "memory"): (1.0, 1.06),
-    ("s2fft", "inverse", "batch"): (0.87, 1.0),
-    ("s2fft", "inverse", "communication"): (0.87, 1.0),
-    ("s2fft", "inverse", "memory"): (0.87, 1.0),
+    ("s2fft", "inverse", "batch"): (0.98, 1.0),
+    ("s2fft", "inverse", "memory"): (0.98, 1.0),
     ("tfp", "GaussianProcess log_prob", "communication"): (0.94, 1.0),
     ("tfp", "LinearGaussianStateSpaceModel log_prob", "communication"): (0.85, 1.0),
     ("tfp", "LinearGaussianStateSpaceModel log_prob", "memory"): (0.85, 1.0),
     ("tinygp", "condition", "batch"): (0.95, 1.0),
     ("tinygp", "condition", "memory"): (0.5, 1.0),
-    ("tinygp", "quasiseparable", "communication"): (0.98, 1.02),
-    ("tinygp", "quasiseparable", "memory"): (1.0, 1.08),
+    ("tinygp", "quasiseparable", "memory"): (1.0, 1.3),
 }
+
+# Rows where the two releases choose different plans, or compile the same one differently.
+BEFORE_0_12 = {
+    ("evosax", "CMA-ES", "communication"): (0.96, 1.0),
+    ("evosax", "OpenAI-ES", "memory"): (0.99, 1.0),
+    ("s2fft", "inverse", "communication"): (0.98, 1.0),
+}
+FROM_0_12 = {
+    ("jax", "BCOO", "memory"): (1.0, 1.67),  # rows of the product are gathered; 0.10 moves them by an all-to-all
+}
+
+KNOWN |= FROM_0_12 if jax.__version_info__ >= (0, 12) else BEFORE_0_12
