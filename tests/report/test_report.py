@@ -278,8 +278,9 @@ def test_pieces_are_what_jax_puts_there(axes):
     for decision, array in zip(arrays, drawn.arrays, strict=True):
         slices = NamedSharding(mesh, decision.partition_spec).devices_indices_map(decision.shape)
         held = [slices[device] for device in mesh.devices.flat]
-        expected = tuple(tuple((s.indices(n)[:2]) for s, n in zip(at, decision.shape, strict=True)) for at in held)
-        assert array.shards == expected
+        rows = ([(s.indices(n)[:2], n) for s, n in zip(at, decision.shape, strict=True)] for at in held)
+        texts = [[":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in row] for row in rows]
+        assert array.shards == tuple(f"[{', '.join(text)}]" for text in texts)
 
 
 @pytest.mark.parametrize(
