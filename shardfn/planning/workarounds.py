@@ -78,8 +78,13 @@ class WrongOp(NamedTuple):
 def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
     """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
     Fourier transforms that may not run, reductions that do not compile, and pads that may do either."""
-    # XLA may drop the resharding around a convolution: judge it by the shardings before and after.
-    moves = [(op.inputs[0], op.outputs[0]) for op in partitioned.graph.ops if op.name in RESHARDING_OPS]
+    # XLA may drop the resharding around an op: judge it by the shardings before and after. What the partitioner inserts
+    # has no rule: each device slices the part of a replicated operand that its windows read.
+    moves = [
+        (op.inputs[0], op.outputs[0])
+        for op in partitioned.graph.ops
+        if op.name in RESHARDING_OPS or (op.name in _PARTS and op.rule is None)
+    ]
     moved_to: dict[int, int] = {}
     moved_from: dict[int, int] = {}
     for before, after in moves:
@@ -140,7 +145,7 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
     A replicated one is padded between elements, by a negative number in front, or in front and by a negative number behind.
     Any dimension is padded between elements and by a negative number in front.
     """
-    before, after = (partitioned.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    before, after = (partitioned.graph.values[v].shape for v in (operand, op.outputs[0]))
     for tap in op.window_dims:
         if not partitioned.specs[op.outputs[0]][tap.out_dim]:
             continue
@@ -277,6 +282,7 @@ def _padded(eqn: Any) -> list[int]:
 
 
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
+_PARTS = frozenset({"slice", "pad"})
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
