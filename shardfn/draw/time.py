@@ -13,7 +13,7 @@ from shardfn.draw.picture import Picture, head, percent, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Plan
-from shardfn.render.cells import shape_text
+from shardfn.render.cells import axes_text, shape_text
 from shardfn.search.memory_limit import source_line
 from shardfn.units import bytes_text, flops_text, time_text
 
@@ -88,7 +88,7 @@ def time_parts(plan: Plan) -> list[TimePart]:
             found.setdefault((kind, "", where), []).append(seconds * op.trips)
     for c in plan.collectives:
         runs = f" in {c.trips:,} runs" if c.trips > 1 else ""
-        detail = f"over {', '.join(c.axes) or c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
+        detail = f"over {axes_text(c.axes) if c.axes else c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
         found.setdefault((c.kind, detail, c.where), []).append(collective_s(c, plan.hardware, plan.axes))
     parts = [
         TimePart(kind, detail, file_line(where), sum(each), len(each)) for (kind, detail, where), each in found.items()

@@ -314,8 +314,13 @@ class PartitionedProgram:
 
     @functools.cached_property
     def used_axes(self) -> frozenset[str]:
-        """The mesh axes that shard a value. Devices along the others repeat the same work."""
+        """The mesh axes that shard a value."""
         return frozenset(axis_name(axis) for spec in self.specs for dim in spec for axis in dim)
+
+    @property
+    def repeats(self) -> int:
+        """How many devices repeat the same work: those along the mesh axes that shard nothing."""
+        return math.prod(size for name, size in self.axes.items() if name not in self.used_axes)
 
     def shards(self, value: int) -> tuple[int, ...]:
         """Number of shards along each dimension of a value."""

@@ -121,13 +121,15 @@ def too_large(plan: Plan, study: AnsweredCall) -> Iterator[str]:
 def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Devices that repeat the work of others, where sharding the work would save a large part of the time."""
     cost, devices, total = plan.cost, plan.hardware.count, study.problem.facts.flops
-    alike = min(float(devices), cost.flops * devices / total) if total else 1.0
+    excess = min(float(devices), cost.flops * devices / total) if total else 1.0
     searched = any(d.source == "searched" for d in plan.inputs)
-    if not searched or alike < 2 or cost.compute_s * (1 - 1 / alike) < WORTH * cost.time_s:
+    if not searched or excess < 2 or cost.compute_s * (1 - 1 / excess) < WORTH * cost.time_s:
         return
+    alike = plan.partitioned.repeats
+    repeated = f"groups of {alike} devices repeat the same work" if alike > 1 else "devices repeat a part of their work"
     text = (
-        f"each of {devices} devices computes {_percent(alike / devices)} of the FLOPs instead of {_percent(1 / devices)}: "
-        f"groups of about {alike:.0f} devices repeat the same work"
+        f"each of {devices} devices computes {_percent(excess / devices)} of the FLOPs instead of {_percent(1 / devices)}: "
+        f"{repeated}"
     )
     fewer = [c for c in plan.candidates if c.figures.flops <= cost.flops / 1.5]
     if fewer:
@@ -264,11 +266,10 @@ def _alike_sent(
 
 def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
     """The warning where `fully_use_devices` is on and a mesh axis shards nothing; else the empty string."""
-    used = {axis_name(axis) for spec in plan.partitioned.specs for dim in spec for axis in dim}
-    unused = {name: size for name, size in plan.axes if name not in used}
+    unused = {name: size for name, size in plan.axes if name not in plan.partitioned.used_axes}
     if not algorithm.fully_use_devices or not unused:
         return ""
-    needed = plan.hardware.count // math.prod(unused.values())
+    needed = plan.hardware.count // plan.partitioned.repeats
     return (
         f"fully_use_devices is on, but {needed} of {plan.hardware.count} devices would do: nothing is sharded over "
         f"{', '.join(f'axis {name} of {size}' for name, size in unused.items())}; your entries are kept, and a dimension "

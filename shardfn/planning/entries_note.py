@@ -78,8 +78,7 @@ def _beside_a_style(
 
 def _saved_by_a_search(problem: SearchProblem, answer: Answer, cost: Cost) -> str:
     """What a search inside would save for certain: the work that devices along an unused mesh axis repeat."""
-    used = problem.partitioned_of(answer).used_axes
-    alike = math.prod(size for name, size in answer.axes if name not in used)
+    alike = problem.partitioned_of(answer).repeats
     if alike == 1 or not cost.flops:
         return ""
     return (

@@ -126,9 +126,7 @@ def _outputs(
             spec = _expressible(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
         source = "searched" if i in answer.result_specs else "propagated" if given is None else leaf.by
         reason = (
-            "searched with the arguments: propagation alone would choose another sharding"
-            if i in answer.result_specs
-            else ""
+            "with the arguments: propagation alone would choose another sharding" if i in answer.result_specs else ""
         )
         if given is None and i in call.same_as:
             reason = f"as `{call.inputs[call.same_as[i]].path}`, which it can replace"

@@ -42,6 +42,8 @@ class Layouts:
     """Mesh axes that shard a result."""
     inside: frozenset[str] = frozenset()
     """Mesh axes that shard the rows, such as the batch, of most matmuls with a parameter."""
+    used: frozenset[str] = frozenset()
+    """Mesh axes that shard an array of the function, one inside or of a call."""
 
 
 def kind_of(layouts: Layouts) -> str:
@@ -95,7 +97,9 @@ def _role(layouts: Layouts, axis: str) -> str:
         return "data parallel"
     if axis in layouts.inputs:
         return "inputs sharded along other dimensions than the batch"
-    return "results alone sharded" if axis in layouts.results else "replicated"
+    if axis in layouts.results:
+        return "results alone sharded"
+    return "operations inside sharded" if axis in layouts.used else "replicated"
 
 
 def _share(arrays: Sequence[Sharded], axis: str) -> float:
@@ -155,6 +159,7 @@ def layouts_of(
         frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in graph.trip_counts for axis in d.spec[0]),
         frozenset(axis for d in results for dim in d.spec for axis in dim),
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
+        partitioned.used_axes,
     )  # fmt: skip
 
 

@@ -43,6 +43,16 @@ def spec_text(spec: Sequence[Sequence[str]]) -> str:
     return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
 
 
+def axes_text(axes: Sequence[str]) -> str:
+    """Mesh axes as people read them; of an axis that is used in part, the number of its shards.
+
+    >>> axes_text(("b", "a:(1)2")), axes_text(())
+    ('b, 2 ways of a', '-')
+    """
+    parts = (axis.partition(":") for axis in axes)
+    return ", ".join(f"{part.partition(')')[2]} ways of {name}" if part else name for name, _, part in parts) or "-"
+
+
 def shard_text(shard: Sequence[int], strategy: Sequence[int], local_shape: Sequence[int]) -> str:
     """The slice of an array that a shard is, as one would index it; `:` for a dimension without shards.
 

@@ -15,7 +15,7 @@ from shardfn.ir.op_traits import LISTED
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
-from shardfn.render.cells import shape_text, spec_text, table, times
+from shardfn.render.cells import axes_text, shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, Attribution, seconds, strides
 from shardfn.report.drawing import drawing
@@ -119,7 +119,7 @@ def _collectives(of: Subject) -> Iterable[Part]:
         due[c] = list(dict.fromkeys([*due.get(c, []), *constraints, *shardings]))
     groups = sorted(counts.items(), key=lambda g: (-seconds(of.plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     rows = [
-        (c.kind, times(count), f"{','.join(c.axes) or '-'} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",
+        (c.kind, times(count), f"{axes_text(c.axes)} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",
          times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(of.plan, c) * count), _line(c.where),
          Cell(": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(due[c], 2)))), due[c] if len(due[c]) > 2 else ()))
         for c, count in groups
@@ -185,7 +185,7 @@ def _dimension_groups(of: Subject) -> Iterable[Part]:
                 _name([g.name for g in same]),
                 times(len(same)),
                 str(same[0].size),
-                ",".join(same[0].axes) or "-",
+                axes_text(same[0].axes),
                 few(members, 3),
             )
         )

@@ -117,7 +117,10 @@ def shard_one_group(problem: SearchProblem) -> Answer:
     other = ""
     if len(rated) > 1:
         other = f"{group_name(problem, rated[1][2])}: {figures(rated[1][4])} against {figures(cost)}"
-    policy = f"the best of {len(rated)} single dimension groups at level {problem.level}: {what}"
+    chosen = (
+        f"the best of {len(rated)} single dimension groups" if len(rated) > 1 else "the only single dimension group"
+    )
+    policy = f"{chosen} at level {problem.level}: {what}"
     return Answer(axes, specs, reasons, policy, other)
 
 

@@ -87,7 +87,8 @@ def search(style: str, problem: SearchProblem) -> Answer:
              fix="use another number of devices, other shapes, or another style")  # fmt: skip
     best, *others = sorted({(c.axes, c.specs, tuple(c.constraints)): c for c in found}.values(), key=problem.rank)
     best = _without_constraints(problem, best)
-    policy = f"style {style!r}: the best of {len(others) + 1} plans at level {problem.level}: {best.name}"
+    chosen = f"the best of {len(others) + 1} plans" if others else "the only plan"
+    policy = f"style {style!r}: {chosen} at level {problem.level}: {best.name}"
     reasons = tuple("" if given is not None else f"style {style!r}" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner_up(best, others), constraints=best.constraints,
                   others=tuple(others))  # fmt: skip

@@ -247,22 +247,22 @@ def test_devices_that_do_what_others_do():
     made = shardfn.plan(step, *odd, device="h100:512", level=2)
     (told,) = said(made, "repeat the same work")
     share, alike = re.match(
-        r"each of 512 devices computes (.+)% of the FLOPs instead of 0.195%: groups of about (\d+) devices repeat", told
+        r"each of 512 devices computes (.+)% of the FLOPs instead of 0.195%: groups of (\d+) devices repeat", told
     ).groups()
     whole = shardfn.plan(step, *odd, device="h100:1").cost.flops
     assert float(share) == pytest.approx(100 * made.cost.flops / whole, rel=5e-3)
     assert int(alike) == round(512 * made.cost.flops / whole)
     assert "use a larger batch or fewer devices" in told
     even = shaped(4096, 4096), shaped(8192, 4096)
-    assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "repeat the same work")
+    assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "devices repeat")
     given = shardfn.plan(step, *odd, in_strategy=((1, 1), (1, 1)), device="h100:512")
-    assert not said(given, "repeat the same work"), "the user said so"
+    assert not said(given, "devices repeat"), "the user said so"
 
 
 def test_what_would_use_the_devices():
     args = shaped(16, 8192), shaped(8192, 8193), shaped(8193, 8192)
     made = shardfn.plan(lambda x, v, w: jax.nn.relu(x @ v) @ w, *args, device="h100:512", level=2)
-    (told,) = said(made, "repeat the same work")
+    (told,) = said(made, "devices repeat a part of their work")  # every mesh axis shards some of it
     assert re.search(
         r"on the mesh [\dx]+ leaves each device [\d.]+%, in [\d,.]+ .?s instead of [\d,.]+ .?s \(modelled\);", told
     )

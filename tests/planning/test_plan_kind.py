@@ -35,6 +35,7 @@ LAYOUTS = {
     "mixed: data parallel over 4, layers of a loop sharded over 2 devices": Layouts(
         TWO, A, parameters=((64, B),), stacked=B
     ),
+    "mixed: data parallel over 4, operations inside sharded over 2 devices": Layouts(TWO, A, used=A | B),
     "mixed: inputs sharded along other dimensions than the batch over 8": Layouts(ONE, inputs=A),
 }
 
@@ -46,6 +47,17 @@ def test_kind_of_layouts_by_hand_is_the_textbook_name(name, layouts):
 
 def mlp(x, w1, w2):
     return jax.nn.relu(x @ w1) @ w2
+
+
+def test_kind_names_no_axis_replicated_over_which_operations_inside_are_sharded():
+    args = shaped(4096, 1024), shaped(1024, 4096), shaped(4096, 1024)
+    made = shardfn.plan(
+        mlp, *args, in_strategy=((2, 1), (1, 1), (1, 1)), search_mode="sharding_propagation", device="cpu:8"
+    )
+    whole = shardfn.plan(mlp, *args, device="cpu:1").cost.flops
+    assert made.cost.flops == pytest.approx(whole / 8, rel=0.01) and "replicated" not in made.kind
+    alone = shardfn.plan(mlp, *args, in_strategy=((2, 1), (1, 1), (1, 1)), device="cpu:8")
+    assert alone.cost.flops == pytest.approx(whole / 2, rel=0.01) and alone.kind.endswith("× replicated over 4")
 
 
 def step(params, momentum, x):

@@ -34,6 +34,7 @@ def test_result_made_of_a_key_is_sharded(level):
     assert made.cost.memory.peak <= by_hand.cost.memory.peak < whole.cost.memory.peak / 4
     if made.gap is not None:
         assert "proved" in made.policy
+    assert "searched: with the arguments: propagation" in str(shardfn.explain(made, detail="full"))
 
 
 def test_result_shardings_are_compiled_as_planned(tmp_path):

@@ -37,6 +37,13 @@ def test_style_makes_a_plan_of_its_kind_at_every_level(style, level):
     assert made.style == style
 
 
+def test_style_with_one_plan_says_so():
+    made = shardfn.plan(
+        jnp.matmul, S((64, 63), "float32"), S((63, 65), "float32"), style="data_parallel", device="h100:8"
+    )
+    assert made.policy == "style 'data_parallel': the only plan at level 0: batch sharded 8 ways"
+
+
 @pytest.mark.parametrize("style", ["fsdp", "tensor_parallel"])
 def test_style_computes_what_the_function_does(style):
     args = arrays()
