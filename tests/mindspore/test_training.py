@@ -351,3 +351,23 @@ def test_folder_as_strategy_file_names_the_files_in_it(tmp_path):
     with (ms.auto_parallel(strategy_ckpt_load_file=f"{tmp_path}/"),
           pytest.raises(shardfn.ShardError, match=r"it is a folder(.|\n)*name a file in it: '.*s\.json'")):  # fmt: skip
         shardfn.plan(lambda x: x + 1, X)
+
+
+def test_init_with_another_cell_than_the_loss_is_refused():
+    step = train.step(WithLoss(Net()), optax.sgd(0.1), mode="data_parallel")
+    error = refusal(step.init, Net(), X, X)
+    assert "the model is a Net, and the loss is the Cell WithLoss" in str(error)
+    assert "init(WithLoss(...), *batch)" in str(error)
+    step(step.init(WithLoss(Net()), X, X), X, X)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "auto_parallel"])
+@pytest.mark.parametrize(
+    ("loss", "model"), [(mean_square, Net()), (WithLoss(Net()), WithLoss(Net()))], ids=["function", "cell"]
+)
+def test_state_of_a_cell_given_to_a_step_without_init_is_refused(mode, loss, model):
+    state = train.step(loss, optax.sgd(0.1), mode=mode).init(model, X, X)
+    step = train.step(loss, optax.sgd(0.1), mode=mode)
+    assert "call init(" in refusal(step, state, X, X).problems[0].fix
+    step.init(model, X, X)
+    step(state, X, X)

@@ -167,6 +167,7 @@ def test_state_on_a_target_is_refused_with_the_plan_that_works(mode, has_batch):
     )
     state = jax.eval_shape(lambda: step.init(params, *batch))
     assert step.plan(state, *batch).hardware.name == "tpu-v5e:8"
+    assert f"train.step(mean_square, mode='{mode}')" in str(refusal(step, state, *batch))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ A Cell that is a pytree itself, such as one that is an NNX module too, is treate
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 from jax import tree_util
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, StrategyTypeError, a, fail
 from shardfn.frontend.callee import arrays_of_cells, cells_with_arrays
 from shardfn.frontend.strategy import is_cell
 
@@ -22,13 +23,37 @@ def loss_of(loss_fn: Any) -> Any:
     if not is_cell(loss_fn):
         return loss_fn
 
+    kind = type(loss_fn)
+
     def loss(cell: Any, *batch: Any) -> Any:
+        if not isinstance(cell, kind):
+            fail(StrategyTypeError, f"the model is {a(cell)}, and the loss is the Cell {kind.__name__}",
+                 where="init(model, *batch)",
+                 why="a Cell that computes the loss is the model itself: a step calls it with the batch",
+                 fix=f"call init({kind.__name__}(...), *batch) with that cell; before a state from elsewhere too")  # fmt: skip
         return cell(*batch)
 
-    loss.__name__ = type(loss_fn).__name__
+    loss.__name__ = kind.__name__
     first = inspect.Parameter("cell", inspect.Parameter.POSITIONAL_ONLY)
-    rest = inspect.signature(type(loss_fn).__call__).parameters.values()
+    rest = inspect.signature(kind.__call__).parameters.values()
     loss.__signature__ = inspect.Signature([first, *list(rest)[1:]])  # type: ignore[attr-defined]
+    return loss
+
+
+def of_unseen_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function for a state that no `init` of this step has made: where the state was a Cell, it holds a dict instead."""
+
+    @functools.wraps(loss_fn)
+    def loss(model: Any, *batch: Any) -> Any:
+        try:
+            return loss_fn(model, *batch)
+        except (TypeError, AttributeError) as error:
+            if not isinstance(model, dict) or "'dict' object" not in str(error):
+                raise
+            fail(StrategyTypeError, "this step has not seen the model that the state is of", where="state.params",
+                 why=f"a state holds the arrays of a Cell in a dict, and with that the loss fails: {error}",
+                 fix="call init(model) once before")  # fmt: skip
+
     return loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from shardfn.cost.devices.hardware import used_here
+from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, warn
 from shardfn.frontend import defaults
 from shardfn.frontend.paths import listed
@@ -23,6 +23,7 @@ from shardfn.report.report import Report
 from shardfn.train.collectives import Bucket
 from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
+from shardfn.train.steps import cells
 from shardfn.train.steps.batches import positional_batch
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
@@ -87,10 +88,8 @@ class TrainStep:
             make = lambda: parts.model(arrays)  # noqa: E731
         hardware = self.options.hardware()
         if not (hardware.is_here or isinstance(jnp.zeros(()), Tracer)):
-            fail(StrategyError, f"the state cannot be made on {hardware.name}, which is not here",
-                 where=f"device = {self.options.device!r}", why="a target is only planned for, and not run on",
-                 fix="plan with shapes: state = jax.eval_shape(lambda: step.init(params, *batch)), then "
-                     f"step.plan(state, *batch); to train, {used_here(hardware) or 'give a device of this machine'}")  # fmt: skip
+            shapes_first = "state = jax.eval_shape(lambda: step.init(params, *batch)), then step.plan(state, *batch)"
+            self._refuse_target(hardware, "the state cannot be made on", f"plan with shapes: {shapes_first}; to train")
 
         def first() -> TrainState:
             leaves = zip(parts.treedef.flatten_up_to(parts.arrays_made(make())), parts.own, strict=True)
@@ -127,6 +126,8 @@ class TrainStep:
         if isinstance(count, jax.Array) and not isinstance(count, Tracer) and count.is_deleted():
             fail(StrategyError, "the state was given away: a step reuses its memory for the next one", where="state",
                  why="donate = True", fix="go on with the state that the step returned, or set donate=False")  # fmt: skip
+        if self.options.device is not None and not (hardware := self.options.hardware()).is_here:
+            self._refuse_target(hardware, f"{self!r} cannot run on", "use .plan(...) or .explain(...); to run")
         function = self._for(state, batch).function
         with defaults.override(self.options.defaults):
             return function(state, *batch)
@@ -220,6 +221,11 @@ class TrainStep:
 
     # ---- inside
 
+    def _refuse_target(self, hardware: Hardware, what: str, instead: str) -> NoReturn:
+        fail(StrategyError, f"{what} {hardware.name}, which is not here", where=f"device = {self.options.device!r}",
+             why="a target is only planned for, and not run on",
+             fix=f"{instead}, {used_here(hardware) or 'give a device of this machine'}")  # fmt: skip
+
     def _ordered(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         return positional_batch(self._given_options.loss_fn, batch, named) if named else batch
 
@@ -272,6 +278,7 @@ class TrainStep:
                  fix="call init(model) once before")  # fmt: skip
         if self._parts is None:  # a state from elsewhere, such as a checkpoint
             self._parts = self._model_parts(state.params)
+            self.options = dataclasses.replace(self.options, loss_fn=cells.of_unseen_model(self.options.loss_fn))
         return self._parts
 
     def _model_parts(self, model: Any) -> ModelParts:
@@ -283,5 +290,6 @@ class TrainStep:
         key = treedef, tuple(map(shape_of, leaves))
         if key not in self._sharded:
             with defaults.override(self.options.defaults):
-                self._sharded[key] = shard_step(self.options, self._parts_of(state), *shapes_of((state, batch)))
+                parts = self._parts_of(state)
+                self._sharded[key] = shard_step(self.options, parts, *shapes_of((state, batch)))
         return self._sharded[key]
