@@ -43,7 +43,7 @@ def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
     Raises:
       StrategyError: no answer keeps the memory limit.
     """
-    answer = with_file_constraints(posed, answer)
+    answer = with_given_constraints(posed, answer)
     bounds = posed.call.search
     if bounds.is_limit_strict:
         answer = within_limit(posed.problem, answer, functools.partial(_find, posed), bounds.memory_limit is not None)
@@ -51,13 +51,14 @@ def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
 
 
 def _find(posed: PosedCall, problem: SearchProblem) -> Answer:
-    return with_file_constraints(posed, posed.find(problem))
+    return with_given_constraints(posed, posed.find(problem))
 
 
-def with_file_constraints(posed: PosedCall, answer: Answer) -> Answer:
-    """The answer with the op constraints of the layout file."""
+def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
+    """The answer with the op constraints of the user: those that entries inside need, and those of the layout file."""
+    inside = posed.problem.as_given(answer.axes, answer.specs, answer.constraints, answer.result_specs)
     constraints, _ = file_constraints(posed, answer.axes)
-    return dataclasses.replace(answer, constraints={**answer.constraints, **constraints}) if constraints else answer
+    return dataclasses.replace(answer, constraints={**inside, **constraints})
 
 
 def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:

@@ -3,6 +3,7 @@
 The way of a call through the modules:
 
 1. `problem`: the question (`SearchProblem`) and the answer (`Answer`) of every search. `effort`: what to try for its size.
+   `read_as_given`: constraints that hold the user's strategies inside in every candidate.
 2. `MODES` names the searches: `auto`, `dynamic_programming` (the exact one), `recursive_programming`, `sharding_propagation`.
    `default_policy` answers where nothing is open.
 3. `dynamic_programming` lists meshes; `exact` solves one: `label_tables` builds its labelling from `op_labels`,

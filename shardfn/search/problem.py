@@ -15,6 +15,7 @@ from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, PartitionedPr
 from shardfn.search.effort import SearchEffort, search_effort
 from shardfn.search.graph_facts import GraphFacts, facts_of
 from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
+from shardfn.search.read_as_given import constraints_as_given
 
 OpConstraints = Mapping[int, OpConstraint]
 """Sharding constraints of ops, by their index in `Graph.ops`."""
@@ -153,14 +154,28 @@ class SearchProblem:
         constraints: OpConstraints,
         result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> SearchCandidate:
-        """An evaluated candidate."""
+        """An evaluated candidate, in which ops read operands as the user shards them for functions inside."""
+        constraints = self.as_given(axes, specs, constraints, result_specs)
         cost = self.evaluate(axes, specs, constraints, result_specs)
         return SearchCandidate(name, axes, specs, constraints, cost, result_specs)
 
     def changed(self, made: SearchCandidate, **changes: Unpack[CandidateFields]) -> SearchCandidate:
         """A candidate with some fields changed, evaluated again."""
         other = dataclasses.replace(made, **changes)
+        constraints = self.as_given(other.axes, other.specs, other.constraints, other.result_specs)
+        other = dataclasses.replace(other, constraints=constraints)
         return dataclasses.replace(other, cost=self.evaluate_answer(other))
+
+    def as_given(
+        self, axes: Axes, specs: tuple[Spec, ...], constraints: OpConstraints, result_specs: ResultSpecs
+    ) -> OpConstraints:
+        """The constraints, with others in the place of those that let an op read one of `operands` otherwise than given."""
+        if not self.operands:
+            return constraints
+        partitioned = self.partition(axes, specs, constraints, result_specs)
+        given = {value: self.inner[value] for value in self.operands}
+        mended = constraints_as_given(self.graph, partitioned, given, self.can_constrain)
+        return {**constraints, **mended} if mended else constraints
 
     def as_candidate(self, name: str, one: Answer) -> SearchCandidate:
         """An answer as an evaluated candidate."""

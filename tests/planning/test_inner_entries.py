@@ -101,6 +101,32 @@ def test_operator_with_strategy_is_kept_by_each_search(mode: str) -> None:
     assert strategies(plan)["w1"] == (1, 4)
 
 
+SEEDS = [((2, 4), (4, 1)), ((2, 1), (1, 1)), ((1, 2), (2, 2))]
+ROWS_8 = {"in_strategy": ((8, 1), (1, 1), (1,), (1, 1), (1,))}
+COLUMNS_8 = {"in_strategy": ((1, 1), (1, 8), (8,), (8, 1), (1,))}
+SEARCHES: list[dict[str, Any]] = [
+    *({"search_mode": mode} for mode in ("auto", "dynamic_programming", "recursive_programming", "sharding_propagation")),
+    *({"style": style} for style in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tensor_parallel")),
+    ROWS_8, COLUMNS_8, ROWS_8 | {"search_mode": "sharding_propagation"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", ["communication", "memory", "time"])
+@pytest.mark.parametrize("options", SEARCHES, ids=lambda options: "-".join(map(str, options.values())))
+def test_operator_reads_its_operands_as_its_strategy_in_every_plan(options: Any, level: str) -> None:
+    for seed in SEEDS:
+        first = shard(jnp.matmul, seed)
+        plan = shard(functools.partial(ffn, first=first), level=level, **options).plan(*ARRAYS)
+        assert of_ops(plan, "dot_general")[0] == seed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_operator_kept_by_a_constraint_computes_the_same(seed: Any) -> None:
+    first = shard(jnp.matmul, seed)
+    plan = check(functools.partial(ffn, first=first), ffn, *ARRAYS, level="memory")
+    assert of_ops(plan, "dot_general")[0] == seed
+
+
 def test_contracted_dimension_of_operator_leaves_a_sum() -> None:
     plan = check(lambda x, w: jnp.sin(shard(jnp.matmul, ((2, 4), (4, 1)))(x, w)), lambda x, w: jnp.sin(x @ w),
                  *ARRAYS[:2], search_mode="sharding_propagation")  # fmt: skip
