@@ -29,7 +29,8 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
 
     Two dimensions are tied where a factor of a sharding rule stands alone in both and their sizes agree. A dimension of
     several factors (`b*t` after a reshape) is tied through its major one. Factors that need replication tie nothing.
-    Values that hold the same array (loop carries, branches) are tied dimension by dimension.
+    Values that hold the same array (loop carries, branches) are tied dimension by dimension, and so are an array and its
+    shard in a `shard_map`.
     """
     first = [0]
     for value in graph.values:
@@ -65,7 +66,7 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
                 continue  # a slice or a pad: not the same dim any more
             here = first[values[at]] + dim
             tie(seen.setdefault(factor, here), here)
-    for a, b in graph.ties:
+    for a, b in (*graph.ties, *graph.manual):
         for dim in range(min(len(graph.values[a].shape), len(graph.values[b].shape))):
             tie(first[a] + dim, first[b] + dim)
 

@@ -200,6 +200,9 @@ class Graph:
     """Loops whose trip count is not known before they run, counted once, as `file:line`."""
     inner: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """By value the number of the sharding constraint whose result it is, for those named by `INNER_AXIS`."""
+    manual: tuple[tuple[int, int], ...] = ()
+    """Pairs whose dimensions correspond: an array that goes into a `shard_map` or comes out, and the shard that its body sees
+    or returns; what a collective in the body takes and gives, unless it moves shards to another dimension."""
 
     @functools.cached_property
     def computed(self) -> frozenset[int]:

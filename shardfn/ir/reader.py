@@ -79,6 +79,7 @@ class Reader:
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
         self.manual = False
+        self.shards: list[tuple[int, int]] = []
         self.region = self.regions = 0
         """The number of the loop's body or the branch that is read, and of how many there were so far."""
         self.seen = seen or ReaderCache()
@@ -103,7 +104,7 @@ class Reader:
             )
         return Graph(
             tuple(self.values), tuple(self.ops), inputs, outputs, tuple(self.ties),
-            tuple(self.unruled), tuple(self.uncounted),
+            tuple(self.unruled), tuple(self.uncounted), manual=tuple(self.shards),
         )  # fmt: skip
 
     def where(self, op: Any) -> str:
@@ -298,6 +299,10 @@ class Reader:
         returned = self.within(block, inner, trips)
         self.manual = was
         outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
+        self.shards += [
+            *zip(inputs, (inner[a] for a in block.arguments), strict=True),
+            *zip(outputs, returned, strict=True),
+        ]
         self.ops.append(Op("shard_map", (*inputs, *returned), outputs, None, trips, self.where(op)))
         return outputs
 
@@ -309,6 +314,8 @@ class Reader:
             self.communications.append(
                 Communication(kind, axes, size, operand, out, trips, self.where(op), cause_of(op))
             )
+            if kind != "all-to-all":  # the others keep the order of dimensions
+                self.shards.append((operand, out))
         self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
         return outputs
 

@@ -217,7 +217,7 @@ PRODUCTS = ("dot_general", "convolution", "gather")
 def _sources(graph: Graph, count: int) -> dict[int, int]:
     """The arguments from which each value is computed, a bit each."""
     reached = {v: 1 << i for i, v in enumerate(graph.arguments(count))}
-    ties = [pair for one, other in graph.ties for pair in ((one, other), (other, one))]
+    ties = [pair for one, other in (*graph.ties, *graph.manual) for pair in ((one, other), (other, one))]
     before = dict[int, int]()
     while reached != before:  # more than once where a loop carries values round
         before = dict(reached)
