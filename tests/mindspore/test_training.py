@@ -295,7 +295,7 @@ def test_recomputed_cell_keeps_its_gradient_and_fewer_values():
     plain, again = Dense(), Dense().recompute()
     loss = lambda cell: lambda p: (cell.with_parameters(p)(X) ** 2).sum()  # noqa: E731
     gradients = [jax.grad(loss(cell))(cell.parameters_dict())["weight"] for cell in (plain, again)]
-    np.testing.assert_allclose(*gradients, rtol=1e-6)
+    np.testing.assert_allclose(*gradients, rtol=1e-5, atol=1e-5)
     texts = [str(jax.make_jaxpr(jax.grad(loss(cell)))(cell.parameters_dict())) for cell in (plain, again)]
     assert [text.count("remat") + text.count("checkpoint") > 0 for text in texts] == [False, True]
     sharded = Dense().recompute(mp_comm_recompute=False).shard(((8, 1),))
