@@ -81,6 +81,17 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
     return DimensionGroups(of, len(numbers))
 
 
+def corresponding(rule: ShardingRule, source: DimFactors, target: DimFactors) -> dict[int, tuple[int, int]]:
+    """For each dimension of one value of an op the dimension of another one that it is tied to, and its major factor's size.
+
+    >>> merged = ShardingRule((((0,), (1,), (2,)),), (((0, 1), (2,)),), (4, 8, 16))  # a reshape
+    >>> corresponding(merged, merged.results[0], merged.operands[0])
+    {0: (0, 4), 1: (2, 16)}
+    """
+    at = {factor: dim for dim, factor in _leading(target, rule.sizes)}
+    return {dim: (at[factor], rule.sizes[factor]) for dim, factor in _leading(source, rule.sizes) if factor in at}
+
+
 def _parts(rule: ShardingRule) -> Iterator[tuple[int, int, int, int]]:
     """(operand or result, dim, its major factor, the factor's size where it stands alone, else 0) of what a rule ties."""
     for position, dims in enumerate((*rule.operands, *rule.results)):

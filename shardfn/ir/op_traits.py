@@ -27,6 +27,8 @@ class OpTraits:
     """False where the time is counted elsewhere: the ops of a loop's body, the link of a collective."""
     is_elementwise: bool = False
     """Element i of the result depends on element i of the operands alone."""
+    rearranges: bool = False
+    """Its result is operand 0 in another form: each element once, in another dtype, order or shape."""
     reads_part: bool = False
     """It reads as much of operand 0 as its result holds."""
     repeats_reads: bool = False
@@ -112,11 +114,12 @@ OP_TRAITS = {
         # Other moves of elements.
         _copy("broadcast_in_dim", repeats_reads=True, in_cpu_library=True, hoisting="along"),
         _copy("iota", in_cpu_library=True, hoisting="along"),
-        _copy("transpose", "transpose", in_cpu_library=True, hoisting="along"),
-        _elementwise("convert", flops="none"),
+        _copy("transpose", "transpose", rearranges=True, in_cpu_library=True, hoisting="along"),
+        dataclasses.replace(_elementwise("convert", flops="none"), rearranges=True),
         _elementwise("bitcast_convert", flops="none", in_cpu_library=False),
         _elementwise("copy", flops="none", in_cpu_library=False, is_added=True),
-        _view("reshape", rule="reshape", sharding_rule="empty_rule", primitives=("reshape", "squeeze"), hoisting="along"),
+        _view("reshape", rule="reshape", rearranges=True, sharding_rule="empty_rule", primitives=("reshape", "squeeze"),
+              hoisting="along"),
         _view("optimization_barrier", rule="barrier", sharding_rule="pairwise_rule"),
         _view("propagation_barrier", sharding_rule="elementwise_rule"),
         _view("sharding_constraint", sharding_rule="elementwise_rule"),
@@ -189,6 +192,7 @@ TOKEN_OPS = _names(role="token")
 CHEAP, EXPENSIVE, VIEWS, SLICES = (_names(fusion=kind) for kind in ("cheap", "expensive", "view", "slice"))
 ELEMENTWISE = _names(is_elementwise=True)
 PARTIAL_READS = _names(reads_part=True)
+REARRANGING = _names(rearranges=True)
 REPEATED_READS = _names(repeats_reads=True)
 UPDATES = {name: row.updates for name, row in OP_TRAITS.items() if row.updates is not None}
 """Ops that update operand 0 in place, each with the operand that is as large as the update."""

@@ -19,8 +19,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on
 from shardfn.frontend.strategy import AUTO, Leaf
+from shardfn.ir.dimension_groups import corresponding
 from shardfn.ir.model import INNER_AXIS, Graph, InnerSpec
-from shardfn.ir.op_traits import SLICES
+from shardfn.ir.op_traits import PARTIAL_READS, REARRANGING
 from shardfn.ir.rewrite import equation_line, equations, inner, rebind
 from shardfn.partition.resharding import primes
 from shardfn.planning.plan_mesh import PlanMesh
@@ -37,16 +38,14 @@ class AsReadInside:
     path: str
 
 
-MARK_EQUATIONS = 2
-"""Equations of a mark: a `custom_jvp_call`, and the constraint inside it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class InnerEntry:
     """The entry of a value inside: a strategy, or a `MeshLayout` on a mesh of the user's."""
 
     number: int
     """The number of its jaxpr equation (`rewrite.equations`)."""
+    behind: int
+    """The number of the equation behind it. A mark may have two: a `custom_jvp_call`, and the constraint inside it."""
     leaf: Leaf
     is_operand: bool = False
     """Whether a function inside reads the value so."""
@@ -132,41 +131,31 @@ def inner_entries(jaxpr: Any, hardware: Hardware) -> tuple[InnerEntry, ...]:
         where = f"{'the strategy' if is_mark else 'the constraint'}{at}"
         leaf = Leaf(f"inside{at}", f"{what}{at}", shape, str(eqn.outvars[0].aval.dtype), entry, where)
         is_operand = any(name.startswith((_READ, _NAMED)) for name in sharding.mesh.axis_names)
-        found.append(InnerEntry(number, leaf, is_operand, open_dims))
+        behind = number + 1 + (eqn.primitive.name == "custom_jvp_call")
+        found.append(InnerEntry(number, behind, leaf, is_operand, open_dims))
     return tuple(found)
 
 
 def resolve_read_inside(
-    leaves: Sequence[Leaf], graph: Graph, inputs: Sequence[int], groups: Sequence[tuple[int, ...]],
-    entries: Sequence[InnerEntry],
-) -> tuple[Leaf, ...]:  # fmt: skip
+    leaves: Sequence[Leaf], graph: Graph, inputs: Sequence[int], entries: Sequence[InnerEntry]
+) -> tuple[Leaf, ...]:
     """The inputs of a call with strategies in the place of `AsReadInside`.
 
     Args:
       leaves: the inputs.
       graph: the traced call.
       inputs: their values.
-      groups: the dimension groups of every value.
       entries: the entries inside.
     """
     if not any(isinstance(leaf.entry, AsReadInside) for leaf in leaves):
         return tuple(leaves)
     by_number = {entry.number: entry for entry in entries if entry.is_operand}
-    read: dict[int, tuple[int, InnerEntry]] = {}
+    read: dict[int, tuple[Any, str]] = {}
     for value, number in graph.inner.items():
         if number in by_number:
-            read.setdefault(_source(graph, value), (value, by_number[number]))
-    found: dict[str, tuple[Any, str]] = {}
-    for leaf, value in zip(leaves, inputs, strict=True):
-        if value in read:
-            at, entry = read[value]
-            given = entry.leaf.entry
-            dims, rest = (given, 1) if entry.is_strategy else (given.spec, ())
-            ways = {g: dim for g, dim in zip(groups[at], dims, strict=True) if dim != rest}
-            own = tuple(ways.pop(g, rest) for g in groups[value][: len(leaf.shape)])
-            if not ways:
-                own = dims if groups[at] == groups[value] else own
-                found[leaf.path] = own if entry.is_strategy else dataclasses.replace(given, spec=own), entry.leaf.where
+            source, stored = _as_stored(graph, value, by_number[number].leaf.entry)
+            read.setdefault(source, (stored, by_number[number].leaf.where))
+    found = {leaf.path: read[value] for leaf, value in zip(leaves, inputs, strict=True) if read.get(value, (None,))[0]}
     resolved = list(leaves)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.entry, AsReadInside):
@@ -176,14 +165,50 @@ def resolve_read_inside(
     return tuple(resolved)
 
 
-def _source(graph: Graph, value: int) -> int:
-    """The value of whose elements, or a slice of them, another one consists."""
-    while (op := graph.maker(value)) is not None and op.name in _REARRANGING:
+def _as_stored(graph: Graph, value: int, entry: Any) -> tuple[int, Any]:
+    """The value of whose elements, or a part of them, one with an entry consists, and its entry; None if none shards it so."""
+    is_layout = isinstance(entry, MeshLayout)
+    sizes = dict(entry.axes) if is_layout else {}
+    ways = [math.prod(sizes[axis] for axis in dim) for dim in entry.spec] if is_layout else entry
+    at = {dim: dim for dim, n in enumerate(ways) if n > 1}
+    sharded = len(at)
+    while (op := graph.maker(value)) is not None and op.name in _OF_ITS_ELEMENTS and op.rule is not None:
+        tied = corresponding(op.rule, op.rule.results[0], op.rule.operands[0])
         value = op.inputs[0]
-    return value
+        at = {dim: tied[own][0] for dim, own in at.items() if own in tied and tied[own][1] % ways[dim] == 0}
+    if len(at) < sharded:
+        return value, None
+    given, rest = (entry.spec, ()) if is_layout else (entry, 1)
+    stored: list[Any] = [rest] * len(graph.values[value].shape)
+    for dim, own in at.items():
+        stored[own] = given[dim]
+    return value, dataclasses.replace(entry, spec=tuple(stored)) if is_layout else tuple(stored)
 
 
-_REARRANGING = {"sharding_constraint", "convert", "transpose", "reshape", *SLICES}
+_OF_ITS_ELEMENTS = PARTIAL_READS | REARRANGING | {"sharding_constraint"}
+
+
+def operands_as_read(graph: Graph, marked: Mapping[int, InnerSpec], sizes: Mapping[str, int]) -> dict[int, InnerSpec]:
+    """The shardings in which the ops of functions inside read their operands, by value.
+
+    Args:
+      graph: the traced call.
+      marked: the shardings of the operands. Where one is cast, transposed or reshaped, what comes of it is read in the same
+        sharding, if its dimensions can have it.
+      sizes: the sizes of the mesh axes.
+    """
+    found = dict(marked)
+    for op in graph.ops:
+        if op.name in REARRANGING and op.rule is not None and op.inputs[0] in found:
+            at = corresponding(op.rule, op.rule.operands[0], op.rule.results[0])
+            sharded = {d: axes for d, axes in enumerate(found[op.inputs[0]]) if axes != ()}
+            ways = {d: math.prod(sizes[axis] for axis in axes or ()) for d, axes in sharded.items()}
+            if all(d in at and at[d][1] % n == 0 for d, n in ways.items()):
+                made: list[tuple[str, ...] | None] = [()] * len(graph.values[op.outputs[0]].shape)
+                for d, axes in sharded.items():
+                    made[at[d][0]] = axes
+                found[op.outputs[0]] = tuple(made)
+    return found
 
 
 def operands_of_calls(entries: Sequence[InnerEntry], first: int = 0) -> list[list[int]]:
@@ -191,7 +216,7 @@ def operands_of_calls(entries: Sequence[InnerEntry], first: int = 0) -> list[lis
     found: list[list[int]] = []
     for at, entry in enumerate(entries):
         if entry.is_operand:
-            follows = at and entries[at - 1].is_operand and entries[at - 1].number + MARK_EQUATIONS == entry.number
+            follows = at and entries[at - 1].is_operand and entries[at - 1].behind == entry.number
             found[-1:] = [[*found[-1], first + at]] if follows else [*found[-1:], [first + at]]
     return found
 

@@ -28,7 +28,13 @@ from shardfn.ir.model import Axes, Graph, Spec, mesh_text
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.planning.call_function import CallFunction, pure_function
 from shardfn.planning.fingerprint import change_since
-from shardfn.planning.inner_entries import InnerEntry, inner_entries, operands_of_calls, resolve_read_inside
+from shardfn.planning.inner_entries import (
+    InnerEntry,
+    inner_entries,
+    operands_as_read,
+    operands_of_calls,
+    resolve_read_inside,
+)
 from shardfn.planning.inner_placement import OnMesh, place_inner
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
 from shardfn.planning.mesh_inference import Placement, place
@@ -75,7 +81,7 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     pure = inside(pure_function(frozen, shapes), outer)
     function = CallFunction(pure, outer, frozen, shapes, donated, ambient=ambient)
     function, traced, inner = _traced(function, hardware, layout, problems)
-    inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, dimension_groups(traced.graph).of, inner)
+    inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, inner)
     result, changed = traced.results if call.returns_changes else (traced.results, {})
     returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
     outputs = [*returned, *changed_leaves(changed)]
@@ -315,6 +321,9 @@ def _problem(
     traced, hardware, bounds = call.traced, call.hardware, call.search
     graph = with_hoisted_trips(traced.graph, hardware.platform, lambda v: int(array_bytes(traced.graph.values[v])))
     outputs = list(zip(traced.outputs, call.outputs, propagation.given, strict=True))
+    inner = {value: propagation.inner[number] for value, number in graph.inner.items()}
+    of_calls = {entry.number for entry in call.inner if entry.is_operand}
+    marked = {value: spec for value, spec in inner.items() if graph.inner[value] in of_calls}
     return SearchProblem(
         names=tuple(leaf.path for leaf in call.inputs),
         shapes=tuple(leaf.shape for leaf in call.inputs),
@@ -341,8 +350,8 @@ def _problem(
             if spec is None and i not in call.same_as and leaf.shape},
         results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
         seconds=bounds.time_limit_s,
-        inner={value: propagation.inner[number] for value, number in graph.inner.items()},
-        operands=frozenset(v for v, n in graph.inner.items() if n in {e.number for e in call.inner if e.is_operand}),
+        inner=inner,
+        operands=operands_as_read(graph, marked, dict(axes)),
         memo=Memo(value_groups=groups.of),
     )  # fmt: skip
 

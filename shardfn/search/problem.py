@@ -119,8 +119,8 @@ class SearchProblem:
     """Whether the user asked to search one of them, whatever else is open."""
     inner: Mapping[int, InnerSpec] = dataclasses.field(default_factory=dict)
     """Shardings that the user gave for values inside, by value."""
-    operands: frozenset[int] = frozenset()
-    """Those of them that are operands or results of sharded functions inside: ops read them as they are sharded."""
+    operands: Mapping[int, InnerSpec] = dataclasses.field(default_factory=dict)
+    """Shardings of the operands of sharded functions inside, cast and transposed ones too, by value: ops read them so."""
     is_quick_look: bool = False
     """Whether to search as for a large program: nothing fits anyway, and an error has to name the largest arrays."""
     seconds: float = math.inf
@@ -173,8 +173,7 @@ class SearchProblem:
         if not self.operands:
             return constraints
         partitioned = self.partition(axes, specs, constraints, result_specs)
-        given = {value: self.inner[value] for value in self.operands}
-        mended = constraints_as_given(self.graph, partitioned, given, self.can_constrain)
+        mended = constraints_as_given(self.graph, partitioned, self.operands, self.can_constrain)
         return {**constraints, **mended} if mended else constraints
 
     def as_candidate(self, name: str, one: Answer) -> SearchCandidate:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from shardfn.ir.model import Graph, InnerSpec, Op, OpConstraint, PartitionedProgram, ShardingRule, Spec
+from shardfn.ir.model import Graph, InnerSpec, Op, OpConstraint, PartitionedProgram, ShardingRule, Spec, axis_name
 
 
 def constraints_as_given(
@@ -52,18 +52,19 @@ def _results_as_given(
     op: Op, rule: ShardingRule, results: tuple[Spec, ...], given: Mapping[int, InnerSpec]
 ) -> tuple[Spec, ...]:
     """The shardings of an op's results where the factors of given operands are sharded as there, and nothing else along their
-    axes."""
+    axes. Of two operands that are given along one axis, the first has it."""
     fixed: dict[int, tuple[str, ...]] = {}
+    taken: set[str] = set()
     for value, dims in zip(op.inputs, rule.operands, strict=True):
         for factors, axes in zip(dims, given.get(value, ()), strict=False):
-            if axes is not None and len(factors) == 1:
-                fixed.setdefault(factors[0], axes)
-    taken = {axis for axes in fixed.values() for axis in axes}
+            if axes is not None and len(factors) == 1 and factors[0] not in fixed and taken.isdisjoint(axes):
+                fixed[factors[0]] = axes
+                taken.update(axes)
 
     def dim(factors: tuple[int, ...], own: tuple[str, ...]) -> tuple[str, ...]:
         if len(factors) == 1 and factors[0] in fixed:
             return fixed[factors[0]]
-        return tuple(axis for axis in own if axis not in taken)
+        return tuple(axis for axis in own if axis_name(axis) == axis and axis not in taken)  # a part cannot be named
 
     return tuple(
         tuple(dim(factors, own) for factors, own in zip(dims, spec, strict=True))

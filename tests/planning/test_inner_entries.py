@@ -127,6 +127,46 @@ def test_operator_kept_by_a_constraint_computes_the_same(seed: Any) -> None:
     assert of_ops(plan, "dot_general")[0] == seed
 
 
+OTHER_FORMS = {
+    "cast": (lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), False),
+    "cast and transposed": (lambda x, w: x.astype(jnp.bfloat16) @ w.T, True),
+    "reshaped": (lambda x, w: (x.reshape(8, 8, 64) @ w).reshape(64, 64), False),
+}
+
+
+@pytest.mark.parametrize("level", ["communication", "memory", "time"])
+@pytest.mark.parametrize("form", OTHER_FORMS)
+@pytest.mark.parametrize("options", [{"search_mode": "auto"}, ROWS_8],
+                         ids=lambda options: "-".join(map(str, options.values())))  # fmt: skip
+def test_operator_reads_its_cast_or_transposed_operands_as_its_strategy(options: Any, form: str, level: str) -> None:
+    function, is_turned = OTHER_FORMS[form]
+    for rows, columns in SEEDS:
+        first = shard(function, (rows, columns[::-1] if is_turned else columns))
+        plan = shard(functools.partial(ffn, first=first), level=level, **options).plan(*ARRAYS)
+        expected = ((rows[0], 1, rows[1]) if form == "reshaped" else rows), columns
+        assert of_ops(plan, "dot_general")[0] == expected
+
+
+def test_cast_operator_kept_by_a_constraint_computes_the_same() -> None:
+    function = OTHER_FORMS["cast and transposed"][0]
+    first = shard(function, ((2, 1), (1, 1)))
+    plan = shard(functools.partial(ffn, first=first)).plan(*ARRAYS)
+    assert of_ops(plan, "dot_general")[0] == ((2, 1), (1, 1))
+    value = shard(functools.partial(ffn, first=first))(*ARRAYS)
+    np.testing.assert_allclose(value, ffn(*ARRAYS, first=function), rtol=0.02, atol=0.02)
+
+
+def test_operator_that_divides_a_sharded_dimension_computes_the_same() -> None:
+    inner = shard(lambda x, w: x.reshape(2, 32, 64) @ w, ((8, 1), (1, 1)))  # 8 shards of 64 are 2 x 4 of 2 x 32
+    check(lambda x, w: jnp.tanh(inner(x, w)), lambda x, w: jnp.tanh(x.reshape(2, 32, 64) @ w), *ARRAYS[:2])
+
+
+def test_operator_with_two_operands_along_one_axis_computes_the_same() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    inner = shard(jnp.matmul, (PartitionSpec("data"), PartitionSpec(None, "data")), device=mesh)
+    check(lambda x, w: jnp.tanh(inner(x, w)), lambda x, w: jnp.tanh(x @ w), *ARRAYS[:2], device=mesh)
+
+
 def test_contracted_dimension_of_operator_leaves_a_sum() -> None:
     plan = check(lambda x, w: jnp.sin(shard(jnp.matmul, ((2, 4), (4, 1)))(x, w)), lambda x, w: jnp.sin(x @ w),
                  *ARRAYS[:2], search_mode="sharding_propagation")  # fmt: skip
@@ -325,6 +365,32 @@ def test_step_stores_a_weight_as_its_operator_reads_it(kind: str, turned: bool) 
     state, value = step(state, x)
     assert state.params["w"].sharding.shard_shape((64, 64)) == (64 // expected[0], 64 // expected[1])
     np.testing.assert_allclose(value, loss(params, x, jnp.matmul), rtol=1e-4)
+
+
+INDEXED = {
+    "unrolled": lambda w, x, f: f(f(x, w[0]), w[1]),
+    "from the end": lambda w, x, f: f(f(x, w[-2]), w[-1]),
+    "in a loop": lambda w, x, f: jax.lax.fori_loop(0, 2, lambda i, h: f(h, w[i]), x),
+    "scanned": lambda w, x, f: jax.lax.scan(lambda h, one: (f(h, one), None), x, w)[0],
+    "by a scanned index": lambda w, x, f: jax.lax.scan(lambda h, i: (f(h, w[i]), None), x, jnp.arange(2))[0],
+    "cast": lambda w, x, f: f(f(x, w.astype(jnp.bfloat16)[0]), w[1]),
+    "transposed": lambda w, x, f: f(f(x, w[0].T), w[1].T),
+}
+
+
+@pytest.mark.parametrize("form", INDEXED)
+def test_step_stores_a_stack_as_an_operator_reads_what_is_indexed(form: str) -> None:
+    def loss(params: Any, x: Any, first: Any = product) -> Any:
+        return jnp.mean(INDEXED[form](params["w"], x, first) ** 2)
+
+    params, x = {"w": jax.random.normal(KEYS[0], (2, 64, 64)) / 8}, ARRAYS[0]
+    step = train.step(loss, optax.adam(0.1), mode="semi_auto_parallel")
+    state = step.init(params, x)
+    shard_shape = (2, 16, 64) if form == "transposed" else (2, 64, 16)
+    assert state.params["w"].sharding.shard_shape((2, 64, 64)) == shard_shape
+    state, value = step(state, x)
+    assert state.params["w"].sharding.shard_shape((2, 64, 64)) == shard_shape
+    np.testing.assert_allclose(value, loss(params, x, jnp.matmul), rtol=2e-2)
 
 
 def test_spec_inside_without_a_mesh_is_refused() -> None:
