@@ -162,6 +162,8 @@ class Op:
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
     same: int = -1
     """The operand that it gives back as it is, as a sum with zeros does."""
+    instances: int = 1
+    """How many devices compute it, each on shards of its own: more than one in a `shard_map`."""
     seen: tuple[int, ...] = ()
     """Of a loop, whose inputs are what goes in and then what its body returns: what the body sees."""
 
@@ -171,7 +173,7 @@ class Op:
         if inputs == self.inputs and outputs == self.outputs:
             return self
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.window_dims, self.site, self.combines, self.form, self.same, self.seen)  # fmt: skip
+                  self.window_dims, self.site, self.combines, self.form, self.same, self.instances, self.seen)  # fmt: skip
 
     @property
     def carries(self) -> list[tuple[int, int, int, int]]:
@@ -285,6 +287,10 @@ def trips_of(graph: Graph) -> list[int]:
     return [t or 1 for t in trips]
 
 
+USER_WRITTEN = "shard_map"
+"""The cause of a collective that the user wrote, in a `shard_map`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Communication:
     """A collective between two values of a program, before its bytes are known."""
@@ -297,6 +303,7 @@ class Communication:
     trips: int
     where: str
     cause: str
+    """The op whose result is reduced, or that needs the operand in another sharding."""
     is_last_resort: bool = False
     """Whether an array is gathered completely only to be sharded otherwise, because XLA knows no other path."""
 

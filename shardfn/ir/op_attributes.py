@@ -135,14 +135,6 @@ _EACH_TIME = frozenset({"stablehlo.custom_call", "stablehlo.rng", "stablehlo.inf
                         "stablehlo.send", "stablehlo.recv", "stablehlo.create_token", "stablehlo.after_all"})  # fmt: skip
 
 
-def cause_of(op: Any) -> str:
-    """The op whose result is communicated, for a reduction; the one that needs it, for the rest."""
-    if "reduce" in op.name:
-        owner = op.operands[0].owner
-        return "" if isinstance(owner, ir.Block) else short_name(owner.operation)
-    return next((short_name(use.owner.operation) for use in op.results[0].uses), "")
-
-
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
 
 

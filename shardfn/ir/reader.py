@@ -11,8 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
 from shardfn.ir.mlir import (
+    MESH_NAME,
     NUMBER,
     functions_of,
     ir,
@@ -24,8 +27,8 @@ from shardfn.ir.mlir import (
     symbol_of,
     value_of,
 )
-from shardfn.ir.model import Communication, Graph, Op, ShardingRule, Spec, Value
-from shardfn.ir.op_attributes import cause_of, form_of, op_by_attributes, op_line, rule_of, trip_count
+from shardfn.ir.model import USER_WRITTEN, Communication, Graph, Op, ShardingRule, Spec, Value
+from shardfn.ir.op_attributes import form_of, op_by_attributes, op_line, rule_of, trip_count
 from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 
 
@@ -88,6 +91,8 @@ class Reader:
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
         self.manual = False
+        self.instances = 1
+        """How many devices run what is read, each on shards of its own."""
         self.shards: list[tuple[int, int]] = []
         self.region = self.regions = 0
         """The number of the loop's body or the branch that is read, and of how many there were so far."""
@@ -218,10 +223,11 @@ class Reader:
         outputs = self.results(op, attrs, fact.results)
         if fact.unruled:
             self.unruled.setdefault(fact.unruled)
-        inputs, kind = tuple([env[o] for o in op.operands]), (trips, self.region)
+        inputs, kind = tuple([env[o] for o in op.operands]), (trips, self.region, self.instances)
         made = fact.made.get(kind)
         if made is None:
-            made = dataclasses.replace(fact.op, trips=trips, form=fact.op.form and (fact.op.form[0], self.region))
+            form = fact.op.form and (fact.op.form[0], self.region)
+            made = dataclasses.replace(fact.op, trips=trips, form=form, instances=self.instances)
         if made.inputs != inputs or made.outputs != outputs:
             made = fact.made[kind] = made.of(inputs, outputs)
         self.ops.append(made)
@@ -322,10 +328,11 @@ class Reader:
         out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
-        was, self.manual = self.manual, True
+        was, around = self.manual, self.instances
+        self.manual, self.instances = True, around * self.manual_devices(op)
         inner = {**env, **{a: self.new(self.value(a.type), None) for a in block.arguments}}
         returned = self.within(block, inner, trips)
-        self.manual = was
+        self.manual, self.instances = was, around
         outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
         self.shards += [
             *zip(inputs, (inner[a] for a in block.arguments), strict=True),
@@ -340,25 +347,51 @@ class Reader:
         inputs, outputs = tuple(env[o] for o in op.operands), self.results(op)
         for operand, out in zip(inputs, outputs, strict=False):
             self.communications.append(
-                Communication(kind, axes, size, operand, out, trips, self.where(op), cause_of(op))
+                Communication(kind, axes, size, operand, out, trips, self.where(op), USER_WRITTEN)
             )
             if kind != "all-to-all":  # the others keep the order of dimensions
                 self.shards.append((operand, out))
         self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
         return outputs
 
+    def manual_devices(self, op: Any) -> int:
+        """The devices along the manual axes of a `shard_map`."""
+        text = f"{op.attributes['in_shardings']} {op.attributes['out_shardings']}"
+        found = re.search(r"<@([^\s,>]+)", text)
+        sizes = self.meshes.get(found[1], {}) if found else dict(mesh_axes(text))
+        return math.prod(sizes.get(axis, 1) for axis in re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"])))
+
     def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
-        """Axes (where the module names them) and group size of a collective that the user wrote in a `shard_map`."""
+        """Axes of the plan's mesh (where they are known) and group size of a collective that the user wrote in a `shard_map`."""
         attrs = op.attributes
         if "replica_groups" not in attrs:
-            pairs = ir.RankedTensorType(attrs["source_target_pairs"].type).shape[0]
-            return (), 2 if pairs else 1
-        text = str(attrs["replica_groups"])
-        named = re.search(r"mesh = @(\w+), axes = (.*)", text)
+            pairs = _numbers(attrs["source_target_pairs"])
+            axes, size = self.axes_along(pairs)
+            return axes, size if axes else min(2, 1 + len(pairs))
+        named = re.search(r"mesh = @(\w+), axes = (.*)", str(attrs["replica_groups"]))
         if named is None:
-            return (), ir.RankedTensorType(attrs["replica_groups"].type).shape[1]
-        axes = tuple(_AXIS_REF_NAME.findall(named[2]))
-        return axes, math.prod(self.meshes.get(named[1], {}).get(a, 1) for a in axes)
+            members = _numbers(attrs["replica_groups"])
+        else:
+            sizes, along = self.meshes.get(named[1], {}), _AXIS_REF_NAME.findall(named[2])
+            places = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+            at = [i for i, axis in enumerate(sizes) if axis in along]
+            members = np.moveaxis(places, at, range(-len(at), 0)).reshape(-1, math.prod(places.shape[i] for i in at))
+        axes, size = self.axes_along(members)
+        return axes if size == members.shape[1] else (), members.shape[1]
+
+    def axes_along(self, members: np.ndarray[Any, Any]) -> tuple[tuple[str, ...], int]:
+        """The axes of the plan's mesh along which the devices of each row differ, and how many devices are along them."""
+        sizes = self.meshes.get(MESH_NAME, {})
+        if not members.size or members.max() >= math.prod(sizes.values()):
+            return (), 1
+        places = np.unravel_index(members, tuple(sizes.values()))
+        axes = tuple(axis for axis, at in zip(sizes, places, strict=True) if (at != at[:, :1]).any())
+        return axes, math.prod(sizes[axis] for axis in axes)
+
+
+def _numbers(attribute: Any) -> np.ndarray[Any, Any]:
+    """The numbers of a dense attribute, row by row."""
+    return np.array(ir.DenseIntElementsAttr(attribute)).reshape(ir.RankedTensorType(attribute.type).shape)
 
 
 _NO_OPS = frozenset({"stablehlo.constant", "sdy.constant", "sdy.mesh"})

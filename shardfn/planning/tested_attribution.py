@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from shardfn.cost.collectives import communication_bytes
-from shardfn.ir.model import Communication, Op, PartitionedProgram, Spec, axis_name
+from shardfn.ir.model import USER_WRITTEN, Communication, Op, PartitionedProgram, Spec, axis_name
 from shardfn.planning.attribution import attribute
 from shardfn.planning.decisions import Constraint, Decision
 from shardfn.planning.plan import Plan
@@ -45,16 +45,17 @@ class Cause:
 
 
 def causes(plan: Plan) -> tuple[Cause, ...]:
-    """The cause of each collective of a plan, in their order. In a pickled plan none is tested."""
+    """The cause of each collective of a plan, in their order; none for what the user wrote. In a pickled plan none is tested."""
     partitioned = plan.partitioned
     sent = [c for c in partitioned.communications if communication_bytes(partitioned, c)]  # as `plan.collectives`
     together: dict[_Subject, list[int]] = {}  # the steps of one resharding, largest first
     for i in sorted(range(len(sent)), key=lambda i: -sent[i].trips * communication_bytes(partitioned, sent[i])):
-        together.setdefault(_subject(partitioned, sent[i]), []).append(i)
+        if sent[i].cause != USER_WRITTEN:
+            together.setdefault(_subject(partitioned, sent[i]), []).append(i)
     test = _Test(plan) if plan._answered is not None else None
     likely_of = attribute(partitioned, len(plan.inputs), sent)
     number = {id(d): n for n, d in enumerate((*plan.inputs, *plan.outputs))}
-    found: dict[int, Cause] = {}
+    found = dict.fromkeys(range(len(sent)), Cause())
     for subject, steps in together.items():
         axes = frozenset(axis_name(axis) for i in steps for axis in sent[i].axes)
         likely = tuple(dict.fromkeys(pair for i in steps for pair in likely_of[i]))

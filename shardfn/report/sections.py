@@ -10,7 +10,7 @@ from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.paths import alike, few, layer, starred
-from shardfn.ir.model import Collective, Spec, mesh_sizes_text
+from shardfn.ir.model import USER_WRITTEN, Collective, Spec, mesh_sizes_text
 from shardfn.ir.op_traits import LISTED
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
@@ -131,7 +131,7 @@ def _collectives(of: Subject) -> Iterable[Part]:
         yield Text("Collectives", ("none predicted",))
 
 
-_CAUSES = {"return": "sharding of a result or of a loop carry"}
+_CAUSES = {"return": "sharding of a result or of a loop carry", USER_WRITTEN: "written in your shard_map"}
 
 
 def _closed_over(of: Subject) -> Iterable[Part]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.backends.tpu import gathered_arguments, scattered_values
-from shardfn.cost.compute import matrix_flops, op_flops
+from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
 from shardfn.cost.platforms import fuse
@@ -51,7 +51,7 @@ class GraphFacts:
     """The kernels of each op."""
     places: tuple[LiveBuffer, ...]
     flops: float
-    """Of one call, unsharded."""
+    """Of one call, unsharded; of the ops in a `shard_map` those of all its devices."""
     matrix_flops: float
     """Those of products and convolutions."""
     op_flops: tuple[float, ...]
@@ -116,6 +116,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     trips, last = tuple(trips_of(graph)), _last(graph)
     together = combined_matmul_counts(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
+    total = [each * op.trips * op.instances for each, op in zip(flops, graph.ops, strict=True)]
     rows = scattered_values(graph) if platform == "tpu" else frozenset[int]()
     return GraphFacts(
         trips,
@@ -124,8 +125,8 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         runs,
         kernels,
         (*temporaries, *kept),
-        sum(each * op.trips for each, op in zip(flops, graph.ops, strict=True)),
-        matrix_flops(whole),
+        sum(total),
+        sum(each for each, op in zip(total, graph.ops, strict=True) if op.name in CONTRACTIONS),
         flops,
         last,
         tuple(map(array_bytes, graph.values)),

@@ -182,3 +182,45 @@ def test_causes_what_if_without_the_named_array_has_no_such_collective():
     assert made.collectives
     assert {d.path for cause in causes(made) for d, _ in cause.shardings} == {"x"}
     assert not made.what_if({"x": (1, 1)}).collectives
+
+
+# ---- what the user wrote in a `shard_map`
+
+
+def written(x, w):
+    y = jax.lax.psum(jnp.tanh(x @ w), "tp")
+    z = jax.lax.all_gather(y, "dp", tiled=True)
+    z = jax.lax.ppermute(z, "tp", [(i, (i + 1) % 4) for i in range(4)])
+    return jax.lax.psum(jax.lax.all_to_all(w, "tp", 1, 0, tiled=True), ("dp", "tp")) + z.sum()
+
+
+ON_MESH = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+MAPPED = jax.shard_map(
+    written, mesh=ON_MESH, in_specs=(jax.P("dp", "tp"), jax.P("tp")), out_specs=jax.P(), check_vma=False
+)
+MATRICES = S((16, 64), "float32"), S((64, 64), "float32")
+
+
+@pytest.mark.parametrize(("device", "dp", "tp"), [(ON_MESH, ["dp"], ["tp"]), (None, ["x0"], ["x1", "x2"])])
+def test_report_collective_in_shard_map_has_its_mesh_axes_and_no_sharding_as_its_cause(device, dp, tp):
+    rows = make_report(shardfn.plan(MAPPED, *MATRICES, device=device)).to_dict()["collectives"]
+    assert {(row["kind"], *row["axes"]): row["group_size"] for row in rows} == {
+        ("all-reduce", *tp): 4, ("all-gather", *dp): 2, ("collective-permute", *tp): 4, ("all-to-all", *tp): 4,
+        ("all-reduce", *dp, *tp): 8,
+    }  # fmt: skip
+    assert all(row["cause"] == {"op": "shard_map", "shardings": [], "constraints": []} for row in rows)
+
+
+def test_report_psum_over_groups_inside_an_axis_has_no_mesh_axes():
+    groups = [[0, 1], [2, 3]]
+    fn = jax.shard_map(lambda x: jax.lax.all_gather(x, "tp", axis_index_groups=groups, tiled=True), mesh=ON_MESH,
+                       in_specs=jax.P("dp", "tp"), out_specs=jax.P("dp", "tp"), check_vma=False)  # fmt: skip
+    rows = make_report(shardfn.plan(fn, MATRICES[0], device=ON_MESH)).to_dict()["collectives"]
+    assert [(row["kind"], row["axes"], row["group_size"]) for row in rows] == [("all-gather", [], 2)]
+
+
+@pytest.mark.parametrize("specs", [(jax.P("dp", "tp"), jax.P("tp")), (jax.P("dp"), jax.P())])
+def test_flops_of_shard_map_are_those_of_all_its_devices(specs):
+    fn = jax.shard_map(jnp.matmul, mesh=ON_MESH, in_specs=specs, out_specs=jax.P("dp"), check_vma=False)
+    plan = shardfn.plan(fn, *MATRICES, device=ON_MESH)
+    assert plan._answered.problem.facts.flops == 8 * plan.cost.flops
