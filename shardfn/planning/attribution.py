@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardfn.ir.model import Communication, Op, PartitionedProgram, axis_name
 
@@ -13,9 +13,10 @@ Place = tuple[int, int, str]
 def attribute(
     partitioned: PartitionedProgram, count: int, wanted: Iterable[Communication]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The sharded dimensions of arguments that cause each communication.
+    """The sharded dimensions of arguments that each communication most likely comes from: the nearest ones.
 
-    For reductions these are the dimensions over which the op sums; for others, the dimensions of the operand.
+    They lead, along its mesh axes and by the fewest ops, to the dimensions over which a reduction sums, or to those of the
+    operand of another communication.
 
     Args:
       partitioned: the partitioned program.
@@ -27,22 +28,19 @@ def attribute(
     """
     arguments = partitioned.graph.arguments(count)
     pairs = [(i, dim) for i, v in enumerate(arguments) for dim, axes in enumerate(partitioned.specs[v]) if axes]
-    reach: dict[Place, int] = {}  # from a place to the pairs that it comes from, a bit each
+    nearest: dict[Place, int] = {}  # from a place to the pairs that it comes from by the fewest ops, a bit each
     for bit, (i, dim) in enumerate(pairs):
         for place in _places(partitioned, arguments[i], {dim}):
-            reach[place] = reach.get(place, 0) | 1 << bit
-    links = [(place, sources) for op in partitioned.graph.ops for place, sources in _links(partitioned, op)]
-    links += [(p, [q]) for one, other in partitioned.graph.ties for v, w in ((one, other), (other, one))
-              for p in _places(partitioned, v) for q in _places(partitioned, w) if p[1:] == q[1:]]  # fmt: skip
-    is_new = True
-    while is_new:  # more than once for loop carries
-        is_new = False
-        for place, sources in links:
-            found = before = reach.get(place, 0)
-            for source in sources:
-                found |= reach.get(source, 0)
-            if found != before:
-                reach[place], is_new = found, True
+            nearest[place] = nearest.get(place, 0) | 1 << bit
+    ahead: dict[Place, list[Place]] = {}
+    around: dict[Place, list[Place]] = {}
+    for place, sources in _every_link(partitioned):
+        for source in sources:
+            ahead.setdefault(source, []).append(place)
+            around.setdefault(source, []).append(place)
+            around.setdefault(place, []).append(source)
+    _spread(nearest, ahead)
+    _spread(nearest, around)  # propagation goes against the data too
     producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
 
     def of(c: Communication) -> tuple[tuple[int, int], ...]:
@@ -52,16 +50,40 @@ def attribute(
             _summed(partitioned, producers, c.operand) if "reduce" in c.kind else _places(partitioned, c.operand)
         ):
             if place[2] in axes or not axes:
-                found |= reach.get(place, 0)
+                found |= nearest.get(place, 0)
         return tuple(pair for bit, pair in enumerate(pairs) if found >> bit & 1)
 
     return tuple(map(of, wanted))
+
+
+def _spread(nearest: dict[Place, int], links: Mapping[Place, Sequence[Place]]) -> None:
+    """Give each place that is not in `nearest` what the nearest ones of `nearest` have, by the number of links."""
+    reached = dict(nearest)
+    while reached:
+        further: dict[Place, int] = {}
+        for source, found in reached.items():
+            for place in links.get(source, ()):
+                if place not in nearest:
+                    further[place] = further.get(place, 0) | found
+        nearest |= further
+        reached = further
 
 
 def _places(partitioned: PartitionedProgram, value: int, dims: Iterable[int] | None = None) -> list[Place]:
     spec = partitioned.specs[value]
     every = range(len(spec)) if dims is None else dims
     return [(value, dim, axis_name(axis)) for dim in every for axis in spec[dim]]
+
+
+def _every_link(partitioned: PartitionedProgram) -> Iterator[tuple[Place, Sequence[Place]]]:
+    """`_links` of all ops, and of values that hold the same array."""
+    for op in partitioned.graph.ops:
+        yield from _links(partitioned, op)
+    for one, other in partitioned.graph.ties:
+        for v, w in ((one, other), (other, one)):
+            same = _places(partitioned, w)
+            for place in _places(partitioned, v):
+                yield place, [p for p in same if p[1:] == place[1:]]
 
 
 def _links(partitioned: PartitionedProgram, op: Op) -> Iterator[tuple[Place, Sequence[Place]]]:

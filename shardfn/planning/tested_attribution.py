@@ -7,7 +7,7 @@ again without it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from shardfn.cost.collectives import communication_bytes
@@ -18,8 +18,8 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.propagation import memoized
 
 OPS_BUDGET = 12_000
-"""The work to test the causes of one plan, in ops of partitioned programs: one or two seconds. What it does not test has the
-causes of `attribution`."""
+"""The work to test the causes of one plan, in ops of partitioned programs: one or two seconds, for the largest collectives first.
+Those whose test it does not finish have the causes of `attribution`."""
 
 T = TypeVar("T")
 
@@ -54,23 +54,13 @@ def causes(plan: Plan) -> tuple[Cause, ...]:
             together.setdefault(_subject(partitioned, sent[i]), []).append(i)
     test = _Test(plan) if plan._answered is not None else None
     likely_of = attribute(partitioned, len(plan.inputs), sent)
-    number = {id(d): n for n, d in enumerate((*plan.inputs, *plan.outputs))}
     found = dict.fromkeys(range(len(sent)), Cause())
     for subject, steps in together.items():
         axes = frozenset(axis_name(axis) for i in steps for axis in sent[i].axes)
         likely = tuple(dict.fromkeys(pair for i in steps for pair in likely_of[i]))
-        likely = likely or tuple((number[id(d)], dim) for d, dim in _over(plan, axes))
         cause = test.cause(subject, axes, likely) if test is not None else _named(plan, likely, ())
         found |= dict.fromkeys(steps, cause)
     return tuple(found[i] for i in range(len(sent)))
-
-
-def _over(plan: Plan, axes: Collection[str]) -> tuple[tuple[Decision, int], ...]:
-    """The dimensions that are sharded over mesh axes: of arguments, else of results."""
-    for decisions in (plan.inputs, plan.outputs):
-        if found := tuple((d, i) for d in decisions for i, dim in enumerate(d.spec) if set(dim) & set(axes)):
-            return found
-    return ()
 
 
 def _named(plan: Plan, dims: Iterable[tuple[int, int]], constraints: Sequence[int]) -> Cause:
@@ -85,13 +75,15 @@ class _Test:
         assert plan._answered is not None
         posed, self.answer = plan._answered.posed, plan._answered.answer
         self.plan, self.tests_left = plan, OPS_BUDGET // max(1, len(plan.partitioned.graph.ops))
+        self.is_spent = False  # whether the budget left a test of the present cause undone
         self.given = posed.propagation.given
         self.partition = memoized(posed.propagation)
         self.indices = sorted(self.answer.constraints)  # in the order of `Plan.constraints`
         self.known: dict[object, PartitionedProgram] = {}
 
     def cause(self, subject: _Subject, axes: frozenset[str], likely: Dims) -> Cause:
-        """The cause of the collectives of a subject over some mesh axes, from the dimensions that they likely come from."""
+        """The cause of the collectives of a subject over some mesh axes: the dimensions that they likely come from, where the
+        budget ends before a minimal cause is found."""
 
         def is_gone(dims: Sequence[tuple[int, int]], constraints: Sequence[int]) -> bool:
             partitioned = self.without(tuple(dims), tuple(constraints), axes)
@@ -101,26 +93,27 @@ class _Test:
                 if c.group_size > 1
             )
 
+        self.is_spent = False
         over = [k for k, index in enumerate(self.indices) if axes & self.axes_of(index)]
         needed = self.least(over, lambda some: is_gone((), some)) if over and is_gone((), over) else ()
         dims = next((some for some in (likely, self.every(axes)) if some and is_gone(some, over)), ())
         if dims:
             parts = self.least(self.tied(dims), lambda some: is_gone(_flat(some), over))
             dims = self.least(_flat(parts), lambda some: is_gone(some, over))
-        elif not needed:
-            dims = likely
-        return _named(self.plan, sorted(dims), needed)
+        if self.is_spent:
+            return _named(self.plan, likely, ())
+        return _named(self.plan, sorted(dims) if dims or needed else likely, needed)
 
     def least(self, every: Sequence[T], is_enough: Callable[[Sequence[T]], bool]) -> tuple[T, ...]:
         """A minimal subset that is enough (QuickXplain); the first ones if there is a choice.
 
-        All of `every` together are enough. Items that the budget leaves untested stay.
+        All of `every` together are enough.
         """
 
         def needed(kept: Sequence[T], is_new: bool, rest: Sequence[T]) -> list[T]:
             if is_new and is_enough(kept):
                 return []
-            if len(rest) <= 1 or not self.tests_left:
+            if len(rest) <= 1 or self.is_spent:
                 return list(rest)
             half = len(rest) // 2
             later = needed([*kept, *rest[:half]], True, rest[half:])
@@ -153,7 +146,8 @@ class _Test:
         """The program with some dimensions unsharded over the axes, and without some constraints; None if the budget is spent."""
         key = dims, constraints, axes
         if key not in self.known:
-            if not self.tests_left:
+            self.is_spent = not self.tests_left
+            if self.is_spent:
                 return None
             self.tests_left -= 1
             count, answer = len(self.plan.inputs), self.answer

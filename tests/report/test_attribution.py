@@ -184,6 +184,21 @@ def test_causes_what_if_without_the_named_array_has_no_such_collective():
     assert not made.what_if({"x": (1, 1)}).collectives
 
 
+@pytest.mark.parametrize(("rows", "layer"), [((2, 1), ((4, 1), (1, 4))), ((2, 4), ((1, 4), (4, 1)))])
+def test_causes_of_more_collectives_than_can_be_tested_are_the_nearest_arrays(rows, layer):
+    layers = 60
+
+    def step(x, ws):
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(lambda ws: jnp.mean(tower(x, ws) ** 2))(ws))
+
+    ws = [(S((32, 64), "float32"), S((64, 32), "float32"))] * layers
+    plan = shardfn.plan(step, X, ws, in_strategy=(rows, [layer] * layers), device="tpu-v5e:8")
+    named = [{d.path for d, _ in cause.shardings} for cause in causes(plan)]
+    assert len(named) >= layers
+    assert all(named)
+    assert max(map(len, named)) <= 3
+
+
 # ---- what the user wrote in a `shard_map`
 
 

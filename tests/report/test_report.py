@@ -57,15 +57,15 @@ def made(**changes) -> Plan:
     ]
     outputs = (decided("result/0", (64, 32), X, "propagated"), decided("result/1", (), (), "propagated"))
     values = (Value((64, 32), "f32"), Value((32, 128), "f32"), Value((64, 128), "f32"), Value((128, 32), "f32"),
-              Value((64, 32), "f32"), Value((), "f32"), Value((), "f32"))  # fmt: skip
+              Value((64, 32), "f32"), Value((), "f32"), Value((), "f32"), Value((64, 32), "f32"))  # fmt: skip
     one = (
         Op("dot_general", (0, 1), (2,), None, 1, f"{FILE}:12", ((0, 1),)),
         Op("tanh", (2,), (2,), None, 1, f"{FILE}:12"),
-        Op("dot_general", (2, 3), (4,), None, 1, f"{FILE}:13", ((0, 1),)),
-        Op("all_reduce", (4,), (4,), None, 1, f"{FILE}:13"),
+        Op("dot_general", (2, 3), (7,), None, 1, f"{FILE}:13", ((0, 1),), site=0),
+        Op("all_reduce", (7,), (4,), None, 1, f"{FILE}:13"),
     )
-    ops = (*one * LAYERS, Op("reduce", (4, 5), (6,), None, 3, "", ((0, 0),)))
-    specs = (X, CUT, (("b",), ("a",)), (("a",), ()), X, (), ())
+    ops = (*one * LAYERS, Op("reduce", (4, 5), (6,), None, 3, "", ((0, 0),), site=1))
+    specs = (X, CUT, (("b",), ("a",)), (("a",), ()), X, (), (), X)
     graph = Graph(values, ops, (1, 3) * LAYERS + (5, 0), (4, 6), ())
     layer = Collective("all-reduce", ("a",), 4, (32, 32), "f32", 6144, 1, f"{FILE}:13", "dot_general")
     made = Plan(
@@ -102,7 +102,7 @@ def made(**changes) -> Plan:
     return dataclasses.replace(made, partitioned=dataclasses.replace(made.partitioned, communications=sent))
 
 
-OPERANDS = {"reduce": 6, "return": 0}
+OPERANDS = {"reduce": 6, "dot_general": 7, "return": 2}
 """By cause the value of the graph that a collective of `made` sends; others send value 5, a scalar."""
 
 TRANSFERS = ("`x` arrives with SingleDeviceSharding and is transferred in every call: 4 KiB per device",)
@@ -236,23 +236,9 @@ def test_data_is_complete_and_its_own():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("axes", "owners"),
-    [
-        (("b",), ["x dim 0 over b"]),
-        (("a:(1)2",), [f"params/layers/{i}/{at}" for i in range(4) for at in ("up dim 1 over a", "down dim 0 over a")]),
-        (("c",), []),
-    ],
-)
-def test_owners(axes, owners):
-    collective = Collective("all-gather", axes, 2, (), "f32", 4, 1, "")
-    assert attributions(made(collectives=(collective,))) == [(owners, [])]
-
-
-def test_owners_are_results_where_no_argument_is_cut():
-    sent = Collective("all-gather", ("b",), 2, (), "f32", 4, 1, "")
-    plan = made(inputs=(decided("x", (64, 32), WHOLE, "you"),), collectives=(sent,))
-    assert attributions(plan) == [(["result/0 dim 0 over b"], [])]
+def test_collective_that_no_sharded_array_leads_to_has_no_cause():
+    collective = Collective("all-gather", ("c",), 2, (), "f32", 4, 1, "")
+    assert attributions(made(collectives=(collective,))) == [([], [])]
 
 
 # ---- the drawing
