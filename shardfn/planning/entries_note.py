@@ -60,8 +60,8 @@ def _beside_a_style(
         other = problem.evaluate_answer(followed)
         figures = _compared(cost, other, problem.level)
         if objective(cost, problem) > objective(other, problem) and figures != NO_CHEAPER:
-            alone = f"than they do alone ({kind_of(layouts_of_answer(followed))})"
-            return f"every array has one, and style={style!r} makes the plan {figures} {alone}: leave one out"
+            alone = f"than the entries alone ({kind_of(layouts_of_answer(followed))})"
+            return f"every array has one, and style={style!r} costs {figures} {alone}: leave one out"
     batch = set(batch_groups(problem)) if STYLES[style].has_batch else set[int]()
     without = [
         f"`{name}`"
