@@ -1,4 +1,4 @@
-"""Each plan that was priced has a name of its own."""
+"""Each plan that was evaluated has a name of its own."""
 
 import collections
 
@@ -12,7 +12,7 @@ from shardfn.planning.decisions import Candidate, Figures
 from shardfn.search.problem import SearchCandidate
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))
-ROWS, COLUMNS, WHOLE = (("a",), ()), ((), ("a",)), ((), ())
+ROWS, COLUMNS, REPLICATED = (("a",), ()), ((), ("a",)), ((), ())
 CONSTRAINT = OpConstraint((None,), (ROWS,))
 
 
@@ -21,10 +21,10 @@ def candidate(name, *specs, axes=A, constraints=None, result_specs=None):
 
 
 CASES = [
-    ([candidate("8", ROWS, WHOLE), candidate("4x2", ROWS, WHOLE, axes=W)], ["8", "4x2"]),
-    ([candidate("8", ROWS, WHOLE), candidate("8", ROWS, COLUMNS)], ["8: w (1, 1)", "8: w (1, 8)"]),
+    ([candidate("8", ROWS, REPLICATED), candidate("4x2", ROWS, REPLICATED, axes=W)], ["8", "4x2"]),
+    ([candidate("8", ROWS, REPLICATED), candidate("8", ROWS, COLUMNS)], ["8: w (1, 1)", "8: w (1, 8)"]),
     (
-        [candidate("8", ROWS, WHOLE), candidate("8", WHOLE, WHOLE), candidate("8", ROWS, ROWS)],
+        [candidate("8", ROWS, REPLICATED), candidate("8", REPLICATED, REPLICATED), candidate("8", ROWS, ROWS)],
         ["8: x (8, 1), w (1, 1)", "8: x (1, 1), w (1, 1)", "8: x (8, 1), w (8, 1)"],
     ),
     (

@@ -157,8 +157,8 @@ def test_a_small_part_of_what_is_sent_is_not_worth_a_word():
     def both(x, y):
         return x * 2, y.sum(0)
 
-    args, cuts = (shaped(64, 64), shaped(64, 65536)), ((8, 1), (8, 1))
-    made = shardfn.plan(both, *args, in_strategy=cuts, out_strategy=((1, 4), (1,)), device="h100:8")
+    args, strategy = (shaped(64, 64), shaped(64, 65536)), ((8, 1), (8, 1))
+    made = shardfn.plan(both, *args, in_strategy=strategy, out_strategy=((1, 4), (1,)), device="h100:8")
     assert any(c.is_last_resort for c in made.partitioned.communications)
     assert made.diagnostics == ()
 
@@ -193,7 +193,7 @@ def test_several_arguments_held_whole():
 @pytest.mark.parametrize(
     ("shape", "entry"),
     [((65536, 262144), (8, 1)), ((65536, 262144), (1, 4)), ((65537, 262147), (1, 1)), ((1024, 65536), (1, 1))],
-    ids=["cut", "cut in part", "cannot be cut", "small"],
+    ids=["sharded", "sharded in part", "cannot be sharded", "small"],
 )
 def test_arguments_of_which_nothing_is_said(shape, entry):
     x = shaped(64, shape[0], dtype="bfloat16")
@@ -243,15 +243,15 @@ def test_one_device_has_none():
 
 def test_devices_that_do_what_others_do():
     step = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
-    odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be cut
+    odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be sharded
     made = shardfn.plan(step, *odd, device="h100:512", level=2)
     (told,) = said(made, "repeat the same work")
     share, alike = re.match(
         r"each of 512 devices computes (.+)% of the FLOPs instead of 0.195%: groups of (\d+) devices repeat", told
     ).groups()
-    whole = shardfn.plan(step, *odd, device="h100:1").cost.flops
-    assert float(share) == pytest.approx(100 * made.cost.flops / whole, rel=5e-3)
-    assert int(alike) == round(512 * made.cost.flops / whole)
+    unsharded = shardfn.plan(step, *odd, device="h100:1").cost.flops
+    assert float(share) == pytest.approx(100 * made.cost.flops / unsharded, rel=5e-3)
+    assert int(alike) == round(512 * made.cost.flops / unsharded)
     assert "use a larger batch or fewer devices" in told
     even = shaped(4096, 4096), shaped(8192, 4096)
     assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "devices repeat")

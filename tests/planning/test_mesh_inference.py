@@ -15,11 +15,11 @@ from shardfn.planning.mesh_inference import place, primes
 
 
 def placed(devices, *arrays):
-    """Grid and layouts of arrays given as ("ab", (4, 2)): a letter for each dim's class; cuts None: open."""
+    """Mesh and shardings of arrays given as ("ab", (4, 2)): a letter for each dimension's group; strategy None: open."""
     number = {letter: i for i, letter in enumerate("abcdefgh")}
     leaves = [Leaf(f"x{i}", f"argument {i} `x{i}`", (24,) * len(letters), "float32") for i, (letters, _) in enumerate(arrays)]  # fmt: skip
-    classes = [tuple(number[letter] for letter in letters) for letters, _ in arrays]
-    found = place(leaves, [cuts for _, cuts in arrays], classes, devices, problems := [])
+    groups = [tuple(number[letter] for letter in letters) for letters, _ in arrays]
+    found = place(leaves, [strategies for _, strategies in arrays], groups, devices, problems := [])
     return found, problems
 
 
@@ -27,9 +27,9 @@ def spec_text(spec):
     return "open" if spec is None else " ".join("+".join(dim) or "-" for dim in spec)
 
 
-# devices, arrays, sizes of the grid, the layout of each array: the axes of each dim, - for whole
+# devices, arrays, sizes of the mesh, the sharding of each array: the axes of each dimension, - for unsharded
 PLACEMENTS = {
-    "a lone array: its cuts, and the rest of the devices as the last axis": [
+    "a lone array: its strategy, and the rest of the devices as the last axis": [
         (8, [("ab", (4, 1))], (4, 2), ["a -"]),
         (8, [("ab", (1, 4))], (4, 2), ["- a"]),
         (8, [("ab", (2, 4))], (2, 4), ["a b"]),
@@ -46,14 +46,14 @@ PLACEMENTS = {
         (8, [("ab", (4, 1)), ("bc", (1, 2))], (4, 2), ["a -", "- b"]),
         (8, [("ab", (1, 2)), ("bc", (2, 1))], (2, 4), ["- a", "a -"]),
     ],
-    "one class, two cuts: the smaller takes the major part of the larger's axes": [
+    "one group, two strategies: the smaller takes the major part of the larger's axes": [
         (8, [("a", (4,)), ("a", (2,))], (2, 2, 2), ["a+b", "a"]),
         (8, [("a", (2,)), ("a", (4,))], (2, 2, 2), ["a", "a+b"]),
         (8, [("a", (8,)), ("a", (4,)), ("a", (2,))], (2, 2, 2), ["a+b+c", "a+b", "a"]),
         (12, [("a", (12,)), ("a", (3,))], (3, 4), ["a+b", "a"]),
         (12, [("a", (6,)), ("a", (4,))], (2, 2, 3), ["a+c", "a+b"]),
     ],
-    "a 1 says whole, and conflicts with nothing": [
+    "a 1 says unsharded, and conflicts with nothing": [
         (8, [("a", (8,)), ("a", (1,))], (8,), ["a", "-"]),
         (8, [("ab", (8, 1)), ("bc", (1, 1)), ("ac", (1, 8))], (8,), ["a -", "- -", "- a"]),
     ],
@@ -61,7 +61,7 @@ PLACEMENTS = {
         (8, [("ab", (2, 1)), ("bc", None)], (2, 4), ["a -", "open"]),
         (8, [("ab", None), ("bc", None)], (8,), ["open", "open"]),
     ],
-    "classes share axes only where the device count forces it": [
+    "groups share axes only where the device count forces it": [
         (8, [("ab", (8, 1)), ("bc", (1, 8))], (8,), ["a -", "- a"]),
         (16, [("ab", (8, 1)), ("bc", (1, 8))], (4, 2, 2), ["a+b -", "- a+c"]),
         (64, [("ab", (8, 1)), ("bc", (1, 8))], (8, 8), ["a -", "- b"]),
@@ -70,7 +70,7 @@ PLACEMENTS = {
     "never on one array": [
         (8, [("ab", (4, 2)), ("bc", (2, 4))], (4, 2), ["a b", "b a"]),
     ],
-    "a class twice on one array (x @ x.T) gets an axis for each": [
+    "a group twice on one array (x @ x.T) gets an axis for each": [
         (4, [("aa", (2, 2))], (2, 2), ["a b"]),
         (8, [("aa", (2, 4))], (2, 4), ["a b"]),
     ],
@@ -99,9 +99,9 @@ def test_placement(devices, arrays, sizes, layouts):
     assert found.order is None
     if devices > 1:
         assert math.prod(sizes) == devices
-        for (_, cuts), spec in zip(arrays, found.specs, strict=True):
-            if cuts is not None:
-                assert tuple(math.prod(dict(found.axes)[a] for a in dim) for dim in spec) == cuts
+        for (_, strategies), spec in zip(arrays, found.specs, strict=True):
+            if strategies is not None:
+                assert tuple(math.prod(dict(found.axes)[a] for a in dim) for dim in spec) == strategies
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_what_cannot_stand_together_names_two_arrays(devices, arrays, blamed):
 @pytest.mark.parametrize(
     ("arrays", "layout"),
     [([(f"{i}", (8,)) for i in range(2000)], "a"), ([(f"x{i}", (2, 4)) for i in range(300)], "a b")],
-    ids=["each of a class of its own", "all with one class in common"],
+    ids=["each of a group of its own", "all with one group in common"],
 )
 def test_many_arrays_are_placed_in_no_time(arrays, layout):
     number: dict[str, int] = {}
-    leaves = [Leaf(name, name, (8,) * len(cuts), "float32") for name, cuts in arrays]
-    classes = [(*[0] * (len(cuts) - 1), number.setdefault(name, len(number) + 1)) for name, cuts in arrays]
+    leaves = [Leaf(name, name, (8,) * len(strategies), "float32") for name, strategies in arrays]
+    groups = [(*[0] * (len(strategies) - 1), number.setdefault(name, len(number) + 1)) for name, strategies in arrays]
     start = time.perf_counter()
-    found = place(leaves, [cuts for _, cuts in arrays], classes, 8, problems := [])
+    found = place(leaves, [strategies for _, strategies in arrays], groups, 8, problems := [])
     assert time.perf_counter() - start < 10 and not problems
     assert {spec_text(spec) for spec in found.specs} == {layout}
 
@@ -159,7 +159,7 @@ def split(x, w):
     return (x @ w).reshape(x.shape[0], 4, 8).sum(-1)
 
 
-# function, shapes, cuts, device matrix, tensor maps of arguments and result (MindSpore's notation)
+# function, shapes, strategies, device matrix, tensor maps of arguments and result (MindSpore's notation)
 FUNCTIONS = [
     (lambda x: x + 1, [(8, 16)], [(4, 1)], (4, 2), [(1, -1), (1, -1)]),
     (jnp.matmul, [(8, 16), (16, 4)], [(2, 1), (1, 4)], (2, 4), [(1, -1), (-1, 0), (1, 0)]),
@@ -174,21 +174,23 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "arguments", "cuts", "matrix", "maps"), FUNCTIONS)
-def test_the_device_matrix_of_a_function(function, arguments, cuts, matrix, maps):
-    made = shardfn.plan(function, *shapes(*arguments), in_strategy=tuple(cuts), device="cpu:8")
+@pytest.mark.parametrize(("function", "arguments", "strategies", "matrix", "maps"), FUNCTIONS)
+def test_the_device_matrix_of_a_function(function, arguments, strategies, matrix, maps):
+    made = shardfn.plan(function, *shapes(*arguments), in_strategy=tuple(strategies), device="cpu:8")
     assert made.mesh.axis_sizes == matrix
     paths = [d.path for d in (*made.inputs, *made.outputs)]
     assert [layout_of(made, path).tensor_map for path in paths] == maps
-    assert tuple(d.strategy for d in made.inputs) == tuple(cuts)
+    assert tuple(d.strategy for d in made.inputs) == tuple(strategies)
 
 
 @pytest.mark.parametrize(
-    ("function", "cuts", "out"),
+    ("function", "strategies", "out"),
     [(jnp.matmul, ((4, 2), (2, 4)), (4, 2)), (lambda x, w: x @ w + 1, ((4, 2), (2, 4)), (4, 2))],
 )
-def test_a_clash_with_the_result_is_an_error(function, cuts, out):
+def test_a_clash_with_the_result_is_an_error(function, strategies, out):
     with pytest.raises(StrategyError, match=r"argument 0 `.*` and the output do not fit on one mesh"):
-        shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:8")
-    made = shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:16")
+        shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=strategies, out_strategy=(out,), device="cpu:8")
+    made = shardfn.plan(
+        function, *shapes((8, 16), (16, 8)), in_strategy=strategies, out_strategy=(out,), device="cpu:16"
+    )
     assert made.outputs[0].strategy == out

@@ -1,4 +1,4 @@
-"""Layouts, PartitionSpecs and NamedShardings brought onto one grid: every device holds the piece that they say."""
+"""Layouts, PartitionSpecs and NamedShardings brought onto one mesh: every device holds the shard that they say."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from shardfn.mindspore import Layout
 from shardfn.planning.named_shardings import mesh_of, names_axes
 
 DEVICES = jax.devices()
-GRID = Layout((2, 4), ("dp", "mp"))
+ON = Layout((2, 4), ("dp", "mp"))
 BACK = Layout((2, 4), ("dp", "mp"), [7, 6, 5, 4, 3, 2, 1, 0])
 MESH = Mesh(np.array(DEVICES).reshape(2, 4), ("dp", "mp"))
 EXPLICIT = jax.make_mesh((2, 4), ("dp", "mp"), axis_types=(AxisType.Explicit,) * 2)
@@ -31,16 +31,16 @@ def named(spec, mesh=MESH):
 
 
 def held(array):
-    """Which piece each device holds."""
+    """Which shard each device holds."""
     return {s.device: tuple((i.start or 0, i.stop) for i in s.index) for s in array.addressable_shards}
 
 
 # in_strategy, device, what the plan says of x and w
 DRAWN = {
-    "Layouts": ((GRID("dp", "None"), GRID("None", "mp")), None, [("dp",), ()], [(), ("mp",)]),
-    "two axes on a dim": ((GRID(("dp", "mp"), "None"), AUTO), None, [("dp", "mp"), ()], None),
-    "two axes, the other way": ((GRID(("mp", "dp"), "None"), AUTO), None, [("mp", "dp"), ()], None),
-    "Layout and PartitionSpec": ((GRID("dp", "mp"), P("mp")), None, [("dp",), ("mp",)], [("mp",), ()]),
+    "Layouts": ((ON("dp", "None"), ON("None", "mp")), None, [("dp",), ()], [(), ("mp",)]),
+    "two axes on a dim": ((ON(("dp", "mp"), "None"), AUTO), None, [("dp", "mp"), ()], None),
+    "two axes, the other way": ((ON(("mp", "dp"), "None"), AUTO), None, [("mp", "dp"), ()], None),
+    "Layout and PartitionSpec": ((ON("dp", "mp"), P("mp")), None, [("dp",), ("mp",)], [("mp",), ()]),
     "PartitionSpecs and a mesh": ((P("dp"), P(None, "mp")), MESH, [("dp",), ()], [(), ("mp",)]),
     "an empty PartitionSpec": ((P(), P("mp")), MESH, [(), ()], [("mp",), ()]),
     "NamedShardings": ((named(P("mp")), named(P(None, "dp"))), None, [("mp",), ()], [(), ("dp",)]),
@@ -48,9 +48,9 @@ DRAWN = {
     "NamedSharding and its mesh": ((named(P("dp")), AUTO), MESH, [("dp",), ()], None),
     "explicit axes": ((named(P("dp"), EXPLICIT), AUTO), None, [("dp",), ()], None),
     "an abstract mesh": ((named(P("dp"), AbstractMesh((2, 4), ("dp", "mp"))), AUTO), None, [("dp",), ()], None),
-    "None beside: dim 0 over all": ((None, GRID("None", "None")), None, [("dp", "mp"), ()], [(), ()]),
-    "ones beside": ((GRID("dp", "None"), (1, 1)), None, [("dp",), ()], [(), ()]),
-    "no cut at all": ((GRID("None", "None"), GRID("None", "None")), None, [(), ()], [(), ()]),
+    "None beside: dim 0 over all": ((None, ON("None", "None")), None, [("dp", "mp"), ()], [(), ()]),
+    "ones beside": ((ON("dp", "None"), (1, 1)), None, [("dp",), ()], [(), ()]),
+    "nothing sharded": ((ON("None", "None"), ON("None", "None")), None, [(), ()], [(), ()]),
 }
 
 
@@ -63,8 +63,8 @@ def test_drawn_entries_are_taken_as_they_are(strategy, device, x_spec, w_spec):
     assert [d.source == "you" for d in plan.inputs] == [True, w_spec is not None]
 
 
-LIES = {
-    "a Layout": (GRID("dp", "mp"), None, GRID("dp", "mp").sharding()),
+LAYOUTS = {
+    "a Layout": (ON("dp", "mp"), None, ON("dp", "mp").sharding()),
     "a Layout with ranks": (BACK("dp", "mp"), None, BACK("dp", "mp").sharding()),
     "a Layout on a part of the devices": (
         Layout((2, 2), ("a", "b"))("b", "a"), DEVICES[4:], Layout((2, 2), ("a", "b"))("b", "a").sharding(DEVICES[4:]),
@@ -81,7 +81,7 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("entry", "device", "wanted"), LIES.values(), ids=LIES)
+@pytest.mark.parametrize(("entry", "device", "wanted"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("outside", ["argument", "result"])
 def test_each_device_holds_its_piece(entry, device, wanted, outside):
     ins, outs = ((entry,), (entry,)) if outside == "argument" else (None, (entry,))
@@ -97,10 +97,10 @@ def test_a_result_alone_may_bring_the_mesh():
 
 
 def test_on_one_device_the_drawn_is_checked_and_whole():
-    plan = shardfn.plan(dense, X, W, in_strategy=(GRID("dp", "None"), AUTO), device=DEVICES[:1])
+    plan = shardfn.plan(dense, X, W, in_strategy=(ON("dp", "None"), AUTO), device=DEVICES[:1])
     assert plan.inputs[0].strategy == (1, 1)
     with pytest.raises(StrategyError, match="not divisible"):
-        shardfn.plan(dense, X[:7], W, in_strategy=(GRID("dp", "None"), AUTO), device=DEVICES[:1])
+        shardfn.plan(dense, X[:7], W, in_strategy=(ON("dp", "None"), AUTO), device=DEVICES[:1])
 
 
 def test_ints_on_a_given_mesh_take_its_axes():
@@ -111,7 +111,7 @@ def test_ints_on_a_given_mesh_take_its_axes():
 
 @pytest.mark.parametrize(
     ("entry", "drawn", "mesh"),
-    [(GRID("dp"), True, None), (P("dp"), True, None), (named(P("dp")), True, MESH), ((2,), False, None),
+    [(ON("dp"), True, None), (P("dp"), True, None), (named(P("dp")), True, MESH), ((2,), False, None),
      (None, False, None), (AUTO, False, None), (named(P("dp"), AbstractMesh((2,), ("dp",))), True, None)],
     ids=str,
 )  # fmt: skip

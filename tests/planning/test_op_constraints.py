@@ -58,19 +58,23 @@ PROGRAMS = {
 
 
 def rows(problem, value):
-    """The first dim that 8 devices divide, cut over all of them."""
+    """The first dimension that 8 devices divide, sharded over all of them."""
     shape = problem.graph.values[value].shape
     at = next((d for d, n in enumerate(shape) if n % 8 == 0), None)
     return tuple(("a",) if d == at else () for d in range(len(shape)))
 
 
 def holding(problem):
-    """Arguments whole, and every product inside held in pieces: what propagation alone would never do."""
-    whole = tuple(((),) * len(shape) for shape in problem.shapes)
+    """Arguments replicated, and the result of every matmul inside sharded by a constraint: what propagation alone would never do."""
+    replicated = tuple(((),) * len(shape) for shape in problem.shapes)
     constraints = {i: OpConstraint((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
             for i, op in enumerate(problem.graph.ops) if i in problem.can_constrain and op.name == "dot_general"}  # fmt: skip
     return Answer(
-        (("a", problem.devices),), whole, ("whole",) * len(whole), "products in pieces", constraints=constraints
+        (("a", problem.devices),),
+        replicated,
+        ("replicated",) * len(replicated),
+        "matmuls sharded",
+        constraints=constraints,
     )
 
 
@@ -98,7 +102,7 @@ def test_products_are_held_and_values_stay(name):
     assert {c.kind for c in made.constraints} == {"dot_general"}
     assert all("test_op_constraints.py" in c.where for c in made.constraints)
     free = shardfn.plan(function, *args, in_strategy=tuple((1,) * a.ndim for a in args))
-    assert not free.constraints and made.cost.flops < free.cost.flops / 4, "the products are shared out"
+    assert not free.constraints and made.cost.flops < free.cost.flops / 4, "the matmuls are sharded"
     text = sharded.lower(*args).as_text()
     assert text.count("sharding_constraint") >= len(made.constraints)
     assert "sharding_constraint" not in jax.jit(function).lower(*args).as_text()
@@ -180,7 +184,7 @@ def test_a_reduction_with_two_results_inside_the_module_and_one_outside():
 
 UNMATCHED = pytest.mark.xfail(
     not IS_BEFORE_JAX_0_12,
-    reason="JAX 0.12 lowers its indices of a triangle otherwise: sums and products are not told apart there",
+    reason="JAX 0.12 lowers its indices of a triangle otherwise: sums and multiplications are not told apart there",
 )
 
 

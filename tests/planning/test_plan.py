@@ -160,9 +160,9 @@ def test_arrays_that_differ_alike_are_one_change():
 def test_cuts_that_only_lie_over_another_grid_are_one_change():
     first, axes = made(), (("b", 8),)
     renamed = tuple(dataclasses.replace(d, spec=tuple(tuple("b" for _ in dim) for dim in d.spec)) for d in first.inputs)
-    cut = tuple(d.path for d in first.inputs if any(d.spec))
+    sharded = tuple(d.path for d in first.inputs if any(d.spec))
     changes = [c for c in diff(first, dataclasses.replace(first, axes=axes, inputs=renamed)) if c.paths]
-    assert cut and [c.paths for c in changes] == [cut]
+    assert sharded and [c.paths for c in changes] == [sharded]
     assert changes[0].second == "sharded equally over the second mesh"
 
 

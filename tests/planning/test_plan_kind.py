@@ -58,23 +58,23 @@ def test_kind_names_no_axis_replicated_over_which_operations_inside_are_sharded(
     made = shardfn.plan(
         mlp, *args, in_strategy=((2, 1), (1, 1), (1, 1)), search_mode="sharding_propagation", device="cpu:8"
     )
-    whole = shardfn.plan(mlp, *args, device="cpu:1").cost.flops
-    assert made.cost.flops == pytest.approx(whole / 8, rel=0.01) and "replicated" not in made.kind
+    unsharded = shardfn.plan(mlp, *args, device="cpu:1").cost.flops
+    assert made.cost.flops == pytest.approx(unsharded / 8, rel=0.01) and "replicated" not in made.kind
     alone = shardfn.plan(mlp, *args, in_strategy=((2, 1), (1, 1), (1, 1)), device="cpu:8")
-    assert alone.cost.flops == pytest.approx(whole / 2, rel=0.01) and alone.kind.endswith("× replicated over 4")
+    assert alone.cost.flops == pytest.approx(unsharded / 2, rel=0.01) and alone.kind.endswith("× replicated over 4")
 
 
 def test_kind_of_a_shard_map_counts_what_its_body_multiplies_as_weights():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
-    def product(x, w):
+    def matmul(x, w):
         return jax.lax.psum(x @ w, "model")
 
     entries = P("data", "model"), P("model")
-    made = shardfn.plan(product, shaped(16, 32), shaped(32, 64), in_strategy=entries, device=mesh)
+    made = shardfn.plan(matmul, shaped(16, 32), shaped(32, 64), in_strategy=entries, device=mesh)
     assert made.kind == "tensor parallel over 4 × data parallel over 2"
-    layers = shardfn.plan(lambda x, w, v: jnp.tanh(product(x, w)) @ v, shaped(16, 32), shaped(32, 64), shaped(64, 16),
+    layers = shardfn.plan(lambda x, w, v: jnp.tanh(matmul(x, w)) @ v, shaped(16, 32), shaped(32, 64), shaped(64, 16),
                           style="data_parallel", device=mesh)  # fmt: skip
     assert [d.strategy for d in layers.inputs] == [(8, 1), (1, 1), (1, 1)]
 

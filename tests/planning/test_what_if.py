@@ -1,4 +1,4 @@
-"""Why not another cut, and what if: every figure is held against a plan in which that cut was given."""
+"""Why not another strategy, and what if: every figure is held against a plan in which that strategy was given."""
 
 import dataclasses
 
@@ -87,12 +87,12 @@ def test_few_are_priced_of_many_and_the_others_are_named():
     assert every == made.why("x")
 
 
-@pytest.mark.parametrize("cuts", [(1, 8), (8, 1), (2, 4)])
-def test_the_searchs_runner_up_is_priced_first(cuts):
+@pytest.mark.parametrize("strategy", [(1, 8), (8, 1), (2, 4)])
+def test_the_searchs_runner_up_is_evaluated_first(strategy):
     made = given()
-    x = dataclasses.replace(made.decision("x"), runner_up=f"{cuts}: +8.1 us")
+    x = dataclasses.replace(made.decision("x"), runner_up=f"{strategy}: +8.1 us")
     (row,) = dataclasses.replace(made, inputs=(*made.inputs[:-1], x)).why("x", most=1).rows
-    assert row.strategy == cuts
+    assert row.strategy == strategy
 
 
 def test_alternatives_show_themselves():
@@ -156,14 +156,14 @@ def test_arrays_of_a_glob_are_cut_alike():
 
 
 @pytest.mark.parametrize(
-    ("cuts", "why", "fix"),
+    ("strategy", "why", "fix"),
     [
         ({"p/*/u": (1, 8), "p/*/v": (1, 1)}, "`p/0/u` is (1, 8), `p/0/v` is (1, 1)", "why('p/*/u'), why('p/*/v')"),
         ({"p/*": (1, 1), "p/1/u": (1, 8)}, "`p/0/u` is (1, 1), `p/1/u` is (1, 8)", "why('p/0/u'), why('p/1/u')"),
         ({"p/*/u": ON("None", "a"), "p/*/v": ON("None", "a"), "x": (1, 1)}, None, None),
     ],
 )
-def test_arrays_that_lie_differently_have_no_one_cut(cuts, why, fix):
+def test_arrays_sharded_differently_have_no_one_strategy(strategy, why, fix):
     layers = [{"u": shaped(64, 64), "v": shaped(64, 64)}] * 3
 
     def stack(p, x):
@@ -171,7 +171,7 @@ def test_arrays_that_lie_differently_have_no_one_cut(cuts, why, fix):
             x = jnp.tanh(x @ layer["u"]) @ layer["v"]
         return x
 
-    made = shardfn.plan(stack, layers, shaped(32, 64), device="cpu:8", parameter_plan=cuts)
+    made = shardfn.plan(stack, layers, shaped(32, 64), device="cpu:8", parameter_plan=strategy)
     if why is None:
         assert len(made.why("p/*", most=1).paths) == 6
         return

@@ -21,9 +21,9 @@ def loss(x, k):
 
 
 CASES = [
-    (((1, 1, 2, 1), (8, 1, 1, 1)), True),  # the kernel cut over an axis of the image, others unused
+    (((1, 1, 2, 1), (8, 1, 1, 1)), True),  # the kernel sharded over an axis of the image, others unused
     (((2, 1, 2, 1), (2, 2, 1, 1)), True),
-    (((1, 1, 4, 1), (1, 1, 1, 1)), True),  # half of the devices without a piece of the image
+    (((1, 1, 4, 1), (1, 1, 1, 1)), True),  # half of the devices without a shard of the image
     (((1, 1, 8, 1), (1, 1, 1, 1)), False),
     (((2, 1, 4, 1), (1, 1, 1, 1)), False),
     (((8, 1, 1, 1), (1, 1, 1, 1)), False),
@@ -50,7 +50,7 @@ def test_a_step_with_its_gradient_inside_is_right_too():
 
 
 def test_a_mended_program_is_planned_on_a_grid_as_any_other():
-    """Its constraints name no axis, so that they bring no grid along: 512 devices were nine axes of two there."""
+    """Its constraints name no axis, so that they bring no mesh along: 512 devices were nine axes of two there."""
     shape = jax.ShapeDtypeStruct((4, 8, 256, 256), "float32"), jax.ShapeDtypeStruct((8, 8, 3, 3), "float32")
     made = shardfn.plan(conv, *shape, in_strategy=((1, 1, 16, 16), None), device="h100:512")
     assert any("shardfn gathers" in text for text in made.diagnostics)
@@ -133,7 +133,7 @@ def grouped(groups, dilation):
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize(("groups", "dilation"), [(2, 1), (2, 2), (4, 1)])
 def test_convolutions_in_groups_and_their_gradients(groups, dilation, level):
-    """XLA stops, or ends the process, where pieces do not divide the groups."""
+    """XLA stops, or ends the process, where shards do not divide the groups."""
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 16, 16, 4)).astype("f"), rng.normal(size=(3, 3, 4 // groups, 8)).astype("f")
     both = lambda a, b: jax.grad(lambda a, b: (grouped(groups, dilation)(a, b) ** 2).sum(), (0, 1))(a, b)  # noqa: E731
@@ -164,14 +164,14 @@ REDUCTIONS = [
 
 @pytest.mark.parametrize(("reduction", "mended"), REDUCTIONS)
 def test_reductions_that_xla_has_no_all_reduce_for(reduction, mended):
-    """On CPU it stops with "Unsupported reduction computation" where a reduced dim is cut."""
+    """On CPU it stops with "Unsupported reduction computation" where a reduced dimension is sharded."""
     x = np.arange(128, dtype="int32").reshape(16, 8)
     looped = lambda x: jax.lax.map(reduction, jnp.stack([x, 2 * x]))[1]  # noqa: E731
-    for f, cut, is_cut in ((reduction, (4, 2), True), (reduction, (1, 8), False), (looped, (2, 4), True)):
-        sharded = shardfn.shard(f, (cut,))
+    for f, strategy, is_sharded in ((reduction, (4, 2), True), (reduction, (1, 8), False), (looped, (2, 4), True)):
+        sharded = shardfn.shard(f, (strategy,))
         np.testing.assert_array_equal(sharded(x), f(x))
         said = [text for text in sharded.plan(x).diagnostics if "shardfn gathers" in text]
-        assert bool(said) == (mended and is_cut)
+        assert bool(said) == (mended and is_sharded)
         assert all(
             text.startswith("shardfn gathers the reduced dimensions at ") and "test_workarounds.py" in text
             for text in said
@@ -214,7 +214,7 @@ def strided_pointwise(x, k):
 
 
 WRONG = [
-    (conv2, (8, 8, 8, 8), (3, 3, 8, 8), ((1, 1, 1, 2), (3, 1, 1, 1)), 6),  # the kernel cut along its window
+    (conv2, (8, 8, 8, 8), (3, 3, 8, 8), ((1, 1, 1, 2), (3, 1, 1, 1)), 6),  # the kernel sharded along its window
     (conv2, (8, 8, 8, 8), (3, 3, 8, 8), ((1, 2, 1, 1), (3, 1, 1, 1)), 6),
     (
         kernels_gradient,
@@ -240,7 +240,7 @@ def test_more_layouts_that_xla_mistakes_are_mended(function, image, kernel, stra
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_what_is_searched_avoids_them(level):
-    """Groups of batches, where XLA ended the process; kernels cut along their window on six devices."""
+    """Groups of batches, where XLA ended the process; kernels sharded along their window on six devices."""
     rng = np.random.default_rng(0)
     step = lambda x, k: jax.grad(lambda k: jnp.mean(conv2(x, k).mean((1, 2)) ** 2))(k)  # noqa: E731
     for function, shapes, devices in (
