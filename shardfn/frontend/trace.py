@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray, closed_over
 from shardfn.ir import shardy
-from shardfn.ir.model import Graph
+from shardfn.ir.model import Axes, Graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Traced:
     graph: Graph
     captured: int
     results: Any
-    mesh_shapes: tuple[tuple[int, ...], ...]
-    """Sizes of the meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
+    meshes: tuple[Axes, ...]
+    """The meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
     jaxpr: Any
     platform: str = ""
     """What it was lowered for."""
@@ -96,7 +96,7 @@ def trace(
     graph = shardy.read_graph(module, seen)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    meshes = shardy.mesh_shapes(module)
+    meshes = shardy.used_meshes(module)
     return Traced(module, graph, captured, results, meshes, traced.jaxpr.jaxpr, platform, seen, held)
 
 

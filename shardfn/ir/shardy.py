@@ -34,7 +34,7 @@ from shardfn.ir.mlir import (
     sdy,
     symbol_of,
 )
-from shardfn.ir.model import INNER_AXIS, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import INNER_AXIS, Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
 from shardfn.ir.propagation_form import inline, number_duplicates, order_depth_first, to_xla_form
 from shardfn.ir.reader import Reader, ReaderCache, UnreadOpError
 
@@ -210,14 +210,14 @@ def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
     start.insert(ir.Operation.parse(f"sdy.mesh @{MESH_NAME} = <[{mesh}]>"))
 
 
-def mesh_shapes(module: Any) -> tuple[tuple[int, ...], ...]:
-    """Axis sizes of the meshes of a lowered module that shardings use."""
+def used_meshes(module: Any) -> tuple[Axes, ...]:
+    """The meshes of a lowered module that shardings use."""
     meshes = meshes_of(module)
     every = [
         op for op in preorder(module.operation) if meshes and not (_is_on_any(op) or op.name == "stablehlo.constant")
     ]
     used = {name for op in every for _, a in attributes_of(op) for name in re.findall(r"@([^\s,>]+)", str(a))}
-    return tuple(tuple(size for _, size in mesh_axes(op.attributes["mesh"])) for op in meshes if symbol_of(op) in used)
+    return tuple(tuple(mesh_axes(op.attributes["mesh"])) for op in meshes if symbol_of(op) in used)
 
 
 def _is_on_any(op: Any) -> bool:

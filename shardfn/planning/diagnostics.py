@@ -332,7 +332,8 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
         found.append(
             f'one device: strategies are checked, the function runs unsharded;{FIX}use more devices, or device="cpu:8" to plan'
         )
-    others = [one for one in traced.mesh_shapes if math.prod(one) > 1 and one != tuple(size for _, size in axes)]
+    own, *shapes = [tuple(size for _, size in mesh) for mesh in (axes, *traced.meshes)]
+    others = [one for one in shapes if math.prod(one) > 1 and one != own]
     if others:
         shapes = ", ".join("x".join(map(str, one)) for one in dict.fromkeys(others))
         found.append(

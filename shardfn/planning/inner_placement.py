@@ -1,13 +1,18 @@
-"""Inner entries on the mesh of a plan."""
+"""Inner entries, and what a function brings along with a mesh of its own, on the mesh of a plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from shardfn.errors import Problem
+from jax.sharding import Mesh
+
+from shardfn.cost.devices.hardware import Hardware
+from shardfn.errors import DeviceError, Problem, fail
 from shardfn.ir.model import Axes, InnerSpec, Spec, mesh_text
+from shardfn.ir.rewrite import equation_line, equations
 from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.mesh_inference import expresses, finest, split_axes
 
@@ -26,7 +31,7 @@ def place_inner(
     entries: Sequence[InnerEntry],
     placed: Mapping[int, Spec],
     given: OnMesh,
-    shapes: Sequence[tuple[int, ...]],
+    meshes: Sequence[Axes],
     count: int,
     problems: list[Problem],
 ) -> OnMesh:
@@ -36,7 +41,8 @@ def place_inner(
       entries: the inner entries.
       placed: the shardings of their strategies, which were placed together with those of the leaves, by number.
       given: the mesh of the leaves, with no axes if they ask for none.
-      shapes: the sizes of the other meshes that the function itself brings along.
+      meshes: the other meshes that the function itself brings along. If nothing else asks for axes and it brings one of all
+        devices, as a `shard_map` does, that is the mesh.
       count: the device count.
       problems: receives entries that do not fit the mesh.
     """
@@ -44,8 +50,11 @@ def place_inner(
     axes, order = given.axes, given.order
     if not axes and fixed:
         axes, order = fixed[0].leaf.entry.axes, _order(fixed[0], count)
+    whole = {mesh for mesh in meshes if math.prod(size for _, size in mesh) == count}
+    if not axes and len(whole) == 1 < count:
+        (axes,) = whole
     own = axes or (("a", count),)
-    every = [*shapes, *(tuple(n for _, n in e.leaf.entry.axes) for e in fixed)]
+    every = [tuple(size for _, size in mesh) for mesh in (*meshes, *(e.leaf.entry.axes for e in fixed))]
     specs, inner = list(given.specs), dict(placed)
     if not all(math.prod(sizes) != count or expresses(own, sizes) for sizes in every):
         axes, parts = finest(own)
@@ -87,3 +96,27 @@ def _unfitted(entry: InnerEntry, axes: Axes, count: int) -> Problem:
     return Problem(f"{entry.leaf.label} does not fit the mesh of the call", entry.leaf.source,
                    f"the mesh is {mesh_text(axes)}, in the order of the call's {count} devices",
                    "use one mesh, or strategies of integers, for the call and for the values inside")  # fmt: skip
+
+
+def refuse_other_devices(jaxpr: Any, hardware: Hardware, name: str) -> None:
+    """Refuse a function with a `shard_map` on other devices than its call, or on those in another order.
+
+    Args:
+      jaxpr: the traced function.
+      hardware: the devices of the call.
+      name: the function's.
+
+    Raises:
+      DeviceError: there is one.
+    """
+    for _, eqn, _ in equations(jaxpr):
+        mesh = eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None
+        if not isinstance(mesh, Mesh) or hardware.devices is None or list(mesh.devices.flat) == list(hardware.devices):
+            continue
+        is_order = set(mesh.devices.flat) == set(hardware.devices)
+        what = "orders the devices otherwise than" if is_order else "is on other devices than"
+        line = equation_line(eqn)
+        fail(DeviceError, f"a shard_map in `{name}` {what} the call", where=f"the shard_map{line and f' at {line}'}",
+             why=f"its mesh {mesh_text(mesh.shape.items())} has the devices {[d.id for d in mesh.devices.flat]}, the call has "
+                 f"{[d.id for d in hardware.devices]}",
+             fix="give the call that mesh: device=mesh")  # fmt: skip

@@ -35,7 +35,7 @@ from shardfn.planning.inner_entries import (
     operands_of_calls,
     resolve_read_inside,
 )
-from shardfn.planning.inner_placement import OnMesh, place_inner
+from shardfn.planning.inner_placement import OnMesh, place_inner, refuse_other_devices
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
 from shardfn.planning.mesh_inference import Placement, place
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
@@ -214,8 +214,10 @@ def _traced(
 
     Raises:
       StrategyError: it calls back into Python in order, which JAX can do on one device only.
+      DeviceError: a `shard_map` in it is on other devices.
     """
     traced = function.traced(hardware.platform)
+    refuse_other_devices(traced.jaxpr, hardware, function.callee.name)
     if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
         fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",
              why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
@@ -290,12 +292,12 @@ def _on_mesh(call: TracedCall, placed: Placement, problems: list[Problem]) -> On
     count = call.hardware.count
     if call.layout is not None and count > 1 and not axes:
         axes = mesh_axes(call.layout, count, [])
-    shapes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.mesh_shapes
+    meshes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.meshes
     given = OnMesh(axes, tuple(placed.specs[: len(leaves)]), {}, placed.order)
     inferred = [e.number for e in call.inner if _is_inferred(e, values)]
     inner = {n: spec for n, spec in zip(inferred, placed.specs[len(leaves) :], strict=True) if spec is not None}
     # An inner `shard` has a mesh of its own: Shardy propagates across only if both are one.
-    return place_inner(call.inner, inner, given, shapes, count, problems)
+    return place_inner(call.inner, inner, given, meshes, count, problems)
 
 
 def _with_ambient(call: TracedCall, axes: Axes) -> TracedCall:

@@ -64,7 +64,8 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
     has no axes.
     """
     call = answered_call(plan).posed.call
-    meshes = [shape for shape in call.traced.mesh_shapes if math.prod(shape) == plan.hardware.count]
+    shapes = [tuple(size for _, size in axes) for axes in call.traced.meshes]
+    meshes = [shape for shape in shapes if math.prod(shape) == plan.hardware.count]
     is_prime = nested or not all(expresses(plan.axes, shape) for shape in meshes)
     mesh = (PlanMesh.with_prime_axes if is_prime else PlanMesh.of)(plan.mesh)
     function, static_argnums = _constrained(plan, call.function, mesh), call.function.call.statics

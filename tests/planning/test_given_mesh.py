@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn
 from shardfn import AUTO, shard
-from shardfn.errors import StrategyError
+from shardfn.errors import DeviceError, StrategyError
 from shardfn.planning.given_mesh import _possible, _specs
 
 DEVICES = np.array(jax.devices())
@@ -84,3 +84,32 @@ def test_strategies_of_a_mesh_are_those_with_a_sharding(sizes):
             assert tuple(math.prod(dict(axes)[a] for a in dim) for dim in spec) == one
             used = [a for dim in spec for a in dim]
             assert len(set(used)) == len(used)
+
+
+# ---- the mesh of a `shard_map` inside
+
+
+def mapped(mesh):
+    summed = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "model"), mesh=mesh, in_specs=(P("data", "model"), P("model")),
+                           out_specs=P("data"))  # fmt: skip
+    return lambda x, w: jnp.sin(summed(jnp.cos(x), w))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_call_without_a_mesh_takes_that_of_its_shard_map(level):
+    f = shard(mapped(MESH), level=level)
+    plan = f.plan(X, W1)
+    assert plan.axes == (("data", 2), ("model", 4))
+    assert plan.inputs[1].spec == (("model",), ())
+    assert not any("mesh of their own" in text for text in plan.diagnostics)
+    kinds = plan.verify().to_dict()["compiled"]["kinds"].values()
+    assert plan.cost.bytes_sent == sum(kind["compiled"]["bytes_sent"] for kind in kinds)
+    np.testing.assert_allclose(f(X, W1), np.sin(np.cos(X) @ W1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("devices", [DEVICES[:4].reshape(2, 2), DEVICES[::-1].reshape(2, 4)], ids=["fewer", "reversed"])
+def test_shard_map_on_other_devices_is_refused_and_the_fix_works(devices):
+    mesh = Mesh(devices, ("data", "model"))
+    with pytest.raises(DeviceError, match=r"a shard_map in `<lambda>`(.|\n)*test_given_mesh.py(.|\n)*device=mesh"):
+        shard(mapped(mesh))(X, W1)
+    np.testing.assert_allclose(shard(mapped(mesh), device=mesh)(X, W1), np.sin(np.cos(X) @ W1), rtol=1e-4)

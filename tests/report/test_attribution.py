@@ -216,9 +216,14 @@ MAPPED = jax.shard_map(
 MATRICES = S((16, 64), "float32"), S((64, 64), "float32")
 
 
-@pytest.mark.parametrize(("device", "dp", "tp"), [(ON_MESH, ["dp"], ["tp"]), (None, ["x0"], ["x1", "x2"])])
-def test_report_collective_in_shard_map_has_its_mesh_axes_and_no_sharding_as_its_cause(device, dp, tp):
-    rows = make_report(shardfn.plan(MAPPED, *MATRICES, device=device)).to_dict()["collectives"]
+@pytest.mark.parametrize(
+    ("entries", "dp", "tp"),
+    [(None, ["dp"], ["tp"]), (((4, 1), (1, 1)), ["x0"], ["x1", "x2"])],
+    ids=["on its mesh", "on a finer mesh"],
+)
+def test_report_collective_in_shard_map_has_its_mesh_axes_and_no_sharding_as_its_cause(entries, dp, tp):
+    every = make_report(shardfn.plan(MAPPED, *MATRICES, in_strategy=entries)).to_dict()["collectives"]
+    rows = [row for row in every if row["cause"]["op"] == "shard_map"]
     assert {(row["kind"], *row["axes"]): row["group_size"] for row in rows} == {
         ("all-reduce", *tp): 4, ("all-gather", *dp): 2, ("collective-permute", *tp): 4, ("all-to-all", *tp): 4,
         ("all-reduce", *dp, *tp): 8,
