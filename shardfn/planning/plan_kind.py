@@ -35,7 +35,7 @@ class Layouts:
     """The parameters with the axes over which XLA gathers them."""
     optimizer_state: tuple[Sharded, ...] = ()
     experts: frozenset[str] = frozenset()
-    """Mesh axes that shard a batch dimension of a matmul with a parameter."""
+    """Mesh axes that shard a batch dimension of the matmuls with most parameters that they shard."""
     stacked: frozenset[str] = frozenset()
     """Mesh axes that shard the dimension along which a loop takes its layers."""
     results: frozenset[str] = frozenset()
@@ -155,7 +155,7 @@ def layouts_of(
             for d in parameters
         ),
         tuple(map(_sharded, state)),
-        _expert_axes(partitioned, sources, {bit[d.path] for d in parameters}),
+        _expert_axes(partitioned, sources, {bit[d.path]: _sharded(d) for d in parameters}),
         frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in graph.trip_counts for axis in d.spec[0]),
         frozenset(axis for d in results for dim in d.spec for axis in dim),
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
@@ -231,19 +231,28 @@ def _sources(graph: Graph, count: int) -> dict[int, int]:
 
 
 def _expert_axes(
-    partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: Collection[int]
+    partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: Mapping[int, Sharded]
 ) -> frozenset[str]:
-    """The mesh axes that shard a batch dimension of a matmul one of whose operands comes from a parameter alone."""
-    found: set[str] = set()
+    """The mesh axes over which half of the parameters' bytes that they shard are a batch dimension of a matmul.
+
+    The heads of an attention are one too, in one of its four products with weights.
+    """
+    found: dict[str, set[int]] = {}
     for op in partitioned.graph.ops:
         if op.name == "dot_general" and op.rule is not None:
             in_both = [{factor for dim in dims for factor in dim} for dims in op.rule.operands]
             batch = set.intersection(*in_both) - op.rule.reduction
             for v, dims in zip(op.inputs, op.rule.operands, strict=True):
                 if sources.get(v) in parameters:
-                    found.update(axis for dim, axes in zip(dims, partitioned.specs[v], strict=True)
-                                 if batch & set(dim) for axis in axes)  # fmt: skip
-    return frozenset(found)
+                    for dim, axes in zip(dims, partitioned.specs[v], strict=True):
+                        for axis in axes if batch & set(dim) else ():
+                            found.setdefault(axis, set()).add(sources[v])
+
+    def is_most(axis: str) -> bool:
+        sharded = {source: size for source, (size, axes) in parameters.items() if axis in axes}
+        return sum(sharded.get(source, 0) for source in found[axis]) >= HALF * sum(sharded.values())
+
+    return frozenset(filter(is_most, found))
 
 
 def _row_axes(partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: int) -> frozenset[str]:

@@ -205,3 +205,16 @@ def test_results_in_any_container_take_the_sharding_of_what_they_replace(form):
     assert plan.kind == "ZeRO-1 over 8 devices"
     momenta = [d for d in plan.outputs if d.strategy.count(8)]
     assert len(momenta) == 2 and all("which it can replace" in d.reason for d in momenta)
+
+
+def attention(x, wq, wk, wv, wo):
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in (wq, wk, wv))
+    scores = jax.nn.softmax(jnp.einsum("bshk,bthk->bhst", q, k))
+    return jnp.einsum("bhst,bthk,hkd->bsd", scores, v, wo)  # heads are a batch of its products with `wo`
+
+
+@pytest.mark.parametrize("function", [attention, jax.grad(lambda *args: attention(*args).sum(), (1, 2, 3, 4))])
+def test_kind_of_weights_sharded_by_head_is_tensor_parallel(function):
+    args = shaped(4, 8, 32), *[shaped(32, 4, 8)] * 3, shaped(4, 8, 32)
+    entries = (1, 1, 1), *[(1, 4, 1)] * 3, (4, 1, 1)
+    assert shardfn.plan(function, *args, in_strategy=entries, device="cpu:4").kind == "tensor parallel over 4 devices"
