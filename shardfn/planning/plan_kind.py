@@ -192,8 +192,9 @@ def _batch_dimensions(
 ) -> set[tuple[str, int]]:
     """The dimensions, as (path, number), of the groups that look most like a batch.
 
-    A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates. Of
-    these, those of arguments whose shape no result has. Of these, those that a result has too.
+    A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates, and
+    which no result has in another dimension. Of these, those of arguments whose shape no result has. Of these, those that a
+    result has too.
 
     `search.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where here a
     gradient of the same path counts too. It chooses one batch, where a plan may shard several.
@@ -207,7 +208,10 @@ def _batch_dimensions(
         if not mine or any(number or path in mirrored for path, number in mine):
             continue
         is_returned = any(own[path] in shapes for path, _ in mine)
-        ranked.setdefault((group.size in stacks, is_returned, len(mine) == len(members)), set()).update(mine)
+        is_elsewhere = any(number for path, number in members if path not in own)
+        ranked.setdefault((group.size in stacks or is_elsewhere, is_returned, len(mine) == len(members)), set()).update(
+            mine
+        )
     return ranked[min(ranked)] if ranked else set()
 
 

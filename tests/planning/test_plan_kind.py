@@ -218,3 +218,12 @@ def test_kind_of_weights_sharded_by_head_is_tensor_parallel(function):
     args = shaped(4, 8, 32), *[shaped(32, 4, 8)] * 3, shaped(4, 8, 32)
     entries = (1, 1, 1), *[(1, 4, 1)] * 3, (4, 1, 1)
     assert shardfn.plan(function, *args, in_strategy=entries, device="cpu:4").kind == "tensor parallel over 4 devices"
+
+
+@pytest.mark.parametrize(("weights", "rows"), [((4, 1), (2, 1)), ((8, 1), (1, 1))])
+def test_kind_of_weights_stored_transposed_is_tensor_parallel(weights, rows):
+    """As Equinox and PyTorch store them: the outputs of a layer are dimension 0 of its weight and of its bias."""
+    args = shaped(128, 64), shaped(128), shaped(16, 64)
+    entries = weights, weights[:1], rows
+    kind = shardfn.plan(lambda w, b, x: x @ w.T + b, *args, in_strategy=entries, device="cpu:8").kind
+    assert kind == f"tensor parallel over {weights[0]}" + (" × data parallel over 2" if rows[0] == 2 else " devices")
