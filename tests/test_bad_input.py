@@ -298,6 +298,8 @@ CASES = {
         ("inside a shard_map", "jax.jit(jax.shard_map(shard(double), mesh=mesh, in_specs=P('dp'), out_specs=P('dp')))(x)",
          "StrategyError: the axes dp, mp of the shard_map",
          "jax.jit(jax.shard_map(shard(double).fn, mesh=mesh, in_specs=P('dp'), out_specs=P('dp')))(x)"),
+        ("inside a pmap", "jax.pmap(shard(double))(x.reshape(8, -1))", "StrategyError: the pmap around it",
+         "jax.pmap(shard(double).fn)(x.reshape(8, -1))"),
         ("along an axis of a vmap", "jax.vmap(shard(centred), axis_name='batch')(x)", "StrategyError: axis_name",
          "shard(jax.vmap(centred, axis_name='batch'))(x)"),
     ],

@@ -279,8 +279,9 @@ class ShardedFunction(Generic[P, R]):
             return _finish(callee, call, pure_function(callee, call)(*call.values))
         context = jax.sharding.get_abstract_mesh()
         if (manual := context.manual_axes) and math.prod(context.shape[axis] for axis in manual) == context.size:
-            fail(StrategyError, f"`{self.callee.name}` is called inside a shard_map",
-                 where=f"the axes {', '.join(map(str, manual))} of the shard_map",
+            named = ", ".join(str(axis) for axis in manual if not str(axis).startswith("_"))
+            fail(StrategyError, f"`{self.callee.name}` is called inside a {'shard_map' if named else 'pmap'}",
+                 where=f"the axes {named} of the shard_map" if named else "the pmap around it",
                  why="there every device already works on its own shard",
                  fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
         known = len(self._entries)

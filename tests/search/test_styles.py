@@ -180,7 +180,10 @@ def test_style_beside_entries_for_every_array_says_what_it_costs(tmp_path):
     alone = shardfn.plan(mlp, *big, in_strategy=entries, device="h100:8")
     more = made.cost.bytes_sent / alone.cost.bytes_sent - 1
     says = f"every array has one, and style='fsdp' costs {more:.0%} more bytes sent"
-    assert says in made.entries and "than the entries alone (tensor parallel over 4 × data parallel over 2)" in made.entries
+    assert (
+        says in made.entries
+        and "than the entries alone (tensor parallel over 4 × data parallel over 2)" in made.entries
+    )
     assert f"entries: {made.entries}" in str(made)
     assert not shardfn.plan(mlp, *big, in_strategy=entries, style="tensor_parallel", device="h100:8").entries
 
