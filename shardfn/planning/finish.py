@@ -21,15 +21,16 @@ from shardfn.planning.plan_kind import Layouts, layouts_of
 from shardfn.planning.posed_call import AnsweredCall, PosedCall
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.memory_limit import near_limit_note
-from shardfn.search.problem import Answer, OpConstraints
+from shardfn.search.problem import Answer, OpConstraints, ResultSpecs
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer, from a search, a file or a user."""
     call, problem = posed.call, posed.problem
-    partitioned, cost = problem.partitioned_of(answer), problem.evaluate_answer(answer)
     inputs = _inputs(posed, answer)
-    outputs, changed = _outputs(posed, answer, partitioned)
+    outputs, changed = _outputs(posed, answer, problem.partitioned_of(answer))
+    compiled = dataclasses.replace(answer, result_specs=_compiled_results(posed, answer, outputs))
+    partitioned, cost = problem.partitioned_of(compiled), problem.evaluate_answer(compiled)
     # Without the partitioned programs that the search kept, which are large.
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
     answered = AnsweredCall(uncached, answer)
@@ -132,6 +133,13 @@ def _outputs(
             reason = f"as `{call.inputs[call.same_as[i]].path}`, which it can replace"
         decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, ""))
     return tuple(decided), diagnostics
+
+
+def _compiled_results(posed: PosedCall, answer: Answer, outputs: Sequence[Decision]) -> ResultSpecs:
+    """The shardings of open results as `jax.jit` gets them. Fixed, they may spread otherwise than left to propagation."""
+    wanted = posed.propagation.results(answer.specs)
+    own = {i: d.spec for i, (d, spec) in enumerate(zip(outputs, wanted, strict=True)) if spec is None and d.shape}
+    return own | dict(answer.result_specs)
 
 
 def _constraints(constraints: OpConstraints, anchored: Mapping[int, int], graph: Graph) -> tuple[Constraint, ...]:

@@ -80,6 +80,18 @@ def test_here_it_is_what_explain_shows():
     assert "Compiled: collectives" in str(report)
 
 
+@pytest.mark.parametrize("strategy", [(2, 1), (1, 2), (2, 2), (8, 1)])
+def test_verify_a_gradient_through_branches_has_the_flops_that_are_compiled(strategy):
+    """Its result is open: a fixed sharding of it spreads into the branches."""
+
+    def loss(a):
+        return jnp.mean((jax.scipy.linalg.expm(a) + a @ a) ** 2)
+
+    report = shardfn.plan(jax.grad(loss), array(16, 16), in_strategy=(strategy,)).verify().to_dict()
+    flops = report["compiled"]["matmul_flops"]
+    assert flops["predicted"] == flops["compiled"]
+
+
 def test_a_target_compiles_in_another_process_to_what_compiles_here():
     """Eight CPU devices as a target, and these eight: pytrees, donation, static values, keys, grid and lines alike."""
     options = {**STEP, "in_strategy": (Weights((1, 4), (4, 1)), (2, 1), (2, 1), (), (1, 1))}
