@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import tree_util
 from jax.core import Tracer
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.jax_errors import AXES_OF_TYPE, JaxError, statement
 from shardfn.frontend.meshes import partition_spec, spec_of
 from shardfn.frontend.outer_call import outer_mesh
+from shardfn.frontend.trace import shaped
+from shardfn.ir.auto_types import with_auto_axes
 from shardfn.ir.model import Axes, Spec, mesh_text
 
 
@@ -166,6 +170,41 @@ def without_types(ambient: AmbientMesh | None, name: str) -> Iterator[None]:
         yield
 
 
+def typed_closure(
+    function: Callable[..., Any], ambient: AmbientMesh, static_argnums: tuple[int, ...]
+) -> Callable[..., Any]:
+    """`function`, for contexts in which types have no shardings, also where the arrays that it closes over have some.
+
+    JAX refuses such an array beside others. The function is then traced with the Explicit axes, which shard none of its
+    arguments, and its jaxpr loses them.
+
+    Args:
+      function: of positional arguments.
+      ambient: the mesh around the call.
+      static_argnums: as in `jax.jit`.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (ValueError, TypeError) as error:
+            if _closed_over(error) is None:
+                raise
+            refused = error
+        shapes = [v if i in static_argnums else tree_util.tree_map(shaped, v) for i, v in enumerate(args)]
+        try:
+            with jax.sharding.use_abstract_mesh(ambient.abstract):
+                closed, result = jax.make_jaxpr(function, static_argnums, return_shape=True)(*shapes)
+        except Exception:  # types that JAX refuses have an error without a public name
+            raise refused from None
+        leaves = tree_util.tree_leaves([v for i, v in enumerate(args) if i not in static_argnums])
+        flat = core.jaxpr_as_fun(with_auto_axes(closed, ambient.abstract))(*leaves)
+        return tree_util.tree_unflatten(tree_util.tree_structure(result), flat)
+
+    return run
+
+
 @contextlib.contextmanager
 def explained_types(name: str) -> Iterator[None]:
     """A context in which JAX's errors for a function that works with types that have Explicit axes are explained.
@@ -191,7 +230,8 @@ def _refuse_types(name: str, error: Exception) -> None:
     """
     if (where := _closed_over(error)) is not None:
         fail(StrategyError, f"`{name}` closes over an array whose type has Explicit axes", where=where,
-             why="inside a sharded function all axes are Auto, and only arguments change their types on the way in",
+             why="inside a sharded function all axes are Auto; the type is kept where the array is traced outside, or where the "
+                 "function does not trace with Explicit axes",
              fix="pass the array as an argument, close over numpy.asarray(array), make it (or import its library) before "
                  "jax.set_mesh, or set a mesh with Auto axes")  # fmt: skip
     if JaxError.SHARD_MAP_MESH.match(error):

@@ -14,7 +14,7 @@ from jax import tree_util
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend import nnx_objects
-from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, without_types
+from shardfn.frontend.ambient_mesh import AmbientMesh, has_types, typed_closure, without_types
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
@@ -93,9 +93,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     slots, statics, stateful, expected = call.slots, call.statics, call.stateful, signature(call.values, call.statics)
     static = {name for name, value in call.arguments().items() if holds_static(value)}
 
-    def pure(*flat: Any) -> Any:
-        if signature(flat, statics) != expected or has_types(flat):
-            raise OtherCall
+    def evaluate(*flat: Any) -> Any:
         if call.closed_over is not None:
             return call.closed_over.evaluate([value for i, value in enumerate(flat) if i not in statics])
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
@@ -115,6 +113,14 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             }
         result = hide_static(result)
         return (result, changed) if call.returns_changes else result
+
+    if call.ambient is not None and call.ambient.explicit:
+        evaluate = typed_closure(evaluate, call.ambient, statics)
+
+    def pure(*flat: Any) -> Any:
+        if signature(flat, statics) != expected or has_types(flat):
+            raise OtherCall
+        return evaluate(*flat)
 
     kind = inspect.Parameter.POSITIONAL_ONLY
     names = ["self"] * stateful + [slot.name for slot in slots]

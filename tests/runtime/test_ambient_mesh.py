@@ -177,13 +177,11 @@ def test_state_of_nnx_modules_inside_an_explicit_mesh():
 
 PSUM = shard(lambda x: jax.lax.psum(x, "data"))
 REFUSED = {
-    "a closed-over array": (lambda x, w: shard(lambda x: x @ w)(x), StrategyError, "closes over an array", "as an argument"),
-    "an element of a closed-over array": (
-        lambda x, w: shard(lambda x: x * w[0, 0])(x), StrategyError, "closes over an array", "as an argument",
+    "a closed-over array that is traced outside": (
+        lambda x, w: jax.grad(lambda w: shard(lambda x: x @ w)(x).sum())(w), StrategyError, "closes over an array", "as an argument",
     ),
-    "a closed-over array from one branch": (
-        lambda x, w: shard(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: w, lambda: jnp.ones((32, 64)) * x[0, 0]))(x),
-        StrategyError, "closes over an array", "as an argument",
+    "a closed-over array that is sharded as no op takes it": (
+        lambda x, w: shard(lambda x: x @ w @ w.T)(x), StrategyError, "closes over an array", "as an argument",
     ),
     "Explicit code": (
         lambda x, w: shard(lambda x, w: jnp.dot(x, w, out_sharding=P("data")))(x, w), StrategyError, "asks for Explicit axes",
@@ -228,6 +226,40 @@ def test_closed_over_array_without_a_type_works_inside_an_explicit_mesh(is_late)
         if is_late:
             table = np.asarray(jnp.asarray(W1))
         close(shard(lambda x: x @ table * table[0, 0])(X), X @ W1 * W1[0, 0])
+
+
+@jax.custom_vjp
+def sine(x):
+    return jnp.sin(x)
+
+
+sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+CLOSED_OVER = {
+    "an element": lambda x, w, key: x * w[0, 0],
+    "one branch": lambda x, w, key: jax.lax.cond(x[0, 0] > 0, lambda: w, lambda: jnp.ones((32, 64)) * x[0, 0]),
+    "loops": lambda x, w, key: jax.lax.fori_loop(0, 3, lambda i, y: jnp.tanh(y @ w) @ w.T, x),
+    "a result": lambda x, w, key: (x @ w, w),
+    "a custom JVP": lambda x, w, key: jax.nn.relu(x @ w),
+    "a custom VJP": lambda x, w, key: sine(x @ w) + sine(w[0]),
+    "a linear solve": lambda x, w, key: jnp.linalg.solve(w @ w.T + jnp.eye(32), x.T),
+    "a random key": lambda x, w, key: x + jax.random.normal(key, x.shape),
+    "checkpoint": jax.checkpoint(lambda x, w, key: jnp.sin(jnp.sin(x @ w))),
+    "a gradient inside": lambda x, w, key: jax.grad(lambda x: (jax.nn.relu(x @ w) ** 2).sum())(x),
+    "a sharded function inside": lambda x, w, key: shard(lambda x: x @ w, ((2, 1),))(x) + 1,
+}
+
+
+@pytest.mark.parametrize("function", CLOSED_OVER.values(), ids=CLOSED_OVER)
+def test_closed_over_array_with_a_type_works_inside_an_explicit_mesh(function):
+    wanted = jax.vjp(lambda x: function(x, W1, KEYS[0]), X)
+    with jax.set_mesh(EXPLICIT):
+        w, key = jnp.array(W1), jax.random.wrap_key_data(jnp.array(jax.random.key_data(KEYS[0])))
+        assert jax.typeof(w).sharding.mesh.explicit_axes
+        sharded = shard(lambda x: function(x, w, key))
+        value, pullback = jax.vjp(sharded, jnp.array(X))
+        close(value, wanted[0])
+        close(pullback(value), wanted[1](wanted[0]))
+        assert sharded.plan(X).axes == AXES
 
 
 def test_hardware_that_is_not_here_is_planned_for_inside_a_mesh():
