@@ -10,6 +10,8 @@
 - An array that is replicated along a dimension, and padded between its elements or by negative numbers into shards, gets
   wrong values or does not compile. A pad between elements and by a negative number before them ends the process.
   Windows with such padding (`reduce_window`) meet the same.
+- An array and its first elements (`x[:-1]`), or two such slices, whose shards are one array on each device: XLA mixes up
+  the two once both are gathered, and does not compile. An optimization barrier on the slice avoids it.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -69,7 +71,7 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction` or a `padding`."""
+    `transform`, a `reduction`, a `padding` or a `slice`."""
 
     where: str
     kind: str = "window"
@@ -91,7 +93,7 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
         moved_from[after] = moved_from.get(before, before)
     for before, after in reversed(moves):
         moved_to[before] = moved_to.get(after, after)
-    found: dict[WrongOp, None] = {}
+    found = dict.fromkeys(WrongOp(op.where, "slice") for op in _mixed_up_slices(partitioned, moves))
     for op in partitioned.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
             found.setdefault(WrongOp(op.where))
@@ -116,6 +118,27 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
         if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
             found.setdefault(WrongOp(op.where))
     return tuple(found)
+
+
+def _mixed_up_slices(partitioned: PartitionedProgram, moves: Sequence[tuple[int, int]]) -> list[Op]:
+    """The slices that take nothing from the shards of their operands, where XLA gathers several values of these shards."""
+    graph, specs = partitioned.graph, partitioned.specs
+    source: dict[int, int] = {}
+    slices: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        if op.name != "slice" or op.rule is None or any(tap.low or tap.stride > 1 for tap in op.window_dims):
+            continue
+        before, after = op.inputs[0], op.outputs[0]
+        if specs[before] == specs[after] and partitioned.local_shape(before) == partitioned.local_shape(after):
+            source[after] = source.get(before, before)
+            slices.setdefault(source[after], []).append(op)
+    gathered: dict[int, set[tuple[int, ...]]] = {}
+    for before, after in moves:
+        if (root := source.get(before, before)) in slices and not all(
+            now for was, now in zip(specs[before], specs[after], strict=True) if was
+        ):
+            gathered.setdefault(root, set()).add(graph.values[before].shape)
+    return [op for root, shapes in gathered.items() if len(shapes) > 1 for op in slices[root]]
 
 
 def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -177,6 +200,10 @@ _NOTES = {
         "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
         "wrong values or does not compile"
     ),
+    "slice": (
+        "shardfn puts an optimization barrier behind the slices at {}: XLA does not compile an array and its first elements "
+        "if their shards have one size and both are gathered"
+    ),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
         "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
@@ -189,7 +216,7 @@ def replicate_wrong_ops(
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
     Fourier transforms and grouped convolutions, the reduced dimensions of reductions without an all-reduce, and the padded
-    dimensions of the pads among `wrong`.
+    dimensions of the pads among `wrong`. Slices get an optimization barrier.
 
     Args:
       function: the function.
@@ -202,9 +229,11 @@ def replicate_wrong_ops(
     """
 
     gathered = functools.partial(unsharded, mesh)
-    is_padding_wrong = any(w.kind == "padding" for w in wrong)
+    kinds = {w.kind for w in wrong}
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if eqn.primitive.name == "slice":
+            return [jax.lax.optimization_barrier(out) for out in bind_one(eqn, inputs)]
         if eqn.primitive.name in _REDUCTIONS:
             return bind_one(eqn, [gathered(x, _reduced(eqn)) for x in inputs])
         if dims := _padded(eqn):
@@ -226,7 +255,12 @@ def replicate_wrong_ops(
         return [gathered(out, numbers.out_spec[2:])]
 
     def wanted(eqn: Any, number: int) -> bool:
-        return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn)) or (is_padding_wrong and bool(_padded(eqn)))
+        return (
+            eqn.primitive.name in _WINDOWS
+            or bool(_reduced(eqn))
+            or ("padding" in kinds and bool(_padded(eqn)))
+            or ("slice" in kinds and _is_of_first_elements(eqn))
+        )
 
     def refuse(eqn: Any) -> None:
         inside = {
@@ -237,12 +271,12 @@ def replicate_wrong_ops(
                  why="XLA miscompiles the sharding of its spatial dimensions, and custom derivative rules hide it from shardfn",
                  fix="leave its spatial dimensions unsharded, shard the image over all devices, or use "
                      "shardfn.halo.conv")  # fmt: skip
-        if is_padding_wrong and any(_padded(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
+        if "padding" in kinds and any(_padded(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
             fail(StrategyError, f"a pad inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
                  why="a replicated dimension is padded between its elements into shards, and custom derivative rules hide it "
                      "from shardfn",
                  fix="leave that dimension unsharded, or shard the operand too")  # fmt: skip
-        if any(w.kind == "reduction" for w in wrong):
+        if "reduction" in kinds:
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",
                  fix="leave the reduced dimensions unsharded, or reduce by sums, products, minima or maxima")  # fmt: skip
@@ -267,6 +301,10 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
         return ()
     is_known = name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype == bool
     return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
+
+
+def _is_of_first_elements(eqn: Any) -> bool:
+    return eqn.primitive.name == "slice" and not any(eqn.params["start_indices"])
 
 
 def _padded(eqn: Any) -> list[int]:

@@ -10,6 +10,8 @@ from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
 K = jax.random.normal(jax.random.key(1), (8, 8, 3, 3))
+MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
 
 
 def conv(x, k):
@@ -376,6 +378,32 @@ def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gra
     np.testing.assert_allclose(found, jax.grad(lambda x: jnp.sin(padded(x)).sum())(x), rtol=1e-5, atol=1e-6)
     said = any("padded between" in text for text in sharded.plan(x).diagnostics)
     assert said == (ways > 1)
+
+
+SLICES = {
+    "array and slice": (lambda x: (x, x[:-1]), True),
+    "two slices": (lambda x: (x[:-2], x[:-1]), True),
+    "a slice of a slice": (lambda x: (x, x[:-1][:-1]), True),
+    "fewer shards": (lambda x: (x, x[:16]), False),
+    "another end": (lambda x: (x, x[1:]), False),
+    "the slice alone": (lambda x: (x[:-1],), False),
+}
+
+
+@pytest.mark.parametrize(("parts", "is_mixed_up"), SLICES.values(), ids=SLICES)
+def test_array_and_its_first_elements_gathered_from_one_shard_compile(parts, is_mixed_up):
+    """Without the workaround XLA refuses the program."""
+
+    def sums(x):
+        gathered = [jax.lax.with_sharding_constraint(part, REPLICATED) for part in parts(x)]
+        return [jnp.cumsum(jnp.sin(part)) for part in gathered]
+
+    x = jax.random.normal(jax.random.key(9), (32,))
+    sharded = shardfn.shard(sums, ((8,),), device=MESH)
+    for mine, theirs in zip(sharded(x), sums(x), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert is_mixed_up == any("optimization barrier" in text for text in sharded.plan(x).diagnostics)
+    assert not any("does not compile" in text for text in sharded.plan(x).diagnostics if "barrier" not in text)
 
 
 def test_padding_between_elements_and_cropping_in_front_does_not_end_the_process():
