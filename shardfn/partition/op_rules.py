@@ -179,6 +179,7 @@ def _indexed(
 
     `rows` are what is read (the result) or written (the updates). An axis can shard a dimension of all three, a
     `window` dimension that the table shares with the rows, the rows of the `table`, or, if `is_by_index`, the `index`.
+    An axis of the index shards all three only if it does not shard the table otherwise.
     """
     table, index = op.rule.operands[:2]
     in_table, in_index, in_rows = ({f for dim in dims for f in dim} for dims in (table, index, rows))
@@ -189,6 +190,7 @@ def _indexed(
         "index": (in_index & in_rows) - in_table if is_by_index else set[int](),
     }
     by_table, by_index = (op.by_axis(d, spec) for d, spec in zip((table, index), op.operand_specs, strict=False))
+    free = {axis: dim for axis, dim in by_index.items() if by_table.get(axis, dim) in fits["all"]}
     sizes = [math.prod(v.shape) * dtype_bits(v.dtype) // 8 for v in (*op.operands[:2], written)]
     decided: dict[str, int] = {}
     kinds: dict[str, list[str]] = {kind: [] for kind in fits}
@@ -196,7 +198,7 @@ def _indexed(
     while left:
         offers: list[tuple[int, int, str, dict[str, int]]] = []
         for order, (kind, factors) in enumerate(fits.items()):
-            sources = {"all": (by_index, by_table), "index": (by_index,)}.get(kind, (by_table,))
+            sources = {"all": (free, by_table), "index": (by_index,)}.get(kind, (by_table,))
             found = {a: s[a] for s in sources for a in left if s.get(a) in factors}
             if found:
                 ways = op.shards([*found, *decided])

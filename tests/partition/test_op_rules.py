@@ -59,6 +59,14 @@ def of_each_layer(ws, x):
 
 
 # name: function, arguments, in_strategy, out_strategy
+def batched_rows(tables, indices):
+    return jax.vmap(lambda table, i: table[i])(tables, indices)
+
+
+def batched_update(tables, indices, updates):
+    return jax.vmap(lambda table, i, update: table.at[i].set(update))(tables, indices, updates)
+
+
 OPS = {
     "transpose": (jnp.transpose, (f32(16, 24),), ((8, 1),), ((8, 1),)),
     "reshape that splits": (lambda x: x.reshape(8, 4, 3), (f32(32, 3),), ((8, 1),), ((8, 1, 1),)),
@@ -85,6 +93,12 @@ OPS = {
                                ((1, 1), (8,), (8, 1)), ((1, 1),)),
     "scatter that replaces cut rows": (lambda t, i, u: t.at[i].set(u), (f32(16, 16), i32(64), f32(64, 16)),
                                        ((2, 1), (4,), (4, 1)), ((2, 1),)),
+    "rows of a batch of tables": (batched_rows, (f32(16, 8, 8), i32(16)), ((1, 1, 8), (8,)), ((8, 1),)),
+    "rows of a batch of tables, sharded by rows": (batched_rows, (f32(16, 8, 8), i32(16)), ((2, 4, 1), (8,)), ((8, 1),)),
+    "rows of a batch of tables, by an idle axis": (batched_rows, (f32(16, 8, 8), i32(16)), ((4, 1, 1), (8,)), ((8, 1),)),
+    "scatter to a batch of tables": (batched_update, (f32(16, 8, 8), i32(16), f32(16, 8)), ((1, 1, 8), (8,), (8, 1)), ((1, 1, 8),)),
+    "scatter to a batch of tables, sharded by rows": (batched_update, (f32(16, 8, 8), i32(16), f32(16, 8)),
+                                                      ((1, 8, 1), (4,), (4, 1)), ((1, 8, 1),)),
     "slice": (lambda x: x[3:51], (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "slice along a whole dim": (lambda x: x[:, 1:3], (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "pad": (lambda x: jnp.pad(x, ((1, 7), (0, 0))), (f32(64, 4),), ((8, 1),), ((8, 1),)),
