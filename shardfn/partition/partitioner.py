@@ -140,7 +140,7 @@ class _Partitioner(ProgramBuilder):
             if op.name == "reshard" and op.inputs[0] in self.on_one_device:
                 self.on_one_device[op.outputs[0]] = self.on_one_device[op.inputs[0]]
         specs = tuple(map(self.mesh.joined, self.specs))
-        graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops)))
+        graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops, self.trips)))
         needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=self.mesh.join(c.axes)) for c in self.sent if c.result in kept)
@@ -406,13 +406,18 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
     return live_ops(ops, {*graph.outputs, *conditions}, lambda op: not op.outputs)
 
 
-def _before_loops(ops: Sequence[Op]) -> list[Op]:
-    """Move ops that run less often than the loop body in which they are to the front of the loop."""
+def _before_loops(ops: Sequence[Op], trips: Sequence[int]) -> list[Op]:
+    """Move ops that run less often than the loop body in which they are to the front of the loop.
+
+    Args:
+      ops: the ops of a program.
+      trips: how often each value is made.
+    """
     if not any(op.seen for op in ops):
         return list(ops)
     found: list[Op] = []
     for op in ops:
-        if op.seen:
+        if op.seen and min(trips[v] for v in op.seen) > op.trips:
             first = body_start(found, op)
             found[first:] = sorted(found[first:], key=lambda o: o.trips > op.trips)
         found.append(op)

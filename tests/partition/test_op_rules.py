@@ -58,7 +58,19 @@ def of_each_layer(ws, x):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
 
-# name: function, arguments, in_strategy, out_strategy
+def loop_in_a_loop(x, w):
+    """Of the outer loop nobody knows how often it runs; what only the inner one reads is resharded before it."""
+
+    def inner(i, x):
+        return jnp.tanh(x @ w)
+
+    def outer(carried):
+        i, x = carried
+        return i + 1, lax.fori_loop(0, 6, inner, x)
+
+    return lax.while_loop(lambda carried: carried[1][0, 0] < carried[0], outer, (0, x))[1]
+
+
 def batched_rows(tables, indices):
     return jax.vmap(lambda table, i: table[i])(tables, indices)
 
@@ -67,6 +79,7 @@ def batched_update(tables, indices, updates):
     return jax.vmap(lambda table, i, update: table.at[i].set(update))(tables, indices, updates)
 
 
+# name: function, arguments, in_strategy, out_strategy
 OPS = {
     "transpose": (jnp.transpose, (f32(16, 24),), ((8, 1),), ((8, 1),)),
     "reshape that splits": (lambda x: x.reshape(8, 4, 3), (f32(32, 3),), ((8, 1),), ((8, 1, 1),)),
@@ -147,6 +160,7 @@ OPS = {
     "carried values that change places": (swapped, (f32(16, 16), f32(16, 16)), ((8, 1), (8, 1)), None),
     "weights by layer": (of_each_layer, (f32(4, 8, 8), f32(16, 8)), ((1, 8, 1), (8, 1)), None),
     "a loop's condition": (settled, (f32(64),), ((8,),), None),
+    "a loop in a loop": (loop_in_a_loop, (f32(16, 8), f32(8, 8)), ((8, 1), (8, 1)), None),
     "a condition": (lambda p, x: lax.cond(p > 0, lambda x: x.sum(0), lambda x: x[0] * 2, x), (f32(), f32(16, 8)),
                     ((), (1, 8)), None),
 }  # fmt: skip
