@@ -1,22 +1,25 @@
-"""What loops carry though nothing reads it: XLA's while-loop-simplifier removes it (JAX 0.10.2)."""
+"""What loops carry, or branches return, though nothing reads it: XLA's simplifiers of both remove it (JAX 0.10.2)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from shardfn.ir.model import Graph, Op, Value
 
 
 def without_dead_carries(graph: Graph) -> Graph:
-    """The graph whose loops carry only what their results, conditions and side effects are computed from."""
-    loops = [op for op in graph.ops if op.seen]
-    if not loops:
+    """The graph whose loops carry, and branches return, only what results, conditions and side effects are computed from."""
+    if not any(op.seen or op.name == "case" for op in graph.ops):
         return graph
-    live = _live_values(graph, loops)
-    ops, dead = [], set()
+    live = _live_values(graph)
+    ops, dead = [], set[int]()
     for op in graph.ops:
-        if op.seen:
+        if op.name == "case" and not live.issuperset(op.outputs):
+            dead.update(v for v in op.outputs if v not in live)
+            kept = [i for i, v in enumerate(op.outputs) if v in live]
+            branches = (branch[i] for branch in _branches(op) for i in kept)
+            op = op.of((op.inputs[0], *branches), tuple(op.outputs[i] for i in kept))
+        elif op.seen:
             kept = [i for i, v in enumerate(op.seen) if v in live or op.outputs[i] in live]
             if len(kept) < len(op.seen):
                 dead.update(set(op.seen) | set(op.outputs))
@@ -31,10 +34,23 @@ def without_dead_carries(graph: Graph) -> Graph:
     return dataclasses.replace(graph, ops=tuple(ops), ties=ties)
 
 
-def _live_values(graph: Graph, loops: Iterable[Op]) -> set[int]:
+def _branches(case: Op) -> list[tuple[int, ...]]:
+    """What each branch returns."""
+    n = len(case.outputs)
+    return [case.inputs[first : first + n] for first in range(1, len(case.inputs), n)] if n else []
+
+
+def _live_values(graph: Graph) -> set[int]:
     """The values from which the results, the conditions of loops, and ops without results are computed."""
-    reads: dict[int, tuple[int, ...]] = {v: op.inputs for op in graph.ops if not op.seen for v in op.outputs}
-    for loop in loops:
+    reads: dict[int, tuple[int, ...]] = {}
+    for op in graph.ops:
+        if op.name == "case":
+            reads.update(
+                (v, (op.inputs[0], *returned)) for v, *returned in zip(op.outputs, *_branches(op), strict=True)
+            )
+        elif not op.seen:
+            reads.update(dict.fromkeys(op.outputs, op.inputs))
+    for loop in (op for op in graph.ops if op.seen):
         for entering, seen, returned, result in zip(
             loop.inputs, loop.seen, loop.inputs[len(loop.seen) :], loop.outputs, strict=False
         ):

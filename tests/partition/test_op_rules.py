@@ -71,6 +71,10 @@ def loop_in_a_loop(x, w):
     return lax.while_loop(lambda carried: carried[1][0, 0] < carried[0], outer, (0, x))[1]
 
 
+def first_of_two(x, w):
+    return lax.cond(x[0, 0] > 0, lambda: (x @ w, x.sum(0)), lambda: (x @ w.T, x.max(0)))[0]
+
+
 def batched_rows(tables, indices):
     return jax.vmap(lambda table, i: table[i])(tables, indices)
 
@@ -161,6 +165,7 @@ OPS = {
     "weights by layer": (of_each_layer, (f32(4, 8, 8), f32(16, 8)), ((1, 8, 1), (8, 1)), None),
     "a loop's condition": (settled, (f32(64),), ((8,),), None),
     "a loop in a loop": (loop_in_a_loop, (f32(16, 8), f32(8, 8)), ((8, 1), (8, 1)), None),
+    "a branch result that nothing reads": (first_of_two, (f32(16, 8), f32(8, 8)), ((8, 1), (8, 1)), None),
     "a condition": (lambda p, x: lax.cond(p > 0, lambda x: x.sum(0), lambda x: x[0] * 2, x), (f32(), f32(16, 8)),
                     ((), (1, 8)), None),
 }  # fmt: skip
