@@ -36,7 +36,7 @@ tpu: $(VENV)/.has-test $(VENV)/.has-tpu-aot  ## the tests that compile for TPU t
 gpu: $(VENV)/.has-test $(VENV)/.has-gpu-aot  ## the tests that compile for GPUs (no GPU needed); JAX_PLATFORMS=cuda,cpu where one is here
 	$(DEVICES) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-ecosystem: VENV := $(VENV)-ecosystem
+ecosystem: override VENV := $(VENV)-ecosystem
 ecosystem: FLAGS := --xla_backend_optimization_level=0
 ecosystem: ## functions of some thirty JAX libraries, in a virtual environment of their own
 	@$(MAKE) --no-print-directory VENV=$(VENV) $(VENV)/.has-ecosystem
