@@ -24,7 +24,7 @@ demo: $(VENV)/.has-core  ## a small training run on 8 virtual devices, with its 
 # What LLVM makes better is a third of the tests' time, and nothing that they look at; `make slow` has it. `conftest.py` adds to it.
 test: FLAGS := --xla_backend_optimization_level=0
 test: $(VENV)/.has-test  ## the tests, slow ones left out
-	$(DEVICES) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(DEVICES) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
 	$(DEVICES) HYPOTHESIS_PROFILE=slow $(PY) -m pytest -n $(WORKERS) --dist worksteal \
