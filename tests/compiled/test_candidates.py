@@ -32,18 +32,18 @@ def test_compile_candidates_without_a_compiler_is_refused(monkeypatch):
         shardfn.plan(step, W1, W2, X, device="h100:4", compile_candidates=3)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_compile_candidates_takes_the_best_with_the_figures_of_xla(level):
-    sharded = shardfn.shard(step, level=level, compile_candidates=3)
-    found, wanted = sharded(W1, W2, X), step(W1, W2, X)
+@pytest.mark.parametrize(("function", "args", "level"), [(step, (W1, W2, X), 1), (mlp, (X, W1, W2), 2)])
+def test_compile_candidates_takes_the_best_with_the_figures_of_xla(function, args, level):
+    sharded = shardfn.shard(function, level=level, compile_candidates=3)
+    found, wanted = sharded(*args), jax.jit(function)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
-    made = sharded.plan(W1, W2, X)
+    made = sharded.plan(*args)
     (told,) = (f for f in made.diagnostics if f.startswith("compiled 3 plans"))
     rows = figures(made)
     assert len(rows) == 3
     winner = re.search(r"Best: (.+?); the search alone", told)[1]
     sent, peak = re.search(re.escape(winner) + r", mesh \S+: ([\d,]+) B sent, ([\d,]+) B peak", told).groups()
-    compiled = sharded.explain(W1, W2, X, compiled=True).to_dict()["compiled"]
+    compiled = sharded.explain(*args, compiled=True).to_dict()["compiled"]
     assert int(peak.replace(",", "")) == compiled["memory"]["together"]["compiled"]
     assert int(sent.replace(",", "")) == sum(kind["compiled"]["bytes_sent"] for kind in compiled["kinds"].values())
     least = min(int(b.replace(",", "")) for _, b in rows)
@@ -83,7 +83,7 @@ def figures(made):
 def test_seven_candidates_are_the_same_at_each_level():
     """Else another level's plan may be better as compiled at this level's aim, and never be compiled for it."""
     one, two, three = (
-        figures(shardfn.shard(step, level=level, compile_candidates=7).plan(W1, W2, X)) for level in (0, 1, 2)
+        figures(shardfn.shard(mlp, level=level, compile_candidates=7).plan(X, W1, W2)) for level in (0, 1, 2)
     )
     assert len(one) == 7 and sorted(one) == sorted(two) == sorted(three)
 
@@ -125,8 +125,8 @@ def refuses(monkeypatch, which):
 
 def test_a_candidate_that_does_not_compile_is_left_out_and_named(monkeypatch):
     refuses(monkeypatch, lambda number: number in (0, 2))
-    sharded = shardfn.shard(lambda w1, w2, x: step(5 * w1, w2, x), level=0, compile_candidates=4)
-    made = sharded.plan(W1, W2, X)
+    sharded = shardfn.shard(lambda x, w1, w2: mlp(x, 5 * w1, w2), level=0, compile_candidates=4)
+    made = sharded.plan(X, W1, W2)
     monkeypatch.undo()
     left = [f for f in made.diagnostics if "is left out" in f]
     assert len(set(left)) == 2, "each by its own name"
@@ -136,14 +136,13 @@ def test_a_candidate_that_does_not_compile_is_left_out_and_named(monkeypatch):
     )
     assert left[0].startswith("the search's, mesh") and len(figures(made)) == 2
     assert any("would have picked the search's" in f for f in made.diagnostics)
-    for found, wanted in zip(sharded(W1, W2, X), step(5 * W1, W2, X), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sharded(X, W1, W2), mlp(X, 5 * W1, W2), rtol=1e-4, atol=1e-5)
 
 
 def test_candidates_none_of_which_compiles_are_an_error(monkeypatch):
     refuses(monkeypatch, lambda number: True)
     with pytest.raises(StrategyError) as error:
-        shardfn.shard(lambda w1, w2, x: step(7 * w1, w2, x), compile_candidates=3).plan(W1, W2, X)
+        shardfn.shard(lambda x, w1, w2: mlp(x, 7 * w1, w2), compile_candidates=3).plan(X, W1, W2)
     (problem,) = error.value.problems
     assert re.fullmatch(r"none of [123] plans of `<lambda>` compiles", problem.what)
     assert "compile_candidates = " in problem.where and problem.why == "UNIMPLEMENTED: no such op"
