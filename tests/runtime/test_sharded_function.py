@@ -125,7 +125,7 @@ INSIDE = {
 
 @pytest.mark.parametrize(("function", "args", "ins", "outs"), INSIDE.values(), ids=INSIDE)
 def test_inside(function, args, ins, outs):
-    close(shard(function, ins, outs)(*args), function(*args))
+    close(shard(function, ins, outs)(*args), jax.jit(function)(*args))
 
 
 # ---- outside
@@ -387,8 +387,6 @@ def test_a_training_loop_has_the_losses_of_the_unsharded_one(name, sharded_part)
             return value, optax.apply_updates(params, updates), state
 
         step = shard_as("step", step)
-        if sharded_part != "step":
-            step = jax.jit(step)
         params, losses = parameters(), []
         state = optimizer.init(params)
         for x, y in BATCHES:
@@ -401,8 +399,9 @@ def test_a_training_loop_has_the_losses_of_the_unsharded_one(name, sharded_part)
         "forward": lambda f: shard(f, (AUTO, (2, 1)), parameter_plan=TENSOR_PARALLEL),
         "gradient": lambda f: shard(f, (AUTO, (2, 1), (2, 1)), parameter_plan=TENSOR_PARALLEL),
     }
-    losses, params, step = train(lambda part, f: made[part](f) if part == sharded_part else f)
-    wanted, wanted_params, _ = train(lambda part, f: f)
+    plain = lambda part, f: jax.jit(f) if part == "step" else f  # noqa: E731
+    losses, params, step = train(lambda part, f: made[part](f) if part == sharded_part else plain(part, f))
+    wanted, wanted_params, _ = train(plain)
     np.testing.assert_allclose(losses, wanted, rtol=1e-4)
     assert losses[-1] < losses[0]
     close(params, wanted_params, 1e-3)
@@ -427,17 +426,18 @@ def test_an_nnx_network_trains_with_one_block_sharded():
         def __call__(self, x):
             return self.head(x + self.block1(x))
 
-    def train(net):
-        optimizer, losses = nnx.Optimizer(net, optax.adamw(1e-2), wrt=nnx.Param), []
-        for x, y in BATCHES[:3]:
-            value, grads = nnx.value_and_grad(lambda net, x=x, y=y: ((net(x) - y) ** 2).mean())(net)
-            optimizer.update(net, grads)
-            losses.append(float(value))
-        return losses
+    def step(net, optimizer, x, y):
+        value, grads = nnx.value_and_grad(lambda net: ((net(x) - y) ** 2).mean())(net)
+        optimizer.update(net, grads)
+        return value
+
+    def train(net, step):
+        optimizer = nnx.Optimizer(net, optax.adamw(1e-2), wrt=nnx.Param)
+        return [float(step(net, optimizer, x, y)) for x, y in BATCHES[:3]]
 
     net = Whole()
     net.block1.shard(in_strategy=((2, 1),), parameter_plan={"up/kernel": (1, 4), "down/kernel": (4, 1)})
-    np.testing.assert_allclose(train(net), train(Whole()), rtol=1e-4)
+    np.testing.assert_allclose(train(net, step), train(Whole(), nnx.jit(step)), rtol=1e-4)
     assert len(net.block1._sharded()._entries) == 1
 
 
