@@ -875,7 +875,7 @@ def test_a_grid_for_other_devices_is_one_problem_however_many_arrays_there_are(t
         return x
 
     args = [shape] * 6, shape
-    shardfn.plan(product, *args, device="h100:16", level=1).save(tmp_path / "pod.toml")
+    shardfn.plan(product, *args, device="h100:16", style="fsdp").save(tmp_path / "pod.toml")
     with pytest.raises(shardfn.ShardError) as caught:
         shardfn.plan(product, *args, device="h100:8", layout=tmp_path / "pod.toml")
     assert [p.what for p in caught.value.problems] == [
