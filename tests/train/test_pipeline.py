@@ -39,6 +39,10 @@ def language(params, tokens, wanted):
     return loss + 1e-3 * sum(jnp.sum(block["up"] ** 2) for block in params["blocks"])
 
 
+language_and_gradient = jax.jit(jax.value_and_grad(language))
+chained_and_gradient = jax.jit(jax.value_and_grad(chained))
+
+
 def language_params(layers=5):
     block = lambda k: {"up": jax.random.normal(k, (D, 2 * D)) / 3, "down": jax.random.normal(k, (2 * D, D)) / 4}  # noqa: E731
     return {
@@ -80,7 +84,7 @@ def test_loss_and_gradients(how):
     params = language_params()
     pipe = train.pipeline(language, 6, auto_pipeline=True, **how)
     packed = pipe.pack(params, TOKENS, NEXT)
-    wanted = jax.value_and_grad(language)(params, TOKENS, NEXT)
+    wanted = language_and_gradient(params, TOKENS, NEXT)
     value, grads = jax.jit(jax.value_and_grad(pipe))(packed, TOKENS, NEXT)
     close((value, pipe.unpack(grads)), wanted)
     close(pipe.unpack(packed), params, 0)
@@ -110,8 +114,8 @@ def test_one_grid_for_stages_data_tensor_and_optimizer():
     for _ in range(3):
         state, value = step(state, TOKENS, NEXT)
         got.append(float(value))
-        value, grads = jax.value_and_grad(language)(plain, TOKENS, NEXT)
-        updates, opt_state = optimizer.update(grads, opt_state, plain)
+        value, grads = language_and_gradient(plain, TOKENS, NEXT)
+        updates, opt_state = jax.jit(optimizer.update)(grads, opt_state, plain)
         plain = optax.apply_updates(plain, updates)
         wanted.append(float(value))
     close(got, wanted)
@@ -162,7 +166,7 @@ def test_list_of_functions():
     ]
     plain = lambda ws, x, y: layers[2](ws[2], layers[1](ws[1], layers[0](ws[0], x)), y)  # noqa: E731
     pipe = train.pipeline(layers, 4, device=jax.devices()[:3])
-    close(jax.value_and_grad(pipe)(WS, X, Y), jax.value_and_grad(plain)(WS, X, Y), 2e-2)
+    close(jax.value_and_grad(pipe)(WS, X, Y), jax.jit(jax.value_and_grad(plain))(WS, X, Y), 2e-2)
     assert [row.parameters for row in pipe.describe(WS, X, Y).stages] == [128, 96, 24]
 
 
@@ -172,7 +176,7 @@ def test_staged():
         return train.staged(LAYERS[2], 1)(ws[2], x, y)
 
     pipe = train.pipeline(loss, 2, pipeline_stages=2, device=TWO)
-    close(jax.value_and_grad(pipe)(WS, X, Y), jax.value_and_grad(chained)(WS, X, Y))
+    close(jax.value_and_grad(pipe)(WS, X, Y), chained_and_gradient(WS, X, Y))
 
 
 def test_stage_config_and_segments():
@@ -186,7 +190,7 @@ def test_stage_config_and_segments():
     pipe = train.pipeline(
         deep, 4, stage_config={"0": 0, "1": 1, "2": 0, "3": 1}, segment_config={"[23]": 1}, device=TWO
     )
-    close(jax.value_and_grad(pipe)(ws, X, Y), jax.value_and_grad(deep)(ws, X, Y))
+    close(jax.value_and_grad(pipe)(ws, X, Y), jax.jit(jax.value_and_grad(deep))(ws, X, Y))
     assert (pipe.schedule.devices, pipe.schedule.chunks) == (2, 2)
 
 
@@ -291,7 +295,7 @@ def test_ops_of_all_kinds():
 
     pipe = train.pipeline(loss, 2, pipeline_stages=2, device=TWO)
     value, grads = jax.value_and_grad(pipe, allow_int=True)(params, X, Y)
-    wanted, plain = jax.value_and_grad(loss, allow_int=True)(params, X, Y)
+    wanted, plain = jax.jit(jax.value_and_grad(loss, allow_int=True))(params, X, Y)
     assert grads.pop("count").dtype == plain.pop("count").dtype == jax.dtypes.float0
     close((value, grads), (wanted, plain))
 
@@ -304,7 +308,7 @@ def test_shapes_are_enough_and_other_batches_fit():
     assert isinstance(packed, PackedParameters)
     assert packed.buffers["float32"].sharding.shard_shape(packed.buffers["float32"].shape)[0] == 1
     real = pipe.pack(language_params(2), tokens, tokens)
-    close(pipe(real, TOKENS, NEXT), language(language_params(2), TOKENS, NEXT))
+    close(pipe(real, TOKENS, NEXT), jax.jit(language)(language_params(2), TOKENS, NEXT))
 
 
 def test_the_context_says_stages_and_order():
@@ -408,7 +412,7 @@ def test_a_step_around_it():
     packed = pipe.pack(ws, X, Y)
     step = train.step(pipe, optax.sgd(0.1), micro_batches=2)
     state, value = step(step.init(packed, X, Y), X, Y)
-    wanted, grads = jax.value_and_grad(lambda ws: LAYERS[2](ws[1], LAYERS[0](ws[0], X), Y))(ws)
+    wanted, grads = jax.jit(jax.value_and_grad(lambda ws: LAYERS[2](ws[1], LAYERS[0](ws[0], X), Y)))(ws)
     close(value, wanted)
     close(pipe.unpack(state.params), jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads))
     with pytest.raises(StrategyError, match="the step and its pipeline are for different devices"):
