@@ -106,13 +106,13 @@ def test_products_are_held_and_values_stay(name):
     text = sharded.lower(*args).as_text()
     assert text.count("sharding_constraint") >= len(made.constraints)
     assert "sharding_constraint" not in jax.jit(function).lower(*args).as_text()
-    close(sharded(*args), function(*args))
+    close(sharded(*args), jax.jit(function)(*args))
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "fori"])
 def test_gradients_stay_inside_and_outside(name):
     function, args = PROGRAMS[name]
-    wanted = jax.grad(loss(function), (0, 1, 2))(*args)
+    wanted = jax.jit(jax.grad(loss(function), (0, 1, 2)))(*args)
     sharded = shardfn.shard(function, search_mode="holding")
     close(jax.grad(loss(sharded), (0, 1, 2))(*args), wanted)
     step = shardfn.shard(jax.grad(loss(function), (0, 1, 2)), search_mode="holding")
@@ -124,8 +124,8 @@ def test_nothing_is_held_inside_a_custom_vjp():
     both = lambda x, a, b: own(block(x, a, b), a, b)  # noqa: E731
     sharded = shardfn.shard(both, search_mode="holding")
     assert len(sharded.plan(X, W1, W2).constraints) == 2
-    close(sharded(X, W1, W2), both(X, W1, W2))
-    close(jax.grad(loss(sharded))(X, W1, W2), jax.grad(loss(both))(X, W1, W2))
+    close(sharded(X, W1, W2), jax.jit(both)(X, W1, W2))
+    close(jax.grad(loss(sharded))(X, W1, W2), jax.jit(jax.grad(loss(both)))(X, W1, W2))
     assert not shardfn.plan(own, X, W1, W2, search_mode="holding").constraints
 
 
@@ -245,4 +245,4 @@ def test_constraints_beside_a_vmapped_loop_leave_its_values():
     x, w = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 16)) / 4
     sharded = shardfn.shard(batch, (shardfn.AUTO, (2, 4), (4, 2)), level="communication")
     assert sharded.plan(limits, x, w).constraints
-    np.testing.assert_allclose(sharded(limits, x, w), batch(limits, x, w), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sharded(limits, x, w), jax.jit(batch)(limits, x, w), rtol=1e-5, atol=1e-6)
