@@ -89,11 +89,15 @@ def test_one_device_takes_the_steps_of_plain_jax(name, alone):
     params, rest = eqx.partition(make(), is_param)
     optimizer, losses = optax.adam(1e-2), []
     state = optimizer.init(params)
-    one = jax.jit(lambda p: jax.value_and_grad(lambda p: loss(eqx.combine(p, rest), *data()))(p))
-    for _ in range(20):
-        value, grads = one(params)
+
+    @jax.jit
+    def one(params, state):
+        value, grads = jax.value_and_grad(lambda p: loss(eqx.combine(p, rest), *data()))(params)
         updates, state = optimizer.update(grads, state)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, value
+
+    for _ in range(20):
+        params, state, value = one(params, state)
         losses.append(float(value))
     np.testing.assert_allclose(alone[name], losses, rtol=2e-4)
 
@@ -173,12 +177,16 @@ class Tied(nnx.Module):
     ("mode", "make"), [("semi_auto_parallel", Tied), ("auto_parallel", Tied())], ids=["made", "given"]
 )
 def test_a_variable_at_two_places_is_one_array(mode, make):
-    plain, losses = Tied(), []
+    plain = Tied()
     optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
-    for _ in range(3):
+
+    @nnx.jit
+    def by_hand(plain, optimizer):
         value, grads = nnx.value_and_grad(nnx_loss)(plain, *data())
         optimizer.update(plain, grads)
-        losses.append(float(value))
+        return value
+
+    losses = [float(by_hand(plain, optimizer)) for _ in range(3)]
     step = train.step(nnx_loss, optax.sgd(0.1), mode=mode)
     found, state = run(step, make=make, steps=3)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
@@ -206,13 +214,15 @@ def with_collections(variables, x, y):
 def test_collections_that_the_loss_changes_are_kept(mode):
     variables = dict(Normed().init(jax.random.key(0), data()[0]))
     first, losses, optimizer = variables, [], optax.sgd(0.1)
-    for _ in range(3):
-        of = jax.value_and_grad(lambda p: with_collections({**variables, "params": p}, *data()), has_aux=True)  # noqa: B023
+
+    @jax.jit
+    def by_hand(variables):
+        of = jax.value_and_grad(lambda p: with_collections({**variables, "params": p}, *data()), has_aux=True)
         (value, changed), grads = of(variables["params"])
-        variables = {
-            "params": optax.apply_updates(variables["params"], jax.tree.map(lambda g: -0.1 * g, grads)),
-            **changed,
-        }
+        return value, {"params": jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], grads), **changed}
+
+    for _ in range(3):
+        value, variables = by_hand(variables)
         losses.append(float(value))
     step = train.step(with_collections, optimizer, mode=mode, mutable="batch_stats")
     found, state = run(step, make=lambda: first, steps=3)
