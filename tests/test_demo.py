@@ -1,6 +1,5 @@
 """`python -m shardfn demo`, started as a newcomer starts it: with nothing set in the environment."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -12,14 +11,14 @@ import pytest
 
 import shardfn
 from shardfn.cli import demo
+from tests.processes import bare_environment
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_the_demo():
-    keep = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
-    done = subprocess.run([sys.executable, "-m", "shardfn", "demo"], cwd=ROOT, env=keep, capture_output=True, text=True,
-                          timeout=240)  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "shardfn", "demo"], cwd=ROOT, env=bare_environment(), capture_output=True,
+                          text=True, timeout=240)  # fmt: skip
     printed = done.stdout
     assert done.returncode == 0, printed[-2000:] + done.stderr
     assert printed.startswith(f"shardfn on 8 cpu devices, jax {jax.__version__}\n"), "it finds them by itself"

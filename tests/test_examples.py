@@ -16,6 +16,8 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.processes import bare_environment
+
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("[0-9]*.py"))
 OUTPUTS = ROOT / "examples" / "outputs"
@@ -25,12 +27,8 @@ VARYING = {"17_gpt"}
 IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 """Whether stored outputs are those of this JAX: another release has other collectives."""
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
-
-
-def bare() -> dict[str, str]:
-    """The environment without what says how many devices there are: the examples say it themselves."""
-    keep = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
-    return keep | {"PYTHONPATH": str(ROOT)}
+SEARCHED_LONG = {"a_pod_you_do_not_have"}
+"""The README and docs/tutorials/plan-70b.md search plans of that size too, and quick tests run those."""
 
 
 def test_all_are_here():
@@ -59,7 +57,11 @@ def without_numbers(text: str) -> list[str]:
 
 
 def test_a_script_runs_alone():
-    done = subprocess.run([sys.executable, str(SCRIPTS[0])], env=bare(), capture_output=True, text=True, timeout=120)
+    """Examples say themselves how many devices they need."""
+    environment = bare_environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS[0])], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -87,11 +89,15 @@ def shown(cell) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SEARCHED_LONG else []) for p in NOTEBOOKS],
+)
 def test_notebook_shows_what_is_stored(path, monkeypatch):
     stored = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
-    for name in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS"):
+    monkeypatch.setenv("XLA_FLAGS", bare_environment()["XLA_FLAGS"])
+    for name in ("NPROC", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
