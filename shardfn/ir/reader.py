@@ -39,8 +39,8 @@ class _Fact(NamedTuple):
     """With its results, but without values; the first number of `form` is final."""
     results: tuple[Value, ...]
     unruled: str
-    made: dict[tuple[int, int], Op]
-    """The op made of it last, by trips and region: programs of one module number most values alike."""
+    made: dict[tuple[int, int, int], Op]
+    """The op made of it last, by trips, region and instances: programs of one module number most values alike."""
 
 
 class ReaderCache:
