@@ -288,7 +288,7 @@ def trips_of(graph: Graph) -> list[int]:
 
 
 USER_WRITTEN = "shard_map"
-"""The cause of a collective that the user wrote, in a `shard_map`."""
+"""The cause of a collective that is written in a `shard_map`, the user's or that of a training step."""
 
 
 @dataclasses.dataclass(frozen=True)

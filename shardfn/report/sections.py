@@ -131,7 +131,7 @@ def _collectives(of: Subject) -> Iterable[Part]:
         yield Text("Collectives", ("none predicted",))
 
 
-_CAUSES = {"return": "sharding of a result or of a loop carry", USER_WRITTEN: "written in your shard_map"}
+_CAUSES = {"return": "sharding of a result or of a loop carry", USER_WRITTEN: "written in a shard_map"}
 
 
 def _closed_over(of: Subject) -> Iterable[Part]:
