@@ -15,10 +15,11 @@ X = np.arange(120, dtype=np.float32).reshape(8, 15)  # only dimension 0 can be s
 
 
 def _observed(x):
-    """XLA does not compile it where dimension 0 is sharded 8 ways."""
+    """XLA does not compile it where dimension 0 is sharded 8 ways; `planning.workarounds` does not see into the branches."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     jax.debug.callback(lambda _: None, x)
-    first = jax.lax.with_sharding_constraint(x[:1], NamedSharding(mesh, PartitionSpec()))
+    first = jax.lax.cond(True, lambda x: x[:1], lambda x: x[:1], x)
+    first = jax.lax.with_sharding_constraint(first, NamedSharding(mesh, PartitionSpec()))
     return first, x * 2
 
 
