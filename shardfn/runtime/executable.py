@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -186,17 +185,7 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
     problem, bounds = posed.problem, posed.call.search
     if not problem.hardware.is_here:
         target(problem.hardware)  # raises before minutes of planning
-    answers = {}
-    for level in (0, 1, 2):
-        at = dataclasses.replace(problem, level=level)
-        answers[level] = correct_answer(at, answer if level == problem.level else posed.find(at))
-    more = []
-    if (
-        bounds.memory_limit is not None
-    ):  # the plan that sends least without the limit may fit once its arguments are fully sharded
-        unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
-        more.append(correct_answer(unlimited, posed.find(unlimited)))
-    entered = candidates.answers(problem, answers, more, bounds.compile_candidates, bool(bounds.style))
+    entered = candidates.answers(problem, correct_answer(problem, answer), bounds.compile_candidates)
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:

@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardfn.cost.devices.links import links
 from shardfn.ir.model import Axes, Spec
 from shardfn.search.label_tables import LabelSpace
-from shardfn.search.level_costs import repeated_reshardings, totals
-from shardfn.search.objectives import Rank
-from shardfn.search.problem import SearchCandidate, SearchProblem
+from shardfn.search.level_costs import totals
+from shardfn.search.objectives import Rank, is_no_worse, rank
+from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import spec_of_label, strategy_of
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 
-NEARLY = 1.05
+NEARLY = 1.01
 """An estimate holds if the partitioned program costs at most this multiple of it."""
 
 
@@ -29,11 +28,11 @@ class MeshSolution:
     space: LabelSpace
     labels: Labelling
     solution: Solution
+    level: int
+    """The objective that it was solved for."""
+    weight: float = 1.0
+    """The weight of FLOPs that it was solved for (`exact.COMPUTE_WEIGHTS`)."""
     is_exact: bool = True
-    is_fully_sharded: bool = False
-    """Whether every argument had to be in its smallest shards."""
-    kind: int = 0
-    """Which search found it at level 1, where the best of each kind are evaluated in turn."""
 
     @property
     def peak(self) -> float:
@@ -62,45 +61,36 @@ def operand_specs(problem: SearchProblem, found: MeshSolution, index: int) -> tu
     return tuple(spec_of_label(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class SolvedProposal(Proposal):
+    """A proposal that a solution decides, apart from which constraints it gets."""
+
+    solution: MeshSolution = dataclasses.field(kw_only=True, compare=False, repr=False)
+
+
 def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution | None:
     """The first solution on the mesh with the reversed sizes, whose axes use other links."""
     sizes = tuple(size for _, size in reversed(axes))
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def may_beat(problem: SearchProblem, found: MeshSolution, best: Rank, factor: float = 1.0) -> bool:
-    """Whether a solution's estimate is better than the best candidate, at the levels where both are comparable.
-
-    At level 2, repeated reshardings count one launch, and the estimate is multiplied by `factor`.
-    """
-    if problem.level == 1 or problem.effort.is_large or found.peak > problem.memory_limit:
-        return False
-    if problem.level == 2:
-        latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
-        repeats = repeated_reshardings(found.space, found.solution.choice)
-        return factor * (found.solution.cost - latency_s * repeats) < best.aim[0]
+def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
+    """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
     made = totals(found.space, found.solution.choice)
-    return (problem.imbalance(made.flops, made.matrix_flops), made.sent) < best.aim
+    estimate = rank(problem.level, problem.memory_limit, sent=made.sent, time_s=found.solution.cost, peak=found.peak,
+                    excess=problem.excess(made.flops, made.matrix_flops))  # fmt: skip
+    return estimate._replace(ties=(len(found.axes),))
 
 
 def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a candidate fits, and `matches_estimate`."""
-    return problem.fits(made) and matches_estimate(problem, found, made)
-
-
-def matches_estimate(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a candidate sends and computes about as little as its solution's estimate.
-
-    Estimates of memory are too rough for level 1: there only large programs, whose candidates are expensive, trust them.
-    """
-    if problem.level == 1:
-        return problem.effort.is_large
-    estimate, cost = totals(found.space, found.solution.choice), made.cost
-    if problem.level == 2:
-        more_s = cost.communication_s - estimate.sent_s
-        return cost.flops <= NEARLY * estimate.flops and more_s <= (NEARLY - 1) * cost.time_s
-    spread = problem.imbalance(estimate.flops, estimate.matrix_flops)
-    return (problem.imbalance(cost.flops, cost.matrix_flops), cost.bytes_sent) <= (spread, NEARLY * estimate.sent)
+    """Whether a candidate is about as good at the problem's level as its solution's estimate, and fits where that does."""
+    if problem.fits(made) < (found.peak <= problem.memory_limit):
+        return False
+    return is_no_worse(
+        problem.rank(made)._replace(over=0, ties=()),
+        estimated_rank(problem, found)._replace(over=0, ties=()),
+        NEARLY - 1,
+    )
 
 
 def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.partition.resharding import divisors
 from shardfn.search.baselines import (
+    GROUPS,
     ArgumentSharding,
     argument_specs,
     is_optimizer_state,
@@ -23,7 +24,7 @@ from shardfn.search.baselines import (
 )
 from shardfn.search.default_policy import group_name
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, SearchProblem, runner_up
+from shardfn.search.problem import Answer, OpConstraints, Proposal, SearchCandidate, SearchProblem, runner_up
 
 Groups = tuple[int, ...]
 
@@ -206,7 +207,7 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
         }
     largest = sorted(size_of, key=lambda g: (-size_of[g], g))
     found: dict[Groups, None] = {}
-    for first in [tuple(given)] if given else [(g,) for g in largest[: 1 + problem.effort.baseline_groups]]:
+    for first in [tuple(given)] if given else [(g,) for g in largest[: 1 + GROUPS]]:
         chosen = list(first)
         for group in largest:
             if group not in chosen and not together[group] & set(chosen):
@@ -237,11 +238,11 @@ def _candidates(
             f"{group_name(problem, g)} sharded {math.prod(sizes[a] for a in roles.tensor)} ways" for g in tensor[:2]
         ]
         parts += [f"{len(tensor) - 2} more groups"] if len(tensor) > 2 else []
-        yield problem.candidate(", ".join(parts), roles.axes, specs, constraints)
+        yield problem.candidate(Proposal(", ".join(parts), roles.axes, specs, constraints))
 
 
 def _without_constraints(problem: SearchProblem, best: SearchCandidate) -> SearchCandidate:
     """The candidate without constraints if propagation partitions the program alike."""
     none: OpConstraints = {}
-    bare = problem.changed(best, constraints=none)
+    bare = problem.candidate(Proposal(best.name, best.axes, best.specs, none, best.result_specs))
     return bare if bare.cost == best.cost else best

@@ -1,0 +1,92 @@
+"""The archive of a search: every candidate that it evaluated, for all objectives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardfn.ir.model import Axes
+from shardfn.search.budget import FIXED_VISITS, VISIT, work_of
+from shardfn.search.filters import keeps_rules
+from shardfn.search.label_tables import LabelSpace
+from shardfn.search.mesh_solution import MeshSolution, SolvedProposal
+from shardfn.search.objectives import LEVELS
+from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+
+
+class Archive:
+    """The evaluated candidates of one search, and the budget that evaluations and solver steps spend.
+
+    The best of equals is the one with the fewest constraints, then the one that was evaluated first.
+    """
+
+    def __init__(self, problem: SearchProblem) -> None:
+        """The empty archive of a problem."""
+        self.problem = problem
+        self.budget = work_of(problem.budget, len(problem.graph.ops), problem.seconds_left)
+        self.solutions: list[MeshSolution] = []
+        """What the solver found, for all objectives."""
+        self.spaces: dict[Axes, LabelSpace] = {}
+        """The choices on each mesh, which the objectives share."""
+        self.was_interrupted = False
+        self._made: dict[object, SearchCandidate] = {}
+        self._facts: dict[object, _Facts] = {}
+        self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def evaluate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
+        """The evaluated candidate of a proposal. To evaluate it again costs nothing.
+
+        Args:
+          proposal: the choice.
+          generator: the name of the generator that proposes it.
+        """
+        if proposal.key not in self._made:
+            self.budget.spend(VISIT * (FIXED_VISITS + len(self.problem.graph.ops)))
+            made = self._made[proposal.key] = self.problem.candidate(proposal, generator)
+            if made.key not in self._facts:
+                keeps = keeps_rules(self.problem.partitioned_of(made), self.problem.algorithm)
+                solution = proposal.solution if isinstance(proposal, SolvedProposal) else None
+                self._facts[made.key] = _Facts(solution, keeps, len(self._facts))
+                for level in LEVELS:
+                    self._keep_best(level, made)
+        return self._made[proposal.key]
+
+    def of(self, proposal: Proposal) -> SearchCandidate:
+        """The candidate of a proposal that was evaluated."""
+        return self._made[proposal.key]
+
+    def _keep_best(self, level: int, made: SearchCandidate) -> None:
+        mesh = level, tuple(size for _, size in made.axes)
+        known = self._best.get(mesh)
+        if known is None or self._order(level, made) < self._order(level, known):
+            self._best[mesh] = made
+
+    def _order(self, level: int, made: SearchCandidate) -> tuple[object, ...]:
+        facts = self._facts[made.key]
+        return not facts.keeps_rules, self.problem.at(level).rank(made), len(made.constraints), facts.number
+
+    def ranked(self, level: int) -> list[SearchCandidate]:
+        """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
+        every = {made.key: made for made in self._made.values()}.values()
+        return sorted(every, key=lambda made: self._order(level, made))
+
+    def best_of_each_mesh(self, level: int) -> list[SearchCandidate]:
+        """The best candidate on each mesh at a level, the best of all first."""
+        best = (made for (of, _), made in self._best.items() if of == level)
+        return sorted(best, key=lambda made: self._order(level, made))
+
+    def solution_of(self, made: SearchCandidate) -> MeshSolution | None:
+        """The solver's solution that a candidate comes from; None where it has other shardings."""
+        return self._facts[made.key].solution
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What an archive knows of a candidate beside its cost."""
+
+    solution: MeshSolution | None
+    keeps_rules: bool
+    number: int
+    """Its place in the order of evaluation."""

@@ -1,0 +1,42 @@
+"""How much work a search may do, in one unit: ops visited. Work is counted and never timed, so that every machine finds the same plan.
+
+Evaluating a candidate visits each op of the program once, at `VISIT` units of the solver's work. So evaluations, the tables of
+a mesh and the solver's steps spend one `Budget`.
+"""
+
+from __future__ import annotations
+
+from shardfn.solver.budget import Budget
+
+VISIT = 2e4
+"""Work of visiting one op while a candidate is evaluated, in the solver's units: about 0.1 ms of a core."""
+
+FIXED_VISITS = 15
+"""Work of evaluating a candidate beside its ops, in visits."""
+
+MOST_VISITS, HALF_OPS = 40_000, 400
+"""The default work of a search is at most `MOST_VISITS`, three to four seconds; a program of `HALF_OPS` ops gets half of it. That is about
+what JAX and XLA need to trace and compile a program of that size."""
+
+DEFAULT = "default"
+
+BUDGETS = {"fast": 0.25, DEFAULT: 1.0, "thorough": 10.0}
+"""The named budgets, as multiples of the default work."""
+
+
+def visits_of(budget: str | float, ops: int) -> float:
+    """The ops that a search of a program may visit.
+
+    Args:
+      budget: a key of `BUDGETS`, or the number of visits.
+      ops: the size of the program.
+
+    >>> visits_of("default", 400), visits_of("fast", 400), visits_of(1e6, 400)
+    (20000.0, 5000.0, 1000000.0)
+    """
+    return BUDGETS[budget] * MOST_VISITS * ops / (ops + HALF_OPS) if isinstance(budget, str) else float(budget)
+
+
+def work_of(budget: str | float, ops: int, seconds: float) -> Budget:
+    """The budget of a search, in the solver's units, which ends after a time limit too."""
+    return Budget(VISIT * visits_of(budget, ops), seconds)

@@ -1,0 +1,79 @@
+"""The search: generators take turns to propose candidates, and an archive evaluates and keeps them, until the budget is spent.
+
+A generator is a function of the problem and the archive. It yields a `Proposal`, whose evaluated candidate the archive has when
+the generator goes on (`Archive.of`); a yield of None ends its turn without one. Local search around the best candidates of
+the archive is a generator like the others. The next is the generator that has spent least for its place in the list:
+the k-th gets 1/k of the work of the first, as long as it has proposals. The sequence of
+evaluations depends neither on the objective nor on the budget, which only ends it. So
+
+- no objective's plan is worse at its own aim than that of another objective;
+- a larger budget never gives a worse plan;
+- every machine finds the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from shardfn.search.archive import Archive
+from shardfn.search.budget import FIXED_VISITS, VISIT
+from shardfn.search.problem import Proposal, SearchProblem
+
+CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None]]
+"""A generator of candidates."""
+
+LEAST = 3
+"""Candidates that are evaluated however small the budget is, as far as there are any."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Turn:
+    """A generator that is running, and what it has spent."""
+
+    name: str
+    proposals: Iterator[Proposal | None]
+    place: int
+    spent: float = 0.0
+
+
+def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator]) -> Archive:
+    """The archive of all candidates that the generators propose within the problem's budget.
+
+    After the user's time limit, or at Ctrl-C, the candidates so far are all; after the time limit the first generator is
+    asked alone until there are `LEAST`.
+
+    Args:
+      problem: the question.
+      generators: by name, in the order of their first turns.
+
+    Raises:
+      KeyboardInterrupt: nothing was evaluated yet.
+    """
+    archive = Archive(problem)
+    running = [
+        _Turn(name, iter(generator(problem, archive)), place)
+        for place, (name, generator) in enumerate(generators.items(), 1)
+    ]
+    budget = archive.budget
+    try:
+        while running and (len(archive) < LEAST or not budget.is_over):
+            turn = running[0] if budget.seconds_left <= 0 else min(running, key=lambda each: each.place * each.spent)
+            before = budget.spent
+            try:
+                proposal = next(turn.proposals)
+            except StopIteration:
+                running.remove(turn)
+                continue
+            if proposal is None:
+                budget.spend(VISIT * FIXED_VISITS)
+            else:
+                archive.evaluate(proposal, turn.name)
+                if problem.watch is not None:
+                    problem.watch(turn.name, archive)
+            turn.spent += budget.spent - before
+    except KeyboardInterrupt:
+        if not len(archive):
+            raise
+        archive.was_interrupted = True
+    return archive
