@@ -23,7 +23,10 @@ def _last(partitioned: PartitionedProgram, op: Op) -> int:
 
 
 def _depth(partitioned: PartitionedProgram, op: Op) -> int:
-    return math.prod(partitioned.local_shape(op.inputs[i])[d] for i, d in op.reduced)
+    depth = 1
+    for i, d in op.reduced:
+        depth *= partitioned.local_shape(op.inputs[i])[d]
+    return depth
 
 
 def _convolution(partitioned: PartitionedProgram, op: Op, out: int) -> float:
@@ -54,7 +57,7 @@ def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
     row = OP_TRAITS.get(op.name)
     if not op.outputs:
         return 0.0
-    out = max([math.prod(partitioned.local_shape(o)) for o in op.outputs])
+    out = max(map(partitioned.local_elements, op.outputs))
     return FLOPS[(row and row.flops) or "per_element"](partitioned, op, out)
 
 
@@ -137,12 +140,15 @@ def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: Fusio
     op, inner = partitioned.graph.ops[number], fusion.inside[number]
     if inner is None or not has_own_time(op):
         return 0.0, 0.0, 0.0
-    fused = (partitioned.graph.ops[j] for j in inner)
-    steps = [op, *(step for step in fused if step.name != "add_parts")]
-    counts = [op_flops(partitioned, step) for step in steps]
-    time = sum(n / rate(partitioned.graph, step, chip) for n, step in zip(counts, steps, strict=True))
+    flops = time = 0.0
+    for at in (number, *inner):
+        step = partitioned.graph.ops[at]
+        if step.name != "add_parts":
+            count = op_flops(partitioned, step)
+            flops += count
+            time += count / rate(partitioned.graph, step, chip)
     size = _bytes(partitioned, op, inner, fusion)
-    return sum(counts), size, max(time, size / chip.memory_bytes_s)
+    return flops, size, max(time, size / chip.memory_bytes_s)
 
 
 def has_own_time(op: Op) -> bool:
@@ -185,11 +191,11 @@ def reads(
             v = seen.get(v, v)
             if v not in fusion.stored:
                 continue
-            size = float(size_of(v))
+            size = size_of(v)
             if position == 0 and step.name in PARTIAL_READS:
                 size = min(size, size_of(step.outputs[0]))
             elif position == 0 and step.name in UPDATES:
-                size = 0.0
+                size = 0
             if v not in read or size > read[v][0]:
                 read[v] = size, step, position
     return read

@@ -17,6 +17,7 @@ READERS = CHEAP | EXPENSIVE | SLICES
 """Ops that others can be fused into."""
 
 _INSIDE = READERS | VIEWS | CONTRACTIONS
+_REPEATABLE = READERS | VIEWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Fuser:
           inner: the op that makes a value, where it may be computed inside another.
           views: of what is seen through views, what it is of, and these.
         """
-        ops = self.graph.ops
+        ops, anew, apart = self.graph.ops, self.anew, self.apart
         under: dict[int, None] = {}
         done: dict[int, None] = {}
         met = {home}
@@ -175,19 +176,24 @@ class Fuser:
         while ahead:
             i, rest, after = ahead[-1]
             for v in rest:
-                v, through = views.get(v, (v, ()))
-                j = inner.get(v, -1)
-                is_anew = v not in self.anew or (i in self.anew[v] and home not in self.apart.get(v, ()))
-                if j >= 0 and is_anew and j not in met:
-                    met.add(j)
-                    ahead.append((j, iter(ops[j].inputs), through))
-                    break
-                if not (j >= 0 and is_anew) and v in stored:
+                through: tuple[int, ...] = ()
+                if v in views:
+                    v, through = views[v]
+                if v in inner and (v not in anew or (i in anew[v] and home not in apart.get(v, ()))):
+                    j = inner[v]
+                    if j not in met:
+                        met.add(j)
+                        ahead.append((j, iter(ops[j].inputs), through))
+                        break
+                elif v in stored:
                     under[v] = None
-                done.update(dict.fromkeys(through))
+                if through:
+                    done.update(dict.fromkeys(through))
             else:
                 ahead.pop()
-                done.update(dict.fromkeys((i, *after) if i != home else ()))
+                if i != home:
+                    done[i] = None
+                    done.update(dict.fromkeys(after))
         return tuple(under), tuple(done)
 
     def narrowed(self, stored: Collection[int]) -> frozenset[int]:
@@ -221,24 +227,29 @@ class Fuser:
             return None
         if len(homes) > MAX_DUPLICATES or not all(self.can_read(r) for r in readers):
             return None
+        if len(homes) <= 1:
+            return homes
         value = op.outputs[0]
-        again = self.sources[value] - {value}
-        return homes if len(homes) <= 1 or (value not in self.sources[value] and len(again) <= 1) else None
+        return homes if value not in self.sources[value] and len(self.sources[value]) <= 1 else None
 
     @functools.cached_property
     def sources(self) -> dict[int, frozenset[int]]:
         """For what an elementwise op makes, the values as large that it is computed from in the end: of what comes from one
         large value, through however many ops, each reader can make it again."""
         found: dict[int, frozenset[int]] = {}
+        sizes = [value.elements for value in self.graph.values]
         for i, op in enumerate(self.graph.ops):
-            if i not in self.alive or len(op.outputs) != 1 or op.name not in READERS | VIEWS:
+            if op.name not in _REPEATABLE or len(op.outputs) != 1 or i not in self.alive:
                 continue
-            value = op.outputs[0]
-            size = math.prod(self.graph.values[value].shape)
-            parts = [found.get(v, frozenset({v})) for v in dict.fromkeys(op.inputs) if v not in self.spread]
-            large = frozenset(v for v in frozenset().union(*parts) if math.prod(self.graph.values[v].shape) >= size)
-            several = len(large) > 1 and (len(self.readers.get(value, ())) > 1 or value in self.held)
-            found[value] = frozenset({value}) if several or value in self.held else large
+            (value,) = op.outputs
+            own, size = frozenset((value,)), sizes[value]
+            found[value] = own
+            if value in self.held:
+                continue
+            parts = {found[v] if v in found else frozenset((v,)) for v in op.inputs if v not in self.spread}
+            large = frozenset([v for part in parts for v in part if sizes[v] >= size])
+            if len(large) <= 1 or len(self.readers.get(value, ())) <= 1:
+                found[value] = large
         return found
 
     def can_read(self, i: int) -> bool:

@@ -120,7 +120,7 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
         for n, (part, c) in enumerate(zip(parts, sent, strict=True)):
             needs.append([made[v] for i in part for v in ops[i].inputs if v in made])
             behind = combiner.met(needs[n])
-            made.update((v, n) for i in part for v in ops[i].outputs)
+            made.update([(v, n) for i in part for v in ops[i].outputs])
             if c:
                 dtype = "" if c.kind == "all-gather" else partitioned.graph.values[c.operand].dtype
                 kind = c.kind, c.axes, c.group_size, c.trips, dtype
@@ -132,18 +132,23 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
         for n, c in enumerate(sent):
             if c and c.kind == "all-gather" and shared[group[n]] > 1:
                 when[n] = 0.0  # as soon as the last of them can
-        later = [
-            0.0 if g is None else 1 / (len(parts) + 1) for g in group
-        ]  # what reads its result comes after all of it
+        step = 1 / (len(parts) + 1)
+        later = [0.0 if g is None else step for g in group]  # what reads its result comes after all of it
         last: dict[int, float] = {}
         for _ in range(3):
+            before = when.copy(), last.copy()
             for n, g in enumerate(group):
-                when[n] = max([when[n], *(when[m] + later[m] for m in needs[n])])
+                at = when[n]
+                for m in needs[n]:
+                    at = max(at, when[m] + later[m])
                 if g is not None:
-                    when[n] = last[g] = max(last.get(g, 0.0), when[n])
+                    at = last[g] = max(last.get(g, 0.0), at)
+                when[n] = at
+            if (when, last) == before:
+                break
         if is_loop:
             when[-1] = max(when)
-        return [i for n in sorted(range(len(parts)), key=lambda n: (when[n], n)) for i in parts[n]]
+        return [i for n in sorted(range(len(parts)), key=when.__getitem__) for i in parts[n]]
 
     order = arranged(partitioned.graph, arrange)
     graph = dataclasses.replace(partitioned.graph, ops=tuple(ops[i] for i in order))
@@ -326,7 +331,7 @@ def schedule_for_memory(order: ExecutionOrder) -> Schedule:
             for m in sorted((here[j] for j in inner if j in here), key=lambda m: when[m]):
                 when[m] = min(when[m], (*ready, float(m)))
             when[n] = (*ready, float(n))
-        return [i for n in sorted(range(len(parts)), key=lambda n: when[n]) for i in parts[n]]
+        return [i for n in sorted(range(len(parts)), key=when.__getitem__) for i in parts[n]]
 
     turn = arranged(graph, arrange)
     return Schedule.of(order, partitioned, turn, fusion)

@@ -68,6 +68,11 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
 
+    @functools.cached_property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
@@ -310,10 +315,10 @@ class PartitionedProgram:
     """By value the bytes on one device, where they differ from those of its elements."""
     constant_bytes: int = 0
     """Bytes of the arrays that the function closes over. Each device holds all of them."""
-    forms: dict[object, tuple[tuple[int, ...], int]] = dataclasses.field(
+    forms: dict[object, tuple[tuple[int, ...], int, int]] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )
-    """Local shapes and bytes that were asked for: by shape, dtype and sharding."""
+    """Local shapes, bytes and elements that were asked for: by shape, dtype and sharding."""
 
     @functools.cached_property
     def used_axes(self) -> frozenset[str]:
@@ -330,24 +335,29 @@ class PartitionedProgram:
         return tuple(math.prod(axis_size(a, self.axes) for a in dim) for dim in self.specs[value])
 
     @functools.cached_property
-    def _local(self) -> dict[int, tuple[tuple[int, ...], int]]:
+    def _local(self) -> dict[int, tuple[tuple[int, ...], int, int]]:
         return {}
 
-    def _locally(self, value: int) -> tuple[tuple[int, ...], int]:
-        """Shape and bytes on one device, computed once."""
+    def _locally(self, value: int) -> tuple[tuple[int, ...], int, int]:
+        """Shape, bytes and elements on one device, computed once."""
         found = self._local.get(value)
         if found is None:
             full = self.graph.values[value]
             key = full.shape, full.dtype, self.specs[value]
             if key not in self.forms:
                 shape = tuple(-(-n // s) for n, s in zip(full.shape, self.shards(value), strict=True))
-                self.forms[key] = shape, math.prod(shape) * dtype_bits(full.dtype) // 8
+                elements = math.prod(shape)
+                self.forms[key] = shape, elements * dtype_bits(full.dtype) // 8, elements
             found = self._local[value] = self.forms[key]
         return found
 
     def local_shape(self, value: int) -> tuple[int, ...]:
         """Shape on one device, padded up where the shards do not divide."""
         return self._locally(value)[0]
+
+    def local_elements(self, value: int) -> int:
+        """Elements on one device."""
+        return self._locally(value)[2]
 
     def element_bytes(self, value: int) -> int:
         """Bytes of the elements on one device."""

@@ -29,7 +29,7 @@ _VIEWS = frozenset({"transpose", "reshape", "convert", "all_slice"})
 
 def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulation]:
     """The accumulations of a program, in the order of its loops; with `specs`, a slice that shards is no view."""
-    loops = [i for i, op in enumerate(graph.ops) if op.carries]
+    loops = [i for i, op in enumerate(graph.ops) if op.seen and op.carries]
     if not loops:
         return []
     made, count = graph.makers, graph.read_counts

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardfn.ir.model import (
     Communication,
@@ -41,7 +41,7 @@ from shardfn.partition.tile_assignment import ReshardingStep
 
 
 def insert_collectives(
-    partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = ()
+    partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = (), known: KnownMeshes | None = None
 ) -> PartitionedProgram:
     """The program as XLA runs it on `platform`, with its collectives.
 
@@ -52,32 +52,66 @@ def insert_collectives(
         and reduces `bf16` as `f32`. On TPU, a matmul operand is gathered as `bf16`, in which a matmul of default
         precision reads it.
       torus: dimensions of the TPU torus.
+      known: what other shardings of the same function taught; this program adds to it.
     """
     if partitioned.platform:
         return partitioned
     graph = without_dead_carries(partitioned.graph)
     if graph is not partitioned.graph:
         partitioned = dataclasses.replace(partitioned, graph=graph)
-    return _Partitioner(partitioned, platform, torus).partition()
+    mesh = (known or KnownMeshes()).of(partitioned, platform)
+    return _Partitioner(partitioned, platform, torus, mesh).partition()
+
+
+class _Mesh:
+    """A mesh with its axes in parts, and what is known of shardings on it, whatever the program.
+
+    Args:
+      axes: the mesh.
+      used: names that shardings use: axes, and parts of them.
+    """
+
+    def __init__(self, axes: Mapping[str, int], used: Iterable[str]):
+        self.sizes, parts = split_axes(axes, used)
+        self.join: Callable[[tuple[str, ...]], tuple[str, ...]] = functools.cache(lambda names: joined_axes(names, axes))
+        self.in_parts: Callable[[Spec], Spec] = functools.cache(
+            lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec)
+        )
+        self.joined: Callable[[Spec], Spec] = functools.cache(lambda spec: tuple(map(self.join, spec)))
+        self.partitionings: dict[object, tuple[OpPartitioning, bool, object]] = {}
+        """How an op is partitioned, and whether without a collective: by all that its rule looks at. What is the same object is
+        equal, which is quicker to see; the last element keeps the objects alive."""
+
+
+class KnownMeshes:
+    """What partitioning one function taught, for its other shardings: by platform, mesh and the names that shardings use."""
+
+    def __init__(self) -> None:
+        self.meshes: dict[object, _Mesh] = {}
+
+    def of(self, partitioned: PartitionedProgram, platform: str) -> _Mesh:
+        """What is known of a program's mesh."""
+        used = frozenset({a for spec in set(partitioned.specs) for a in axes_of(spec)})
+        key = platform, tuple(partitioned.axes.items()), used
+        if key not in self.meshes:
+            self.meshes[key] = _Mesh(partitioned.axes, used)
+        return self.meshes[key]
 
 
 class _Partitioner(ProgramBuilder):
     """Walks one program once; its lists fill on the way. Inside, mesh axes are split into prime factors."""
 
-    def __init__(self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...]):
+    def __init__(self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...], mesh: _Mesh):
         super().__init__(partitioned)
         self.platform, self.torus = platform, torus
+        self.mesh, self.sizes = mesh, mesh.sizes
         graph = partitioned.graph
-        used = {a for spec in set(partitioned.specs) for a in axes_of(spec)}
-        self.sizes, parts = split_axes(partitioned.axes, used)
-        in_parts = functools.cache(lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec))
-        self.specs = [in_parts(spec) for spec in partitioned.specs]
+        self.specs = list(map(mesh.in_parts, partitioned.specs))
         self.sent: list[Communication] = []
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
         self.on_one_device: dict[int, int] = {}  # what host callbacks make, by the value that all devices have of it
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
-        self.known_partitionings: dict[object, tuple[OpPartitioning, bool]] = {}
         broadcasts = (op for op in graph.ops if op.name == "broadcast_in_dim")
         self.filled = {op.outputs[0] for op in broadcasts if not self.values[op.inputs[0]].shape}
         self.is_read = False  # whether what is resharded is an operand
@@ -86,10 +120,11 @@ class _Partitioner(ProgramBuilder):
     def partition(self) -> PartitionedProgram:
         own = {c.result: c for c in self.given.communications}
         is_sharded = list(map(any, self.specs)).__getitem__
-        ops = [_rotation(self.given.graph, op) for op in self.given.graph.ops]
+        graph = self.given.graph
+        ops = [_rotation(graph, op) if op.name == "concatenate" else op for op in graph.ops]
         if self.platform != "cpu":
-            ops = scatter_into_addend(ops, self.filled, self.given.graph.outputs)
-        for op in _needed(self.given.graph, ops):
+            ops = scatter_into_addend(ops, self.filled, graph.outputs)
+        for op in _needed(graph, ops):
             if own:
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
@@ -102,15 +137,12 @@ class _Partitioner(ProgramBuilder):
                 self.visit(op)
             if op.name == "reshard" and op.inputs[0] in self.on_one_device:
                 self.on_one_device[op.outputs[0]] = self.on_one_device[op.inputs[0]]
-        grid = self.given.axes
-        join = functools.cache(lambda axes: joined_axes(axes, grid))
-        joined = functools.cache(lambda spec: tuple(map(join, spec)))
-        specs = tuple(map(joined, self.specs))
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops)))
+        specs = tuple(map(self.mesh.joined, self.specs))
+        graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops)))
         needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
-        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
-        found = simplify(PartitionedProgram(graph, specs, grid, sent, self.platform))
+        sent = tuple(dataclasses.replace(c, axes=self.mesh.join(c.axes)) for c in self.sent if c.result in kept)
+        found = simplify(PartitionedProgram(graph, specs, self.given.axes, sent, self.platform))
         if self.platform == "cpu":
             return found
         return all_reduces_after_loops(gpu_collectives(found) if is_gpu(self.platform) else tpu_collectives(found))
@@ -193,20 +225,21 @@ class _Partitioner(ProgramBuilder):
 
     def partitioning_of(self, op: Op) -> tuple[OpPartitioning, bool]:
         """The partitioning of an op, and whether it needs no collective."""
-        every, n = (*op.inputs, *op.outputs), len(op.inputs)
-        specs, values = tuple([self.specs[v] for v in every]), tuple([self.values[v] for v in every])
-        # What is the same object is equal, which is quicker to see; all of these live as long as this.
-        key = op.name, id(op.rule), id(op.window_dims), op.convolution, *map(id, specs), *map(id, values)
-        found = self.known_partitionings.get(key)
+        every, known = (*op.inputs, *op.outputs), self.mesh.partitionings
+        specs, values = [self.specs[v] for v in every], [self.values[v] for v in every]
+        key = op.name, op.combines, op.window_dims, op.convolution, id(op.rule), *map(id, specs), *map(id, values)
+        found = known.get(key)
         if found is None:
+            n, inside, outside = len(op.inputs), tuple(specs), tuple(values)
             if op.rule is None:  # XLA has no rule to shard it
                 every_spec = tuple(map(replicated, values))
                 made = OpPartitioning(every_spec[:n], every_spec[n:])
             else:
-                sharded = ShardedOp(op, op.rule, values[:n], values[n:], specs[:n], specs[n:], self.sizes)
+                sharded = ShardedOp(op, op.rule, outside[:n], outside[n:], inside[:n], inside[n:], self.sizes)
                 made = rule_for(op.name, self.platform)(sharded)
-            found = self.known_partitionings[key] = made, made == OpPartitioning(specs[:n], specs[n:])
-        return found
+            is_still = made == OpPartitioning(inside[:n], inside[n:])
+            found = known[key] = made, is_still, (op.rule, inside, outside)
+        return found[:2]
 
     def make(self, value: Value, spec: Spec, trips: int) -> int:
         """Add a value that is made so often in one call."""
@@ -373,6 +406,8 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
 
 def _before_loops(ops: Sequence[Op]) -> list[Op]:
     """Move ops that run less often than the loop body in which they are to the front of the loop."""
+    if not any(op.seen for op in ops):
+        return list(ops)
     found: list[Op] = []
     for op in ops:
         if op.seen:
@@ -383,12 +418,8 @@ def _before_loops(ops: Sequence[Op]) -> list[Op]:
 
 
 def _rotation(graph: Graph, op: Op) -> Op:
-    """A `concatenate` of two slices that make a rotation (`jnp.roll`) as one op, as XLA does; another op as it is."""
-    end, start = (
-        (graph.maker(v, "slice") for v in op.inputs)
-        if op.name == "concatenate" and len(op.inputs) == 2
-        else (None, None)
-    )
+    """A `concatenate` of two slices that make a rotation (`jnp.roll`) as one op, as XLA does; another one as it is."""
+    end, start = (graph.maker(v, "slice") for v in op.inputs) if len(op.inputs) == 2 else (None, None)
     if end is None or start is None or end.inputs != start.inputs:
         return op
     shape, one, two = (graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
@@ -399,9 +430,14 @@ def _rotation(graph: Graph, op: Op) -> Op:
     low = end.window_dims[d].low
     if start.window_dims[d].low != 0 or low != two[d] or one[d] + two[d] != shape[d]:
         return op
+    window = WindowDim(0, d, d, low=low)
+    return dataclasses.replace(op, name="rotate", inputs=end.inputs, rule=_rotation_rule(shape), window_dims=(window,))
+
+
+@functools.lru_cache(1 << 10)
+def _rotation_rule(shape: tuple[int, ...]) -> ShardingRule:
     every = tuple((d,) for d in range(len(shape)))
-    rule, window = ShardingRule((every,), (every,), shape), WindowDim(0, d, d, low=low)
-    return dataclasses.replace(op, name="rotate", inputs=end.inputs, rule=rule, window_dims=(window,))
+    return ShardingRule((every,), (every,), shape)
 
 
 def _wire_dtype(platform: str, kind: str, dtype: str, is_read: bool) -> str:

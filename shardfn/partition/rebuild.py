@@ -54,7 +54,7 @@ def live_ops(ops: Sequence[Op], held: Iterable[int], stays: Callable[[Op], bool]
     read = set(held)
     found = []
     for op in reversed(ops):
-        if stays(op) or not read.isdisjoint(op.outputs):
+        if not read.isdisjoint(op.outputs) or stays(op):
             found.append(op)
             read.update(op.inputs)
     return found[::-1]

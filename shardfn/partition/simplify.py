@@ -22,12 +22,12 @@ def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
     - Of ops that compute the same, the first stays; constraints that change no sharding are dropped.
     """
     simpler = _inline_single_iterations(partitioned)
-    ops = tuple(_simplified(simpler, op) for op in simpler.graph.ops)
+    ops = tuple([_simplified(simpler, op) if _may_be_simpler(op) else op for op in simpler.graph.ops])
     return _eliminate_common(hoist_invariants(replace(simpler, graph=replace(simpler.graph, ops=ops))))
 
 
 def _substituted(partitioned: PartitionedProgram, ops: Sequence[Op], same: Mapping[int, int]) -> PartitionedProgram:
-    """The program with these ops, in which `same` says which value stands for another one."""
+    """The program with these ops, in which `same` says which value stands for another one; the ops read the others already."""
     if not same:
         return partitioned
 
@@ -36,11 +36,11 @@ def _substituted(partitioned: PartitionedProgram, ops: Sequence[Op], same: Mappi
 
     graph = replace(
         partitioned.graph,
-        ops=tuple(op.of(first(op.inputs)) for op in ops),
+        ops=tuple(ops),
         outputs=first(partitioned.graph.outputs),
         ties=tuple((a, b) for a, b in map(first, partitioned.graph.ties) if a != b),
     )
-    sent = tuple(replace(c, operand=same.get(c.operand, c.operand)) for c in partitioned.communications)
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in partitioned.communications])
     return replace(partitioned, graph=graph, communications=sent)
 
 
@@ -49,7 +49,9 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
     same: dict[int, int] = {}
     regions: dict[int, int] = {}
     for loop in graph.ops:
-        returned = loop.inputs[len(loop.seen) :] if loop.seen else ()
+        if not loop.seen:
+            continue
+        returned = loop.inputs[len(loop.seen) :]
         inside = [maker for v in returned if (maker := graph.maker(v)) and maker.form != loop.form]
         if not inside or loop.where in graph.uncounted or any(op.trips != loop.trips for op in inside):
             continue
@@ -57,14 +59,24 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
             same.update({seen: operand for operand, seen, _, _ in loop.carries})
             same.update(zip(loop.outputs, returned, strict=True))
             regions.update({op.form[1]: loop.form[1] for op in inside if op.form and loop.form})
+    if not same:
+        return partitioned
     same, regions = ends(same), ends(regions)
     ops = []
     for op in graph.ops:
         if op.form and op.form[1] in regions:
             op = replace(op, form=(op.form[0], regions[op.form[1]]))
         if same.keys().isdisjoint(op.outputs):
-            ops.append(op)
+            ops.append(op.of(tuple([same.get(v, v) for v in op.inputs])))
     return _substituted(partitioned, ops, same)
+
+
+_HAS_SIMPLER_FORM = frozenset({"dot_general", "reduce", "pad", "concatenate", "dynamic_slice", "dynamic_update_slice"})
+
+
+def _may_be_simpler(op: Op) -> bool:
+    """Whether `_simplified` has anything to look at: for most ops it has not."""
+    return op.same >= 0 or op.name in _HAS_SIMPLER_FORM
 
 
 def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:
@@ -127,7 +139,7 @@ def _eliminate_common(partitioned: PartitionedProgram) -> PartitionedProgram:
     held, changed = set(graph.outputs), set()
     ops = []
     for op in graph.ops:
-        if same:
+        if not same.keys().isdisjoint(op.inputs):
             op = op.of(tuple([same.get(v, v) for v in op.inputs]))
         inputs, outputs = op.inputs, op.outputs
         if op.name in RESHARDING_OPS:

@@ -10,7 +10,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
 from shardfn.ir.model import Axes, Graph, InnerSpec, PartitionedProgram, Spec
-from shardfn.partition.partitioner import insert_collectives
+from shardfn.partition.partitioner import KnownMeshes, insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 
 
@@ -31,6 +31,11 @@ class Propagation:
     def _ready(self) -> shardy.PreparedModule:
         """The module prepared for all propagations."""
         return shardy.PreparedModule(self.traced.module, self.traced.seen)
+
+    @functools.cached_property
+    def _known(self) -> KnownMeshes:
+        """What the partitioner learns, for the next shardings."""
+        return KnownMeshes()
 
     def results(self, specs: Sequence[Spec | None]) -> list[Spec | None]:
         """The results' shardings for arguments sharded as `specs`: as given, or as the input whose place they take."""
@@ -54,7 +59,7 @@ class Propagation:
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
         constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
         partitioned = self._ready.propagate(axes, spread, tokens + results, constrained, self.inner)
-        found = insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
+        found = insert_collectives(partitioned, self.hardware.platform, self.hardware.topology, self._known)
         held = sum(array.bytes for array in traced.closed_over)
         return dataclasses.replace(found, constant_bytes=held) if held else found
 
