@@ -340,6 +340,7 @@ def _problem(
             for i, (v, leaf, spec) in enumerate(outputs)
             if spec is None and i not in call.same_as and leaf.shape},
         results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
+        budget=bounds.budget,
         seconds=bounds.time_limit_s,
         inner={value: propagation.inner[number] for value, number in graph.inner.items()},
         operands=frozenset(v for v, n in graph.inner.items() if n in {e.number for e in call.inner if e.is_operand}),

@@ -44,7 +44,8 @@ from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
-from shardfn.search.problem import Answer
+from shardfn.search.archive import Archive
+from shardfn.search.problem import Answer, figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,16 @@ def typed_as_planned(entries: dict[Any, Entry], key: Any, types: Sequence[Any]) 
     return None
 
 
+def watched(posed: PosedCall, say: Callable[[str], None]) -> PosedCall:
+    """The call whose search tells `say` the generator at work, the candidates so far and the figures of the best."""
+
+    def watch(generator: str, archive: Archive) -> None:
+        best = archive.best_of_each_mesh(posed.problem.level)[0]
+        say(f"{generator}, {len(archive)} candidates, best: {figures(best.cost)}")
+
+    return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, watch=watch))
+
+
 def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
     """The layout file of the options, or the default one, which is for every function."""
     if options.layout is not None:
@@ -112,14 +123,16 @@ def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
     return dataclasses.replace(files.read_layout(pathlib.Path(defaults.layout_file)), every_rule_matches=False)
 
 
-def make_entry(callee: Callee, options: Options, call: Call, defaults: Defaults) -> Entry:
-    """Plan a call, and write the plan file and graphs that the defaults ask for.
+def make_entry(
+    callee: Callee, options: Options, call: Call, defaults: Defaults, say: Callable[[str], None] = lambda text: None
+) -> Entry:
+    """Plan a call, and write the plan file and graphs that the defaults ask for. `say` is told how the search goes.
 
     Raises:
       ShardError: all problems of the call.
     """
     layout = _layout_file(options, defaults)
-    posed = with_completed_entries(pose(callee, options, call, defaults, layout))
+    posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
     is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
     plan = best_compiled(posed, answer) if is_compiled else plan_search_answer(posed, answer)

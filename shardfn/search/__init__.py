@@ -18,8 +18,10 @@ A search is a list of candidate generators, one evaluator, one budget and one ar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +38,7 @@ from shardfn.search import (
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator, run
 from shardfn.search.explanation import answer_of
+from shardfn.search.objectives import LEVELS
 from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
 
 __all__ = [
@@ -86,10 +89,25 @@ RECURSIVE: Mapping[str, CandidateGenerator] = {
 """Those of the fast search."""
 
 
+WITHIN_LIMIT: Mapping[str, CandidateGenerator] = {
+    "exact, time, within the limit": functools.partial(exact.within_limit, TIME),
+    "exact, communication, within the limit": functools.partial(exact.within_limit, COMMUNICATION),
+    **LOCAL_SEARCH,
+}
+"""What follows where the best candidate of an objective exceeds the memory limit. Until then the limit plays no part: what a
+search finds without one, it finds with one."""
+
+
 def search_with(what: str, generators: Mapping[str, CandidateGenerator], problem: SearchProblem) -> Answer:
     """The answer of a search by some generators; that of the simple policy where nothing is open or nothing is proposed."""
-    archive = run(problem, generators) if problem.is_open else None
-    return answer_of(what, archive) if archive is not None and len(archive) else default_policy.search(problem)
+    if not problem.is_open:
+        return default_policy.search(problem)
+    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators)
+    if not len(archive):
+        return default_policy.search(problem)
+    if archive.was_interrupted or all(problem.fits(archive.best_of_each_mesh(level)[0]) for level in LEVELS):
+        return answer_of(what, Archive(problem, archive))
+    return answer_of(what, run(problem, WITHIN_LIMIT, archive))
 
 
 MODES: dict[str, Any] = {

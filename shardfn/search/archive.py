@@ -19,21 +19,23 @@ class Archive:
     The best of equals is the one with the fewest constraints, then the one that was evaluated first.
     """
 
-    def __init__(self, problem: SearchProblem) -> None:
-        """The empty archive of a problem."""
+    def __init__(self, problem: SearchProblem, known: Archive | None = None) -> None:
+        """The archive of a problem; empty, or with what is `known` of the same problem within another memory limit."""
         self.problem = problem
         self.budget = work_of(problem.budget, len(problem.graph.ops), problem.seconds_left)
-        self.solutions: list[MeshSolution] = []
+        self.was_interrupted = known is not None and known.was_interrupted
+        self.solutions: list[MeshSolution] = [] if known is None else known.solutions
         """What the solver found, for all objectives."""
-        self.spaces: dict[Axes, LabelSpace] = {}
+        self.spaces: dict[Axes, LabelSpace] = {} if known is None else known.spaces
         """The choices on each mesh, which the objectives share."""
-        self.was_interrupted = False
-        self._made: dict[object, SearchCandidate] = {}
-        self._facts: dict[object, _Facts] = {}
+        self._made: dict[object, SearchCandidate] = {} if known is None else known._made
+        self._facts: dict[object, _Facts] = {} if known is None else known._facts
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
+        for made in self._made.values():
+            self._keep_best(made)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._facts)
 
     def evaluate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
         """The evaluated candidate of a proposal. To evaluate it again costs nothing.
@@ -49,19 +51,19 @@ class Archive:
                 keeps = keeps_rules(self.problem.partitioned_of(made), self.problem.algorithm)
                 solution = proposal.solution if isinstance(proposal, SolvedProposal) else None
                 self._facts[made.key] = _Facts(solution, keeps, len(self._facts))
-                for level in LEVELS:
-                    self._keep_best(level, made)
+                self._keep_best(made)
         return self._made[proposal.key]
 
     def of(self, proposal: Proposal) -> SearchCandidate:
         """The candidate of a proposal that was evaluated."""
         return self._made[proposal.key]
 
-    def _keep_best(self, level: int, made: SearchCandidate) -> None:
-        mesh = level, tuple(size for _, size in made.axes)
-        known = self._best.get(mesh)
-        if known is None or self._order(level, made) < self._order(level, known):
-            self._best[mesh] = made
+    def _keep_best(self, made: SearchCandidate) -> None:
+        for level in LEVELS:
+            mesh = level, tuple(size for _, size in made.axes)
+            known = self._best.get(mesh)
+            if known is None or self._order(level, made) < self._order(level, known):
+                self._best[mesh] = made
 
     def _order(self, level: int, made: SearchCandidate) -> tuple[object, ...]:
         facts = self._facts[made.key]
@@ -76,6 +78,10 @@ class Archive:
         """The best candidate on each mesh at a level, the best of all first."""
         best = (made for (of, _), made in self._best.items() if of == level)
         return sorted(best, key=lambda made: self._order(level, made))
+
+    def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
+        """The best candidate that comes from a solution; None where there is none."""
+        return next((made for made in self.ranked(level) if self.solution_of(made) is solution), None)
 
     def solution_of(self, made: SearchCandidate) -> MeshSolution | None:
         """The solver's solution that a candidate comes from; None where it has other shardings."""

@@ -1,4 +1,4 @@
-"""How much work a search may do, in one unit: ops visited. Work is counted and never timed, so that every machine finds the same plan.
+"""How much work a search may do, in one unit: ops visited. Work is counted and never timed: every machine finds the same plan.
 
 Evaluating a candidate visits each op of the program once, at `VISIT` units of the solver's work. So evaluations, the tables of
 a mesh and the solver's steps spend one `Budget`.
@@ -15,8 +15,8 @@ FIXED_VISITS = 15
 """Work of evaluating a candidate beside its ops, in visits."""
 
 MOST_VISITS, HALF_OPS = 40_000, 400
-"""The default work of a search is at most `MOST_VISITS`, three to four seconds; a program of `HALF_OPS` ops gets half of it. That is about
-what JAX and XLA need to trace and compile a program of that size."""
+"""The default work of a search is at most `MOST_VISITS`, about three seconds, and half of that for a program of `HALF_OPS` ops. JAX and
+XLA need about as long to trace and compile a program of that size."""
 
 DEFAULT = "default"
 

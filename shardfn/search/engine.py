@@ -37,7 +37,7 @@ class _Turn:
     spent: float = 0.0
 
 
-def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator]) -> Archive:
+def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator], known: Archive | None = None) -> Archive:
     """The archive of all candidates that the generators propose within the problem's budget.
 
     After the user's time limit, or at Ctrl-C, the candidates so far are all; after the time limit the first generator is
@@ -46,11 +46,12 @@ def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator]) ->
     Args:
       problem: the question.
       generators: by name, in the order of their first turns.
+      known: the archive of the same problem within another memory limit, which this search goes on from.
 
     Raises:
       KeyboardInterrupt: nothing was evaluated yet.
     """
-    archive = Archive(problem)
+    archive = Archive(problem, known)
     running = [
         _Turn(name, iter(generator(problem, archive)), place)
         for place, (name, generator) in enumerate(generators.items(), 1)

@@ -55,8 +55,8 @@ balance the work first; they hold less memory."""
 def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
     """The generator of the exact search for the objective of a level.
 
-    The solutions of a mesh are proposed at once if the estimate of the first of them is the best so far, and else when every mesh
-    is solved.
+    The solutions of a mesh are proposed at once if the estimate of the first of them is the best so far, and else when every
+    mesh is solved.
     """
     at, found, waiting = problem.at(level), list[MeshSolution](), list[MeshSolution]()
     turn = sorted(meshes(problem), key=lambda axes: sum(size for _, size in axes))
@@ -69,30 +69,37 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
             archive.solutions.append(one)
             first = first or one
             if best is None or estimated_rank(at, first) < best:
-                yield from _proposed(at, one, archive)
+                yield from constrained(at, one, archive)
             else:
                 waiting.append(one)
                 yield None
         if not turn and found and not problem.axes and len(axes) < 3:
             turn = three_axis_meshes(problem, min(found, key=lambda one: estimated_rank(at, one)), found)
     for one in sorted(waiting, key=lambda one: estimated_rank(at, one)):
-        yield from _proposed(at, one, archive)
+        yield from constrained(at, one, archive)
 
 
-def _proposed(problem: SearchProblem, one: MeshSolution, archive: Archive) -> Iterator[Proposal]:
-    """The proposals of a solution; where the best of them exceeds the memory limit, also of solutions with less memory."""
-    made = yield from constrained(problem, one, archive)
-    if problem.level != 1 and not problem.fits(made):
-        limit = MARGIN * problem.memory_limit / made.cost.memory.peak * one.peak
-        for less in within(one, limit, archive.budget):
-            yield from constrained(problem, less, archive)
+def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+    """The generator of solutions within the memory limit, for the objective of a level, on the meshes that were solved for it.
+
+    Estimates of memory are rough: the solver's limit is scaled by what the candidates of a solution hold.
+    """
+    at = problem.at(level)
+    for found in sorted(
+        (one for one in archive.solutions if one.level == level), key=lambda one: estimated_rank(at, one)
+    ):
+        made = archive.best_of(found, level)
+        peak = found.peak if made is None else made.cost.memory.peak
+        if peak > problem.memory_limit:
+            for less in within(found, MARGIN * problem.memory_limit / peak * found.peak, archive.budget):
+                yield from constrained(at, less, archive)
+        yield None
 
 
 def solve_mesh(problem: SearchProblem, axes: Axes, archive: Archive) -> Iterator[MeshSolution]:
     """The solutions on one mesh.
 
-    At level 2 the optimum, at level 0 one for each weight of FLOPs, and where such a solution exceeds the memory limit also the
-    best one within it. At level 1 the fastest and the one that sends least with balanced
+    At level 2 the optimum, at level 0 one for each weight of FLOPs. At level 1 the fastest and the one that sends least with balanced
     work, both with every argument in its smallest shards, and one near the least peak.
     """
     space, budget = label_space(problem, axes, archive), archive.budget
@@ -117,10 +124,7 @@ def solve_mesh(problem: SearchProblem, axes: Axes, archive: Archive) -> Iterator
             yield near
         return
     for weight in COMPUTE_WEIGHTS if problem.level == 0 else (1.0,):
-        for one in _possible(dataclasses.replace(solved(*stated(problem.level, weight)), weight=weight)):
-            yield one
-            if one.peak > problem.memory_limit:
-                yield from within(one, problem.memory_limit, budget)
+        yield from _possible(dataclasses.replace(solved(*stated(problem.level, weight)), weight=weight))
 
 
 def _possible(found: MeshSolution) -> Iterator[MeshSolution]:

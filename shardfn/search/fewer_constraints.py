@@ -13,15 +13,15 @@ from shardfn.search.resharding_costs import results_only, used_axes
 
 
 def fewer_constraints(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
-    """The candidate without constraints, with those of results alone, and without those that propagation does not need."""
+    """The candidate without the constraints that propagation does not need, with those of results alone, and without any."""
     if not made.constraints:
         return
     none: OpConstraints = {}
-    yield proposal_from(problem, made, constraints=none)
-    yield proposal_from(problem, made, constraints={i: results_only(c) for i, c in made.constraints.items()})
     free = problem.partition(made.axes, made.specs, none, made.result_specs)
     agreed = agreeing_ops(problem.graph, free, made.constraints)
     yield proposal_from(problem, made, constraints={i: c for i, c in made.constraints.items() if i not in agreed})
+    yield proposal_from(problem, made, constraints={i: results_only(c) for i, c in made.constraints.items()})
+    yield proposal_from(problem, made, constraints=none)
 
 
 def sliced_arguments(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:

@@ -9,6 +9,7 @@ from shardfn.search.archive import Archive
 from shardfn.search.array_changes import alike_array_changes, one_array_changes
 from shardfn.search.fewer_constraints import fewer_constraints, sliced_arguments
 from shardfn.search.many_array_changes import follow_products, fully_sharded
+from shardfn.search.mesh_solution import SolvedProposal
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import smallest_results
 
@@ -31,8 +32,8 @@ MOVES: tuple[Move, ...] = (
 def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
     """The generator of the local search for the objective of a level.
 
-    It starts from the best candidate of each mesh, the best of all first. Whenever there is a better one, it goes on from that with
-    the move that was at work.
+    It starts from the best candidate of each mesh, the best of all first. Whenever there is a better one, it goes on from that
+    with the move that was at work.
     """
     at, proposed, ended, better, moves = problem.at(level), set[object](), set[object](), 0, deque(MOVES)
     while not len(archive):
@@ -42,7 +43,7 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
             for proposal in moves[0](at, start, better):
                 if proposal.key not in proposed:
                     proposed.add(proposal.key)
-                    yield proposal
+                    yield _as_solved(archive, start, proposal)
                     if _start(archive, level, ended) is not start:
                         better += 1
                         break
@@ -58,3 +59,10 @@ def _start(archive: Archive, level: int, ended: set[object]) -> SearchCandidate 
     """The best candidate whose neighbours are not known yet, of those that are the best of their mesh."""
     best = (made for made in archive.best_of_each_mesh(level) if made.key not in ended)
     return next(best, None)
+
+
+def _as_solved(archive: Archive, start: SearchCandidate, proposal: Proposal) -> Proposal:
+    """The proposal, of the solution that its start comes from where it has the same shardings."""
+    solution = archive.solution_of(start)
+    is_same = (proposal.axes, proposal.specs, proposal.result_specs) == (start.axes, start.specs, start.result_specs)
+    return SolvedProposal(**vars(proposal), solution=solution) if solution is not None and is_same else proposal

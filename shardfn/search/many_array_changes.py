@@ -45,7 +45,7 @@ def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 
 
 
 def fully_sharded(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
-    """The candidate with parameters, and with optimizer state alone, sharded over all axes that are left, like FSDP and ZeRO-1."""
+    """The candidate with parameters, and with optimizer state alone, sharded over all axes left, as in FSDP and ZeRO-1."""
     yield _fully_sharded(problem, made, only_state=False)
     if any(baselines.is_optimizer_state(problem)):
         yield _fully_sharded(problem, made, only_state=True)

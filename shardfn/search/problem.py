@@ -241,7 +241,7 @@ class SearchProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A choice that is not evaluated: a mesh, a sharding for every argument, constraints of ops, and shardings of open results."""
+    """A choice that is not evaluated: a mesh, a sharding for each argument, constraints of ops, and shardings of open results."""
 
     name: str
     axes: Axes

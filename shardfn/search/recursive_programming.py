@@ -16,7 +16,7 @@ from shardfn.ir.model import Axes
 from shardfn.partition.resharding import divisors
 from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
-from shardfn.search.exact import solve_division, within
+from shardfn.search.exact import solve_division
 from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.op_labels import FREE
 from shardfn.search.problem import Proposal, SearchProblem
@@ -30,11 +30,7 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
     if one is None:
         return
     archive.solutions.append(one)
-    proposal = fully_constrained(at, one)
-    yield proposal
-    if not problem.fits(archive.of(proposal)):
-        for less in within(one, problem.memory_limit, archive.budget):
-            yield fully_constrained(at, less)
+    yield fully_constrained(at, one)
 
 
 def divided(problem: SearchProblem, archive: Archive) -> MeshSolution | None:
