@@ -15,8 +15,8 @@ FIXED_VISITS = 15
 """Work of evaluating a candidate beside its ops, in visits."""
 
 MOST_VISITS, HALF_OPS = 40_000, 400
-"""The default work of a search is at most `MOST_VISITS`, about three seconds, and half of that for a program of `HALF_OPS` ops. JAX and
-XLA need about as long to trace and compile a program of that size."""
+"""The default work of a search is at most `MOST_VISITS`, about three seconds, and half of that for a program of `HALF_OPS` ops:
+about what JAX and XLA need to trace and compile it."""
 
 DEFAULT = "default"
 

@@ -99,8 +99,8 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
 def solve_mesh(problem: SearchProblem, axes: Axes, archive: Archive) -> Iterator[MeshSolution]:
     """The solutions on one mesh.
 
-    At level 2 the optimum, at level 0 one for each weight of FLOPs. At level 1 the fastest and the one that sends least with balanced
-    work, both with every argument in its smallest shards, and one near the least peak.
+    At level 2 the optimum, at level 0 one for each weight of FLOPs. At level 1 the fastest and the one that sends least with
+    balanced work, both with every argument in its smallest shards, and one near the least peak.
     """
     space, budget = label_space(problem, axes, archive), archive.budget
 
