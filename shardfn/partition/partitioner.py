@@ -73,7 +73,9 @@ class _Mesh:
 
     def __init__(self, axes: Mapping[str, int], used: Iterable[str]):
         self.sizes, parts = split_axes(axes, used)
-        self.join: Callable[[tuple[str, ...]], tuple[str, ...]] = functools.cache(lambda names: joined_axes(names, axes))
+        self.join: Callable[[tuple[str, ...]], tuple[str, ...]] = functools.cache(
+            lambda names: joined_axes(names, axes)
+        )
         self.in_parts: Callable[[Spec], Spec] = functools.cache(
             lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec)
         )
