@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.ir.model import Graph, Op, PartitionedProgram
