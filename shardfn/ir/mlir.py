@@ -62,13 +62,17 @@ def preorder(op: Any) -> list[Any]:
     return found
 
 
-def blocks_of(block: Any) -> Iterator[Any]:
-    """A block and those inside it, in the order of `order_depth_first`."""
-    yield block
-    for view in block.operations:
-        for region in view.operation.regions:
-            for inner in region.blocks:
-                yield from blocks_of(inner)
+BlockPath = tuple[tuple[int, int, int], ...]
+"""From a block to one inside it, by step: the position of an op, of its region, and of the block there."""
+
+
+def blocks_of(block: Any, path: BlockPath = ()) -> Iterator[tuple[BlockPath, Any]]:
+    """A block and those inside it, in the order of `order_depth_first`, each with the way to it."""
+    yield path, block
+    for turn, view in enumerate(block.operations):
+        for n, region in enumerate(view.operation.regions):
+            for m, inner in enumerate(region.blocks):
+                yield from blocks_of(inner, (*path, (turn, n, m)))
 
 
 def attribute_names(op: Any) -> list[str]:

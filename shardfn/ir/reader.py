@@ -6,9 +6,10 @@ Calls are read inline, once for each call site, so that two callers of one funct
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
@@ -36,21 +37,23 @@ class _Fact(NamedTuple):
     """With its results, but without values; the first number of `form` is final."""
     results: tuple[Value, ...]
     unruled: str
-    made: dict[Any, Op]
-    """The ops made of it in earlier graphs: programs of one module number most values alike."""
+    made: dict[tuple[int, int], Op]
+    """The op made of it last, by trips and region: programs of one module number most values alike."""
 
 
 class ReaderCache:
     """What was read before of this module, or of another one with the same ops; nothing here depends on shardings.
 
-    Facts are kept by number, and by number and location: ops that Shardy merges can be in either's position.
+    Facts are kept by number, and by number and location: ops that Shardy merges can be in either's position. Shardy's own
+    ops have no number; theirs are kept by all that is read of them.
     """
 
     def __init__(self) -> None:
         self.types: dict[Any, Value] = {}
         self.rules: dict[Any, ShardingRule] = {}
         self.lines: dict[Any, str] = {}
-        self.cached_specs: dict[Any, tuple[Spec | None, ...]] = {}
+        self.array_specs: dict[Any, Spec | None] = {}
+        self.specs: dict[Any, tuple[Spec | None, ...]] = {}
         self.facts: dict[Any, _Fact] = {}
         self.forms: dict[Any, int] = {None: -1}
 
@@ -66,9 +69,12 @@ class Reader:
       module: the module.
       seen: what was read before of one with the same ops.
       count: how many ops the module had as JAX lowered it; 0 where it has no rules, and all is to be in `seen`.
+      alone: numbers of ops that Shardy merges with no other op.
     """
 
-    def __init__(self, module: Any, seen: ReaderCache | None = None, count: int = 0):
+    def __init__(
+        self, module: Any, seen: ReaderCache | None = None, count: int = 0, alone: Collection[Any] = frozenset()
+    ):
         self.functions = {symbol_of(f): f for f in functions_of(module)}
         self.meshes = {symbol_of(op): dict(mesh_axes(op.attributes["mesh"])) for op in meshes_of(module)}
         self.values: list[Value] = []
@@ -83,7 +89,7 @@ class Reader:
         self.region = self.regions = 0
         """The number of the loop's body or the branch that is read, and of how many there were so far."""
         self.seen = seen or ReaderCache()
-        self.count = count
+        self.count, self.alone = count, alone
 
     def graph(self) -> Graph:
         main = self.functions["main"]
@@ -131,29 +137,34 @@ class Reader:
     def spec(self, attribute: Any) -> Spec | None:
         if attribute is None or self.manual:
             return None
-        dims = sdy.TensorShardingAttr(attribute).dimension_shardings
-        if not len(dims):  # a scalar, or a host callback, which holds its array on one device
-            return None
-        return tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
+        known = self.seen.array_specs
+        if attribute not in known:
+            dims = sdy.TensorShardingAttr(attribute).dimension_shardings
+            spec = tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
+            known[attribute] = spec or None  # a scalar, or a host callback, which holds its array on one device
+        return known[attribute]
 
     def results(self, op: Any, attrs: Any = None, values: Sequence[Value] | None = None) -> tuple[int, ...]:
         """New values for an op's results, with their shardings."""
         attrs = op.attributes if attrs is None else attrs
         values = [self.value(r.type) for r in op.results] if values is None else values
         specs: Sequence[Spec | None] = ()
-        if self.manual or not len(values):
+        if self.manual or not values:
             pass
         elif "sdy.sharding" in attrs:
-            attribute = attrs["sdy.sharding"]
-            cached_specs = self.seen.cached_specs
-            specs = cached_specs.get(attribute) or cached_specs.setdefault(
-                attribute, tuple(self.spec(each) for each in sdy.TensorShardingPerValueAttr(attribute).shardings)
-            )
+            attribute, known = attrs["sdy.sharding"], self.seen.specs
+            if attribute not in known:
+                known[attribute] = tuple(map(self.spec, sdy.TensorShardingPerValueAttr(attribute).shardings))
+            specs = known[attribute]
         elif "out_sharding" in attrs:
             specs = (self.spec(attrs["out_sharding"]),)
         elif op.name == "sdy.sharding_constraint" or op.name == "sdy.reshard":
             specs = (self.spec(attrs["sharding"]),)
-        return tuple([self.new(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)])
+        first = len(self.values)
+        self.values += values
+        for value, spec in itertools.zip_longest(values, specs[: len(values)]):
+            self.specs.append(((),) * len(value.shape) if spec is None else spec)
+        return tuple(range(first, len(self.values)))
 
     def with_sharding(self, value: int, sharding: Any, trips: int = 1) -> int:
         """The value in the given sharding: through a reshard, if it has another one."""
@@ -179,8 +190,10 @@ class Reader:
                 ids = visit(self, op, env, trips)
             else:
                 ids = self.plain(op, name, env, trips)
-            for result, id_ in zip(op.results, ids, strict=True):
-                env[result] = id_
+            if len(ids) == 1:
+                env[op.results[0]] = ids[0]
+            else:
+                env.update(zip(op.results, ids, strict=True))
         return ()
 
     def within(self, block: Any, env: dict[Any, int], trips: int) -> tuple[int, ...]:
@@ -195,22 +208,26 @@ class Reader:
         attrs = op.attributes
         if name in _NO_OPS:
             return self.results(op, attrs)
-        fact = self.known(op, name, attrs) if NUMBER in attrs else self.fact(op, name, attrs)
+        fact = self.known(op, name, attrs)
         outputs = self.results(op, attrs, fact.results)
         if fact.unruled:
             self.unruled.setdefault(fact.unruled)
-        key = trips, self.region, outputs[:1], *[env[o] for o in op.operands]
-        made = fact.made.get(key)
+        kind = trips, self.region
+        made = fact.made.get(kind)
         if made is None:
-            form = fact.op.form and (fact.op.form[0], self.region)
-            made = dataclasses.replace(fact.op, inputs=key[3:], outputs=outputs, trips=trips, form=form)
-            fact.made[key] = made
+            made = dataclasses.replace(fact.op, trips=trips, form=fact.op.form and (fact.op.form[0], self.region))
+        made = fact.made[kind] = made.of(tuple([env[o] for o in op.operands]), outputs)
         self.ops.append(made)
         return outputs
 
     def known(self, op: Any, name: str, attrs: Any) -> _Fact:
-        """What a numbered op is, as it was seen before, here or in the same place."""
-        facts, number = self.seen.facts, attrs[NUMBER]
+        """What an op is, as it was seen before, here or in the same place."""
+        facts = self.seen.facts
+        if NUMBER not in attrs:
+            return self.known_shardys(op, name, attrs)
+        number = attrs[NUMBER]
+        if number in self.alone and number in facts:
+            return facts[number]
         at = number, op.location.attr
         found = facts.get(at)
         if found is None:
@@ -223,6 +240,16 @@ class Reader:
             else:
                 raise UnreadOpError
             facts[at] = found
+        return found
+
+    def known_shardys(self, op: Any, name: str, attrs: Any) -> _Fact:
+        """`known`, of an op of Shardy's own."""
+        if "sharding" not in attrs or "sdy.sharding_rule" in attrs:
+            return self.fact(op, name, attrs)
+        key = name, op.location.attr, op.operands[0].type, attrs["sharding"]
+        found = self.seen.facts.get(key)
+        if found is None:
+            found = self.seen.facts[key] = self.fact(op, name, attrs)
         return found
 
     def fact(self, op: Any, name: str, attrs: Any) -> _Fact:

@@ -8,6 +8,7 @@ Both work on copies.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import re
@@ -17,6 +18,7 @@ from typing import Any
 from shardfn.ir.mlir import (
     MESH_NAME,
     NUMBER,
+    BlockPath,
     attributes_of,
     blocks_of,
     functions_of,
@@ -41,6 +43,9 @@ RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 _INNER = re.compile(INNER_AXIS + r"(\d+)")
+
+Place = tuple[int, int]
+"""Of an op in the main function: the number of its block, and its position there."""
 
 
 def flat(module: Any) -> Any:
@@ -93,8 +98,11 @@ class PreparedModule:
                     text = re.sub(r"@[^\s,>]+", f"@{MESH_NAME}", str(op.attributes["sharding"]), count=1)
                     op.attributes["sharding"] = ir.Attribute.parse(text)
             self.is_alone = len(list(functions_of(self.module))) == 1
-            numbers = {number_of(op) for op in preorder(self.module)} - {-1}
-        self.has_unread_ops = not numbers <= self.seen.facts.keys()
+            numbers = collections.Counter(
+                op.attributes[NUMBER] for op in preorder(self.module) if NUMBER in op.attributes
+            )
+        self.alone = frozenset([number for number, count in numbers.items() if count == 1])
+        self.has_unread_ops = not numbers.keys() <= self.seen.facts.keys()
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
 
@@ -131,7 +139,7 @@ class PreparedModule:
             run_passes(_flow_pipeline() if self.is_alone else FLOW_PIPELINE, copy)
             if self.has_unread_ops:  # the first propagation: their rules are not known from `read_graph`
                 run_passes(RULES_PIPELINE, copy)
-            reader = Reader(copy, self.seen, self.count if self.has_unread_ops else 0)
+            reader = Reader(copy, self.seen, self.count if self.has_unread_ops else 0, self.alone)
             try:
                 graph = reader.graph()
             except UnreadOpError:  # an op that the first propagation's module did not have
@@ -141,15 +149,40 @@ class PreparedModule:
             return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
     @functools.cached_property
-    def places(self) -> dict[int, list[tuple[int, int]]]:
-        """By number, the blocks of an op and its positions there."""
-        found: dict[int, list[tuple[int, int]]] = {}
+    def blocks(self) -> list[tuple[BlockPath, list[Any]]]:
+        """Of each block of the main function, the way to it and its ops, in the order of `order_depth_first`."""
         main = next(f for f in functions_of(self.module) if symbol_of(f) == "main")
-        for block, inner in enumerate(blocks_of(main.regions[0].blocks[0])):
-            for turn, view in enumerate(inner.operations):
-                found.setdefault(number_of(view.operation), []).append((block, turn))
+        return [
+            (path, [view.operation for view in block.operations])
+            for path, block in blocks_of(main.regions[0].blocks[0])
+        ]
+
+    @functools.cached_property
+    def place_of(self) -> dict[Any, Place]:
+        """The place of each op."""
+        return {op: (block, turn) for block, (_, ops) in enumerate(self.blocks) for turn, op in enumerate(ops)}
+
+    @functools.cached_property
+    def places(self) -> dict[int, list[Place]]:
+        """By number, the places of an op."""
+        found: dict[int, list[Place]] = {}
+        for op, place in self.place_of.items():
+            found.setdefault(number_of(op), []).append(place)
         found.pop(-1, None)
         return found
+
+    def operand_places(self, place: Place) -> list[Place]:
+        """The places of the ops that make the operands of an op; (-1, -1) of what is no op's."""
+        block, turn = place
+        owners = [value.owner for value in self.blocks[block][1][turn].operands]
+        return [(-1, -1) if isinstance(o, ir.Block) else self.place_of.get(o.operation, (-1, -1)) for o in owners]
+
+    def op_at(self, body: Any, place: Place) -> Any:
+        """The op at a place in a copy of the main function's body."""
+        block, turn = place
+        for at, region, inner in self.blocks[block][0]:
+            body = body.operations[at].operation.regions[region].blocks[inner]
+        return body.operations[turn].operation
 
 
 @functools.cache
@@ -189,39 +222,34 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
     """Add sharding constraints to ops, by number, in a copy of `ready.module`: on a result right after its op, on an
     operand after everything that this operand and those before it need.
     """
-    blocks = [[view.operation for view in block.operations] for block in blocks_of(body)]
-    found = sorted((place, n) for n in constraints for place in ready.places.get(n, ()))
-    held = [(blocks[block][turn], block, turn, constraints[n]) for (block, turn), n in found]
-
-    @functools.cache
-    def every() -> dict[Any, tuple[int, int]]:
-        return {op: (block, turn) for block, ops in enumerate(blocks) for turn, op in enumerate(ops)}
-
-    def placed(op: Any) -> tuple[int, int]:
-        known = ready.places.get(number_of(op), ())
-        return known[0] if len(known) == 1 else every().get(op, (-1, -1))  # no number of its own: a constant
-
-    wanted: list[tuple[int, int, int, int, Spec]] = []
-    for op, block, place, constraint in held:
-        turn = begun = ready.begun[block][place]
-        for position, (value, spec) in enumerate(zip(op.operands, constraint.operands, strict=True)):
-            owner = value.owner
-            at, done = (-1, -1) if isinstance(owner, ir.Block) else placed(owner.operation)
+    held = sorted((place, n) for n in constraints for place in ready.places.get(n, ()))
+    op_at = {place: ready.op_at(body, place) for place, _ in held}
+    wanted: list[tuple[Place, int, int, Spec]] = []
+    """Before which op, for which one, counted backwards, its operand, and the operand's sharding."""
+    for place, n in held:
+        block, own = place
+        turn = begun = ready.begun[block][own]
+        for position, (made_at, spec) in enumerate(
+            zip(ready.operand_places(place), constraints[n].operands, strict=True)
+        ):
+            at, done = made_at
             if at == block and ready.begun[at][done] >= begun:  # computed for this op
                 turn = max(turn, done + 1)
             if spec is not None:
-                wanted.append((block, turn, -place, position, spec))
-    for op, _, _, constraint in held:
-        for result, spec in zip(op.results, constraint.results, strict=True):
+                wanted.append(((block, turn), -own, position, spec))
+    before = {place: ready.op_at(body, place) for place, *_ in wanted}  # all are looked up before any is added
+    for place, n in held:
+        op = op_at[place]
+        for result, spec in zip(op.results, constraints[n].results, strict=True):
             uses = [(use.owner.operation, use.operand_number) for use in result.uses]
             if spec is not None:
                 with ir.InsertionPoint.after(op):
                     new = sdy.ShardingConstraintOp(result, ready.sharding(spec), loc=op.location).result
                 for user, number in uses:
                     user.operands[number] = new
-    for block, turn, place, position, spec in sorted(wanted):
-        op = blocks[block][-place]
-        with ir.InsertionPoint(blocks[block][turn]):
+    for place, backwards, position, spec in sorted(wanted):
+        op = op_at[place[0], -backwards]
+        with ir.InsertionPoint(before[place]):
             op.operands[position] = sdy.ShardingConstraintOp(
                 op.operands[position], ready.sharding(spec), loc=op.location
             ).result

@@ -22,7 +22,7 @@ def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
     - Of ops that compute the same, the first stays; constraints that change no sharding are dropped.
     """
     simpler = _inline_single_iterations(partitioned)
-    ops = tuple([_simplified(simpler, op) if _may_be_simpler(op) else op for op in simpler.graph.ops])
+    ops = tuple([_simplified(simpler, op) for op in simpler.graph.ops])
     return _eliminate_common(hoist_invariants(replace(simpler, graph=replace(simpler.graph, ops=ops))))
 
 
@@ -71,49 +71,47 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
     return _substituted(partitioned, ops, same)
 
 
-_HAS_SIMPLER_FORM = frozenset({"dot_general", "reduce", "pad", "concatenate", "dynamic_slice", "dynamic_update_slice"})
-
-
-def _may_be_simpler(op: Op) -> bool:
-    """Whether `_simplified` has anything to look at: for most ops it has not."""
-    return op.same >= 0 or op.name in _HAS_SIMPLER_FORM
-
-
 def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:
     """The op, or a simpler one that does the same."""
-    values, specs = partitioned.graph.values, partitioned.specs
-
-    def simpler(name: str, *inputs: int) -> Op:
-        return replace(op, name=name, inputs=inputs, rule=None, reduced=(), window_dims=())
-
-    def is_result(v: int) -> bool:
-        return values[v] == values[op.outputs[0]] and specs[v] == specs[op.outputs[0]]
-
-    def is_summed_over_ones(sizes: Callable[[int], tuple[int, ...]]) -> bool:
-        return all(sizes(op.inputs[side])[d] == 1 for side, d in op.reduced)
-
+    values = partitioned.graph.values
     if op.name == "dot_general":
-        if is_summed_over_ones(partitioned.local_shape):
+        if _is_summed_over_ones(op, partitioned.local_shape):
             return replace(op, name="multiply", reduced=())
     elif op.name == "reduce" and len(op.outputs) == 1 and op.reduced:
-        if is_summed_over_ones(lambda v: values[v].shape):
-            return simpler("reshape", op.inputs[0])
+        if _is_summed_over_ones(op, lambda v: values[v].shape):
+            return _simpler(op, "reshape", op.inputs[0])
     elif op.same >= 0:
-        if is_result(op.inputs[op.same]):
-            return simpler("reshape", op.inputs[op.same])
-    elif op.name == "pad" and 0 in values[op.inputs[0]].shape:
-        return simpler("broadcast_in_dim", *op.inputs[1:])
-    elif op.name == "pad" and all(_takes(window, values, op) for window in op.window_dims):
-        return simpler("reshape" if is_result(op.inputs[0]) else "slice", op.inputs[0])
+        if _is_result(partitioned, op, op.inputs[op.same]):
+            return _simpler(op, "reshape", op.inputs[op.same])
+    elif op.name == "pad":
+        if 0 in values[op.inputs[0]].shape:
+            return _simpler(op, "broadcast_in_dim", *op.inputs[1:])
+        if all(_takes(window, values, op) for window in op.window_dims):
+            return _simpler(op, "reshape" if _is_result(partitioned, op, op.inputs[0]) else "slice", op.inputs[0])
     elif op.name == "concatenate":
         parts = [v for v in op.inputs if 0 not in values[v].shape]
         if 0 < len(parts) < len(op.inputs):
-            return simpler("reshape" if len(parts) == 1 and is_result(parts[0]) else op.name, *parts)
+            is_one = len(parts) == 1 and _is_result(partitioned, op, parts[0])
+            return _simpler(op, "reshape" if is_one else op.name, *parts)
     elif op.name in _PARTS:
         part = op.inputs[_PARTS[op.name]]
-        if is_result(part) and values[part].shape == values[op.inputs[0]].shape:
-            return simpler("reshape", part)
+        if _is_result(partitioned, op, part) and values[part].shape == values[op.inputs[0]].shape:
+            return _simpler(op, "reshape", part)
     return op
+
+
+def _simpler(op: Op, name: str, *inputs: int) -> Op:
+    return replace(op, name=name, inputs=inputs, rule=None, reduced=(), window_dims=())
+
+
+def _is_result(partitioned: PartitionedProgram, op: Op, v: int) -> bool:
+    """Whether a value has the shape, the dtype and the sharding of what an op makes."""
+    values, specs, (result,) = partitioned.graph.values, partitioned.specs, op.outputs
+    return values[v] == values[result] and specs[v] == specs[result]
+
+
+def _is_summed_over_ones(op: Op, sizes: Callable[[int], tuple[int, ...]]) -> bool:
+    return all([sizes(op.inputs[side])[d] == 1 for side, d in op.reduced])
 
 
 def _takes(window: WindowDim, values: Sequence[Value], op: Op) -> bool:
