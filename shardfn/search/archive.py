@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from shardfn.ir.model import Axes
 from shardfn.search.budget import FIXED_VISITS, VISIT, work_of
@@ -36,6 +37,10 @@ class Archive:
 
     def __len__(self) -> int:
         return len(self._facts)
+
+    def __iter__(self) -> Iterator[SearchCandidate]:
+        """The candidates in the order of their evaluation."""
+        return iter({made.key: made for made in self._made.values()}.values())
 
     def evaluate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
         """The evaluated candidate of a proposal. To evaluate it again costs nothing.
@@ -71,8 +76,7 @@ class Archive:
 
     def ranked(self, level: int) -> list[SearchCandidate]:
         """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
-        every = {made.key: made for made in self._made.values()}.values()
-        return sorted(every, key=lambda made: self._order(level, made))
+        return sorted(self, key=lambda made: self._order(level, made))
 
     def best_of_each_mesh(self, level: int) -> list[SearchCandidate]:
         """The best candidate on each mesh at a level, the best of all first."""

@@ -14,9 +14,9 @@ VISIT = 2e4
 FIXED_VISITS = 15
 """Work of evaluating a candidate beside its ops, in visits."""
 
-MOST_VISITS, HALF_OPS = 40_000, 400
-"""The default work of a search is at most `MOST_VISITS`, about three seconds, and half of that for a program of `HALF_OPS` ops:
-about what JAX and XLA need to trace and compile it."""
+MOST_VISITS, HALF_VISITS = 40_000, 400
+"""The default work of a search is at most `MOST_VISITS`, about three seconds, and half of that where a candidate takes
+`HALF_VISITS`: about what JAX and XLA need to trace and compile such a program."""
 
 DEFAULT = "default"
 
@@ -31,10 +31,13 @@ def visits_of(budget: str | float, ops: int) -> float:
       budget: a key of `BUDGETS`, or the number of visits.
       ops: the size of the program.
 
-    >>> visits_of("default", 400), visits_of("fast", 400), visits_of(1e6, 400)
+    >>> visits_of("default", 385), visits_of("fast", 385), visits_of(1e6, 385)
     (20000.0, 5000.0, 1000000.0)
     """
-    return BUDGETS[budget] * MOST_VISITS * ops / (ops + HALF_OPS) if isinstance(budget, str) else float(budget)
+    if not isinstance(budget, str):
+        return float(budget)
+    each = FIXED_VISITS + ops
+    return BUDGETS[budget] * MOST_VISITS * each / (each + HALF_VISITS)
 
 
 def work_of(budget: str | float, ops: int, seconds: float) -> Budget:
