@@ -18,6 +18,7 @@ from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
+from shardfn.search.memory_limit import unit_slip
 from shardfn.search.objectives import LEVELS, Rank, excess_bytes, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
 from shardfn.units import bytes_text
@@ -117,7 +118,7 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
     if winner.peak > limit:
         fail(StrategyError, f"none of {count} plans fits, as compiled, in {bytes_text(limit)} per device",
              where=f"memory_limit = {limit:,.0f}", why=f"the least is {bytes_text(winner.peak)}: {winner.name}",
-             fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
+             fix=f"{slip}; or " * bool(slip := unit_slip(limit)) + "compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
                  f"arguments, jax.checkpoint for what the backward pass keeps, or memory_limit={winner.peak}")  # fmt: skip
 
 

@@ -85,6 +85,7 @@ RECURSIVE: Mapping[str, CandidateGenerator] = {
     "recursive, time": functools.partial(recursive_programming.generate, TIME),
     "recursive, communication": functools.partial(recursive_programming.generate, COMMUNICATION),
     "recursive, memory": functools.partial(recursive_programming.generate, MEMORY),
+    "group baselines": lambda problem, archive: baselines.plain_baselines(problem),
 }
 """Those of the fast search."""
 

@@ -31,6 +31,7 @@ class Archive:
         """The choices on each mesh, which the objectives share."""
         self._made: dict[object, SearchCandidate] = {} if known is None else known._made
         self._facts: dict[object, _Facts] = {} if known is None else known._facts
+        self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
         for made in self._made.values():
             self._keep_best(made)
@@ -49,13 +50,14 @@ class Archive:
           proposal: the choice.
           generator: the name of the generator that proposes it.
         """
+        if isinstance(proposal, SolvedProposal):
+            self._solved.setdefault(_shardings(proposal), proposal.solution)
         if proposal.key not in self._made:
             self.budget.spend(VISIT * (FIXED_VISITS + len(self.problem.graph.ops)))
             made = self._made[proposal.key] = self.problem.candidate(proposal, generator)
             if made.key not in self._facts:
                 keeps = keeps_rules(self.problem.partitioned_of(made), self.problem.algorithm)
-                solution = proposal.solution if isinstance(proposal, SolvedProposal) else None
-                self._facts[made.key] = _Facts(solution, keeps, len(self._facts))
+                self._facts[made.key] = _Facts(len(self._facts), keeps)
                 self._keep_best(made)
         return self._made[proposal.key]
 
@@ -88,15 +90,18 @@ class Archive:
         return next((made for made in self.ranked(level) if self.solution_of(made) is solution), None)
 
     def solution_of(self, made: SearchCandidate) -> MeshSolution | None:
-        """The solver's solution that a candidate comes from; None where it has other shardings."""
-        return self._facts[made.key].solution
+        """The solver's solution with the shardings of a candidate, whatever its constraints; None where there is none."""
+        return self._solved.get(_shardings(made))
+
+
+def _shardings(made: Proposal) -> object:
+    return made.axes, made.specs, tuple(sorted(made.result_specs.items()))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
     """What an archive knows of a candidate beside its cost."""
 
-    solution: MeshSolution | None
-    keeps_rules: bool
     number: int
     """Its place in the order of evaluation."""
+    keeps_rules: bool

@@ -58,6 +58,15 @@ def batch_baselines(problem: SearchProblem) -> Iterator[Proposal]:
             yield from (full, plain, *others)
 
 
+def plain_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """Each of the largest dimension groups sharded over all devices, and nothing else."""
+    if _are_meant(problem):
+        axes = problem.axes or (("a", problem.devices),)
+        for group in _largest_groups(problem):
+            if _divides(problem, group, problem.devices):
+                yield next(_variants(problem, axes, {group: tuple(name for name, _ in axes)}))
+
+
 def group_baselines(problem: SearchProblem) -> Iterator[Proposal]:
     """The largest dimension groups sharded over all devices, and pairs of them over two axes: tensor parallelism and its mixes
     with the others. Of pairs, those with the least estimated memory come first."""

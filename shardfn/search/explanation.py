@@ -26,19 +26,19 @@ def answer_of(what: str, archive: Archive) -> Answer:
     tried = _meshes_text(archive, own)
     begin = f"{what} at level {problem.level}, {len(archive)} candidates"
     gap = None if solution is None else _gap(archive, best, solution, own)
-    if changed:
-        policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
-        reason = "better than what the solver and the baselines found"
-    elif solution is None:
-        policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
-        reason = f"a baseline, cheaper than the plan of the solver: {start}"
-    else:
+    if solution is not None:
         policy = f"{begin}: {_gap_text(best.axes, gap)} under the cost model, op by op, on the meshes tried: {tried}"
         reason = "the optimum of all ops together"
+    elif changed:
+        policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
+        reason = "better than what the solver and the baselines found"
+    else:
+        policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
+        reason = f"a baseline, cheaper than the plan of the solver: {start}"
     return Answer(
         best.axes, best.specs, tuple("" if given is not None else reason for given in problem.specs), policy,
         runner_up=runner_up(best, others), constraints=best.constraints, gap=gap, others=tuple(others),
-        runners_up=() if solution is None or changed else next_strategies(problem, solution), result_specs=best.result_specs,
+        runners_up=() if solution is None else next_strategies(problem, solution), result_specs=best.result_specs,
     )  # fmt: skip
 
 

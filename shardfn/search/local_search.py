@@ -9,7 +9,6 @@ from shardfn.search.archive import Archive
 from shardfn.search.array_changes import alike_array_changes, one_array_changes
 from shardfn.search.fewer_constraints import fewer_constraints, sliced_arguments
 from shardfn.search.many_array_changes import follow_products, fully_sharded
-from shardfn.search.mesh_solution import SolvedProposal
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import smallest_results
 
@@ -43,7 +42,7 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
             for proposal in moves[0](at, start, better):
                 if proposal.key not in proposed:
                     proposed.add(proposal.key)
-                    yield _as_solved(archive, start, proposal)
+                    yield proposal
                     if _start(archive, level, ended) is not start:
                         better += 1
                         break
@@ -59,10 +58,3 @@ def _start(archive: Archive, level: int, ended: set[object]) -> SearchCandidate 
     """The best candidate whose neighbours are not known yet, of those that are the best of their mesh."""
     best = (made for made in archive.best_of_each_mesh(level) if made.key not in ended)
     return next(best, None)
-
-
-def _as_solved(archive: Archive, start: SearchCandidate, proposal: Proposal) -> Proposal:
-    """The proposal, of the solution that its start comes from where it has the same shardings."""
-    solution = archive.solution_of(start)
-    is_same = (proposal.axes, proposal.specs, proposal.result_specs) == (start.axes, start.specs, start.result_specs)
-    return SolvedProposal(**vars(proposal), solution=solution) if solution is not None and is_same else proposal

@@ -60,14 +60,14 @@ def refuse_implausible_limit(problem: SearchProblem) -> None:
         fail(StrategyError, f"no plan fits in {bytes_text(problem.memory_limit)} per device",
              where=f"memory_limit = {problem.memory_limit:,.0f}",
              why=f"the arguments alone, however sharded, take at least {bytes_text(given / problem.devices)} on each device",
-             fix=_unit(problem.memory_limit)
+             fix=unit_slip(problem.memory_limit)
              or 'write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
 def _refuse(problem: SearchProblem, least: Answer) -> NoReturn:
     """Raise that nothing fits, with the least memory found, its largest arrays, and what helps."""
     memory = problem.evaluate_answer(least).memory
-    unit = f"{slip}; or " if (slip := _unit(problem.memory_limit)) else ""
+    unit = f"{slip}; or " if (slip := unit_slip(problem.memory_limit)) else ""
     fail(StrategyError, f"no plan found fits in {bytes_text(problem.memory_limit)} per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
@@ -78,10 +78,10 @@ def _refuse(problem: SearchProblem, least: Answer) -> NoReturn:
          fix=unit + f"{remedies(problem, memory)} or memory_limit={memory.peak}")  # fmt: skip
 
 
-def _unit(limit: float) -> str:
+def unit_slip(limit: float) -> str:
     """The fix of a limit that must have been meant with a unit: it is less than the smallest of them.
 
-    >>> _unit(16), _unit(1024)
+    >>> unit_slip(16), unit_slip(1024)
     ('did you mean memory_limit="16GiB"? A number without a unit is bytes', '')
     """
     return f'did you mean memory_limit="{limit:.0f}GiB"? A number without a unit is bytes' if limit < 1024 else ""
