@@ -102,7 +102,7 @@ class PreparedModule:
             numbers = collections.Counter(
                 op.attributes[NUMBER] for op in preorder(self.module) if NUMBER in op.attributes
             )
-        self.alone = {number: None for number, count in numbers.items() if count == 1}
+        self.alone: dict[Any, Any] = {number: None for number, count in numbers.items() if count == 1}
         self.has_unread_ops = not numbers.keys() <= self.seen.facts.keys()
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)

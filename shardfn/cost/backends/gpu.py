@@ -77,9 +77,7 @@ def _counts(partitioned: PartitionedProgram, op: Op) -> tuple[int, int, int, int
     return batch, rows, math.prod(size for size, role in others if role == 1), summed
 
 
-def _beside(
-    ops: Sequence[Op], sizes: Mapping[int, tuple[int, int, int, int]]
-) -> collections.Counter[tuple[int, int]]:
+def _beside(ops: Sequence[Op], sizes: Mapping[int, tuple[int, int, int, int]]) -> collections.Counter[tuple[int, int]]:
     """Rows or columns of all matmuls that read one operand on one side, by side and operand: XLA merges them into one.
 
     Args:
