@@ -24,12 +24,18 @@ _UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
 """Ops that may not have the attribute, and constants, of which Shardy puts equal ones together; it changes its own ops."""
 
 
-def run_passes(pipeline: str, module: Any) -> None:
-    """Run passes on a module that is verified once, before: again after each pass takes twice as long as the passes do."""
-    module.verify()
+def parsed_passes(pipeline: str) -> Any:
+    """Passes that can be run on any module of this context, which is to be verified before: again after each pass takes twice as
+    long as the passes do."""
     passes = passmanager.PassManager.parse(pipeline)
     passes.enable_verifier(False)
-    passes.run(module)
+    return passes
+
+
+def run_passes(pipeline: str, module: Any) -> None:
+    """Run passes on a module that is verified once, before."""
+    module.verify()
+    parsed_passes(pipeline).run(module)
 
 
 def functions_of(module: Any) -> Iterator[Any]:

@@ -139,9 +139,13 @@ class WindowDim(NamedTuple):
         return self[3:7] == (1, 0, 1, 1) and shape[self.dim] == result_shape[self.out_dim]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Op:
-    """One op: `inputs` and `outputs` index `Graph.values`; `trips` is how often the loops around it run."""
+    """One op: `inputs` and `outputs` index `Graph.values`; `trips` is how often the loops around it run.
+
+    Nothing changes an op. It is not frozen because thousands are made for each candidate, and a frozen one takes four times as
+    long to make.
+    """
 
     name: str
     inputs: tuple[int, ...]

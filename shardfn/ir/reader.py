@@ -6,10 +6,9 @@ Calls are read inline, once for each call site, so that two callers of one funct
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
@@ -69,11 +68,15 @@ class Reader:
       module: the module.
       seen: what was read before of one with the same ops.
       count: how many ops the module had as JAX lowered it; 0 where it has no rules, and all is to be in `seen`.
-      alone: numbers of ops that Shardy merges with no other op.
+      alone: by number what an op is that Shardy merges with no other one, None until it is read.
     """
 
     def __init__(
-        self, module: Any, seen: ReaderCache | None = None, count: int = 0, alone: Collection[Any] = frozenset()
+        self,
+        module: Any,
+        seen: ReaderCache | None = None,
+        count: int = 0,
+        alone: dict[Any, _Fact | None] | None = None,
     ):
         self.functions = {symbol_of(f): f for f in functions_of(module)}
         self.meshes = {symbol_of(op): dict(mesh_axes(op.attributes["mesh"])) for op in meshes_of(module)}
@@ -89,7 +92,7 @@ class Reader:
         self.region = self.regions = 0
         """The number of the loop's body or the branch that is read, and of how many there were so far."""
         self.seen = seen or ReaderCache()
-        self.count, self.alone = count, alone
+        self.count, self.alone = count, {} if alone is None else alone
 
     def graph(self) -> Graph:
         main = self.functions["main"]
@@ -160,11 +163,9 @@ class Reader:
             specs = (self.spec(attrs["out_sharding"]),)
         elif op.name == "sdy.sharding_constraint" or op.name == "sdy.reshard":
             specs = (self.spec(attrs["sharding"]),)
-        first = len(self.values)
-        self.values += values
-        for value, spec in itertools.zip_longest(values, specs[: len(values)]):
-            self.specs.append(((),) * len(value.shape) if spec is None else spec)
-        return tuple(range(first, len(self.values)))
+        if len(values) == 1:
+            return (self.new(values[0], specs[0] if specs else None),)
+        return tuple([self.new(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)])
 
     def with_sharding(self, value: int, sharding: Any, trips: int = 1) -> int:
         """The value in the given sharding: through a reshard, if it has another one."""
@@ -208,27 +209,27 @@ class Reader:
         attrs = op.attributes
         if name in _NO_OPS:
             return self.results(op, attrs)
-        fact = self.known(op, name, attrs)
+        number = attrs[NUMBER] if NUMBER in attrs else None
+        fact = self.alone.get(number)
+        if fact is None:
+            fact = self.known_shardys(op, name, attrs) if number is None else self.known(op, name, attrs, number)
+            if number in self.alone:
+                self.alone[number] = fact
         outputs = self.results(op, attrs, fact.results)
         if fact.unruled:
             self.unruled.setdefault(fact.unruled)
-        kind = trips, self.region
+        inputs, kind = tuple([env[o] for o in op.operands]), (trips, self.region)
         made = fact.made.get(kind)
         if made is None:
             made = dataclasses.replace(fact.op, trips=trips, form=fact.op.form and (fact.op.form[0], self.region))
-        made = fact.made[kind] = made.of(tuple([env[o] for o in op.operands]), outputs)
+        if made.inputs != inputs or made.outputs != outputs:
+            made = fact.made[kind] = made.of(inputs, outputs)
         self.ops.append(made)
         return outputs
 
-    def known(self, op: Any, name: str, attrs: Any) -> _Fact:
-        """What an op is, as it was seen before, here or in the same place."""
-        facts = self.seen.facts
-        if NUMBER not in attrs:
-            return self.known_shardys(op, name, attrs)
-        number = attrs[NUMBER]
-        if number in self.alone and number in facts:
-            return facts[number]
-        at = number, op.location.attr
+    def known(self, op: Any, name: str, attrs: Any, number: Any) -> _Fact:
+        """What a numbered op is, as it was seen before, here or in the same place."""
+        facts, at = self.seen.facts, (number, op.location.attr)
         found = facts.get(at)
         if found is None:
             if number in facts:

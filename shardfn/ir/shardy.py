@@ -27,6 +27,7 @@ from shardfn.ir.mlir import (
     meshes_of,
     number_all,
     number_of,
+    parsed_passes,
     passmanager,
     preorder,
     run_passes,
@@ -101,7 +102,7 @@ class PreparedModule:
             numbers = collections.Counter(
                 op.attributes[NUMBER] for op in preorder(self.module) if NUMBER in op.attributes
             )
-        self.alone = frozenset([number for number, count in numbers.items() if count == 1])
+        self.alone: dict[Any, Any] = {number: None for number, count in numbers.items() if count == 1}
         self.has_unread_ops = not numbers.keys() <= self.seen.facts.keys()
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
@@ -136,7 +137,8 @@ class PreparedModule:
                 main.attributes[attribute] = ir.ArrayAttr.get(
                     [self.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
                 )
-            run_passes(_flow_pipeline() if self.is_alone else FLOW_PIPELINE, copy)
+            copy.verify()
+            self.flow.run(copy)
             if self.has_unread_ops:  # the first propagation: their rules are not known from `read_graph`
                 run_passes(RULES_PIPELINE, copy)
             reader = Reader(copy, self.seen, self.count if self.has_unread_ops else 0, self.alone)
@@ -147,6 +149,11 @@ class PreparedModule:
                 return self.propagate(axes, inputs, outputs, constraints, inner)
             self.has_unread_ops = False
             return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
+
+    @functools.cached_property
+    def flow(self) -> Any:
+        """The passes of a propagation; parsing them and setting them up takes as long as a small function's propagation."""
+        return parsed_passes(_flow_pipeline() if self.is_alone else FLOW_PIPELINE)
 
     @functools.cached_property
     def blocks(self) -> list[tuple[BlockPath, list[Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 from shardfn.cost.devices.chips import Chip
 from shardfn.ir.model import Op, PartitionedProgram, dtype_bits
@@ -46,13 +47,14 @@ _FILLS = 2**21
 def on_gpu(partitioned: PartitionedProgram, chip: Chip | None = None) -> PartitionedProgram:
     """The program with its small matmuls split."""
     coarseness = chip.split_k_coarseness if chip else 2
-    builder, stored, beside = ProgramBuilder(partitioned), dict[int, int](), _beside(partitioned)
-    for op in partitioned.graph.ops:
+    ops = partitioned.graph.ops
+    sizes = {i: counts for i, op in enumerate(ops) if op.name == "dot_general" and (counts := _counts(partitioned, op))}
+    builder, stored, beside = ProgramBuilder(partitioned), dict[int, int](), _beside(ops, sizes)
+    for i, op in enumerate(ops):
         builder.ops.append(op)
-        counts = _counts(partitioned, op)
-        if counts is None:
+        if i not in sizes:
             continue
-        batch, rows, columns, summed = counts
+        batch, rows, columns, summed = sizes[i]
         rows, columns = max(rows, beside[1, op.inputs[1]]), max(columns, beside[0, op.inputs[0]])
         parts = split_k(batch, rows, columns, summed, coarseness)
         if parts > 1:
@@ -65,12 +67,8 @@ def on_gpu(partitioned: PartitionedProgram, chip: Chip | None = None) -> Partiti
 
 
 def _counts(partitioned: PartitionedProgram, op: Op) -> tuple[int, int, int, int] | None:
-    """Of a matmul on one device: batch, rows and columns of the result, and the contraction's size; None for other
-    ops.
-    """
-    if op.name != "dot_general" or op.rule is None or len(op.outputs) != 1:
-        return None
-    if not partitioned.graph.values[op.inputs[0]].dtype.startswith(("f", "bf")):
+    """Of a matmul on one device: batch, rows and columns of the result, and the contraction's size; None for integers."""
+    if op.rule is None or not partitioned.graph.values[op.inputs[0]].dtype.startswith(("f", "bf")):
         return None
     shapes = [partitioned.local_shape(v) for v in op.inputs]
     sizes = list(zip(shapes[0], op.rule.matmul_roles(0), strict=True))
@@ -79,14 +77,17 @@ def _counts(partitioned: PartitionedProgram, op: Op) -> tuple[int, int, int, int
     return batch, rows, math.prod(size for size, role in others if role == 1), summed
 
 
-def _beside(partitioned: PartitionedProgram) -> collections.Counter[tuple[int, int]]:
-    """Rows or columns of all matmuls that read one operand on one side, by side and operand: XLA merges them into one."""
+def _beside(ops: Sequence[Op], sizes: Mapping[int, tuple[int, int, int, int]]) -> collections.Counter[tuple[int, int]]:
+    """Rows or columns of all matmuls that read one operand on one side, by side and operand: XLA merges them into one.
+
+    Args:
+      ops: of the program.
+      sizes: `_counts` of its matmuls, by their index.
+    """
     found: collections.Counter[tuple[int, int]] = collections.Counter()
     first: dict[tuple[int, int], object] = {}
-    for op in partitioned.graph.ops:
-        counts = _counts(partitioned, op)
-        if counts is None:
-            continue
+    for i, counts in sizes.items():
+        op = ops[i]
         for side, own in ((0, counts[2]), (1, counts[1])):
             of = side, op.inputs[side]
             kind = counts[0], counts[3], counts[1 + side], op.trips, tuple(d for s, d in op.reduced if s == side)
