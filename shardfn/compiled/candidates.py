@@ -116,9 +116,10 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
       StrategyError: it does not. The limit ranks first, so no other candidate fits either.
     """
     if winner.peak > limit:
+        unit = f"{slip}; or " if (slip := unit_slip(limit)) else ""
         fail(StrategyError, f"none of {count} plans fits, as compiled, in {bytes_text(limit)} per device",
              where=f"memory_limit = {limit:,.0f}", why=f"the least is {bytes_text(winner.peak)}: {winner.name}",
-             fix=f"{slip}; or " * bool(slip := unit_slip(limit)) + "compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
+             fix=f"{unit}compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
                  f"arguments, jax.checkpoint for what the backward pass keeps, or memory_limit={winner.peak}")  # fmt: skip
 
 
