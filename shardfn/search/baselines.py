@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from shardfn.cost.devices.links import are_alike, links
 from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.partition.resharding import divisors
@@ -153,11 +154,13 @@ def _single_groups(problem: SearchProblem) -> Iterator[Baseline]:
 
 
 def _pairs_of_groups(problem: SearchProblem) -> Iterator[Baseline]:
-    for first, second in itertools.permutations(_largest_groups(problem), 2):
+    """The baselines of two groups. Which of them has the outer axis matters only where links differ."""
+    for pair in itertools.combinations(_largest_groups(problem), 2):
         for axes, a, b in _pairs_of_axes(problem):
             size = math.prod(dict(axes)[name] for name in a)
-            if _divides(problem, first, size) and _divides(problem, second, problem.devices // size):
-                yield from _variants(problem, axes, {first: a, second: b})
+            for first, second in (pair,) if are_alike(links(problem.hardware, axes)) else (pair, pair[::-1]):
+                if _divides(problem, first, size) and _divides(problem, second, problem.devices // size):
+                    yield from _variants(problem, axes, {first: a, second: b})
 
 
 def _pairs_of_axes(problem: SearchProblem) -> Iterator[tuple[Axes, tuple[str, ...], tuple[str, ...]]]:
@@ -186,13 +189,12 @@ def _variants(
         return math.prod(sizes[axis] for axis in over)
 
     name = ", ".join(f"{group_name(problem, g)} sharded {ways(over)} ways" for g, over in by_group.items())
-    first = next(iter(by_group.values()))
     yield Baseline(name, axes, argument_specs(problem, axes, by_group), by_group=by_group)
     constraints = product_constraints(problem, axes, by_group)
     kinds = (
-        [(ArgumentSharding.STATE, first)] * any(is_optimizer_state(problem))
+        [(ArgumentSharding.STATE, over) for over in by_group.values()] * any(is_optimizer_state(problem))
         + [(ArgumentSharding.SIZEABLE, every)] * with_large
-        + [(ArgumentSharding.ALL, first), (ArgumentSharding.ALL, every)]
+        + [(ArgumentSharding.ALL, over) for over in (*by_group.values(), every)]
     )
     for rest, over in dict.fromkeys(kinds):
         specs = argument_specs(problem, axes, by_group, rest, over)

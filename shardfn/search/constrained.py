@@ -15,6 +15,9 @@ from shardfn.search.result_shardings import results_as_solved
 DECIDING_OPS = CONTRACTIONS | {"gather", "scatter"}
 """Products and look-ups: the sharding of their results is a decision, which sums and elementwise ops follow."""
 
+REACHED = 1.01
+"""No more constraints are tried where a candidate costs at most this multiple of its solution's estimate."""
+
 FOLLOWING_OPS = frozenset({"add", "multiply"})
 """Ops that follow an operand's sharding and can be constrained."""
 
@@ -48,7 +51,7 @@ def constrained(
     loose = SolvedProposal(mesh_sizes_text(axes), axes, specs, few, solution=found)
     yield loose
     best, more = archive.of(loose), _more_constraints(problem, found, archive)
-    while not estimate_holds(problem, found, best) and (other := next(more, None)) is not None:
+    while not estimate_holds(problem, found, best, REACHED) and (other := next(more, None)) is not None:
         yield other
         if problem.rank(archive.of(other)) >= problem.rank(best):
             break

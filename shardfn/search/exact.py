@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from shardfn.cost.devices.links import are_alike, links
 from shardfn.ir.model import Axes
 from shardfn.partition.resharding import divisors
 from shardfn.search.archive import Archive
@@ -209,8 +210,7 @@ def _distinct(problem: SearchProblem, sizes: Sequence[tuple[int, ...]]) -> list[
     found: dict[tuple[int, ...], Axes] = {}
     for one in sizes:
         axes = tuple(zip("abc", one, strict=False))
-        links = MeshModel.on(problem.hardware, axes).links
-        is_even = len({(link.bytes_s, link.exchange_bytes_s) for link in links}) == 1
+        is_even = are_alike(links(problem.hardware, axes))
         found.setdefault(tuple(sorted(one, reverse=True)) if is_even else one, axes)
     return list(found.values())
 

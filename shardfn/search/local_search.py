@@ -32,12 +32,12 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
     """The generator of the local search for the objective of a level.
 
     It starts from the best candidate of each mesh, the best of all first. Whenever there is a better one, it goes on from that
-    with the move that was at work.
+    with the move that was at work. It ends where a plan costs nothing, such as one that sends nothing.
     """
     at, proposed, ended, better, moves = problem.at(level), set[object](), set[object](), 0, deque(MOVES)
     while not len(archive):
         yield None
-    while (start := _start(archive, level, ended)) is not None:
+    while (start := _start(archive, level, ended)) is not None and any(at.rank(start).aim):
         for _ in MOVES:
             for proposal in moves[0](at, start, better):
                 if proposal.key not in proposed:

@@ -16,8 +16,8 @@ from shardfn.search.resharding_costs import spec_of_label, strategy_of
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 
-NEARLY = 1.01
-"""An estimate holds if the partitioned program costs at most this multiple of it."""
+NEARLY = 1.05
+"""A proof for an estimate says something of a program that costs at most this multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +82,14 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
     return estimate._replace(ties=(len(found.axes),))
 
 
-def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a candidate is about as good at the problem's level as its solution's estimate, and fits where that does."""
+def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate, nearly: float = NEARLY) -> bool:
+    """Whether a candidate costs at most `nearly` times its solution's estimate at the problem's level, and fits if that does."""
     if problem.fits(made) < (found.peak <= problem.memory_limit):
         return False
     return is_no_worse(
         problem.rank(made)._replace(over=0, ties=()),
         estimated_rank(problem, found)._replace(over=0, ties=()),
-        NEARLY - 1,
+        nearly - 1,
     )
 
 
