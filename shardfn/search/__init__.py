@@ -74,6 +74,7 @@ GENERATORS: Mapping[str, CandidateGenerator] = {
     "exact, time": functools.partial(exact.generate, TIME),
     "exact, communication": functools.partial(exact.generate, COMMUNICATION),
     "exact, memory": functools.partial(exact.generate, MEMORY),
+    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
     "group baselines": lambda problem, archive: baselines.group_baselines(problem),
     **LOCAL_SEARCH,
 }

@@ -47,7 +47,7 @@ def batch_baselines(problem: SearchProblem) -> Iterator[Proposal]:
 
     None where no argument is a batch or the user's entries shard arrays.
     """
-    if not _are_meant(problem):
+    if not are_meant(problem):
         return
     axes = problem.axes or (("a", problem.devices),)
     every = tuple(name for name, _ in axes)
@@ -61,7 +61,7 @@ def batch_baselines(problem: SearchProblem) -> Iterator[Proposal]:
 
 def plain_baselines(problem: SearchProblem) -> Iterator[Proposal]:
     """Each of the largest dimension groups sharded over all devices, and nothing else."""
-    if _are_meant(problem):
+    if are_meant(problem):
         axes = problem.axes or (("a", problem.devices),)
         for group in _largest_groups(problem):
             if _divides(problem, group, problem.devices):
@@ -71,14 +71,14 @@ def plain_baselines(problem: SearchProblem) -> Iterator[Proposal]:
 def group_baselines(problem: SearchProblem) -> Iterator[Proposal]:
     """The largest dimension groups sharded over all devices, and pairs of them over two axes: tensor parallelism and its mixes
     with the others. Of pairs, those with the least estimated memory come first."""
-    if not _are_meant(problem):
+    if not are_meant(problem):
         return
     single, pairs = _single_groups(problem), list(_pairs_of_groups(problem))
     yield from single
     yield from sorted(pairs, key=lambda one: estimated_peak(problem, one))
 
 
-def _are_meant(problem: SearchProblem) -> bool:
+def are_meant(problem: SearchProblem) -> bool:
     """Whether there are baselines: something is open, and no entry of the user shards an array."""
     return problem.is_open and not any(dim for spec in problem.specs if spec for dim in spec)
 

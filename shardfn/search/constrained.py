@@ -50,22 +50,28 @@ def constrained(
     }
     loose = SolvedProposal(mesh_sizes_text(axes), axes, specs, few, solution=found)
     yield loose
-    best, more = archive.of(loose), _more_constraints(problem, found, archive)
-    while not estimate_holds(problem, found, best, REACHED) and (other := next(more, None)) is not None:
+    best = archive.of(loose)
+    for other in _more_constraints(problem, found, best, archive):
         yield other
-        if problem.rank(archive.of(other)) >= problem.rank(best):
+        best = min(best, archive.of(other), key=problem.rank)
+        if estimate_holds(problem, found, best, REACHED):
             break
-        best = archive.of(other)
     if problem.open_results and (other := results_as_solved(problem, best, found)) is not None:
         yield other
         best = min(best, archive.of(other), key=problem.rank)
     return best
 
 
-def _more_constraints(problem: SearchProblem, found: MeshSolution, archive: Archive) -> Iterator[Proposal]:
+def _more_constraints(
+    problem: SearchProblem, found: MeshSolution, loose: SearchCandidate, archive: Archive
+) -> Iterator[Proposal]:
+    """Proposals with ever more constraints than a candidate below its estimate; none beyond every decision if that is no help."""
+    if estimate_holds(problem, found, loose, REACHED):
+        return
     full = fully_constrained(problem, found)
     yield full
-    yield from _constrain_followers(problem, found, archive.of(full), archive)
+    if problem.rank(archive.of(full)) < problem.rank(loose):
+        yield from _constrain_followers(problem, found, archive.of(full), archive)
 
 
 def fully_constrained(problem: SearchProblem, found: MeshSolution) -> SolvedProposal:
