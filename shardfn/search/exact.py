@@ -48,9 +48,9 @@ EFFORT = Effort(rounds=4, close=0.005)
 NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
-COMPUTE_WEIGHTS = (1.0, 10.0)
-"""Objective communication: the weights of FLOPs that are solved for, in multiples of the exchange rate. With the second, plans
-balance the work first; they hold less memory."""
+COMPUTE_WEIGHTS = (0.3, 10.0)
+"""Objective communication: the weights of FLOPs that are solved for, in multiples of the exchange rate. With the first, plans use
+the share of work that counts as balanced to save bytes. With the second they balance the work first, and hold less memory."""
 
 
 def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
