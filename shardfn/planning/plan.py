@@ -73,7 +73,7 @@ class Plan:
     """The sharding constraints on ops for which propagation alone would choose another sharding."""
     gap: float | None = None
     """The relative gap to the optimum of the cost model summed over ops: 0 is proved optimal, None is unknown. It holds on the
-    meshes tried; at level 0, on the plan's own mesh only."""
+    meshes tried."""
     runner_up: str = ""
     """The second best candidate and the cost of both; empty if there is none."""
     candidates: tuple[Candidate, ...] = ()
