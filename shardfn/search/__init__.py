@@ -100,11 +100,17 @@ WITHIN_LIMIT: Mapping[str, CandidateGenerator] = {
 search finds without one, it finds with one."""
 
 
+def own_first(generators: Mapping[str, CandidateGenerator], level: int) -> Mapping[str, CandidateGenerator]:
+    """The generators with those for other objectives than that of a level at the end."""
+    others = {"communication", "memory", "time"} - {("communication", "memory", "time")[level]}
+    return dict(sorted(generators.items(), key=lambda row: row[0].rpartition(", ")[2] in others))
+
+
 def search_with(what: str, generators: Mapping[str, CandidateGenerator], problem: SearchProblem) -> Answer:
     """The answer of a search by some generators; that of the simple policy where nothing is open or nothing is proposed."""
     if not problem.is_open:
         return default_policy.search(problem)
-    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators)
+    archive = run(dataclasses.replace(problem, memory_limit=math.inf), own_first(generators, problem.level))
     if not len(archive):
         return default_policy.search(problem)
     if archive.was_interrupted or all(problem.fits(archive.best_of_each_mesh(level)[0]) for level in LEVELS):

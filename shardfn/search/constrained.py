@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Generator, Iterator
 
 from shardfn.ir.model import Axes, Op, OpConstraint, Spec, mesh_sizes_text
@@ -29,7 +30,7 @@ CONSTRAINED_OPS = DECIDING_OPS | {"concatenate", "dynamic_slice"}
 
 
 def constrained(
-    problem: SearchProblem, found: MeshSolution, archive: Archive
+    problem: SearchProblem, found: MeshSolution, archive: Archive, most: int
 ) -> Generator[Proposal, None, SearchCandidate]:
     """Proposals of a mesh solution, with ever more constraints while its estimate is too low and they help; returns the best.
 
@@ -40,6 +41,7 @@ def constrained(
       problem: the question, at the level that the solution was solved for.
       found: the solution.
       archive: where the proposals are evaluated.
+      most: the number of proposals.
     """
     axes, specs, decisions = _decisions(problem, found)
     ops = problem.graph.ops
@@ -51,7 +53,7 @@ def constrained(
     loose = SolvedProposal(mesh_sizes_text(axes), axes, specs, few, solution=found)
     yield loose
     best = archive.of(loose)
-    for other in _more_constraints(problem, found, best, archive):
+    for other in itertools.islice(_more_constraints(problem, found, best, archive), most - 1):
         yield other
         best = min(best, archive.of(other), key=problem.rank)
         if estimate_holds(problem, found, best, REACHED):

@@ -53,6 +53,10 @@ COMPUTE_WEIGHTS = (0.3, 10.0)
 the share of work that counts as balanced to save bytes. With the second they balance the work first, and hold less memory."""
 
 
+MOST_CONSTRAINED = {0: 4, 1: 2, 2: 4}
+"""By level, the proposals of one solution, each with more constraints. The last two save reshardings, and hardly memory."""
+
+
 def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
     """The generator of the exact search for the objective of a level.
 
@@ -70,14 +74,14 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
             archive.solutions.append(one)
             first = first or one
             if best is None or estimated_rank(at, first) < best:
-                yield from constrained(at, one, archive)
+                yield from constrained(at, one, archive, MOST_CONSTRAINED[level])
             else:
                 waiting.append(one)
                 yield None
         if not turn and found and not problem.axes and len(axes) < 3:
             turn = three_axis_meshes(problem, min(found, key=lambda one: estimated_rank(at, one)), found)
     for one in sorted(waiting, key=lambda one: estimated_rank(at, one)):
-        yield from constrained(at, one, archive)
+        yield from constrained(at, one, archive, MOST_CONSTRAINED[level])
 
 
 def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
@@ -93,15 +97,15 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
         peak = found.peak if made is None else made.cost.memory.peak
         if peak > problem.memory_limit:
             for less in within(found, MARGIN * problem.memory_limit / peak * found.peak, archive.budget):
-                yield from constrained(at, less, archive)
+                yield from constrained(at, less, archive, MOST_CONSTRAINED[level])
         yield None
 
 
 def solve_mesh(problem: SearchProblem, axes: Axes, archive: Archive) -> Iterator[MeshSolution]:
     """The solutions on one mesh.
 
-    At level 2 the optimum, at level 0 one for each weight of FLOPs. At level 1 the fastest and the one that sends least with
-    balanced work, both with every argument in its smallest shards, and one near the least peak.
+    At level 2 the optimum, at level 0 one for each weight of FLOPs. At level 1 the one that sends least with
+    balanced work and the fastest, both with every argument in its smallest shards, and one near the least peak.
     """
     space, budget = label_space(problem, axes, archive), archive.budget
 
@@ -116,12 +120,11 @@ def solve_mesh(problem: SearchProblem, axes: Axes, archive: Archive) -> Iterator
 
     if problem.level == 1:
         by_time = with_smallest_arguments(stated(2)[0], space)
-        first = solved(by_time)
-        yield from _possible(first)
-        solution = solved(with_smallest_arguments(stated(0, COMPUTE_WEIGHTS[-1])[0], space)).solution
-        rated = dataclasses.replace(solution, cost=total_cost(by_time, solution.choice), proved=False)
-        yield from _possible(dataclasses.replace(first, solution=rated))
-        if (near := _near_least_peak(first, stated(1)[0], budget)) is not None:
+        for labels in (with_smallest_arguments(stated(0, COMPUTE_WEIGHTS[-1])[0], space), by_time):
+            one = solved(labels)
+            rated = dataclasses.replace(one.solution, cost=total_cost(by_time, one.solution.choice), proved=False)
+            yield from _possible(dataclasses.replace(one, labels=by_time, solution=rated))
+        if (near := _near_least_peak(one, stated(1)[0], budget)) is not None:
             yield near
         return
     for weight in COMPUTE_WEIGHTS if problem.level == 0 else (1.0,):
