@@ -50,7 +50,10 @@ BEFORE_0_12 = {
     ("s2fft", "inverse", "communication"): (0.98, 1.0),
 }
 FROM_0_12 = {
+    ("evosax", "CMA-ES", "memory"): (0.97, 1.0),
     ("jax", "BCOO", "memory"): (1.0, 1.67),  # rows of the product are gathered; 0.10 moves them by an all-to-all
+    ("mctx", "MuZero", "communication"): (0.99, 1.0),
+    ("tinygp", "quasiseparable", "communication"): (1.0, 1.02),
 }
 
 KNOWN |= FROM_0_12 if jax.__version_info__ >= (0, 12) else BEFORE_0_12
