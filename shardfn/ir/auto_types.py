@@ -81,21 +81,23 @@ class _ToAuto:
         return run
 
     def backward_rule(self, rule: Any) -> Callable[..., Any]:
-        """A derivative rule that takes residuals and cotangents, and gives cotangents. Some of these are zeros, no arrays."""
+        """A derivative rule that takes residuals and cotangents, and gives cotangents, which may be zeros instead of arrays."""
 
         def run(*args: Any) -> Any:
-            zeros: list[Any] = []
+            results: list[Any] = []
 
             def arrays(*args: Any) -> list[Any]:
-                found = rule.call_wrapped(*args)
-                zeros[:] = [None if isinstance(one, jax.Array) else one for one in found]
-                return [one for one in found if isinstance(one, jax.Array)]
+                results[:] = leaves, _ = tree_util.tree_flatten(rule.call_wrapped(*args), is_leaf=_is_zero)
+                return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
             types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed = jax.make_jaxpr(arrays)(*types)
             made = iter(core.jaxpr_as_fun(self.value(closed))(*args))
-            return [next(made) if zero is None else type(zero)(self.value(zero.aval)) for zero in zeros]
+            leaves, tree = results
+            return tree_util.tree_unflatten(
+                tree, [type(leaf)(self.value(leaf.aval)) if _is_zero(leaf) else next(made) for leaf in leaves]
+            )
 
         return run
 
@@ -112,11 +114,25 @@ class _ToAuto:
         def equation(eqn: Any) -> Any:
             params = {name: self.parameter(name, value) for name, value in eqn.params.items()}
             ins, outs = [*map(atom, eqn.invars)], [*map(atom, eqn.outvars)]
+            primitive = eqn.primitive
             with jax.sharding.use_abstract_mesh(self.value(self.mesh)):  # which the equation keeps
-                return core.new_jaxpr_eqn(ins, outs, eqn.primitive, params, eqn.effects, eqn.source_info)
+                if primitive.name == "reshard":
+                    primitive, params = _constraint(outs[0].aval, params["dst_sharding"])
+                return core.new_jaxpr_eqn(ins, outs, primitive, params, eqn.effects, eqn.source_info)
 
         consts, ins, outs = ([*map(atom, found)] for found in (jaxpr.constvars, jaxpr.invars, jaxpr.outvars))
         return core.Jaxpr(consts, ins, outs, [*map(equation, jaxpr.eqns)], jaxpr.effects, jaxpr.debug_info)
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether it is a cotangent that is zero, of which JAX keeps only the type."""
+    return hasattr(value, "aval") and not isinstance(value, jax.Array)
+
+
+def _constraint(aval: ShapedArray, sharding: NamedSharding) -> tuple[Any, dict[str, Any]]:
+    """Primitive and parameters of the sharding constraint that stands for a `reshard`: this one takes Explicit axes only."""
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(aval).eqns
+    return eqn.primitive, eqn.params
 
 
 _RULES = {

@@ -84,7 +84,8 @@ def search(style: str, problem: SearchProblem) -> Answer:
     if not found:
         fail(StrategyError, f"no plan is {' and '.join(wanted.kind)} over {problem.devices} devices",
              where=f"style = {style!r}", why=_why_none(problem, wanted, batch),
-             fix="use another number of devices, other shapes, or another style")  # fmt: skip
+             fix="leave entries out, or use another style" if problem.axes else
+                 "use another number of devices, other shapes, or another style")  # fmt: skip
     best, *others = sorted({(c.axes, c.specs, tuple(c.constraints)): c for c in found}.values(), key=problem.rank)
     best = _without_constraints(problem, best)
     chosen = f"the best of {len(others) + 1} plans" if others else "the only plan"
