@@ -136,7 +136,9 @@ def as_pure(fn: Callable[..., Any]) -> Callable[..., Any]:
 def describe(fn: Callable[..., Any]) -> Callee:
     """Look at a callable once."""
     bound: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] = ((), ())
-    name = getattr(fn, "__name__", None)
+    wrapped = inspect.unwrap(fn)
+    has_name = wrapped is fn or hasattr(wrapped, "__name__") or isinstance(wrapped, functools.partial)
+    name = getattr(fn, "__name__", None) if has_name else type(wrapped).__name__  # jax.vmap(module)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

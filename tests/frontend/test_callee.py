@@ -172,7 +172,7 @@ CALLABLES = {
     "nnx method": (LINEAR.__call__, (X,), ((8, 1),), "Linear", ["bias", "kernel", "inputs"]),
     "equinox module": (MLP, (X[0],), (AUTO,), "MLP",
                        ["layers/0/bias", "layers/0/weight", "layers/1/bias", "layers/1/weight", "x"]),
-    "vmapped equinox module": (jax.vmap(MLP), (X,), ((8, 1),), "MLP", None),
+    "vmapped equinox module": (jax.vmap(MLP), (X,), ((8, 1),), "MLP", ["x"]),
     "linen apply": (LINEN.apply, (PARAMS, X), (AUTO, (8, 1)), "apply",
                     ["variables/params/bias", "variables/params/kernel", "args/0"]),
 }  # fmt: skip
@@ -184,8 +184,7 @@ def test_every_kind_of_callable(function, args, strategy, name, arrays):
     wanted = function(*args)
     close(sharded(*args), wanted)
     close(sharded(*args), wanted)
-    if arrays is not None:
-        assert (sharded.plan(*args).function, paths(sharded, *args)) == (name, arrays)
+    assert (sharded.plan(*args).function, paths(sharded, *args)) == (name, arrays)
     cuts = [d.strategy for d in sharded.plan(*args).inputs if d.source == "you"]
     assert cuts == [e for e in strategy if e is not AUTO]
 

@@ -168,6 +168,12 @@ def test_style_that_the_shapes_do_not_allow_says_why(style, args, says):
     assert says in str(caught.value) and f"style = {style!r}" in str(caught.value)
 
 
+def test_style_that_the_entries_do_not_allow_says_to_leave_entries_out():
+    with pytest.raises(ShardError, match="leave entries out") as caught:
+        planned("tensor_parallel", *SHAPES, in_strategy=((8, 1), None, None), device="tpu-v5e:8")
+    assert "of the entries" in str(caught.value)
+
+
 def test_style_shards_no_batch_that_is_none():
     with pytest.raises(ShardError, match="no argument has one"):
         shardfn.plan(lambda w: w @ w, S((8, 8), "float32"), style="data_parallel", device="tpu-v5e:8")
