@@ -209,7 +209,7 @@ def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
     the start.
     """
     graph, fusion = order.partitioned.graph, fuse(order.partitioned)
-    together = order.together
+    together, seen_otherwise = order.together, _seen_otherwise(order.partitioned)
 
     def arrange(parts: list[list[int]], is_loop: bool) -> list[int]:
         own = parts.pop() if is_loop else []
@@ -221,7 +221,7 @@ def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
                 first += part
             else:
                 nodes.setdefault((together[last],) if last in together else last, []).extend(part)
-        ready = _as_ready(order.partitioned, fusion, nodes)
+        ready = _as_ready(order.partitioned, fusion, nodes, seen_otherwise)
         return [*first, *(i for node in ready for i in nodes[node]), *own]
 
     turn = arranged(graph, arrange)
@@ -229,7 +229,10 @@ def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
 
 
 def _as_ready(
-    partitioned: PartitionedProgram, fusion: FusionPlan, nodes: Mapping[object, Sequence[int]]
+    partitioned: PartitionedProgram,
+    fusion: FusionPlan,
+    nodes: Mapping[object, Sequence[int]],
+    seen_otherwise: Sequence[int],
 ) -> list[object]:
     graph = partitioned.graph
     made = {v: node for node, ops in nodes.items() for i in ops for v in graph.ops[i].outputs}
@@ -246,7 +249,7 @@ def _as_ready(
                 views.setdefault(v, []).append(node)
         for source in sources:
             users.setdefault(source, []).append(node)
-    for v in _seen_otherwise(partitioned):
+    for v in seen_otherwise:
         readers = users.get(made.get(v), [])
         readers[:] = readers[-1:] + readers[:-1]
     for v, readers in views.items():
