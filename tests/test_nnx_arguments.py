@@ -259,3 +259,63 @@ def test_object_that_a_call_only_reads_and_a_list_that_it_changes_are_accepted()
         return counter.count + sum(parts)
 
     np.testing.assert_allclose(shard(call)(Counter(jnp.ones(8)), [jnp.ones(8)], jnp.ones(8)), 3.0)
+
+
+class Configured(nnx.Module):
+    def __init__(self):
+        self.a, self.b, self.config, self.count = nnx.Param(jnp.ones(8)), nnx.Param(jnp.zeros(8)), {"scale": 3}, 0
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return x * self.config["scale"] + self.a[...]
+
+    def counted(self, x):
+        self.count += 1
+        return x
+
+
+def set_config(m, x):
+    m.config["scale"] = 4
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda m, x: m.counted(x), "m/count"),
+        (lambda m, x: (m.eval(), x)[1], "m/drop/deterministic"),
+        (lambda m, x: (delattr(m, "b"), x)[1], "m/b"),
+        (lambda m, x: (setattr(m, "b", m.a), x)[1], "m/b"),
+        (set_config, "m/config/scale"),
+    ],
+    ids=["a number", "evaluation", "a deleted array", "a tied array", "a dictionary"],
+)
+def test_change_of_what_is_no_array_of_a_module_is_refused(change, where):
+    with pytest.raises(StrategyError, match="no array") as error:
+        shard(change)(Configured(), jnp.ones((16, 8)))
+    assert error.value.problems[0].where == where
+
+
+def test_change_of_what_is_no_array_of_a_method_s_module_is_refused():
+    with pytest.raises(StrategyError, match="no array") as error:
+        shard(Configured().counted)(jnp.ones((16, 8)))
+    assert error.value.problems[0].where == "count"
+
+
+def test_module_with_an_attribute_that_cannot_be_hashed_is_planned_anew_when_it_changes():
+    module, x = Configured(), jnp.ones((16, 8))
+    for sharded in (shard(lambda m, x: m(x)), lambda m, x: shard(m)(x)):
+        np.testing.assert_allclose(sharded(module, x), module(x))
+        module.config["scale"] += 1
+        np.testing.assert_allclose(sharded(module, x), module(x))
+
+
+def test_state_that_merge_makes_a_module_of_is_plain_data():
+    definition, state = nnx.split(Total())
+
+    def step(state, x):
+        module = nnx.merge(definition, state)
+        return module(x), nnx.state(module)
+
+    found, wanted = shard(step)(state, X), jax.jit(step)(state, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)

@@ -31,7 +31,7 @@ class Adapter:
     """How one kind of object gives its arrays away and takes them back.
 
     `fixed` is what of the object is no array, as something hashable; `rebuild(owner, state)` is a copy of the object
-    that holds other arrays; `write` puts arrays into the object itself.
+    that holds other arrays; `write` puts arrays into the object itself. `attributes` are those that are no arrays, by path.
     """
 
     matches: Callable[[Any], bool]
@@ -39,6 +39,7 @@ class Adapter:
     fixed: Callable[[Any], Any]
     rebuild: Callable[[Any, State], Any]
     write: Callable[[Any, State], None]
+    attributes: Callable[[Any], State]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +111,30 @@ class Callee:
             return self.function(*args, **kwargs), {}
         owner = self.adapter.rebuild(self.owner, state)
         getattr(owner, "__dict__", {}).pop(SHARDED, None)  # this call is the sharded one; Cells inside keep theirs
+        attributes = self.adapter.attributes(owner)
         result = self.function(owner, *args, **kwargs)
-        return result, self.changed(state, self.adapter.read(owner))
+        return result, self.changed(state, self.adapter.read(owner), attributes, self.adapter.attributes(owner))
 
-    def changed(self, before: State, after: State) -> State:
-        """Those arrays that a call changed; it warns of new ones, which are lost."""
+    def changed(self, before: State, after: State, attributes: State, attributes_after: State) -> State:
+        """Those arrays of an object that a call changed; it warns of new ones, which are lost.
+
+        Args:
+          before: the arrays.
+          after: the arrays after the call.
+          attributes: the attributes that are no arrays (`Adapter.attributes`).
+          attributes_after: the same after the call.
+
+        Raises:
+          StrategyError: the call changed what is no array.
+        """
+        if attributes != attributes_after and after.keys() <= before.keys():
+            absent = object()
+            paths = [path for path in {**attributes, **attributes_after}
+                     if attributes.get(path, absent) != attributes_after.get(path, absent)]  # fmt: skip
+            fail(StrategyError, f"the call of `{self.name}` changes what is no array, and the change would be lost",
+                 where=", ".join(filter(None, paths)),
+                 why="a compiled call writes arrays back, and Python runs only when it is traced",
+                 fix="set it before the call, or keep it in an array (of a Flax NNX module in an nnx.Variable)")  # fmt: skip
         if new := sorted(after.keys() - before.keys()):
             warn(
                 f"`{self.name}` makes arrays in its call that are not kept: {', '.join(new)}; "
@@ -301,6 +321,10 @@ def _cell_fixed(owner: Any) -> Any:
     return tuple(leaves)
 
 
+def _cell_attributes(owner: Any) -> State:
+    return {path: row for path, *row in _cell_fixed(owner)}
+
+
 def _hashed(value: Any) -> Any:
     return type(value), value if is_hashable(value) else id(value)
 
@@ -323,6 +347,10 @@ def _tree_fixed(owner: Any) -> Any:
     return structure, tuple(None if _is_array(leaf) else _hashed(leaf) for leaf in leaves)
 
 
+def _tree_attributes(owner: Any) -> State:
+    return {"": _tree_fixed(owner)}
+
+
 def _tree_rebuild(owner: Any, state: State) -> Any:
     return tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), owner)
 
@@ -331,9 +359,12 @@ def _tree_write(owner: Any, state: State) -> None:
     raise TypeError(f"{type(owner).__name__} is an immutable pytree, but its call changed {', '.join(state)}")
 
 
+_FOR_CELLS = _cell_read, _cell_fixed, _cell_rebuild, _cell_write, _cell_attributes
+_FOR_NNX = nnx_objects.read, nnx_objects.definition, nnx_objects.rebuild, nnx_objects.write, nnx_objects.attributes
+_FOR_TREES = _tree_read, _tree_fixed, _tree_rebuild, _tree_write, _tree_attributes
 ADAPTERS: tuple[Adapter, ...] = (
-    Adapter(nnx_objects.is_module, nnx_objects.read, nnx_objects.definition, nnx_objects.rebuild, nnx_objects.write),
-    Adapter(is_cell, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
-    Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
-    Adapter(_is_holder, _cell_read, _cell_fixed, _cell_rebuild, _cell_write),
+    Adapter(nnx_objects.is_module, *_FOR_NNX),
+    Adapter(is_cell, *_FOR_CELLS),
+    Adapter(lambda o: not tree_util.all_leaves([o]), *_FOR_TREES),
+    Adapter(_is_holder, *_FOR_CELLS),
 )

@@ -18,6 +18,7 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 
+from shardfn.errors import StrategyError, fail
 from shardfn.frontend.paths import join
 from shardfn.ir.rewrite import constants, evaluate_with_constants
 
@@ -125,7 +126,14 @@ def identity(value: Any) -> Any:
 
 
 def _constants(jaxpr: Any) -> list[Any]:
-    """The different constants of a closed jaxpr that have dimensions."""
+    """The different constants of a closed jaxpr that have dimensions.
+
+    Raises:
+      StrategyError: a JAX ref is among them.
+    """
+    if any(isinstance(c, jax.Ref) for c in constants(jaxpr)):
+        fail(StrategyError, "the function closes over a JAX ref", why="a ref has no sharding, and arrays are planned",
+             fix="pass an array, and return the changed one; a ref that the function makes inside works")  # fmt: skip
     every = (c for c in constants(jaxpr) if not isinstance(c, Tracer) and getattr(c, "shape", ()))
     return list({identity(c): c for c in every}.values())
 

@@ -6,6 +6,7 @@ places has one path. Nothing here is used unless the user's program has imported
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from jax import tree_util
 
+from shardfn.frontend.arguments import is_hashable
 from shardfn.frontend.paths import join
 
 State = dict[str, Any]
@@ -24,6 +26,21 @@ def is_module(owner: Any) -> bool:
     """Whether an object is an NNX module."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(owner, nnx.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """An `nnx.GraphDef`, all of NNX objects but their arrays, as a dictionary key. It may hold what cannot be hashed."""
+
+    graphdef: Any
+
+    @classmethod
+    def of(cls, graphdef: Any) -> Definition:
+        """The definition of a `GraphDef`, with a copy of what a user may change in it."""
+        return cls(graphdef if is_hashable(graphdef) else copy.deepcopy(graphdef))
+
+    def __hash__(self) -> int:
+        return hash(self.graphdef if is_hashable(self.graphdef) else self.graphdef.num_leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +61,10 @@ class HeldObjects:
     def _parts(self) -> tuple[Any, Any]:
         return _split(self.nodes)
 
-    @property
-    def definition(self) -> Any:
-        """The `nnx.GraphDef` of the objects: all of them but their arrays."""
-        return self._parts[0]
+    @functools.cached_property
+    def definition(self) -> Definition:
+        """What of the objects is no array."""
+        return Definition.of(self._parts[0])
 
     def arrays(self, arguments: State) -> State:
         """The arguments with nested arrays in the place of the objects."""
@@ -143,9 +160,20 @@ def by_path(arrays: Mapping[str, Any]) -> State:
     return {join("", key): leaf for key, leaf in tree_util.tree_flatten_with_path(arrays)[0]}
 
 
-def definition(owner: Any) -> Any:
-    """The `nnx.GraphDef` of an owner: all of it but its arrays."""
-    return sys.modules["flax.nnx"].graphdef(owner)
+def definition(owner: Any) -> Definition:
+    """What of an owner is no array."""
+    return Definition.of(sys.modules["flax.nnx"].graphdef(owner))
+
+
+def attributes(owner: Any) -> State:
+    """Every attribute of an owner by path: its value, or the type of an object or a variable. A shared one has one path."""
+    nnx = sys.modules["flax.nnx"]
+    rows = ((path, type(v) if isinstance(v, nnx.Pytree | nnx.Variable) else v) for path, v in nnx.iter_graph(owner))
+    return {"/".join(map(str, path)): value for path, value in rows if not _is_flax_s_own(path)}
+
+
+def _is_flax_s_own(path: tuple[Any, ...]) -> bool:
+    return bool(path) and str(path[-1]).startswith("_pytree__")
 
 
 def rebuild(owner: Any, state: State) -> Any:

@@ -7,7 +7,7 @@ container with the same keys. All problems are collected here and raised by the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,6 +98,8 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     >>> shape_of(np.zeros((2, 3), np.int32)), shape_of(1.0), shape_of("text")
     (((2, 3), 'int32'), ((), 'float32'), None)
     """
+    if isinstance(leaf, jax.Ref):
+        return None
     if isinstance(leaf, bool | int | float | complex):
         return (), str(jax.dtypes.canonicalize_dtype(type(leaf)))
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -161,6 +163,10 @@ def is_cell(value: Any) -> bool:
 def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
     if isinstance(value, np.ndarray):
         fix = "convert it to a dtype that JAX has, such as float32, or leave it out of the call"
+    elif isinstance(value, jax.Ref):
+        fix = "pass an array, and return the changed one; a ref that the function makes inside works"
+    elif isinstance(value, Iterator):
+        fix = f"pass a tuple: tuple({argument.name if argument.name.isidentifier() else 'it'})"
     elif is_cell(value):
         fix = ("shard the Cell itself, as in shard(cell) or cell.shard(...); or pass its arrays, cell.parameters_dict(), and "
                "call cell.with_parameters(arrays) in the function")  # fmt: skip

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import keyword
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,13 +103,14 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             name: restore_static(value) if name in static else value for name, value in zip(names, rest, strict=True)
         }
         objects, given, before = callee.objects.filled(given) if callee.objects else (callee.objects, given, {})
+        attributes = nnx_objects.attributes(objects.nodes) if objects else {}
         kept = {name: _custom_nodes(value) for name, value in given.items() if name not in objects.places}
         result, changed = callee.call(state, *split(slots, [*given.values()]))
         for name, nodes in kept.items():
             _refuse_lost_changes(name, nodes)
         if objects:
             after = nnx_objects.read(objects.nodes)
-            changed |= callee.changed(before, after) | {
+            changed |= callee.changed(before, after, attributes, nnx_objects.attributes(objects.nodes)) | {
                 path: after[path] for path in before if objects.is_donated(path)
             }
         result = hide_static(result)
@@ -141,13 +143,16 @@ def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
 
 
 def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:
-    """The registered pytree objects in an argument and their leaves; lists, tuples and dicts are no such objects."""
+    """The registered pytree objects in an argument and their leaves. Lists, tuples and dicts are no such objects, nor is
+    an `nnx.State`: `nnx.merge` makes a module of its variables, whose new state the function returns."""
+    nnx = sys.modules.get("flax.nnx")
+    state = () if nnx is None else nnx.State
 
-    def is_custom(node: Any) -> bool:
+    def is_object(node: Any) -> bool:
         return not isinstance(node, list | tuple | dict | None) and not tree_util.all_leaves([node])
 
-    nodes = tree_util.tree_leaves(value, is_leaf=is_custom)
-    return [(node, tree_util.tree_leaves(node)) for node in nodes if is_custom(node)]
+    nodes = tree_util.tree_leaves(value, is_leaf=is_object)
+    return [(n, tree_util.tree_leaves(n)) for n in nodes if is_object(n) and not isinstance(n, state)]
 
 
 def _refuse_lost_changes(name: str, before: list[tuple[Any, list[Any]]]) -> None:

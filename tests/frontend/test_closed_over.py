@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardfn import explain, plan, shard
-from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.errors import ShardError, StrategyError, StrategyTypeError
 
 RNG = np.random.default_rng(0)
 W, N = (RNG.normal(size=(512, 512)).astype(np.float32) for _ in range(2))
@@ -147,3 +147,21 @@ def test_layout_file_with_closed_over_arrays_names_the_option_that_it_needs(tmp_
     with pytest.raises(StrategyError) as error:
         plan(model, X, parameter_plan={"closed_over/N": (1, 8)})
     assert 'closed_over="argument"' in error.value.problems[0].fix
+
+
+def test_a_ref_is_refused_as_argument_and_closed_over_and_works_inside():
+    ref = jax.new_ref(jnp.zeros(3))
+
+    def add(ref, x):
+        ref[...] += x.sum()
+        return ref[...]
+
+    for call in (lambda x: shard(add)(ref, x), lambda x: shard(lambda x: add(ref, x))(x)):
+        with pytest.raises(ShardError, match="return the changed one"):
+            call(jnp.ones((8, 8)))
+    assert shard(lambda x: add(jax.new_ref(jnp.zeros(3)), x))(jnp.ones((8, 8))).tolist() == [64, 64, 64]
+
+
+def test_an_iterator_as_argument_is_refused_with_a_tuple_as_fix():
+    with pytest.raises(ShardError, match=r"pass a tuple: tuple\(xs\)"):
+        shard(lambda xs: sum(xs))(iter([jnp.ones(8)]))
