@@ -80,14 +80,23 @@ def ambient_mesh(values: Any) -> AmbientMesh | None:
     Args:
       values: the arguments, a pytree.
 
+    Raises:
+      StrategyError: an argument has a type on another mesh than the one around.
+
     >>> ambient_mesh(1.0) is None
     True
     """
-    leaves = tree_util.tree_leaves(values)
-    for leaf in leaves:
-        if (found := _typed(leaf)) is not None:
-            return AmbientMesh(found.mesh.abstract_mesh, found.mesh if isinstance(found.mesh, Mesh) else _set_mesh())
     abstract = jax.sharding.get_abstract_mesh()
+    for leaf in tree_util.tree_leaves(values):
+        if (found := _typed(leaf)) is not None:
+            if not abstract.empty and abstract.shape_tuple != found.mesh.shape_tuple:
+                one, other = (mesh_text(mesh.shape_tuple) for mesh in (found.mesh, abstract))
+                fail(StrategyError, f"an argument is on the mesh {one}, and the mesh around the call is {other}",
+                     where=f"{jax.typeof(leaf)}",
+                     why="the type of an array with Explicit axes names axes of its mesh",
+                     fix="call it inside jax.set_mesh of the argument's mesh, or put the argument on the mesh around: "
+                         "jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))")  # fmt: skip
+            return AmbientMesh(found.mesh.abstract_mesh, found.mesh if isinstance(found.mesh, Mesh) else _set_mesh())
     if not abstract.empty:
         return AmbientMesh(abstract, _set_mesh())
     outer = outer_mesh()

@@ -262,6 +262,15 @@ def test_closed_over_array_with_a_type_works_inside_an_explicit_mesh(function):
         assert sharded.plan(X).axes == AXES
 
 
+def test_argument_with_a_type_on_another_mesh_than_the_one_around_is_refused():
+    x = typed()[0]
+    with (
+        jax.set_mesh(jax.make_mesh((8,), ("z",))),
+        pytest.raises(StrategyError, match="the mesh around the call is z=8"),
+    ):
+        shard(jnp.sin)(x)
+
+
 def test_hardware_that_is_not_here_is_planned_for_inside_a_mesh():
     with jax.set_mesh(EXPLICIT):
         assert shardfn.plan(mlp, *typed(), device="tpu-v5e:4x4").hardware.count == 16
