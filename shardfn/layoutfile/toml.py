@@ -60,7 +60,7 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
       unsharded. None where the fault is not in the rules alone; comparing would then report its consequences as faults.
 
     >>> parse_toml('format = "shardfn-layout"\\nversion = 2\\n[mesh]\\ndata = "left"\\n[arguments]\\nx = ["data", 1]', "x", [])
-    LayoutFile(mesh=(('data', None),), arguments=(LayoutRule(glob='x', sharding=('data', 1), dims=(), optional=False),), ...
+    LayoutFile(mesh=(('data', None),), arguments=(LayoutRule(glob='x', sharding=('data', 1), ...
     """
     before = len(problems)
     data = _load(text, name, problems)
@@ -259,8 +259,8 @@ class _Reader:
         if not isinstance(value, dict):
             return LayoutRule(glob, None if value == "open" else self.dims(value, at), line=self.line)
         for key in value:
-            if key not in ("sharding", "cut", "dims", "optional"):  # `cut` until version 1
-                self.wrong(f"a rule has no `{_short(key)}`", at, "use sharding, dims and optional")
+            if key not in ("sharding", "cut", "dims", "optional", "rows"):  # `cut` until version 1
+                self.wrong(f"a rule has no `{_short(key)}`", at, "use sharding, dims, rows and optional")
         names = value.get("dims", [])
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
             self.wrong("`dims` must be a list of different names", f"{at}.dims = {_short(names)}",
@@ -269,6 +269,9 @@ class _Reader:
         optional = value.get("optional", False)
         if not isinstance(optional, bool):
             self.wrong("`optional` must be true or false", at, "write optional = true")
+        rows = value.get("rows", [])
+        if not isinstance(rows, list) or not all(type(n) is int and n > 0 for n in rows):
+            rows = self.wrong("`rows` must be a list of ints from 1", f"{at}.rows = {_short(rows)}", "rows = [10, 20]")
         sharding = value.get("sharding", value.get("cut"))
         if isinstance(sharding, dict):
             for dim in sharding:
@@ -279,7 +282,7 @@ class _Reader:
             self.wrong("a rule has no sharding", at, 'write sharding = ["data", 1]')
             sharding = []
         found = None if sharding == "open" else self.dims(sharding, at)
-        return LayoutRule(glob, found, tuple(map(str, names)), bool(optional), self.line)
+        return LayoutRule(glob, found, tuple(map(str, names)), bool(optional), tuple(rows or ()), self.line)
 
     def rules(self, value: Any, where: str) -> tuple[LayoutRule, ...]:
         """The rules of a section; a faulty one becomes unsharded."""
@@ -296,10 +299,8 @@ class _Reader:
             for glob, entry in value.items():
                 before = self.faults
                 rule = self.rule(glob, entry, where)
-                is_valid = self.faults == before
-                found.append(
-                    rule if is_valid else dataclasses.replace(rule, sharding=UNSHARDED, dims=(), optional=True)
-                )
+                unsharded = dataclasses.replace(rule, sharding=UNSHARDED, dims=(), optional=True)
+                found.append(rule if self.faults == before else unsharded)
             return tuple(found)
         self.is_comparable = False
         return ()
@@ -449,9 +450,10 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
 
 def _rule(rule: LayoutRule, note: str) -> str:
     text = _quoted("open") if rule.sharding is None else _sharding(rule.sharding)
-    if rule.dims or rule.optional:
+    if rule.dims or rule.optional or rule.rows:
         dims = [f"dims = [{', '.join(map(_quoted, rule.dims))}]"] if rule.dims else []
-        text = ", ".join([*dims, f"sharding = {text}", *["optional = true"] * rule.optional])
+        rows = [f"rows = {list(rule.rows)}"] if rule.rows else []
+        text = ", ".join([*dims, f"sharding = {text}", *rows, *["optional = true"] * rule.optional])
         text = f"{{ {text} }}"
     note = "".join(c if c.isprintable() else " " for c in note)
     return f"{_quoted(rule.glob)} = {text}" + (f"  # {note}" if note else "")

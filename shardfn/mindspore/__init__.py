@@ -16,6 +16,7 @@ from shardfn.mindspore.context import (
     set_context,
 )
 from shardfn.mindspore.context_keys import GRAPH_MODE, PYNATIVE_MODE, ParallelMode
+from shardfn.mindspore.gather import EmbeddingLookup, Gather, SparseGatherV2, slice_strategies
 from shardfn.mindspore.inference import PredictLayout, WeightLayout, infer_predict_layout, load_distributed_checkpoint
 from shardfn.mindspore.layout import Layout
 from shardfn.mindspore.parallel import get_strategy, layout_of, shard
@@ -25,10 +26,13 @@ __all__ = [
     "GRAPH_MODE",
     "PYNATIVE_MODE",
     "Cell",
+    "EmbeddingLookup",
+    "Gather",
     "Layout",
     "ParallelContext",
     "ParallelMode",
     "PredictLayout",
+    "SparseGatherV2",
     "WeightLayout",
     "auto_parallel",
     "get_algo_parameters",
@@ -48,6 +52,7 @@ __all__ = [
     "set_auto_parallel_context",
     "set_context",
     "shard",
+    "slice_strategies",
     "transform_checkpoints",
 ]
 

@@ -45,6 +45,7 @@ class LayoutRule:
         dimension only where the axis size divides it.
       dims: names of the dimensions, for people and for errors.
       optional: whether the rule may match no array.
+      rows: of a padded embedding table, the number of rows of each part; empty for other arrays.
       line: its line in the file, from 1; 0 if unknown.
     """
 
@@ -52,6 +53,7 @@ class LayoutRule:
     sharding: tuple[RuleDim, ...] | None
     dims: tuple[str, ...] = ()
     optional: bool = False
+    rows: tuple[int, ...] = ()
     line: int = dataclasses.field(default=0, compare=False, repr=False)
 
     @property
@@ -282,6 +284,12 @@ def rule_entry(rule: LayoutRule, leaf: Leaf, axes: Axes, devices: int, where: st
     dims = _expanded(rule.sharding, len(leaf.shape))
     if dims is None or (rule.dims and len(rule.dims) != len(leaf.shape)):
         problems.append(_rank(rule, leaf))
+        return AUTO
+    if rule.rows and tuple(leaf.shape[:2]) != (len(rule.rows), max(rule.rows)):
+        padded = [len(rule.rows), max(rule.rows)]
+        problems.append(Problem(f"{leaf.label} does not have the rows of its rule", leaf.source,
+                                f"the padded table starts with the dimensions {padded}, the array has {list(leaf.shape)}",
+                                "pack the table with these rows, or correct them"))  # fmt: skip
         return AUTO
     if not rule.has_axes and (not axes or rule.has_counts):
         strategy = check_strategy(leaf, tuple(dims), devices, problems)

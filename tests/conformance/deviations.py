@@ -135,8 +135,8 @@ class Row:
 
 
 def row_of(ask: Ask) -> Row | None:
-    """The first row that speaks of a case."""
-    return next((row for row in ROWS if row.when(ask)), None)
+    """The first row that speaks of a case. None does of uneven rows: `ms.Gather` accepts and refuses what MindSpore does."""
+    return None if "manual_split" in ask.case.attrs else next((row for row in ROWS if row.when(ask)), None)
 
 
 def refused(when: Callable[[Ask], bool]) -> Callable[[Ask], bool]:
@@ -208,10 +208,6 @@ ROWS = (
     Row(
         "bad strategy dropped", lambda ask: dropped(ask) and not ask.fits, REFUSES,
         "MindSpore drops the strategy of this operator before it is checked; here it is checked",
-    ),
-    Row(
-        "uneven rows", lambda ask: "manual_split" in ask.case.attrs, ACCEPTS,
-        "manual_split gives an embedding table rows of uneven number, which is no cut; the cuts beside it are even",
     ),
     Row(
         "no target needed", refused(lambda ask: not {*ask.needs} <= {*ask.case.attrs}), ACCEPTS,

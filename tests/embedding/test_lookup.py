@@ -1,0 +1,164 @@
+"""Uneven tables: values and gradients equal the dense ones, without a collective in the forward pass."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import checkify
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardfn
+from shardfn import ShardError, checkpoint, embedding, layoutfile, train
+from shardfn.embedding import UnevenRows
+
+ROWS = {1: (64,), 2: (40, 24), 4: (10, 20, 30, 4), 8: (10, 20, 1, 4, 8, 9, 7, 5)}
+COLLECTIVE = re.compile(r"(?:all|collective|reduce)-\w+")
+
+
+def data(split, batch=8, width=16, seed=0):
+    random = np.random.default_rng(seed)
+    table = random.normal(size=(split.total, width)).astype(np.float32)
+    fields = [
+        random.integers(o, o + n, (batch, 8 // split.parts)) for o, n in zip(split.offsets, split.rows, strict=True)
+    ]
+    return table, np.concatenate(fields, 1).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "grad_collectives"),
+    [(1, (1, 1), set()), (2, (2, 1), set()), (4, (4, 1), set()), (8, (8, 1), set()), (8, (4, 2), set()),
+     (8, (2, 4), set()), (8, (1, 8), set()), (8, (4, 1), set()), (8, ((4, 1), (2, 4)), {"all-reduce"})],
+)  # fmt: skip
+def test_lookup_equals_dense_and_sends_nothing(devices, strategy, grad_collectives):
+    pair = strategy if isinstance(strategy[0], tuple) else (strategy, None)
+    split = UnevenRows(ROWS[pair[0][0]])
+    table, ids = data(split)
+    packed, here = split.pack(table), jax.devices()[:devices]
+    placed = embedding.placement(strategy, split, packed.shape, ids.shape, here)
+    look = lambda t, i: embedding.lookup(t, i, strategy=strategy, rows=split, device=here)  # noqa: E731
+    forward = jax.jit(look, in_shardings=placed.shardings).lower(packed, ids).compile()
+    np.testing.assert_array_equal(forward(*jax.device_put((packed, ids), placed.shardings)), table[ids])
+    assert not COLLECTIVE.findall(forward.as_text())
+
+    loss = lambda t, i, of: (of(t, i) ** 3).sum()  # noqa: E731
+    grad = jax.jit(jax.grad(lambda t, i: loss(t, i, look)), in_shardings=placed.shardings).lower(packed, ids).compile()
+    got = grad(*jax.device_put((packed, ids), placed.shardings))
+    want = jax.grad(lambda t: loss(t, ids, lambda t, i: t[i]))(jnp.asarray(table))
+    np.testing.assert_allclose(split.unpack(np.asarray(got)), want, rtol=1e-5)
+    assert {name.removesuffix("-start") for name in COLLECTIVE.findall(grad.as_text())} == grad_collectives
+    assert got.sharding.is_equivalent_to(placed.shardings[0], 3)
+
+
+def test_lookup_of_ids_outside_their_part_gives_zeros_or_an_error():
+    split = UnevenRows((3, 5), offsets=(0, 0))
+    table, ids = np.ones((8, 2), np.float32), np.array([[2, 4], [3, -1], [-5, 5]], np.int32)
+    options = {"strategy": (2, 1), "rows": split, "device": jax.devices()[:2]}
+    y = embedding.lookup(table, ids, **options)
+    assert y[..., 0].tolist() == [[1, 1], [0, 0], [0, 0]]
+    with pytest.raises(ShardError, match=r"4 ids are outside their part(.|\n)*ids\[1, 0\] = 3"):
+        embedding.lookup(table, ids, check=True, **options)
+    checked = checkify.checkify(jax.jit(lambda i: embedding.lookup(table, i, check=True, **options)))
+    assert "4 ids are outside" in checked(ids)[0].get()
+    assert checked(ids[:1])[0].get() is None
+
+
+def test_lookup_reports_all_problems_together():
+    with pytest.raises(ShardError) as caught:
+        embedding.lookup(np.ones((63, 16)), np.ones((8, 6), int), strategy=(8, 3), rows=(10, 20, 30, 4))
+    assert len(caught.value.problems) == 6
+    for wrong in [(3, 0), (True, 2), (), (1.5,), "12", 3]:
+        with pytest.raises(ShardError):
+            UnevenRows(wrong)
+    with pytest.raises(ShardError, match="integers"):
+        embedding.lookup(np.ones((4, 2)), np.ones((2, 1)), strategy=(1, 1), rows=(4,))
+
+
+@pytest.mark.parametrize("rows", ROWS.values())
+def test_split_packs_and_unpacks(rows):
+    split = UnevenRows(rows)
+    table = np.arange(split.total * 2.0).reshape(split.total, 2)
+    packed = split.pack(table)
+    np.testing.assert_array_equal(split.unpack(packed), table)
+    even = UnevenRows.even(split.total, 4)
+    np.testing.assert_array_equal(split.relayout(packed, even), even.pack(table))
+    np.testing.assert_array_equal(jax.jit(split.pack)(table), packed)
+    assert np.count_nonzero(packed[..., 1] == 0) == split.padding
+
+
+def test_train_step_keeps_gradient_and_moments_on_their_device(tmp_path):
+    split = UnevenRows(ROWS[8])
+    table, ids = data(split)
+    placed = embedding.placement((8, 1), split, (8, 20, 16), ids.shape)
+
+    def loss(params, ids, packed=True):
+        rows = (
+            embedding.lookup(params["items"], ids, strategy=placed.shardings[0], rows=split)
+            if packed
+            else params["items"][ids]
+        )
+        return ((rows @ params["w"]) ** 2).mean()
+
+    params = {"items": table, "w": np.ones((16, 1), np.float32)}
+    step = train.step(loss, optax.adam(1e-2), mode="semi_auto_parallel", device=placed.mesh, in_strategy=((1, 8),),
+                      parameter_plan={"items": (8, 1, 1)})  # fmt: skip
+    alone = train.step(lambda p, i: loss(p, i, False), optax.adam(1e-2), mode="stand_alone")
+    state, dense = step.init({**params, "items": split.pack(table)}, ids), alone.init(params)
+    for _ in range(3):
+        state, value = step(state, ids)
+        dense, want = alone(dense, ids)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    moment = state.opt_state[0].mu["items"]
+    assert moment.sharding.shard_shape(moment.shape) == (1, 20, 16)
+
+    # the checkpoint holds the real rows, and another split goes on with them
+    real = embedding.unpack(state, {"items": split})
+    assert real.opt_state[0].nu["items"].shape == table.shape
+    np.testing.assert_allclose(real.params["items"], dense.params["items"], rtol=1e-5, atol=1e-6)
+    checkpoint.save(tmp_path / "run", real)
+    shapes = embedding.unpack(jax.eval_shape(lambda: state), {"items": split})
+    read = checkpoint.restore(tmp_path / "run", jax.devices()[0], like=shapes)
+    again = embedding.pack(read, {"items": UnevenRows.even(64, 4)})
+    assert again.params["items"].shape == (4, 16, 16)
+    np.testing.assert_array_equal(again.opt_state[0].mu["items"].reshape(64, 16), real.opt_state[0].mu["items"])
+    with pytest.raises(ShardError, match="itemz"):
+        embedding.pack(read, {"itemz": split})
+    with pytest.raises(ShardError, match="no array at `items`"):
+        embedding.pack(state, {"items": split})
+
+
+def test_layout_file_says_the_rows(tmp_path):
+    split = UnevenRows(ROWS[4])
+    made = shardfn.plan(
+        lambda t: t * 2, jax.ShapeDtypeStruct((4, 30, 16), "float32"), in_strategy=((4, 1, 2),), device="cpu:8"
+    )
+    file = tmp_path / "layout.toml"
+    layoutfile.write_layout(embedding.with_splits(made, {"t": split}), file)
+    assert "rows = [10, 20, 30, 4]" in file.read_text()
+    assert embedding.splits_of(file) == {"t": split}
+    found = layoutfile.layout_shardings(file, {"t": split.pack(jnp.ones((64, 16)))})
+    assert found["t"].shard_shape((4, 30, 16)) == (1, 30, 8)
+    with pytest.raises(ShardError, match="does not have the rows"):
+        layoutfile.layout_shardings(file, {"t": jnp.ones((4, 32, 16))})
+    file.write_text(file.read_text().replace("[10,", "[0,"))
+    with pytest.raises(ShardError, match="ints from 1"):
+        embedding.splits_of(file)
+    with pytest.raises(ShardError, match="no rule"):
+        embedding.with_splits(made, {"x": split})
+
+
+def test_compare_gives_the_bytes_that_the_split_saves():
+    found = embedding.compare(UnevenRows(ROWS[4]), 16, (8, 8), strategy=(4, 2), device="cpu:8")
+    assert (found.uneven.sent, found.uneven.sent_in_training) == (0, 0)
+    assert found.even.sent > 0 and found.even.memory < found.uneven.memory == 30 * 8 * 4
+    assert found.uneven.padding == (4 * 30 - 64) * 16 * 4
+
+
+def test_lookup_with_a_sharding_of_ones_own_mesh():
+    mesh = jax.make_mesh((4, 2), ("model", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = UnevenRows(ROWS[4])
+    table, ids = data(split)
+    at = NamedSharding(mesh, PartitionSpec("model"))
+    np.testing.assert_array_equal(embedding.lookup(table, ids, strategy=at, rows=split), table[ids])
