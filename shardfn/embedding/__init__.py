@@ -1,19 +1,38 @@
-"""Embedding tables: split unevenly over devices, or larger than a device."""
+"""Embedding tables: split unevenly over devices, or larger than a device.
 
+| module | holds |
+|---|---|
+| `split`, `layouts` | `UnevenRows`, `pack`, `unpack`; splits in layout files |
+| `lookup`, `compare` | `lookup` without communication; what a split saves |
+| `table` | `Table`: fetch, update, save, restore |
+| `store`, `cache` | rows on the host, in files, on devices; a device cache of hot rows |
+| `rowwise` | `sgd`, `adagrad`, `adam`, `lamb` of the rows of a batch |
+| `journal` | the files of incremental saves |
+| `training` | `step`: `train.step` with tables |
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shardfn.embedding.cache import CacheCounts
 from shardfn.embedding.compare import Comparison, SplitCost, compare
 from shardfn.embedding.layouts import splits_of, with_splits
-from shardfn.embedding.lookup import lookup, placement
+from shardfn.embedding.lookup import Placement, lookup, placement
+from shardfn.embedding.rowwise import RowOptimizer, adagrad, adam, lamb, sgd
 from shardfn.embedding.split import UnevenRows, pack, unpack
+from shardfn.embedding.table import Fetched, Table
+
+if TYPE_CHECKING:
+    from shardfn.embedding.training import step
 
 __all__ = [
-    "Comparison",
-    "SplitCost",
-    "UnevenRows",
-    "compare",
-    "lookup",
-    "pack",
-    "placement",
-    "splits_of",
-    "unpack",
-    "with_splits",
-]
+    "CacheCounts", "Comparison", "Fetched", "Placement", "RowOptimizer", "SplitCost", "Table", "UnevenRows", "adagrad",
+    "adam", "compare", "lamb", "lookup", "pack", "placement", "sgd", "splits_of", "step", "unpack", "with_splits",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "step":  # it needs optax
+        from shardfn.embedding.training import step
+
+        return step
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,167 @@
+"""Lazy row-wise optimizers: only the rows that a batch touched are updated, and their moments with them.
+
+An optimizer is two pure functions of rows. They take NumPy or JAX arrays, so that rows are updated where they are: on
+the host or on a device. The formulas are optax's. Of `sgd` and `adagrad` the result equals that of the dense optimizer: a
+row without gradient does not change. Dense `adam` and `lamb` also decay the moments of rows without gradient, and move
+these rows; here they stay until they are touched again. The trust ratio of `lamb` is that of each row, not of the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Schedule = float | Callable[[int], float]
+"""A learning rate, or a function of the number of updates so far."""
+
+Moments = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptimizer:
+    """An optimizer of rows.
+
+    Attributes:
+      name: its name, stored with saved tables.
+      moments: the first value of each moment; moments have the shape of the rows.
+      update: `(rows, moments, gradients, count, learning_rate) -> (rows, moments)`; `count` is the number of updates of
+        the table before this one.
+      learning_rate: the learning rate or its schedule.
+    """
+
+    name: str
+    moments: tuple[tuple[str, float], ...]
+    update: Callable[[Any, Moments, Any, Any, Any], tuple[Any, Moments]]
+    learning_rate: Schedule
+
+    def rate(self, count: int) -> float:
+        """The learning rate of an update.
+
+        Args:
+          count: the number of updates before it.
+
+        Returns:
+          The rate.
+        """
+        return float(self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate)
+
+
+def sgd(learning_rate: Schedule) -> RowOptimizer:
+    """Stochastic gradient descent.
+
+    Args:
+      learning_rate: a number, or a function of the number of updates.
+
+    Returns:
+      The optimizer.
+
+    >>> rows, _ = sgd(0.5).update(np.ones((1, 2), "float32"), {}, np.ones((1, 2), "float32"), 0, 0.5)
+    >>> rows.tolist()
+    [[0.5, 0.5]]
+    """
+
+    def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
+        return rows - _like(rate, rows) * gradients, {}
+
+    return RowOptimizer("sgd", (), update, learning_rate)
+
+
+def adagrad(learning_rate: Schedule, initial_accumulator: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
+    """Adagrad, with one accumulator for each element.
+
+    Args:
+      learning_rate: as of `sgd`.
+      initial_accumulator: the first sum of squares.
+      eps: added to the sum below the root.
+
+    Returns:
+      The optimizer.
+
+    >>> adagrad(0.1).moments
+    (('sum_of_squares', 0.1),)
+    """
+
+    def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
+        total = moments["sum_of_squares"] + gradients * gradients
+        step = gradients / _numpy(rows).sqrt(total + _like(eps, rows))
+        return rows - _like(rate, rows) * step, {"sum_of_squares": total}
+
+    return RowOptimizer("adagrad", (("sum_of_squares", initial_accumulator),), update, learning_rate)
+
+
+def adam(learning_rate: Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> RowOptimizer:
+    """Lazy Adam: moments of a row decay when the row is touched; the bias correction counts the table's updates.
+
+    Args:
+      learning_rate: as of `sgd`.
+      b1: the decay of the first moment.
+      b2: the decay of the second moment.
+      eps: added to the root.
+
+    Returns:
+      The optimizer.
+
+    >>> adam(0.1).moments
+    (('mean', 0.0), ('mean_of_squares', 0.0))
+    """
+
+    def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
+        direction, moments = _adam_direction(rows, moments, gradients, count, b1, b2, eps)
+        return rows - _like(rate, rows) * direction, moments
+
+    return RowOptimizer("adam", (("mean", 0.0), ("mean_of_squares", 0.0)), update, learning_rate)
+
+
+def lamb(
+    learning_rate: Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6, weight_decay: float = 0.0
+) -> RowOptimizer:
+    """Lazy LAMB with a trust ratio for each row: the norm of the row over that of its step.
+
+    Args:
+      learning_rate: as of `sgd`.
+      b1: the decay of the first moment.
+      b2: the decay of the second moment.
+      eps: added to the root.
+      weight_decay: the share of a row that is added to its step.
+
+    Returns:
+      The optimizer.
+
+    >>> lamb(0.1).name
+    'lamb'
+    """
+
+    def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
+        xp = _numpy(rows)
+        direction, moments = _adam_direction(rows, moments, gradients, count, b1, b2, eps)
+        direction = direction + _like(weight_decay, rows) * rows
+        norms = [xp.sqrt((x * x).sum(-1, keepdims=True)) for x in (rows, direction)]
+        is_zero = (norms[0] == 0) | (norms[1] == 0)
+        ratio = xp.where(is_zero, _like(1.0, rows), norms[0] / xp.where(is_zero, _like(1.0, rows), norms[1]))
+        return rows - _like(rate, rows) * ratio * direction, moments
+
+    return RowOptimizer("lamb", (("mean", 0.0), ("mean_of_squares", 0.0)), update, learning_rate)
+
+
+def _adam_direction(
+    rows: Any, moments: Moments, gradients: Any, count: Any, b1: float, b2: float, eps: float
+) -> tuple[Any, Moments]:
+    xp = _numpy(rows)
+    mean = _like(b1, rows) * moments["mean"] + _like(1 - b1, rows) * gradients
+    squares = _like(b2, rows) * moments["mean_of_squares"] + _like(1 - b2, rows) * gradients * gradients
+    first, second = (_like(1 - b ** (count + 1), rows) for b in (b1, b2))
+    return mean / first / (xp.sqrt(squares / second) + _like(eps, rows)), {"mean": mean, "mean_of_squares": squares}
+
+
+def _numpy(rows: Any) -> Any:
+    return jnp if isinstance(rows, jax.Array) else np
+
+
+def _like(number: Any, rows: Any) -> Any:
+    """The number in the dtype of the rows, so that NumPy and JAX compute in one precision."""
+    return _numpy(rows).asarray(number, rows.dtype)

@@ -1,0 +1,428 @@
+"""Tables of embeddings, of which a step sees only the rows that its batch needs."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import operator
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from shardfn.cost.devices.hardware import resolve
+from shardfn.embedding import journal, rowwise
+from shardfn.embedding.cache import CacheCounts, CachedStore
+from shardfn.embedding.store import (
+    BLOCK,
+    ROWS,
+    DeviceStore,
+    Fields,
+    HostStore,
+    Normal,
+    Step,
+    Store,
+    bucket,
+    device_arrays,
+    fitted,
+    host_arrays,
+)
+from shardfn.errors import (
+    CheckpointError,
+    Problem,
+    StrategyError,
+    StrategyTypeError,
+    a,
+    fail,
+    nearest,
+    raise_problems,
+)
+from shardfn.frontend.meshes import MeshLayout
+
+STORES = ("device", "host")
+CHUNK = 16 * BLOCK
+"""Rows that a save reads at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """The rows of a table that a batch needs.
+
+    Attributes:
+      values: [n, width], the rows of the different ids in ascending order; n is a power of two, and the rest is zeros.
+      positions: int32 of the shape of the batch's ids, where each id's row is in `values`.
+      ids: the different ids.
+    """
+
+    values: jax.Array
+    positions: np.ndarray
+    ids: np.ndarray
+
+
+class Table:
+    """A table of embeddings that need not fit a device.
+
+    A step gets the rows of its batch and the positions of its ids in them: `values[positions]` is the lookup, and the
+    gradient of `values` has one row for each different id. `update` applies the optimizer to these rows alone.
+
+    Args:
+      rows: the number of rows.
+      width: elements of a row.
+      store: "device" keeps rows and moments on devices, "host" in host memory.
+      path: with "host", a folder for memory-mapped files instead of memory. The files end with the process; `save` keeps.
+      cache_rows: with "host", rows that a cache on the device holds, the most frequently used ones. It must have room for
+        the rows of a batch. 0 is no cache.
+      optimizer: one of `embedding.sgd`, `adagrad`, `adam`, `lamb`.
+      init: the standard deviation of the first rows, or the rows themselves [rows, width].
+      seed: of the first rows.
+      dtype: of the rows; moments are float32.
+      strategy: the numbers of shards of rows and columns of the table on devices, or of the cache: `(8, 1)`. None is the
+        default device.
+      device: the devices of `strategy`, as of `shard`.
+
+    Raises:
+      StrategyError, StrategyTypeError: options that do not fit each other.
+      CheckpointFileError: the files of `path` do not fit the disk.
+
+    >>> table = Table(1000, 4, optimizer=rowwise.sgd(0.5), init=0.0)
+    >>> batch = table.fetch([[7, 7], [999, 0]])
+    >>> batch.positions.tolist(), batch.ids.tolist()
+    ([[1, 1], [2, 0]], [0, 7, 999])
+    >>> loss = lambda values, positions: values[positions].sum()
+    >>> table.update(batch, jax.grad(loss)(batch.values, batch.positions))
+    >>> table.lookup([7]).tolist()
+    [[-1.0, -1.0, -1.0, -1.0]]
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        *,
+        store: str = "host",
+        path: str | os.PathLike[str] | None = None,
+        cache_rows: int = 0,
+        optimizer: rowwise.RowOptimizer | None = None,
+        init: Any = 0.01,
+        seed: int = 0,
+        dtype: Any = "float32",
+        strategy: tuple[int, int] | None = None,
+        device: Any = None,
+    ):
+        optimizer = rowwise.adagrad(0.01) if optimizer is None else optimizer
+        raise_problems(_problems(rows, width, store, path, cache_rows, optimizer, init, strategy))
+        self.shape, self.dtype, self.optimizer, self.count = (rows, width), jnp.dtype(dtype), optimizer, 0
+        is_given = not isinstance(init, int | float)
+        self._first = np.asarray(init) if is_given else Normal(float(init), seed, width)
+        self._is_changed = np.full(rows, is_given)  # since the last save
+        self._is_touched = np.full(rows, is_given)  # ever
+        self._saved: tuple[pathlib.Path, journal.Manifest] | None = None
+        first = "given" if is_given else ["normal", float(init), seed]
+        self._kind = {
+            "rows": rows,
+            "width": width,
+            "dtype": self.dtype.name,
+            "optimizer": optimizer.name,
+            "init": first,
+        }
+        held = rows if store == "device" else cache_rows
+        sharding = None if strategy is None or not held else _sharding(strategy, (held, width), device)
+        if store == "device":
+            arrays = device_arrays((rows, width), self.dtype, self._first, optimizer.moments, sharding)
+            self._store: Store = DeviceStore(arrays)
+        else:
+            host = HostStore(host_arrays((rows, width), self.dtype, self._first, optimizer.moments, path))
+            self._store = CachedStore(host, cache_rows, optimizer.moments, sharding) if cache_rows else host
+
+    def __repr__(self) -> str:
+        return f"Table({self.shape[0]}, {self.shape[1]}, optimizer={self.optimizer.name!r})"
+
+    @property
+    def cache(self) -> CacheCounts:
+        """Hits, misses and write-backs of the cache; all 0 without one."""
+        return self._store.counts if isinstance(self._store, CachedStore) else CacheCounts()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of rows and moments on devices between steps, those of all devices together."""
+        on = self._store.cache if isinstance(self._store, CachedStore) else self._store
+        return sum(x.nbytes for x in on.arrays.values()) if isinstance(on, DeviceStore) else 0
+
+    def fetch(self, ids: Any, capacity: int | None = None) -> Fetched:
+        """The rows that a batch needs.
+
+        Args:
+          ids: integers of any shape, from 0 to below the number of rows; duplicates share a row.
+          capacity: the number of rows of `values`. By default the next power of two, so that few lengths are compiled.
+
+        Returns:
+          The rows, on the device.
+
+        Raises:
+          StrategyError: ids that are negative or beyond the table; more different ids than `capacity` or the cache holds.
+          StrategyTypeError: ids that are no integers, or traced.
+
+        >>> Table(10, 2).fetch([3, 3, 1]).values.shape
+        (8, 2)
+        """
+        return self._fetched(self._prepared(ids, False), capacity)
+
+    def prefetch(self, batches: Iterable[Any], ahead: int = 1, capacity: int | None = None) -> Iterator[Fetched]:
+        """Fetch the rows of batch after batch; those of the next ones are read on the host while a step runs.
+
+        Rows that an update changes after they were read are read again: the result is that of `fetch`.
+
+        Args:
+          batches: the ids of each batch.
+          ahead: how many batches are read ahead.
+          capacity: as of `fetch`.
+
+        Yields:
+          The rows of each batch.
+
+        Raises:
+          StrategyError, StrategyTypeError: as `fetch`.
+
+        >>> [batch.ids.tolist() for batch in Table(10, 2).prefetch([[1, 2], [2, 3]])]
+        [[1, 2], [2, 3]]
+        """
+        for prepared in read_ahead(lambda ids: self._prepared(ids, True), batches, ahead):
+            yield self._fetched(prepared, capacity)
+
+    def update(self, fetched: Fetched, gradients: Any) -> None:
+        """Apply the optimizer to the rows of a batch.
+
+        Args:
+          fetched: the rows, as fetched.
+          gradients: the gradient of `fetched.values`.
+
+        Raises:
+          StrategyError: a gradient of another shape.
+        """
+        if tuple(gradients.shape) != tuple(fetched.values.shape):
+            fail(StrategyError, f"the gradient has the shape {list(gradients.shape)}, and the rows {list(fetched.values.shape)}",
+                 where=f"update(…, gradients[{', '.join(map(str, gradients.shape))}])",
+                 why="it is the gradient of `fetched.values`", fix="jax.grad(loss)(fetched.values, ...)")  # fmt: skip
+        self._store.apply(Step(self.optimizer, self.count, self.optimizer.rate(self.count)), fetched.ids, gradients)
+        self.count += 1
+        self._is_changed[fetched.ids] = self._is_touched[fetched.ids] = True
+
+    def lookup(self, ids: Any) -> jax.Array:
+        """The rows at ids, outside a step.
+
+        Args:
+          ids: as of `fetch`.
+
+        Returns:
+          The rows [..., width].
+
+        Raises:
+          StrategyError, StrategyTypeError: as `fetch`.
+
+        >>> Table(10, 2).lookup([[3, 4]]).shape
+        (1, 2, 2)
+        """
+        fetched = self.fetch(ids)
+        return fetched.values[fetched.positions]
+
+    def values(self) -> np.ndarray:
+        """All rows, in host memory.
+
+        Returns:
+          The array [rows, width].
+
+        >>> Table(10, 2).values().shape
+        (10, 2)
+        """
+        return np.concatenate([fields[ROWS] for _, fields in self._dumped(np.arange(self.shape[0]))])
+
+    def moments(self) -> dict[str, np.ndarray]:
+        """All moments of the optimizer, in host memory.
+
+        Returns:
+          The arrays [rows, width] by name.
+
+        >>> sorted(Table(10, 2, optimizer=rowwise.adam(0.1)).moments())
+        ['mean', 'mean_of_squares']
+        """
+        chunks = [fields for _, fields in self._dumped(np.arange(self.shape[0]))]
+        return {name: np.concatenate([c[name] for c in chunks]) for name, _ in self.optimizer.moments}
+
+    def save(self, folder: str | os.PathLike[str]) -> int:
+        """Save what changed since the last save in the same folder; in another folder all rows that ever changed.
+
+        A save is complete or absent, also if the process is killed in it. Earlier files are rewritten as one when they hold
+        more than twice the rows that ever changed.
+
+        Args:
+          folder: the folder of the saves of this table.
+
+        Returns:
+          The number of rows that were written.
+
+        Raises:
+          CheckpointError: the folder holds the saves of another table or run.
+          CheckpointFileError: the disk is full, or the folder cannot be written. Earlier saves are complete.
+        """
+        path = pathlib.Path(folder).absolute()
+        there = journal.read_manifest(path)
+        known = self._saved[1] if self._saved is not None and self._saved[0] == path else None
+        if there is not None and there != known:
+            fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(folder)!r})",
+                 why=f"it was saved {there.saves} times, last after {there.count} updates",
+                 fix="restore from it first, or save in another folder")  # fmt: skip
+        is_changed = self._is_touched if there is None else self._is_changed
+        before = there or journal.Manifest(self._kind)
+        is_full = before.rows + int(is_changed.sum()) > 2 * int(self._is_touched.sum())
+        ids = np.flatnonzero(self._is_touched if is_full else is_changed)
+        after = journal.append(path, before, self._dumped(ids), self.count, replace=is_full)
+        self._saved, self._is_changed = (path, after), np.zeros(self.shape[0], bool)
+        return len(ids)
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Read the last save of a folder into this table, whatever it held before and wherever its rows are.
+
+        Args:
+          folder: the folder of the saves.
+
+        Raises:
+          CheckpointError: there is no save, or it is of another table: rows, width, dtype, optimizer or first rows differ.
+          CheckpointFileError: files that are missing, truncated or changed, by name. The table is as it was then.
+        """
+        path = pathlib.Path(folder).absolute()
+        manifest = journal.read_manifest(path)
+        if manifest is None:
+            fail(CheckpointError, f"{path} holds no saved table", where=f"restore({str(folder)!r})",
+                 why=f"there is no {journal.MANIFEST}", fix="give the folder that `save` was called with")  # fmt: skip
+        journal.same_table(path, manifest, self._kind)
+        chunks = journal.replay(path, manifest)
+        first = next(chunks, None)  # the files are checked here, before anything changes
+        if isinstance(self._first, Normal):
+            touched = np.flatnonzero(self._is_touched)
+            for ids in np.split(touched, range(CHUNK, len(touched), CHUNK)) if len(touched) else ():
+                moments = {n: np.full((len(ids), self.shape[1]), v, np.float32) for n, v in self.optimizer.moments}
+                self._store.load(ids, {ROWS: self._first(ids).astype(self.dtype), **moments})
+        self._is_touched[:] = self._is_changed[:] = False
+        while first is not None:
+            ids, fields = first
+            self._store.load(ids, {**fields, ROWS: fields[ROWS].view(self.dtype)})
+            self._is_touched[ids] = True
+            first = next(chunks, None)
+        self.count, self._saved = manifest.count, (path, manifest)
+
+    # ---- inside
+
+    def _prepared(self, ids: Any, is_ahead: bool) -> _Prepared:
+        flat = _checked_ids(ids, self.shape[0])
+        unique, inverse = np.unique(flat, return_inverse=True)
+        positions = inverse.reshape(flat.shape).astype(np.int32)
+        return _Prepared(unique, positions, self._store.stage(unique) if is_ahead else None)
+
+    def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
+        count = len(prepared.ids)
+        if capacity is not None and count > capacity:
+            fail(StrategyError, f"a batch touches {count:,} rows, and `capacity` is {capacity:,}",
+                 where=f"capacity = {capacity}", fix=f"capacity={bucket(count)}")  # fmt: skip
+        rows = self._store.read(prepared.ids, prepared.staged)
+        values = jnp.asarray(fitted(rows, bucket(count) if capacity is None else capacity))
+        return Fetched(values, prepared.positions, prepared.ids)
+
+    def _dumped(self, ids: np.ndarray) -> Iterator[tuple[np.ndarray, Fields]]:
+        for start in range(0, len(ids), CHUNK):
+            part = ids[start : start + CHUNK]
+            yield part, self._store.dump(part)
+
+
+class _Prepared(NamedTuple):
+    """The different ids of a batch, the positions of all, and what was read ahead."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    staged: Any
+
+
+def read_ahead(prepare: Any, items: Iterable[Any], ahead: int) -> Iterator[Any]:
+    """`map(prepare, items)`, with the next items prepared in another thread.
+
+    >>> list(read_ahead(abs, [-1, -2, -3], 1))
+    [1, 2, 3]
+    """
+    items = iter(items)
+    with concurrent.futures.ThreadPoolExecutor(1, "embedding") as pool:
+        waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
+        for item in items:
+            waiting.append(pool.submit(prepare, item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _checked_ids(ids: Any, rows: int) -> np.ndarray:
+    if isinstance(ids, Tracer):
+        fail(StrategyTypeError, "the ids are traced", where="fetch(ids)", why="rows are fetched on the host, before a step",
+             fix="fetch outside jit, and give values and positions to the step")  # fmt: skip
+    found = np.asarray(ids)
+    if found.size and found.dtype.kind not in "iu":
+        fail(StrategyTypeError, f"ids are integers, but these are {found.dtype}", where=f"ids: {found.dtype}{list(found.shape)}",
+             fix="cast them: ids.astype(numpy.int64)")  # fmt: skip
+    wrong = np.argwhere((found < 0) | (found >= rows))
+    if len(wrong):
+        at = tuple(map(int, wrong[0]))
+        fail(StrategyError, f"{len(wrong)} ids are not in the table", where=f"ids[{', '.join(map(str, at))}] = {found[at]}",
+             why=f"the table has the ids 0 to {rows - 1}", fix="correct the ids, or make a larger table")  # fmt: skip
+    return found.astype(np.int64)
+
+
+def _sharding(strategy: tuple[int, int], shape: tuple[int, int], device: Any) -> Any:
+    hardware = resolve(device)
+    numbers = tuple(map(operator.index, strategy))
+    shards = numbers[0] * numbers[1]
+    raise_problems([
+        Problem(f"{size} {what} cannot be sharded {n} ways", f"strategy = {numbers}", f"{size} is not divisible by {n}",
+                f"use {-(-size // n) * n} {what}, or other numbers of shards")
+        for size, n, what in zip(shape, numbers, ("rows", "columns"), strict=True) if size % n
+    ])  # fmt: skip
+    if hardware.count % shards:
+        fail(StrategyError, f"the table is sharded {shards} ways on {hardware.count} devices", where=f"strategy = {numbers}",
+             why="their number must be divisible by that of the shards", fix=f"name {shards} devices")  # fmt: skip
+    return MeshLayout.of_strategy(numbers, hardware.count).sharding(hardware.devices)
+
+
+def _problems(
+    rows: Any, width: Any, store: Any, path: Any, cache_rows: Any, optimizer: Any, init: Any, strategy: Any
+) -> Iterator[Problem]:
+    for name, value, least in (("rows", rows, 1), ("width", width, 1), ("cache_rows", cache_rows, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            yield Problem(
+                f"`{name}` must be an int from {least}", f"{name} = {value!r:.40}", fix=f"{name}={max(least, 8)}"
+            )
+            return
+    if store not in STORES:
+        yield Problem(f"there is no store {store!r:.40}", f"store = {store!r:.40}", fix=nearest(store, STORES))
+    for name, value in (("cache_rows", cache_rows), ("path", path)):
+        if store == "device" and value:
+            yield Problem(f"`{name}` goes with store=\"host\"", f"{name} = {value!r:.40}",
+                          "a table on devices is in their memory", f'leave `{name}` out, or use store="host"')  # fmt: skip
+    if strategy is not None and not (
+        isinstance(strategy, tuple | list)
+        and len(strategy) == 2
+        and all(isinstance(n, int) and n > 0 for n in strategy)
+    ):
+        yield Problem("`strategy` must be two ints from 1", f"strategy = {strategy!r:.40}",
+                      "they are the numbers of shards of rows and columns", "strategy=(8, 1)")  # fmt: skip
+    if strategy is not None and store == "host" and not cache_rows:
+        yield Problem("`strategy` is of rows on devices, and there are none", f"strategy = {strategy!r:.40}",
+                      "a host store without cache has its rows on the host", "leave it out, or give cache_rows")  # fmt: skip
+    if not isinstance(optimizer, rowwise.RowOptimizer):
+        yield Problem(f"the optimizer of a table is one of rows, not {a(optimizer)}", f"optimizer = {optimizer!r:.40}",
+                      "only the rows of a batch are updated", "optimizer=embedding.adagrad(0.01)")  # fmt: skip
+    if not isinstance(init, int | float) and np.shape(init) != (rows, width):
+        yield Problem(f"`init` has the shape {list(np.shape(init))}", "init", f"the table has [{rows}, {width}]",
+                      "give the standard deviation of the first rows, or an array of all")  # fmt: skip
