@@ -2,6 +2,8 @@
 
 The table has a row for each item and holds most of the parameters; each of the eight devices keeps an eighth of the rows, and
 of the optimizer's two moments. The wide part has a weight for each pair of an item and a group of users, hashed.
+
+At the end the table is on the host: the devices hold the rows of a batch and a cache of the items that are seen most.
 """
 
 import collections
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardfn import train
+from shardfn import embedding, train
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
@@ -89,3 +91,42 @@ assert state.opt_state[0].mu["items"].sharding.is_equivalent_to(table.sharding, 
 np.testing.assert_allclose(losses, alone, rtol=2e-3)
 assert np.mean(losses[-20:]) < np.mean(losses[:5]) - 0.05, "it learns the rule"
 print(f"\nthe same losses on one device, {np.mean(alone[:5]):.4f} -> {np.mean(alone[-20:]):.4f}")
+
+
+# The items on the host. Their rows have an optimizer of their own, which updates the rows of a batch alone.
+def batches():
+    rng = np.random.default_rng(1)
+    clicks(rng)
+    for _ in range(STEPS // 2):
+        yield clicks(rng)
+
+
+params = make()
+items = embedding.Table(
+    ITEMS, WIDTH, cache_rows=1024, optimizer=embedding.adagrad(0.1), init=np.asarray(params.pop("items"))
+)
+step = embedding.step(
+    loss, optax.adam(1e-2), tables={"items": items}, ids={"items": (0, 1)}, has_aux=True, mode="data_parallel"
+)
+state, losses = step.init(params, *next(batches())), []
+for batch in step.feed(batches()):  # reads the next batch's rows while a step runs
+    state, (value, _) = step(state, batch)
+    losses.append(float(value))
+
+# The same on devices, where the optimizer goes over all rows.
+kinds = optax.multi_transform(
+    {"items": optax.adagrad(0.1), "rest": optax.adam(1e-2)},
+    lambda tree: {k: "items" if k == "items" else "rest" for k in tree},
+)
+dense = train.step(loss, kinds, has_aux=True, mode="stand_alone")
+state, alone = dense.init(make), []
+for batch in batches():
+    state, (value, _) = dense(state, *batch)
+    alone.append(float(value))
+np.testing.assert_allclose(losses, alone, rtol=2e-3)
+np.testing.assert_allclose(items.values(), state.params["items"], rtol=2e-2, atol=2e-3)
+share = items.cache.hits / (items.cache.hits + items.cache.misses)
+print(
+    f"\nitems on the host: {items.device_bytes:,} B of them in the cache, which has {share:.0%} of the rows of a batch"
+)
+print(f"the same losses as with all rows on a device, {np.mean(alone[:5]):.4f} -> {np.mean(alone[-20:]):.4f}")

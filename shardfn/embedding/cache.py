@@ -108,7 +108,7 @@ class CachedStore:
 
     def stage(self, ids: np.ndarray) -> Staged:
         """Read ahead what is not in the cache now."""
-        return self.host.stage(ids[self.index.slot_of[ids] < 0])
+        return self.host.stage_fields(ids[self.index.slot_of[ids] < 0], self.host.arrays)
 
     def read(self, ids: np.ndarray, staged: Staged | None = None) -> jax.Array:
         """The rows, of which the missing ones are loaded into the cache."""

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -117,20 +117,26 @@ class HostStore:
         self._written: collections.deque[tuple[int, np.ndarray]] = collections.deque(maxlen=64)
 
     def stage(self, ids: np.ndarray) -> Staged:
-        """Read rows and moments ahead."""
+        """Read rows ahead."""
+        return self.stage_fields(ids, (ROWS,))
+
+    def stage_fields(self, ids: np.ndarray, names: Iterable[str]) -> Staged:
+        """Read rows and some moments ahead."""
         version = self._version  # before the rows: what is written meanwhile counts as later
-        return Staged(version, ids, self._fields(ids))
+        return Staged(version, ids, self._fields(ids, names))
 
     def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
-        """Rows and moments, of what was read ahead those that were not written since."""
-        written = self._written_since(staged.version) if staged is not None and len(staged.ids) else None
-        if staged is None or written is None:
-            return self._fields(ids)
+        """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
+        if staged is None:
+            return self._fields(ids, self.arrays)
+        written = self._written_since(staged.version) if len(staged.ids) else None
+        if written is None:
+            return self._fields(ids, staged.fields)
         at = np.minimum(np.searchsorted(staged.ids, ids), len(staged.ids) - 1)
         is_staged = (staged.ids[at] == ids) & ~np.isin(ids, written)
         if is_staged.all() and len(ids) == len(staged.ids):
             return staged.fields
-        rest = self._fields(ids[~is_staged])
+        rest = self._fields(ids[~is_staged], staged.fields)
         found = {}
         for name, rows in staged.fields.items():
             found[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
@@ -143,11 +149,11 @@ class HostStore:
 
     def apply(self, step: Step, ids: np.ndarray, gradients: Any) -> None:
         """Update rows and their moments."""
-        self.load(ids, updated(step, self._fields(ids), np.asarray(gradients)[: len(ids)]))
+        self.load(ids, updated(step, self.dump(ids), np.asarray(gradients)[: len(ids)]))
 
     def dump(self, ids: np.ndarray) -> Fields:
         """Rows and moments."""
-        return self._fields(ids)
+        return self._fields(ids, self.arrays)
 
     def load(self, ids: np.ndarray, fields: Fields) -> None:
         """Set rows and moments."""
@@ -156,8 +162,8 @@ class HostStore:
         self._version += 1
         self._written.append((self._version, ids))
 
-    def _fields(self, ids: np.ndarray) -> Fields:
-        return {name: array[ids] for name, array in self.arrays.items()}
+    def _fields(self, ids: np.ndarray, names: Iterable[str]) -> Fields:
+        return {name: self.arrays[name][ids] for name in names}
 
     def _written_since(self, version: int) -> np.ndarray | None:
         """The ids that were written since a version; None where that is no longer known."""

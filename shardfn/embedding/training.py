@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from shardfn import train
 from shardfn.embedding.store import bucket
 from shardfn.embedding.table import Fetched, Table, read_ahead
-from shardfn.errors import StrategyError, StrategyTypeError, a, fail
+from shardfn.errors import NotAvailableError, StrategyError, StrategyTypeError, a, fail
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
 from shardfn.train.steps.state import TrainState
@@ -66,6 +66,7 @@ def step(
 
     Raises:
       ShardError: wrong options, as of `train.step`; tables without ids.
+      NotAvailableError: several processes.
 
     >>> from shardfn import embedding
     >>> table = embedding.Table(1000, 4, optimizer=embedding.sgd(0.1))
@@ -81,6 +82,9 @@ def step(
         fail(StrategyError, "`tables` and `ids` name different tables",
              where=f"tables: {', '.join(tables)}; ids: {', '.join(ids)}",
              why="each table needs the place of its ids in the batch", fix="give both the same keys")  # fmt: skip
+    if jax.process_count() > 1:
+        fail(NotAvailableError, "a training step with tables runs in one process", where=f"{jax.process_count()} processes",
+             why="each process would have a table of its own", fix="shard the tables over devices: train.step")  # fmt: skip
     inner = train.step(loss_fn, _for_dense(optimizer, frozenset(tables)), **options)
     return TableStep(inner, dict(tables), {name: _place(name, at) for name, at in ids.items()})
 

@@ -1,0 +1,208 @@
+"""What does a lookup in an embedding table cost: split evenly or unevenly over devices, on the host, or cached?
+
+Lookups at three skews of ids: the even split is `table[ids]` with a NamedSharding, as written by hand; bytes sent are those
+of the partitioned program, bytes from the host are counted. Training: rows per second of the host store with and without
+prefetch and cache once it is warm, beside a loop written by hand (unique ids, NumPy rows, no overlap). Last, the largest
+table that is trained under a limit of device memory, which holds the cache and what XLA compiled for the step.
+Run: python benchmarks/embedding.py [--rows 400000] [--width 32] [--batch 1024] [--rounds 60] [--limit-mib 256]
+     [--gib 1] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+
+os.environ.setdefault("NPROC", "32")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardfn
+from shardfn import embedding
+
+FIELDS = 8
+SKEWS = {"uniform": None, "zipf 1.1": 1.1, "zipf 1.5": 1.5}
+
+
+def field_rows(total: int) -> tuple[int, ...]:
+    """Fields of different sizes, as those of click models: the largest has half of the rows."""
+    small = [total // 2**i for i in range(1, FIELDS)]
+    return (*small, total - sum(small))
+
+
+def draw(random, skew, rows: tuple[int, ...], batch: int) -> np.ndarray:
+    """Ids [batch, fields], each from its field's rows."""
+    first = np.cumsum([0, *rows[:-1]])
+    columns = [
+        o + (random.integers(0, n, batch) if skew is None else (random.zipf(skew, batch) - 1) % n)
+        for o, n in zip(first, rows, strict=True)
+    ]
+    return np.stack(columns, 1).astype(np.int32)
+
+
+def median_ms(calls) -> float:
+    """The median time of the second half of some calls: the first ones compile, and warm a cache."""
+    times = []
+    for call in calls:
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[len(times) // 2 :])
+
+
+def lookups(options: argparse.Namespace) -> list[dict]:
+    """One row for each kind of table and skew."""
+    rows, width, batch = field_rows(options.rows), options.width, options.batch
+    split, shape = embedding.UnevenRows(rows), (batch, FIELDS)
+    values = np.random.default_rng(0).standard_normal((split.total, width), np.float32)
+    placed = embedding.placement((FIELDS, 1), split, values.shape, shape)
+    uneven = jax.jit(lambda t, i: embedding.lookup(t, i, strategy=placed.shardings[0], rows=split))
+    packed = jax.device_put(split.pack(values), placed.shardings[0])
+    by_rows = NamedSharding(placed.mesh, PartitionSpec("rows"))
+    even_rows = -(-split.total // FIELDS) * FIELDS
+    even_table = jax.device_put(np.resize(values, (even_rows, width)), by_rows)
+    out = NamedSharding(placed.mesh, PartitionSpec(None, "rows"))
+    even = jax.jit(lambda t, i: t.at[i].get(mode="promise_in_bounds"), out_shardings=out)
+    cost = embedding.compare(split, width, shape, strategy=(FIELDS, 1))
+    host = embedding.Table(split.total, width, init=values)
+    found = []
+    print(f"{split.total:,} rows of {width} float32 in {FIELDS} fields, batch {batch}, 8 devices; padding "
+          f"{split.memory_text(width)}")  # fmt: skip
+    print(f"{'ids':<10}{'table':<10}{'different':>10}{'B/device kept':>16}{'B sent':>12}{'B from host':>14}{'ms':>10}")
+    for name, skew in SKEWS.items():
+        random = np.random.default_rng(1)
+        drawn = [draw(random, skew, rows, batch) for _ in range(options.rounds)]
+        on_devices = [jax.device_put(ids, placed.shardings[1]) for ids in drawn]
+        unique = statistics.mean(len(np.unique(ids)) for ids in drawn)
+        cached = embedding.Table(split.total, width, init=values, cache_rows=4 * batch * FIELDS)
+
+        def show(kind: str, ms: float, kept: int, sent: int = 0, moved: float = 0.0, name=name, unique=unique) -> None:
+            found.append({"ids": name, "table": kind, "different_ids": unique, "bytes_kept": kept, "bytes_sent": sent,
+                          "bytes_from_host": moved, "ms": ms})  # fmt: skip
+            print(f"{name:<10}{kind:<10}{unique:>10,.0f}{kept:>16,}{sent:>12,}{moved:>14,.0f}{ms:>10.2f}")
+
+        ms = median_ms(lambda i=i: even(even_table, i) for i in on_devices)
+        show("even", ms, even_table.nbytes // 8, cost.even.sent)
+        show(
+            "uneven", median_ms(lambda i=i: uneven(packed, i) for i in on_devices), packed.nbytes // 8, cost.uneven.sent
+        )
+        show("host", median_ms(lambda i=i: host.lookup(i) for i in drawn), 0, 0, unique * width * 4)
+        early, late = drawn[: options.rounds // 2], drawn[options.rounds // 2 :]
+        median_ms(lambda i=i, t=cached: t.lookup(i) for i in early)
+        misses = cached.cache.misses
+        ms = median_ms(lambda i=i, t=cached: t.lookup(i) for i in late)
+        moved = (cached.cache.misses - misses) / len(late) * width * 4 * 2  # a row and its moment
+        show("cached", ms, cached.device_bytes, 0, moved)
+    return found
+
+
+def train_rows(options: argparse.Namespace) -> list[dict]:
+    """Rows per second through fetch, step and update, one row for each skew and way."""
+    width, batch, total = options.width, options.batch, options.rows
+    weight = np.random.default_rng(0).standard_normal((width * FIELDS, 512), np.float32)
+
+    @jax.jit
+    def gradient(values, positions):
+        loss = lambda v: jnp.mean(jnp.tanh(v[positions].reshape(batch, -1) @ weight) ** 2)  # noqa: E731
+        return jax.grad(loss)(values)
+
+    def by_hand(ids) -> float:
+        rows = np.random.default_rng(0).standard_normal((total, width), np.float32)
+        squares, start = np.full_like(rows, 0.1), 0.0
+        for number, one in enumerate(ids):
+            start = time.perf_counter() if number == len(ids) // 3 else start
+            unique, inverse = np.unique(one, return_inverse=True)
+            size = 1 << (len(unique) - 1).bit_length()
+            values = np.zeros((size, width), np.float32)
+            values[: len(unique)] = rows[unique]
+            g = np.asarray(gradient(values, inverse.reshape(one.shape)))[: len(unique)]
+            squares[unique] += g * g
+            rows[unique] -= 0.01 * g / np.sqrt(squares[unique] + 1e-7)
+        return time.perf_counter() - start
+
+    def by_table(ids, prefetch: bool, cache_rows: int, path) -> float:
+        table = embedding.Table(total, width, path=path, cache_rows=cache_rows, init=1.0)
+        start = 0.0
+        for number, one in enumerate(table.prefetch(ids) if prefetch else map(table.fetch, ids)):
+            start = time.perf_counter() if number == len(ids) // 3 else start
+            table.update(one, gradient(one.values, one.positions))
+        table.lookup([0])
+        return time.perf_counter() - start
+
+    found = []
+    print(f"\n{'ids':<10}{'way':<34}{'rows/s':>14}{'of by hand':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, skew in SKEWS.items():
+            random = np.random.default_rng(2)
+            ids = [draw(random, skew, field_rows(total), batch) for _ in range(options.rounds)]
+            ways = {"by hand": lambda ids=ids: by_hand(ids)}
+            for store, path in (("host", None), ("file", folder)):
+                for prefetch in (False, True):
+                    for cache in (0, 4 * batch * FIELDS):
+                        key = f"{store}{', prefetch' * prefetch}{', cache' * bool(cache)}"
+                        ways[key] = lambda ids=ids, p=prefetch, c=cache, path=path: by_table(ids, p, c, path)
+            counted = sum(one.size for one in ids[len(ids) // 3 :])
+            seconds = {key: min(way(), way()) for key, way in ways.items()}  # the first call compiles
+            for _ in range(3):  # in turns: what else the machine does meets all of them
+                seconds = {key: min(seconds[key], way()) for key, way in ways.items()}
+            speed = {key: counted / value for key, value in seconds.items()}
+            for key in ways:
+                found.append({"ids": name, "way": key, "rows_per_s": speed[key]})
+                print(f"{name:<10}{key:<34}{speed[key]:>14,.0f}{speed[key] / speed['by hand']:>12.2f}")
+    return found
+
+
+def largest(options: argparse.Namespace) -> list[dict]:
+    """A table of as many gigabytes as asked, trained under the limit; and the largest that fits the device."""
+    width, batch, limit = options.width, options.batch, options.limit_mib << 20
+    row = width * 4
+    dense = limit // (3 * row)  # rows, a moment and a gradient
+    total = int(options.gib * 2**30) // (2 * row)
+    with tempfile.TemporaryDirectory() as folder:
+        table = embedding.Table(total, width, path=folder, cache_rows=4 * batch * FIELDS, init=0.01)
+        step = jax.jit(jax.grad(lambda v, p: jnp.mean(v[p] ** 2)))
+        random, start = np.random.default_rng(0), time.perf_counter()
+        ids = [random.integers(0, total, (batch, FIELDS)) for _ in range(options.rounds)]
+        for one in table.prefetch(ids, capacity=batch * FIELDS):
+            table.update(one, step(one.values, one.positions))
+        seconds = time.perf_counter() - start
+        memory = step.lower(one.values, one.positions).compile().memory_analysis()
+        peak = (
+            memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes + table.device_bytes
+        )
+    assert peak < limit, f"{peak:,} bytes on the device"
+    print(f"\nlimit {options.limit_mib} MiB: a dense table fits with {dense:,} rows; trained here: {total:,} rows "
+          f"({options.gib:g} GiB with moments), {peak:,} B on the device, "
+          f"{batch * FIELDS * len(ids) / seconds:,.0f} rows/s")  # fmt: skip
+    return [{"limit_bytes": limit, "dense_rows": dense, "rows": total, "device_bytes": peak}]
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--limit-mib", type=int, default=256)
+    parser.add_argument("--gib", type=float, default=1)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    found = {"benchmark": "embedding", "shardfn": shardfn.__version__, "lookups": lookups(options),
+             "training": train_rows(options), "largest": largest(options)}  # fmt: skip
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
