@@ -68,6 +68,8 @@ def lookup(
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         fail(StrategyTypeError, f"ids are integers, but these are {ids.dtype}", where=f"ids: {ids.dtype}{list(ids.shape)}",
              fix="cast them: ids.astype(jnp.int32)")  # fmt: skip
+    if ids.dtype.itemsize < 4:  # offsets need not fit such ids
+        ids = ids.astype(np.int32)
     if check:
         _check_ids(split, ids)
     if table.ndim == 2:

@@ -19,7 +19,7 @@ from shardfn.embedding.table import Fetched, Table, read_ahead
 from shardfn.errors import NotAvailableError, StrategyError, StrategyTypeError, a, fail
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
-from shardfn.train.steps.state import TrainState
+from shardfn.train.steps.state import TrainState, matches
 
 Place = int | tuple[int, int | tuple[int, ...]]
 """Where a table's ids are in the batch: an argument, or some columns of one."""
@@ -246,20 +246,13 @@ class TableStep:
         return self._shardings[key]
 
     def _with_rows(self, state: TrainState, rows: dict[str, Any], gradients: dict[str, Any]) -> TrainState:
-        frozen = {name for name, value in self._frozen().items() if value}
-        kept = {name: None if name in frozen else value for name, value in gradients.items()}
+        frozen = matches(list(gradients), self._inner.options.frozen)
+        kept = {name: None if is_frozen else x for (name, x), is_frozen in zip(gradients.items(), frozen, strict=True)}
         return TrainState({**state.params, **rows}, _OptState(state.opt_state, kept), state.step)
 
     def _without_rows(self, state: TrainState) -> TrainState:
         dense = {name: value for name, value in state.params.items() if name not in self.tables}
         return TrainState(dense, state.opt_state.dense, state.step)
-
-    def _frozen(self) -> dict[str, bool]:
-        parts = self._inner._parts
-        if parts is None:
-            return dict.fromkeys(self.tables, False)
-        trained = dict(zip(parts.paths, parts.trained, strict=True))
-        return {name: not trained.get(name, True) for name in self.tables}
 
 
 def _shapes(fetched: Fetched) -> Fetched:

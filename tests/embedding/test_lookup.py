@@ -63,6 +63,9 @@ def test_lookup_of_ids_outside_their_part_gives_zeros_or_an_error():
     checked = checkify.checkify(jax.jit(lambda i: embedding.lookup(table, i, check=True, **options)))
     assert "4 ids are outside" in checked(ids)[0].get()
     assert checked(ids[:1])[0].get() is None
+    wide = UnevenRows((200, 300))
+    found = embedding.lookup(np.arange(500.0)[:, None], np.array([[100, 120]], np.uint8), **{**options, "rows": wide})
+    assert found[..., 0].tolist() == [[100, 0]]
 
 
 def test_lookup_reports_all_problems_together():

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn import ShardError, embedding, train
+from shardfn import ShardError, checkpoint, embedding, train
 
 ITEMS, WIDTH, BATCH = 96, 8, 32
 
@@ -77,6 +77,27 @@ def test_step_with_tables_equals_the_dense_step(options, cache_rows, feed):
         np.testing.assert_allclose(table.values(), want.params[name], **tolerance)
     np.testing.assert_allclose(state.params["w1"], want.params["w1"], **tolerance)
     assert state.params.keys() == {"w1", "w2"}
+
+
+def test_step_resumes_from_saves(tmp_path):
+    options = {"mode": "stand_alone", "tables": make_tables(cache_rows=64), "ids": {"items": (0, 0), "groups": (0, 1)}}
+    step, all_batches = embedding.step(loss, optax.adam(1e-2), **options), list(batches())
+    state, losses = step.init(dense_params, *all_batches[0]), []
+    for number, batch in enumerate(all_batches):
+        state, value = step(state, *batch)
+        losses.append(float(value))
+        if number == 2:
+            checkpoint.save(tmp_path / "dense", state)
+            assert [table.save(tmp_path / name) > 0 for name, table in step.tables.items()]
+    again = embedding.step(loss, optax.adam(1e-2), **{**options, "tables": make_tables()})
+    for name, table in again.tables.items():
+        table.restore(tmp_path / name)
+    state = checkpoint.restore(tmp_path / "dense", jax.devices()[0], like=again.init(dense_params, *all_batches[0]))
+    resumed = []
+    for batch in all_batches[3:]:
+        state, value = again(state, *batch)
+        resumed.append(float(value))
+    np.testing.assert_allclose(resumed, losses[3:], rtol=1e-5)
 
 
 def test_frozen_table_stays():
