@@ -6,7 +6,6 @@ rows), `dump` and `load` (rows with their moments, for saves). Ids are sorted an
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
 import pathlib
@@ -114,7 +113,7 @@ class HostStore:
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays = arrays
         self._version = 0
-        self._written: collections.deque[tuple[int, np.ndarray]] = collections.deque(maxlen=64)
+        self._written = np.zeros(len(arrays[ROWS]), np.uint32)  # the version of each row's last write
 
     def stage(self, ids: np.ndarray) -> Staged:
         """Read rows ahead."""
@@ -127,21 +126,15 @@ class HostStore:
 
     def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
         """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
-        if staged is None:
+        if staged is None or not len(staged.ids):
             return self._fields(ids, self.arrays)
-        written = self._written_since(staged.version) if len(staged.ids) else None
-        if written is None:
-            return self._fields(ids, staged.fields)
-        at = np.minimum(np.searchsorted(staged.ids, ids), len(staged.ids) - 1)
-        is_staged = (staged.ids[at] == ids) & ~np.isin(ids, written)
-        if is_staged.all() and len(ids) == len(staged.ids):
-            return staged.fields
-        rest = self._fields(ids[~is_staged], staged.fields)
-        found = {}
-        for name, rows in staged.fields.items():
-            found[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
-            found[name][is_staged], found[name][~is_staged] = rows[at[is_staged]], rest[name]
-        return found
+        is_same = len(ids) == len(staged.ids) and (ids == staged.ids).all()
+        at = np.arange(len(ids)) if is_same else np.minimum(np.searchsorted(staged.ids, ids), len(staged.ids) - 1)
+        is_late = (staged.ids[at] != ids) | (self._written[ids] > staged.version)
+        fields = staged.fields if is_same else {name: rows[at] for name, rows in staged.fields.items()}
+        for name, rows in self._fields(ids[is_late], fields).items():
+            fields[name][is_late] = rows
+        return fields
 
     def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
         """The rows [ids, width]."""
@@ -159,18 +152,11 @@ class HostStore:
         """Set rows and moments."""
         for name, rows in fields.items():
             self.arrays[name][ids] = rows
-        self._version += 1
-        self._written.append((self._version, ids))
+        self._version += 1  # after the rows: a read that met only some of them has an earlier version
+        self._written[ids] = self._version
 
     def _fields(self, ids: np.ndarray, names: Iterable[str]) -> Fields:
         return {name: self.arrays[name][ids] for name in names}
-
-    def _written_since(self, version: int) -> np.ndarray | None:
-        """The ids that were written since a version; None where that is no longer known."""
-        if self._version - version > len(self._written):
-            return None
-        late = [ids for number, ids in list(self._written) if number > version]
-        return np.concatenate(late) if late else np.empty(0, np.int64)
 
 
 class DeviceStore:
