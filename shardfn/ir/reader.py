@@ -91,6 +91,8 @@ class Reader:
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
         self.manual = False
+        self.line = ""
+        """The user's line of the `shard_map` that is read, for ops inside that a library wrote."""
         self.instances = 1
         """How many devices run what is read, each on shards of its own."""
         self.shards: list[tuple[int, int]] = []
@@ -127,7 +129,7 @@ class Reader:
         found = self.seen.lines.get(location)
         if found is None:
             found = self.seen.lines[location] = op_line(op)
-        return found
+        return found or self.line
 
     # ---- values
 
@@ -328,11 +330,11 @@ class Reader:
         out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
-        was, around = self.manual, self.instances
-        self.manual, self.instances = True, around * self.manual_devices(op)
+        was, around, outside = self.manual, self.instances, self.line
+        self.manual, self.instances, self.line = True, around * self.manual_devices(op), self.where(op)
         inner = {**env, **{a: self.new(self.value(a.type), None) for a in block.arguments}}
         returned = self.within(block, inner, trips)
-        self.manual, self.instances = was, around
+        self.manual, self.instances, self.line = was, around, outside
         outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
         self.shards += [
             *zip(inputs, (inner[a] for a in block.arguments), strict=True),
