@@ -69,7 +69,8 @@ def test_reports_has_every_key_of_the_data():
 
 
 @pytest.mark.parametrize("package", ["shardfn", "shardfn.train", "shardfn.data", "shardfn.checkpoint", "shardfn.mindspore",
-                                     "shardfn.halo", "shardfn.layoutfile", "shardfn.draw", "shardfn.embedding"])  # fmt: skip
+                                     "shardfn.embedding", "shardfn.experts", "shardfn.halo", "shardfn.layoutfile",
+                                     "shardfn.draw"])  # fmt: skip
 def test_every_public_function_has_an_example(package):
     module = importlib.import_module(package)
     without = [name for name in module.__all__

@@ -1,0 +1,228 @@
+"""Experts by dispatch and combine equal the dense computation, in value and in all gradients, wherever things are."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import shardfn
+from shardfn import experts
+from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.mindspore import Layout
+
+RANDOM = np.random.default_rng(0)
+WIDTH, HIDDEN, EXPERTS, K = 6, 10, 8, 3
+
+
+def normal(*shape):
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+def arrays(tokens):
+    """x, uneven logits that leave expert 3 without tokens, two matrices and a bias for each expert."""
+    logits = (2 * normal(tokens, EXPERTS)).at[:, 3].add(-50).at[:, 1].add(3)
+    return (
+        normal(tokens, WIDTH),
+        logits,
+        normal(EXPERTS, WIDTH, HIDDEN),
+        normal(EXPERTS, HIDDEN),
+        normal(EXPERTS, HIDDEN, WIDTH),
+    )
+
+
+def dense(x, logits, up, bias, down, **how):
+    """All experts for all tokens, weighted by the routing."""
+    routing = experts.route(logits, K, **how)
+    hidden = jax.nn.gelu(jnp.einsum("tw,ewh->teh", x, up) + bias)
+    each = jnp.einsum("teh,ehw->tew", hidden, down)
+    weights = jnp.einsum("tke,tk->te", jax.nn.one_hot(routing.experts, EXPERTS), routing.weights)
+    return jnp.einsum("te,tew->tw", weights, each)
+
+
+def sparse(x, logits, up, bias, down, layout=None, axes=None, alltoall=None, **how):
+    sent = experts.dispatch(x, experts.route(logits, K, **how), layout=layout, axes=axes, alltoall=alltoall)
+    hidden = jax.nn.gelu(sent.dot(sent.rows, up) + sent.spread(bias))
+    return experts.combine(sent.dot(hidden, down), sent)
+
+
+@functools.cache
+def wanted(tokens, **how):
+    values = arrays(tokens)
+    seeds = normal(tokens, WIDTH)
+    both = lambda *a: (dense(*a, **how), jax.grad(lambda *a: (dense(*a, **how) * seeds).sum(), range(5))(*a))  # noqa: E731
+    return values, seeds, jax.jit(both)(*values)
+
+
+def layout_of(sizes, tokens):
+    count = int(np.prod(sizes))
+    axes = ("a", "b")[: len(sizes)]
+    mesh = jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(sizes), devices=jax.devices()[:count])
+    return NamedSharding(mesh, PartitionSpec(tokens or None))
+
+
+# By name: the mesh, the axes of the tokens, the axes of the experts (None: those of the tokens).
+PLACES = {
+    "one device": ((1,), ("a",), None),
+    "2 devices": ((2,), ("a",), None),
+    "4 devices": ((4,), ("a",), None),
+    "same axis": ((8,), ("a",), None),
+    "another axis": ((2, 4), ("a",), "b"),
+    "one of two axes": ((2, 4), ("a", "b"), "b"),
+    "more axes, in another order": ((2, 4), ("a",), ("b", "a")),
+    "replicated tokens": ((4, 2), (), ("a", "b")),
+    "replicated experts": ((2, 4), ("a", "b"), ()),
+}
+ROUTINGS = {"dropless": {}, "capacity": {"capacity_factor": 1.25, "groups": 4}}
+
+
+def check(tokens, place, alltoall, how):
+    values, seeds, (y, gradients) = wanted(tokens, **how)
+    sizes, sharded, axes = PLACES[place]
+    where = {"layout": layout_of(sizes, sharded), "axes": axes, "alltoall": alltoall}
+    run = functools.partial(sparse, **where, **how)
+    both = lambda *a: (run(*a), jax.grad(lambda *a: (run(*a) * seeds).sum(), range(5))(*a))  # noqa: E731
+    found, own = jax.jit(both)(*values)
+    np.testing.assert_allclose(found, y, rtol=1e-4, atol=1e-4)
+    for a, b in zip(own, gradients, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+QUICK = {
+    ("same axis", "dropless", True, 13), ("same axis", "capacity", True, 16), ("another axis", "dropless", False, 13),
+    ("another axis", "capacity", True, 13), ("more axes, in another order", "capacity", False, 16),
+    ("one of two axes", "dropless", True, 16), ("2 devices", "capacity", True, 13),
+}  # fmt: skip
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in ((p, r, a, t) for p in PLACES for r in ROUTINGS for a in (True, False) for t in (13, 16))
+]
+
+
+@pytest.mark.parametrize(("place", "routing", "alltoall", "tokens"), CASES)
+def test_sharded_experts_equal_the_dense_computation(place, routing, alltoall, tokens):
+    check(tokens, place, alltoall, ROUTINGS[routing])
+
+
+@pytest.mark.parametrize("how", ROUTINGS.values(), ids=ROUTINGS)
+def test_unsharded_experts_equal_the_dense_computation(how):
+    values, _, (y, _) = wanted(13, **how)
+    np.testing.assert_allclose(jax.jit(functools.partial(sparse, **how))(*values), y, rtol=1e-4, atol=1e-4)
+
+
+def by_gather(x, out, starts, sizes, landings, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` as its documentation words it, by gathering everything."""
+    me, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    every = [lax.all_gather(each, axis_name) for each in (x, starts, sizes, landings)]
+    slices = len(starts) // devices
+    row = jnp.arange(len(out))
+    for source in range(devices):
+        for i in range(slices):
+            x_from, start, size, landing = (each[source] for each in every)
+            n = me * slices + i
+            at = row - landing[n]
+            filled = (at >= 0) & (at < size[n])
+            out = jnp.where(filled[:, None], x_from[jnp.clip(start[n] + at, 0, len(x) - 1)], out)
+    return out
+
+
+def test_the_ragged_exchange_equals_the_dense_computation(monkeypatch):
+    monkeypatch.setattr(lax, "ragged_all_to_all", by_gather)
+    monkeypatch.setattr(lax, "platform_dependent", lambda x, default, **forms: forms["tpu"](x))
+    check(13, "4 devices", True, {})
+
+
+def test_the_ragged_exchange_lowers_for_tpu_and_gpu():
+    values = wanted(16)[0]
+    run = jax.jit(functools.partial(sparse, layout=layout_of((8,), ("a",))))
+    for platform in ("tpu", "cuda"):
+        text = run.trace(*values).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("@ragged_all_to_all") == 2 and "stablehlo.all_to_all" not in text
+
+
+@pytest.mark.parametrize("alltoall", [True, False])
+def test_the_report_counts_what_is_compiled(alltoall):
+    x, _, up, bias, down = arrays(32)
+    gate = normal(WIDTH, EXPERTS)
+    layout = layout_of((8,), ("a",))
+
+    def layer(x, gate, up, bias, down):
+        return sparse(x, x @ gate, up, bias, down, layout=layout, alltoall=alltoall, capacity_factor=1.0, groups=8)
+
+    tokens, weights = (8, 1), ((8, 1, 1), (8, 1), (8, 1, 1))
+    f = shardfn.shard(layer, in_strategy=(tokens, (1, 1), *weights))
+    values = x, gate, up, bias, down
+    text = f.lower(*values).compile().as_text() or ""
+    kinds = {kind for kind in ("all-to-all", "all-gather", "all-reduce") if re.search(rf" {kind}(-start)?\(", text)}
+    predicted = f.plan(*values).collectives
+    if alltoall:
+        assert kinds == {"all-to-all"} == {c.kind for c in predicted}
+        slots = 2  # ceil(1.0 * K * 4 / EXPERTS)
+        assert [c.total_bytes for c in predicted] == [EXPERTS * slots * WIDTH * 4 * 7 // 8] * 2
+    else:
+        assert "all-to-all" not in kinds
+    np.testing.assert_allclose(f(*values), dense(x, x @ gate, up, bias, down, capacity_factor=1.0, groups=8),
+                               rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+def test_route_takes_the_best_experts_and_gives_gradients():
+    logits = normal(9, EXPERTS)
+    found = experts.route(logits, K, normalize=False)
+    best, chosen = lax.top_k(jax.nn.softmax(logits), K)
+    np.testing.assert_array_equal(found.experts, chosen)
+    np.testing.assert_allclose(found.weights, best, rtol=1e-6)
+    np.testing.assert_array_equal(found.load, np.bincount(np.ravel(chosen), minlength=EXPERTS))
+    best_of = lambda x: lax.top_k(jax.nn.softmax(x), K)[0]  # noqa: E731
+    ways = (lambda x: experts.route(x, K).weights, lambda x: best_of(x) / best_of(x).sum(-1, keepdims=True))
+    own, theirs = (jax.grad(lambda x, f=f: (f(x)[:, 1] ** 2).sum())(logits) for f in ways)
+    np.testing.assert_allclose(own, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_route_drops_by_group_last_choices_first():
+    logits = jnp.tile(jnp.array([3.0, 2.0, 1.0, 0.0]), (8, 1))
+    found = experts.route(logits, 2, capacity_factor=1.0, groups=2)
+    assert found.capacity == 2
+    assert found.experts.tolist() == 2 * [[0, 1], [0, 1], [4, 4], [4, 4]]
+    assert int(found.dropped) == 8 and found.load.tolist() == [8, 8, 0, 0]
+    mixed = experts.route(logits.at[0].set(jnp.array([2.0, 3.0, 1.0, 0.0])), 2, capacity_factor=0.5)
+    assert mixed.experts[0].tolist() == [1, 4], "the first choices of others come before its second"
+
+
+def test_losses_are_those_of_the_papers():
+    logits = normal(32, EXPERTS)
+    routing = experts.route(logits, 1)
+    probabilities = jax.nn.softmax(logits)
+    share = np.bincount(np.argmax(logits, -1), minlength=EXPERTS) / 32
+    expected = EXPERTS * (share * probabilities.mean(0)).sum()
+    np.testing.assert_allclose(experts.load_balance(logits, routing), expected, rtol=1e-5)
+    np.testing.assert_allclose(experts.router_z(logits), (jax.nn.logsumexp(logits, -1) ** 2).mean(), rtol=1e-6)
+
+
+def test_a_layout_of_mindspore_places_the_tokens():
+    values, _, (y, _) = wanted(16)
+    layout = Layout((2, 4), ("a", "b"))("a", "None")
+    np.testing.assert_allclose(jax.jit(functools.partial(sparse, layout=layout, axes="b"))(*values), y, rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: experts.route(jnp.ones((4, 3)), 4), StrategyError, "`k` = 4 experts"),
+        (lambda: experts.route(jnp.ones((4, 3)), 1, groups=5, capacity_factor=1), StrategyError, "4 tokens in 5 groups"),
+        (lambda: experts.route(jnp.ones((4, 3)), 1, capacity_factor=0), StrategyError, "leaves the experts no room"),
+        (lambda: experts.dispatch(jnp.ones((5, 2)), experts.route(jnp.ones((4, 3)), 1)), StrategyError, "4 tokens"),
+        (lambda: experts.dispatch(jnp.ones((4, 2)), experts.route(jnp.ones((4, 3)), 1), layout=(4, 1)),
+         StrategyTypeError, "must be a Layout or a NamedSharding"),
+        (lambda: experts.dispatch(jnp.ones((4, 2)), experts.route(jnp.ones((4, 3)), 1), layout=layout_of((4,), ("a",))),
+         StrategyError, "3 experts cannot be sharded 4 ways"),
+        (lambda: experts.dispatch(jnp.ones((4, 2)), experts.route(jnp.ones((4, 3)), 1), layout=layout_of((4,), ("a",)),
+                                  axes="c"), StrategyError, "the mesh has no axis 'c'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
