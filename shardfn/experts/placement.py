@@ -97,4 +97,4 @@ def placement(layout: Any, axes: str | Axes | None, count: int, alltoall: bool |
 
 def _alltoall(given: bool | None) -> bool:
     """The switch of a call, else that of the context, else an all-to-all."""
-    return next(on for on in (given, getattr(defaults.current(), "alltoall", None), True) if on is not None)
+    return next(on for on in (given, defaults.current().alltoall, True) if on is not None)

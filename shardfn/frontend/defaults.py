@@ -37,6 +37,8 @@ class Defaults:
     graphs: int = 0
     """How much of what is compiled is written to `graphs_path`: 0 to 3."""
     graphs_path: str = "."
+    alltoall: bool | None = None
+    """Whether arrays may be resharded, and tokens sent to experts, by all-to-all. None leaves it to XLA."""
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
     training: TrainingSettings = dataclasses.field(default_factory=TrainingSettings)
 

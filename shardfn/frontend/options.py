@@ -39,6 +39,8 @@ class SearchOptions:
     algorithm: Algorithm
     search_ops: bool
     """Whether ops are searched though no argument is open: the user named a search, an objective or a style."""
+    alltoall: bool = True
+    """Whether XLA may reshard by all-to-all."""
     style: str = ""
     """The style that the plan must have (`search.styles.STYLES`); empty for any."""
 
@@ -102,6 +104,7 @@ class Options:
             compile_candidates=self.compile_candidates,
             algorithm=defaults.algorithm,
             search_ops=mode != "auto" or self.style is not None or (self.level is not None and self.layout is None),
+            alltoall=defaults.alltoall is not False,
             style=self.style or layout_style,
         )
 

@@ -309,6 +309,25 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
+class Detour:
+    """A reshard that gathers and slices in the place of an all-to-all.
+
+    `path` has the shardings before, between and after. An op is named by its `Op.site`, -1 where it has none.
+    """
+
+    path: tuple[Spec, Spec, Spec]
+    site: int
+    """The op that needs the array resharded, or whose result is."""
+    operand: int
+    """Which operand of it; of a result -1."""
+    maker: int
+    """The op that makes the array."""
+    argument: int
+    """The argument of the function that the array is; -1 for none."""
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PartitionedProgram:
     """A graph with the sharding of every value on a mesh: `specs[i]` is that of `graph.values[i]`."""
 
@@ -322,6 +341,8 @@ class PartitionedProgram:
     """By value the bytes on one device, where they differ from those of its elements."""
     constant_bytes: int = 0
     """Bytes of the arrays that the function closes over. Each device holds all of them."""
+    detours: tuple[Detour, ...] = ()
+    """The reshards by gathers, where all-to-alls are not allowed."""
     forms: dict[object, tuple[tuple[int, ...], int, int]] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )

@@ -89,6 +89,7 @@ class ParallelContext:
             saves_parameters_only=self.strategy_ckpt_config.only_trainable_params,
             graphs=self.save_graphs,
             graphs_path=self.save_graphs_path,
+            alltoall=self.enable_alltoall,
             algorithm=Algorithm(**{name: getattr(self, name) for name in ALGO_KEYS}),
             training=TrainingSettings(
                 **{name: self.read(name) for name in _TRAINING if self.is_set(name)},

@@ -222,6 +222,7 @@ AUTO_PARALLEL_KEYS = _table(
     _now("auto_parallel_search_mode", "auto", _search, alias_of="search_mode"),
     _now("dataset_strategy", "data_parallel", _dataset),
     _now("full_batch", False, boolean, alias_of="dataset_strategy", write=_batch, read=lambda kept: kept == "full_batch"),
+    _now("enable_alltoall", None, boolean),
     _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour")),
     _now("strategy_ckpt_config", StrategyFiles(), _files, read=lambda kept: kept._asdict(),
          store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value)),
@@ -250,8 +251,6 @@ AUTO_PARALLEL_KEYS = _table(
     _later("force_fp32_communication", False, boolean, "a choice of the collectives' dtype"),
     _later("communi_parallel_mode", "all_group_parallel",
            one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"), "an order of the collectives"),
-    # XLA chooses all-to-all where it is cheaper: neither value has an effect.
-    _later("enable_alltoall", False, boolean, "", also=(True,)),
     _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states"),
     _later("group_ckpt_save_file", "", text, "writing the groups of devices"),
     _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss"),

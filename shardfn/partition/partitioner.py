@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardfn.ir.model import (
     Communication,
+    Detour,
     Graph,
     Op,
     PartitionedProgram,
@@ -34,14 +35,25 @@ from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import rule_for
 from shardfn.partition.rebuild import ProgramBuilder, live_ops
-from shardfn.partition.resharding import emitted_steps, joined_axes, resharding_steps, split_axes
+from shardfn.partition.resharding import (
+    emitted_steps,
+    gathered_between,
+    joined_axes,
+    resharding_steps,
+    split_axes,
+    steps_without_alltoall,
+)
 from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
 from shardfn.partition.simplify import simplify
 from shardfn.partition.tile_assignment import ReshardingStep
 
 
 def insert_collectives(
-    partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = (), known: KnownMeshes | None = None
+    partitioned: PartitionedProgram,
+    platform: str,
+    torus: tuple[int, ...] = (),
+    known: KnownMeshes | None = None,
+    alltoall: bool = True,
 ) -> PartitionedProgram:
     """The program as XLA runs it on `platform`, with its collectives.
 
@@ -53,6 +65,7 @@ def insert_collectives(
         precision reads it.
       torus: dimensions of the TPU torus.
       known: what other shardings of the same function taught; this program adds to it.
+      alltoall: whether XLA may reshard by all-to-all. Without, arrays are gathered and sliced (`Detour`).
     """
     if partitioned.platform:
         return partitioned
@@ -60,7 +73,7 @@ def insert_collectives(
     if graph is not partitioned.graph:
         partitioned = dataclasses.replace(partitioned, graph=graph)
     mesh = (known or KnownMeshes()).of(partitioned, platform)
-    return _Partitioner(partitioned, platform, torus, mesh).partition()
+    return _Partitioner(partitioned, platform, torus, mesh, alltoall).partition()
 
 
 class _Mesh:
@@ -103,13 +116,18 @@ class KnownMeshes:
 class _Partitioner(ProgramBuilder):
     """Walks one program once; its lists fill on the way. Inside, mesh axes are split into prime factors."""
 
-    def __init__(self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...], mesh: _Mesh):
+    def __init__(
+        self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...], mesh: _Mesh, alltoall: bool
+    ):
         super().__init__(partitioned)
         self.platform, self.torus = platform, torus
         self.mesh, self.sizes = mesh, mesh.sizes
         graph = partitioned.graph
         self.specs = list(map(mesh.in_parts, partitioned.specs))
         self.sent: list[Communication] = []
+        self.steps = resharding_steps if alltoall else steps_without_alltoall
+        self.detours: list[Detour] = []
+        self.operand = -1  # the operand that is resharded
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
         self.on_one_device: dict[int, int] = {}  # what host callbacks make, by the value that all devices have of it
         self.moved: dict[tuple[object, ...], int] = {}
@@ -144,7 +162,11 @@ class _Partitioner(ProgramBuilder):
         needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=self.mesh.join(c.axes)) for c in self.sent if c.result in kept)
-        found = simplify(PartitionedProgram(graph, specs, self.given.axes, sent, self.platform))
+        found = simplify(
+            PartitionedProgram(
+                graph, specs, self.given.axes, sent, self.platform, detours=tuple(dict.fromkeys(self.detours))
+            )
+        )
         if self.platform == "cpu":
             return found
         return all_reduces_after_loops(gpu_collectives(found) if is_gpu(self.platform) else tpu_collectives(found))
@@ -187,12 +209,12 @@ class _Partitioner(ProgramBuilder):
         inputs = []
         self.is_read = True
         paths = found.operand_paths or ((),) * len(op.inputs)
-        for v, spec, path in zip(op.inputs, found.operand_specs, paths, strict=True):
+        for self.operand, (v, spec, path) in enumerate(zip(op.inputs, found.operand_specs, paths, strict=True)):
             for reshard in path or (Reshard(spec),):
                 v = self.reshard(v, reshard, op)
             inputs.append(v)
         arrived = [v for halo in found.halos for v in self.exchange_halo(inputs[halo.operand], halo, op)]
-        self.is_read = False
+        self.is_read, self.operand = False, -1
         for window in found.gathered_windows:
             inputs[window.operand] = self.slice_window(inputs[window.operand], window, op)
         for i in found.reversed_operands:
@@ -257,9 +279,11 @@ class _Partitioner(ProgramBuilder):
         before, first = self.specs[value], value
         if into is None and before == how.to:
             return value
-        path = resharding_steps(before, how.to, self.sizes, how.group_axes) or (ReshardingStep("", (), how.to),)
+        path = self.steps(before, how.to, self.sizes, how.group_axes) or (ReshardingStep("", (), how.to),)
         if value in self.filled:  # every device has what it needs
             path = (ReshardingStep("", (), how.to),)
+        elif self.steps is not resharding_steps:
+            self.note_detour(value, how, op)
         trips = op.trips if trips is None else trips
         once = min(trips, self.trips[value])
         stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
@@ -277,6 +301,19 @@ class _Partitioner(ProgramBuilder):
         self.moved[first, *key] = value
         self.moved.setdefault((value, before, *key[1:]), first)
         return value
+
+    def note_detour(self, value: int, how: Reshard, op: Op) -> None:
+        """Note a reshard that takes a detour around an all-to-all."""
+        before = self.specs[value]
+        if all(s.kind != "all-to-all" for s in resharding_steps(before, how.to, self.sizes, how.group_axes)):
+            return
+        graph = self.given.graph
+        before, between, after = (self.mesh.joined(s) for s in (before, gathered_between(before, how.to), how.to))
+        maker = graph.maker(value)
+        argument = graph.inputs.index(value) if value in graph.inputs else -1
+        self.detours.append(
+            Detour((before, between, after), op.site, self.operand, maker.site if maker else -1, argument, op.where)
+        )
 
     def send(self, step: ReshardingStep, value: int, op: Op, trips: int | None = None, into: int | None = None) -> int:
         """Emit the collective of a step for an op, from `value` to a new value or `into`, or the slice of one without."""

@@ -31,6 +31,33 @@ def resharding_steps(
     return _cached_steps(before, after, tuple(sizes.items()), group_axes)
 
 
+def steps_without_alltoall(
+    before: Spec, after: Spec, sizes: Mapping[str, int], group_axes: frozenset[str] = frozenset()
+) -> tuple[ReshardingStep, ...]:
+    """`resharding_steps`, by `gathered_between` where XLA would use an all-to-all: gather, then slice.
+
+    >>> [step.kind for step in steps_without_alltoall((("a",), ()), ((), ("a",)), {"a": 2})]
+    ['all-gather', '']
+    """
+    path = resharding_steps(before, after, sizes, group_axes)
+    if all(step.kind != "all-to-all" for step in path):
+        return path
+    between = gathered_between(before, after)
+    return (*resharding_steps(before, between, sizes, group_axes), *resharding_steps(between, after, sizes, group_axes))
+
+
+def gathered_between(before: Spec, after: Spec) -> Spec:
+    """The finest sharding that each device reaches by gathering, and leaves by taking its shard.
+
+    >>> gathered_between((("a", "b"), ()), (("a",), ("b",)))
+    (('a',), ())
+    """
+    return tuple(
+        tuple(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, to, strict=False)))
+        for now, to in zip(before, after, strict=True)
+    )
+
+
 @functools.lru_cache(1 << 14)
 def _cached_steps(
     before: Spec, after: Spec, sizes: tuple[tuple[str, int], ...], group_axes: frozenset[str]

@@ -12,6 +12,7 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
+from shardfn.planning.detours import alltoalls_left, placed_detours
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
 from shardfn.planning.entries_note import entries_note
 from shardfn.planning.fingerprint import change_since
@@ -34,6 +35,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     # Without the partitioned programs that the search kept, which are large.
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
     answered = AnsweredCall(uncached, answer)
+    detours, left = placed_detours(partitioned, call.traced.graph, posed.anchored, call.traced.captured)
     plan = Plan(
         function=call.name,
         hardware=call.hardware,
@@ -51,6 +53,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         diagnostics=(),
         partitioned=partitioned,
         constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
+        detours=detours,
         gap=answer.gap,
         runner_up=answer.runner_up,
         candidates=candidates(problem, answer, cost),
@@ -65,6 +68,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         *changed,
         *(near_limit_note(cost.memory, problem.memory_limit) if call.search.is_limit_strict else ()),
         *answer.diagnostics,
+        *alltoalls_left(left),
         *of_program(call.traced, call.hardware, call.inputs, answer.axes),
         *not_predicted(call.traced.graph, partitioned),
         *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),

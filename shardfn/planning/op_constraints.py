@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Graph, OpConstraint, Spec
 from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.decisions import Constraint
+from shardfn.planning.detours import PlacedDetour, along, on_arguments
 from shardfn.planning.layout_rules import LayoutFile, printable
 from shardfn.planning.plan_mesh import PlanMesh
 
@@ -133,6 +132,7 @@ def apply_constraints(
     constraints: Sequence[Constraint],
     mesh: PlanMesh,
     static_argnums: tuple[int, ...] = (),
+    detours: Sequence[PlacedDetour] = (),
 ) -> Callable[..., Any]:
     """`function` with sharding constraints on the operands and results of chosen equations.
 
@@ -141,27 +141,34 @@ def apply_constraints(
       constraints: the constraints, over the mesh axes of a plan.
       mesh: the mesh to write them on.
       static_argnums: as in `jax.jit`.
+      detours: the reshards by gathers of equations' operands and results, and of arguments.
 
     Raises:
       StrategyError: the function does not trace as it did when it was planned.
     """
     wanted = {c.number: c for c in constraints}
+    around: dict[int, dict[int, tuple[Spec, ...]]] = {}
+    for detour in detours:
+        around.setdefault(detour.number, {})[detour.operand] = detour.path
 
-    def layout(value: Any, spec: Spec | None) -> Any:
-        if spec is None or len(spec) != value.ndim:
-            return value
-        rows = zip(value.shape, spec, strict=True)  # the module's operand may be a broadcast of the equation's
-        return jax.lax.with_sharding_constraint(value, mesh.sharding(tuple(dim if n > 1 else () for n, dim in rows)))
+    def resharded(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        paths = around.get(number, {})
+        outs = bind_one(eqn, [along(x, paths.get(i, ()), mesh) for i, x in enumerate(inputs)])
+        return [along(x, paths.get(-1, ()), mesh) for x in outs]
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if number not in wanted:
+            return resharded(eqn, inputs, number)
         found = wanted[number]
         if _KIND_OF.get(eqn.primitive.name) != found.kind:
             fail(StrategyError, f"equation {number} is a {eqn.primitive.name}, and was a {found.kind} when planned",
                  why="the function does not trace to the same program twice",
                  fix="make it a pure function of its arguments")  # fmt: skip
         operands = found.operands[: len(inputs)]  # a module's reduce has its start value as an operand
-        outs = bind_one(eqn, [layout(x, s) for x, s in zip(inputs, operands, strict=True)])
+        outs = resharded(eqn, [along(x, [s], mesh) for x, s in zip(inputs, operands, strict=True)], number)
         results = found.results[-len(outs) :]  # an argmax's has the maximum beside the index
-        return [layout(x, s) for x, s in zip(outs, results, strict=True)]
+        return [along(x, [s], mesh) for x, s in zip(outs, results, strict=True)]
 
-    return rebind(function, lambda eqn, number: number in wanted, bind, static_argnums)
+    numbers = wanted.keys() | around.keys() - {-1}
+    found = rebind(function, lambda eqn, number: number in numbers, bind, static_argnums) if numbers else function
+    return on_arguments(found, detours, mesh, static_argnums)

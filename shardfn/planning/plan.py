@@ -20,6 +20,7 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
+from shardfn.planning.detours import PlacedDetour
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan_mesh import PlanMesh
@@ -71,6 +72,8 @@ class Plan:
     partitioned: PartitionedProgram = dataclasses.field(repr=False, compare=False)
     constraints: tuple[Constraint, ...] = ()
     """The sharding constraints on ops for which propagation alone would choose another sharding."""
+    detours: tuple[PlacedDetour, ...] = ()
+    """The arrays that are gathered and sliced, where all-to-alls are not allowed."""
     gap: float | None = None
     """The relative gap to the optimum of the cost model summed over ops: 0 is proved optimal, None is unknown. It holds on the
     meshes tried; at level 0, on the plan's own mesh only."""

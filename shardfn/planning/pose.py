@@ -119,7 +119,7 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     call = _with_ambient(call, mesh.axes)
     entries, results = mesh.specs[: len(call.inputs)], mesh.specs[len(call.inputs) :]
     call = dataclasses.replace(call, function=dataclasses.replace(call.function, inner=mesh.inner))
-    propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner)
+    propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner, call.search.alltoall)
     anchored = anchors(call.traced.jaxpr, call.traced.graph)
     problem = _problem(call, groups, mesh.axes, entries, propagation, anchored)
     return PosedCall(call, problem, entries, mesh.order, groups, propagation, anchored)

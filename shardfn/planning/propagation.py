@@ -26,6 +26,8 @@ class Propagation:
     """For an open result, by position, the input that it can replace."""
     inner: Mapping[int, InnerSpec] = dataclasses.field(default_factory=dict)
     """The shardings of values inside, by number (`Graph.inner`)."""
+    alltoall: bool = True
+    """Whether XLA may reshard by all-to-all."""
 
     @functools.cached_property
     def _ready(self) -> shardy.PreparedModule:
@@ -59,7 +61,9 @@ class Propagation:
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
         constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
         partitioned = self._ready.propagate(axes, spread, tokens + results, constrained, self.inner)
-        found = insert_collectives(partitioned, self.hardware.platform, self.hardware.topology, self._known)
+        found = insert_collectives(
+            partitioned, self.hardware.platform, self.hardware.topology, self._known, self.alltoall
+        )
         held = sum(array.bytes for array in traced.closed_over)
         return dataclasses.replace(found, constant_bytes=held) if held else found
 

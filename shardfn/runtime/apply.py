@@ -126,9 +126,9 @@ def _outermost(call: TracedCall) -> dict[str, Any]:
 def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:
     """The function of a call with the constraints of a plan."""
     found = function.on(mesh)
-    if not plan.constraints:
+    if not plan.constraints and not plan.detours:
         return found
-    return functools.wraps(found)(apply_constraints(found, plan.constraints, mesh, function.call.statics))
+    return functools.wraps(found)(apply_constraints(found, plan.constraints, mesh, function.call.statics, plan.detours))
 
 
 def _differentiable(
