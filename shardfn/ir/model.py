@@ -315,7 +315,7 @@ class Detour:
     `path` has the shardings before, between and after. An op is named by its `Op.site`, -1 where it has none.
     """
 
-    path: tuple[Spec, Spec, Spec]
+    path: tuple[Spec, ...]
     site: int
     """The op that needs the array resharded, or whose result is."""
     operand: int

@@ -125,7 +125,7 @@ class _Partitioner(ProgramBuilder):
         graph = partitioned.graph
         self.specs = list(map(mesh.in_parts, partitioned.specs))
         self.sent: list[Communication] = []
-        self.steps = resharding_steps if alltoall else steps_without_alltoall
+        self.alltoall = alltoall
         self.detours: list[Detour] = []
         self.operand = -1  # the operand that is resharded
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
@@ -163,9 +163,7 @@ class _Partitioner(ProgramBuilder):
         kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=self.mesh.join(c.axes)) for c in self.sent if c.result in kept)
         found = simplify(
-            PartitionedProgram(
-                graph, specs, self.given.axes, sent, self.platform, detours=tuple(dict.fromkeys(self.detours))
-            )
+            PartitionedProgram(graph, specs, self.given.axes, sent, self.platform, detours=tuple(self.detours))
         )
         if self.platform == "cpu":
             return found
@@ -174,10 +172,11 @@ class _Partitioner(ProgramBuilder):
     def reshard_carries(self, op: Op) -> None:
         """Reshard what enters a loop, comes back from its body or leaves a branch, to the shardings of the results."""
         first = 1 if op.name == "case" else 0  # what decides between the branches
-        resharded = [
-            self.reshard(v, Reshard(self.specs[op.outputs[i % len(op.outputs)]]), op, self.trips[v])
-            for i, v in enumerate(op.inputs[first:])
-        ]
+        resharded = []
+        for self.operand, v in enumerate(op.inputs[first:]):
+            to = Reshard(self.specs[op.outputs[self.operand % len(op.outputs)]])
+            resharded.append(self.reshard(v, to, op, self.trips[v]))
+        self.operand = -1
         self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *resharded)))
 
     def call_back(self, op: Op) -> None:
@@ -279,11 +278,12 @@ class _Partitioner(ProgramBuilder):
         before, first = self.specs[value], value
         if into is None and before == how.to:
             return value
-        path = self.steps(before, how.to, self.sizes, how.group_axes) or (ReshardingStep("", (), how.to),)
+        steps = resharding_steps if self.alltoall else steps_without_alltoall
+        path = steps(before, how.to, self.sizes, how.group_axes) or (ReshardingStep("", (), how.to),)
         if value in self.filled:  # every device has what it needs
             path = (ReshardingStep("", (), how.to),)
-        elif self.steps is not resharding_steps:
-            self.note_detour(value, how, op)
+        elif not self.alltoall and path != resharding_steps(before, how.to, self.sizes, how.group_axes):
+            self.note_detour(value, how.to, op)
         trips = op.trips if trips is None else trips
         once = min(trips, self.trips[value])
         stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
@@ -302,18 +302,12 @@ class _Partitioner(ProgramBuilder):
         self.moved.setdefault((value, before, *key[1:]), first)
         return value
 
-    def note_detour(self, value: int, how: Reshard, op: Op) -> None:
-        """Note a reshard that takes a detour around an all-to-all."""
-        before = self.specs[value]
-        if all(s.kind != "all-to-all" for s in resharding_steps(before, how.to, self.sizes, how.group_axes)):
-            return
-        graph = self.given.graph
-        before, between, after = (self.mesh.joined(s) for s in (before, gathered_between(before, how.to), how.to))
-        maker = graph.maker(value)
+    def note_detour(self, value: int, after: Spec, op: Op) -> None:
+        graph, before = self.given.graph, self.specs[value]
+        path = before, gathered_between(before, after), after
+        made = maker.site if (maker := graph.maker(value)) else -1
         argument = graph.inputs.index(value) if value in graph.inputs else -1
-        self.detours.append(
-            Detour((before, between, after), op.site, self.operand, maker.site if maker else -1, argument, op.where)
-        )
+        self.detours.append(Detour(tuple(map(self.mesh.joined, path)), op.site, self.operand, made, argument, op.where))
 
     def send(self, step: ReshardingStep, value: int, op: Op, trips: int | None = None, into: int | None = None) -> int:
         """Emit the collective of a step for an op, from `value` to a new value or `into`, or the slice of one without."""

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.estimate import Cost, collectives
 from shardfn.cost.schedule import lower_for_backend
 from shardfn.frontend.strategy import Leaf
-from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
+from shardfn.ir.model import Axes, Detour, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
-from shardfn.planning.detours import alltoalls_left, placed_detours
+from shardfn.planning.detours import PlacedDetour, alltoalls_left, placed_detours
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
 from shardfn.planning.entries_note import entries_note
 from shardfn.planning.fingerprint import change_since
-from shardfn.planning.op_constraints import match_file_constraints
+from shardfn.planning.op_constraints import RESHARDED, anchors, match_file_constraints
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_kind import Layouts, layouts_of
 from shardfn.planning.posed_call import AnsweredCall, PosedCall
@@ -35,7 +35,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     # Without the partitioned programs that the search kept, which are large.
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
     answered = AnsweredCall(uncached, answer)
-    detours, left = placed_detours(partitioned, call.traced.graph, posed.anchored, call.traced.captured)
+    detours, left = _detours(posed, partitioned)
     plan = Plan(
         function=call.name,
         hardware=call.hardware,
@@ -74,6 +74,14 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
     )
     return dataclasses.replace(plan, diagnostics=diagnostics)
+
+
+def _detours(posed: PosedCall, partitioned: PartitionedProgram) -> tuple[tuple[PlacedDetour, ...], tuple[Detour, ...]]:
+    """The detours of the program around all-to-alls, and those that have no place."""
+    if not partitioned.detours:
+        return (), ()
+    traced = posed.call.traced
+    return placed_detours(partitioned, traced.graph, anchors(traced.jaxpr, traced.graph, RESHARDED), traced.captured)
 
 
 def _entries_note(posed: PosedCall, answer: Answer, cost: Cost) -> str:

@@ -15,7 +15,24 @@ from shardfn.planning.detours import PlacedDetour, along, on_arguments
 from shardfn.planning.layout_rules import LayoutFile, printable
 from shardfn.planning.plan_mesh import PlanMesh
 
-_KIND_OF = {primitive: kind for kind, primitives in CONSTRAINABLE.items() for primitive in primitives}
+Kinds = Mapping[str, frozenset[str]]
+"""Kinds of ops, each with the JAX primitives that become it."""
+
+_ALSO_RESHARDED = {
+    "abs": "abs", "cosine": "cos", "dynamic_update_slice": "dynamic_update_slice", "erf": "erf", "fft": "fft",
+    "maximum": "max", "minimum": "min", "pad": "pad", "reverse": "rev", "select": "select_n", "sine": "sin", "slice": "slice",
+    "sort": "sort",
+}  # fmt: skip
+RESHARDED: Kinds = {**CONSTRAINABLE, **{kind: frozenset({primitive}) for kind, primitive in _ALSO_RESHARDED.items()}}
+"""The kinds whose operands and results can take a detour (`detours`): a search constrains fewer."""
+
+
+def _kind_of(kinds: Kinds) -> dict[str, str]:
+    """By primitive the kind."""
+    return {primitive: kind for kind, primitives in kinds.items() for primitive in primitives}
+
+
+_KIND_OF = _kind_of(CONSTRAINABLE)
 
 RESHAPING_KINDS = ("reshape", "transpose")
 """Kinds that lowering may remove or insert: without them, more programs can be matched op by op."""
@@ -24,15 +41,16 @@ _Seen = tuple[str, tuple[int, ...]]
 """The kind of an op and the shape of its result."""
 
 
-def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
-    """For each op that can be constrained, by its index in `graph.ops`, the number of its equation (`rewrite.equations`).
+def anchors(jaxpr: Any, graph: Graph, kinds: Kinds = CONSTRAINABLE) -> dict[int, int]:
+    """For each op of these kinds, by its index in `graph.ops`, the number of its equation (`rewrite.equations`).
 
     Equations become ops in program order, and JAX inserts ops of its own. An equation is matched where only one assignment
     of all equations to ops exists: of all kinds together, or else kind by kind.
     """
-    rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached)]
+    kind_of = _kind_of(kinds)
+    rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached, kind_of)]
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
-           if op.name in CONSTRAINABLE and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
+           if op.name in kinds and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
     for left_out in ((), RESHAPING_KINDS):
         found = _matched(
             [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
@@ -40,7 +58,7 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
         if found is not None:
             return found
     found = {}
-    for kind in CONSTRAINABLE:
+    for kind in kinds:
         found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}
     return found
 
@@ -54,7 +72,7 @@ def _matched(rows: Sequence[tuple[int | None, _Seen]], ops: Sequence[tuple[int, 
     return {ops[place][0]: number for place, number in pairs if place is not None and number is not None}
 
 
-def _made_by(number: int, eqn: Any, is_reached: bool) -> Iterator[tuple[int | None, _Seen]]:
+def _made_by(number: int, eqn: Any, is_reached: bool, kind_of: Mapping[str, str]) -> Iterator[tuple[int | None, _Seen]]:
     """The ops that an equation becomes, with its number for the one that can be constrained."""
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
     if name == "integer_pow":  # by squares
@@ -63,8 +81,8 @@ def _made_by(number: int, eqn: Any, is_reached: bool) -> Iterator[tuple[int | No
         yield from [(None, ("multiply", shape))] * (count - 1)
         if count > 0:
             yield number if is_reached and eqn.params["y"] > 0 else None, ("multiply", shape)
-    elif name in _KIND_OF and _counts(_KIND_OF[name], shape):
-        yield number if is_reached else None, (_KIND_OF[name], shape)
+    elif name in kind_of and _counts(kind_of[name], shape):
+        yield number if is_reached else None, (kind_of[name], shape)
 
 
 def unique_positions(part: Sequence[Any], whole: Sequence[Any]) -> list[int | None] | None:
