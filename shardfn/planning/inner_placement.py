@@ -27,6 +27,23 @@ class OnMesh:
     order: tuple[int, ...] | None
 
 
+def on_mesh_of_function(
+    given: OnMesh, placed: Mapping[int, Spec], meshes: Sequence[Axes], count: int
+) -> tuple[OnMesh, Mapping[int, Spec]]:
+    """Shardings of integers, and those of inner entries, on the one mesh of all devices that the function brings along.
+
+    They stay as they are where it brings none, or several, or one that does not express them. Shardy propagates shardings
+    only within one mesh.
+    """
+    whole = {mesh for mesh in meshes if math.prod(size for _, size in mesh) == count}
+    mesh = next(iter(whole)) if len(whole) == 1 else ()
+    if not given.axes or not expresses(mesh, [size for _, size in given.axes]):
+        return given, placed
+    specs = tuple(None if spec is None else on_axes(spec, given.axes, mesh) for spec in given.specs)
+    inner = {number: on_axes(spec, given.axes, mesh) for number, spec in placed.items()}
+    return OnMesh(mesh, specs, {}, given.order), inner
+
+
 def place_inner(
     entries: Sequence[InnerEntry],
     placed: Mapping[int, Spec],

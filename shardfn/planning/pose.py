@@ -35,7 +35,7 @@ from shardfn.planning.inner_entries import (
     operands_of_calls,
     resolve_read_inside,
 )
-from shardfn.planning.inner_placement import OnMesh, place_inner, refuse_other_devices
+from shardfn.planning.inner_placement import OnMesh, on_mesh_of_function, place_inner, refuse_other_devices
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
 from shardfn.planning.mesh_inference import Placement, place
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
@@ -293,10 +293,11 @@ def _on_mesh(call: TracedCall, placed: Placement, problems: list[Problem]) -> On
     if call.layout is not None and count > 1 and not axes:
         axes = mesh_axes(call.layout, count, [])
     meshes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.meshes
-    given = OnMesh(axes, tuple(placed.specs[: len(leaves)]), {}, placed.order)
     inferred = [e.number for e in call.inner if _is_inferred(e, values)]
     inner = {n: spec for n, spec in zip(inferred, placed.specs[len(leaves) :], strict=True) if spec is not None}
-    # An inner `shard` has a mesh of its own: Shardy propagates across only if both are one.
+    given = OnMesh(axes, tuple(placed.specs[: len(leaves)]), {}, placed.order)
+    if not is_given and call.layout is None:
+        given, inner = on_mesh_of_function(given, inner, meshes, count)
     return place_inner(call.inner, inner, given, meshes, count, problems)
 
 

@@ -107,6 +107,14 @@ def test_call_without_a_mesh_takes_that_of_its_shard_map(level):
     np.testing.assert_allclose(f(X, W1), np.sin(np.cos(X) @ W1), rtol=1e-4)
 
 
+@pytest.mark.parametrize("entries", [((2, 4), (4, 1)), ((8, 1), (1, 1))])
+def test_strategies_go_on_the_mesh_of_the_shard_map(entries):
+    plan = shard(mapped(MESH), in_strategy=entries).plan(X, W1)
+    assert plan.axes == (("data", 2), ("model", 4)) and tuple(d.strategy for d in plan.inputs) == entries
+    kinds = plan.verify().to_dict()["compiled"]["kinds"].values()
+    assert plan.cost.bytes_sent == sum(kind["compiled"]["bytes_sent"] for kind in kinds)
+
+
 @pytest.mark.parametrize("devices", [DEVICES[:4].reshape(2, 2), DEVICES[::-1].reshape(2, 4)], ids=["fewer", "reversed"])
 def test_shard_map_on_other_devices_is_refused_and_the_fix_works(devices):
     mesh = Mesh(devices, ("data", "model"))
