@@ -2,7 +2,7 @@
 
 Attention is data-parallel. In every block a router sends each byte to two of eight experts, by one all-to-all there and one
 back. The losses are those of the same model on one device.
-Run: python examples/20_mixture_of_experts.py [--steps 60]
+Run: python examples/20_mixture_of_experts.py [--steps 30]
 """
 
 import argparse
@@ -113,7 +113,7 @@ def unsharded(numbers, vocabulary, optimizer, count):
 
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     given, _ = parser.parse_known_args()
     numbers, vocabulary = read(TEXT)
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
@@ -137,8 +137,8 @@ def main():
     same = unsharded(numbers, vocabulary, optimizer, 8)
     np.testing.assert_allclose(losses[:8], same, rtol=1e-3)
     print("the first 8 losses equal those of one device")
-    if given.steps >= 60:
-        assert np.mean(losses[-5:]) < 0.75 * losses[0], "it learns"
+    if given.steps >= 30:
+        assert np.mean(losses[-5:]) < 0.8 * losses[0], "it learns"
 
 
 if __name__ == "__main__":
