@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.devices.hardware import Hardware
@@ -12,8 +13,19 @@ from shardfn.frontend.paths import escaped, few
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Axes, Communication, Graph, PartitionedProgram, Spec, axis_name, mesh_sizes_text
+from shardfn.ir.model import (
+    USER_WRITTEN,
+    Axes,
+    Communication,
+    Graph,
+    PartitionedProgram,
+    Spec,
+    axis_name,
+    mesh_sizes_text,
+)
 from shardfn.ir.op_traits import HAS_OWN_RULE
+from shardfn.ir.rewrite import equation_line, equations
+from shardfn.ir.source_lines import file_line
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
@@ -142,6 +154,31 @@ def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
         return
     worse = f"every candidate that shards the work more is worse at level {plan.level}"
     yield f"{text}; {worse};{FIX}use a larger batch or fewer devices"
+
+
+def ragged_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+    """Products of rows with their experts' matrices (`ragged_dot`) for which more is sent than all their rows."""
+    traced, partitioned = study.posed.call.traced, plan.partitioned
+    dots: dict[str, list[Any]] = {}
+    for _, eqn, is_reached in equations(traced.jaxpr):
+        if is_reached and eqn.primitive.name.startswith("ragged_dot"):
+            dots.setdefault(equation_line(eqn), []).append(eqn)
+    for line, found in dots.items():
+        there = [
+            c for c in partitioned.communications if line and file_line(c.where) == line and c.cause != USER_WRITTEN
+        ]
+        sent = sum(communication_bytes(partitioned, c) * c.trips for c in there)
+        arrays = [(eqn.invars[0].aval.shape[0], v.aval) for eqn in found for v in (*eqn.invars, *eqn.outvars)]
+        rows = sum(
+            aval.size * aval.dtype.itemsize for count, aval in arrays if aval.ndim > 1 and aval.shape[0] == count
+        )
+        devices = plan.hardware.count
+        rows = rows * max([1, *(c.trips for c in there)]) * (devices - 1) // devices**2
+        if sent >= LEAST_BYTES and sent > rows:
+            yield (
+                f"ragged_dot at {line}: {_share(sent, plan)}; all rows that it reads and makes are {bytes_text(rows)} per device;"
+                f"{FIX}send the rows to their experts and back by all-to-all (`shardfn.experts.dispatch`, `combine`)"
+            )
 
 
 def _percent(share: float) -> str:
@@ -304,7 +341,7 @@ def _global_bytes(d: Decision) -> int:
     return d.local_bytes * math.prod(d.strategy)
 
 
-RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, replicated, idle)
+RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, ragged_experts, replicated, idle)
 
 
 # ---- what the cost model does not predict
