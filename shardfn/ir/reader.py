@@ -356,6 +356,20 @@ class Reader:
         self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
         return outputs
 
+    def custom_call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        """A ragged all-to-all sends at most the rows that fit at both ends; what it sends is known when it runs."""
+        if ir.StringAttr(op.attributes["call_target_name"]).value != "ragged_all_to_all":
+            return self.plain(op, op.name, env, trips)
+        axes, size = self.groups(op)
+        sent, filled, *rest = (env[o] for o in op.operands)
+        most = min(sent, filled, key=lambda v: math.prod(self.values[v].shape))
+        outputs = self.results(op)
+        self.communications.append(
+            Communication("all-to-all", axes, size, most, outputs[0], trips, self.where(op), USER_WRITTEN)
+        )
+        self.ops.append(Op("all_to_all", (sent, filled, *rest), outputs, None, trips, self.where(op)))
+        return outputs
+
     def manual_devices(self, op: Any) -> int:
         """The devices along the manual axes of a `shard_map`."""
         text = f"{op.attributes['in_shardings']} {op.attributes['out_shardings']}"
@@ -365,7 +379,7 @@ class Reader:
 
     def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
         """Axes of the plan's mesh (where they are known) and group size of a collective that the user wrote in a `shard_map`."""
-        attrs = op.attributes
+        attrs = op.attributes["backend_config"] if "backend_config" in op.attributes else op.attributes
         if "replica_groups" not in attrs:
             pairs = _numbers(attrs["source_target_pairs"])
             axes, size = self.axes_along(pairs)
@@ -414,6 +428,7 @@ _STRUCTURED = {
     "stablehlo.case": Reader.branch,
     "stablehlo.if": Reader.branch,
     "sdy.manual_computation": Reader.manual_region,
+    "stablehlo.custom_call": Reader.custom_call,
     "sdy.named_computation": Reader.call,
     **{f"stablehlo.{name}": Reader.communicate for name in COLLECTIVE_OPS},
 }

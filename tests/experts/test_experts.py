@@ -226,3 +226,13 @@ def test_a_layout_of_mindspore_places_the_tokens():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_the_report_counts_a_ragged_exchange_as_all_its_rows():
+    values = wanted(16)[0]
+    layout = layout_of((8,), ("a",))
+    weights = ((8, 1, 1), (8, 1), (8, 1, 1))
+    plan = shardfn.plan(functools.partial(sparse, layout=layout), *values, in_strategy=((8, 1), (8, 1), *weights),
+                        device="tpu-v5e:8")  # fmt: skip
+    sent = [c.total_bytes for c in plan.collectives if c.kind == "all-to-all"]
+    assert sent == [16 // 8 * K * WIDTH * 4 * 7 // 8] * 2

@@ -314,7 +314,9 @@ def test_ragged_dot_that_sends_more_than_its_rows_is_advised_to_dispatch():
     def layer(x, w, sizes):
         return jax.lax.ragged_dot(x, w, sizes)
 
-    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((1024, 256), "float32"), ((16, 256, 512), "float32"), ((16,), "int32"))]
+    shapes = [
+        jax.ShapeDtypeStruct(s, d) for s, d in (((1024, 256), "float32"), ((16, 256, 512), "float32"), ((16,), "int32"))
+    ]
     plan = shardfn.plan(layer, *shapes, in_strategy=((8, 1), (8, 1, 1), (1,)), device="cpu:8")
     [note] = [d for d in plan.diagnostics if "experts.dispatch" in d]
     assert note.startswith("ragged_dot at test_diagnostics.py:") and "336 KiB per device" in note
