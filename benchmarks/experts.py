@@ -44,11 +44,10 @@ def ffn(dot, rows, p):
     return dot(jax.nn.gelu(dot(rows, p["w1"])), p["w2"])
 
 
-def dispatched(p, x, layout, **how):
+def dispatched(p, x, layout, capacity_factor=None, alltoall=True):
     """`experts.dispatch`."""
-    groups = {"groups": DEVICES} if how.get("capacity_factor") else {}
-    alltoall = how.pop("alltoall", True)
-    sent = experts.dispatch(x, experts.route(x @ p["gate"], K, **how, **groups), layout=layout, alltoall=alltoall)
+    routing = experts.route(x @ p["gate"], K, capacity_factor=capacity_factor, groups=DEVICES)
+    sent = experts.dispatch(x, routing, layout=layout, alltoall=alltoall)
     return experts.combine(ffn(sent.dot, sent.rows, p), sent)
 
 
