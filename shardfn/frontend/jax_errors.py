@@ -30,6 +30,8 @@ class JaxError(enum.Enum):
     """`jax.vmap` puts an axis into a type that has it already."""
     COMMITTED_ELSEWHERE = "does not match the sharding|incompatible"
     """An array is committed to another sharding than that of `jax.jit`."""
+    NUMPY_INPUT = "non-trivial shardings for numpy inputs"
+    """A NumPy array stands where the sharding spans several processes."""
     COMPILER_OPTION = r"No such compile option: '(?P<what>[^']*)'|While setting option (?P<value>\w+), (?P<why>.*)"
     """XLA has no option of that name, or the option cannot have that value."""
     CUSTOM_CALL = "custom call"

@@ -28,6 +28,7 @@ from shardfn.planning.outer_gradients import correct_gradients, has_gradients_at
 from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import TracedCall
+from shardfn.runtime.processes import as_global, is_local_input, own_copy, spans_processes
 
 
 def jitted(plan: Plan) -> Any:
@@ -190,12 +191,19 @@ def moved(
 ) -> list[Any]:
     """Transfer the arrays that are committed to another sharding, which `jax.jit` refuses, and uncommitted ones at `replaced`.
 
-    The next call passes a result at these positions. Committed now, the array does not cause a second compile then.
+    The next call passes a result at these positions. Committed now, the array does not cause a second compile then. For
+    devices of several processes, an array of one process becomes a global one; all processes hold the same content.
     """
-    return [
-        jax.device_put(v, target) if lies_elsewhere(v, target) or (i in replaced and is_loose(v, target)) else v
-        for i, (v, target) in enumerate(zip(values, targets, strict=True))
-    ]
+    return [_moved(v, target, i in replaced) for i, (v, target) in enumerate(zip(values, targets, strict=True))]
+
+
+def _moved(value: Any, target: NamedSharding, is_replaced: bool) -> Any:
+    if is_local_input(value, target):
+        return as_global(value, target)
+    if target.is_fully_addressable and spans_processes(value):
+        value = own_copy(value, target)
+    is_moved = lies_elsewhere(value, target) or (is_replaced and is_loose(value, target))
+    return jax.device_put(value, target) if is_moved else value
 
 
 def is_loose(value: Any, target: NamedSharding) -> bool:

@@ -43,6 +43,7 @@ from shardfn.planning.pose import pose
 from shardfn.planning.posed_call import PosedCall
 from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls
+from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
 from shardfn.search.problem import Answer
@@ -65,6 +66,8 @@ class Entry:
     """Whether arguments or results have leaves that are no arrays (`frontend.static_leaves`)."""
     is_compiled: bool = False
     """Whether XLA is known to compile the plan."""
+    is_agreed: bool = False
+    """Whether all processes are known to have this plan."""
     logged: tuple[str, ...] = ()
     """Diagnostics that XLA logged when it compiled the plan."""
     in_types: tuple[Spec | None, ...] = ()
@@ -170,6 +173,19 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
             found = dataclasses.replace(found, plan=with_notes(found.plan, *logged))
         return dataclasses.replace(found, is_compiled=True, logged=logged)
     candidates.none_compiles(entry.plan.function, left_out, is_asked=False)
+
+
+def agreed(entry: Entry) -> Entry:
+    """The entry after the processes compared their plans of it, which each does once, before it runs the first time.
+
+    Raises:
+      StrategyError: a process has another plan.
+    """
+    if is_of_several_processes(entry.plan):
+        if is_traced():  # a process may trace alone
+            return entry
+        check_same_plan(entry.plan)
+    return dataclasses.replace(entry, is_agreed=True)
 
 
 def _compiled(posed: PosedCall, answer: Answer) -> Compiled:

@@ -39,7 +39,8 @@ from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
-from shardfn.runtime.executable import Entry, compile_entry, make_entry, typed_as_planned
+from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
+from shardfn.runtime.processes import check_devices, refuse_numpy
 from shardfn.runtime.progress import progress
 from shardfn.units import bytes_text
 
@@ -297,6 +298,8 @@ class ShardedFunction(Generic[P, R]):
                  where=f"device = {self.options.device!r}",
                  why="a target is only planned for, and not run on" + (", whatever devices are here" if instead else ""),
                  fix=f"use .plan(...) or .explain(...); to run, {instead or 'give a device of this machine'}")  # fmt: skip
+        if not entry.is_agreed:
+            check_devices(entry.plan)
         if call.closed_over is not None:
             call = self._placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
@@ -317,6 +320,8 @@ class ShardedFunction(Generic[P, R]):
                     callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
                 )
                 arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
+            if not entry.is_agreed:
+                entry = self._entries[_key(callee, call)] = agreed(entry)
             # A first state may arrive otherwise; what the call returns is sharded as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
@@ -339,6 +344,8 @@ class ShardedFunction(Generic[P, R]):
             failed = error
         except ValueError as error:
             # An eager derivative carries concrete arrays, which may be committed to another layout.
+            if JaxError.NUMPY_INPUT.match(error):
+                refuse_numpy(self.callee.name)
             if not JaxError.COMMITTED_ELSEWHERE.match(error):
                 raise
         except Exception as error:  # JAX's DuplicateSpecError has no public name

@@ -76,7 +76,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             )
         )
     if device is None:
-        return _platform(default, count) if default else _real(_take(jax.devices(), count), None)
+        return _platform(default, count) if default else _real(_take(_devices(None, count), count), None)
     device = cloud_names.target_of(device) or device
     if what := cloud_names.without_figures(device):
         fail(DeviceError, f"there are no figures for {what}", where=f"device = {device!r}",
@@ -85,6 +85,11 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     if ":" in device:
         return _target(device)
     return _platform(device, count)
+
+
+def _devices(platform: str | None, count: int | None) -> list[Any]:
+    """The devices of a platform; for one device those of this process, so that each of several runs alone."""
+    return jax.local_devices(backend=platform) if count == 1 else jax.devices(platform)
 
 
 def _one_or_some(device: Any) -> str:
@@ -108,7 +113,7 @@ def _platform(name: str, count: int | None) -> Hardware:
              why="a target is planned for without being here, so it must say how many there are",
              fix=f"write {_eight_of(key)}")  # fmt: skip
     try:
-        devices = jax.devices(key) if key else None
+        devices = _devices(key, count) if key else None
     except RuntimeError as error:
         devices = None
         reason = f"JAX has no backend for {name!r} on this machine"

@@ -12,6 +12,7 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, warn
@@ -20,6 +21,8 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
+from shardfn.runtime.apply import moved
+from shardfn.runtime.processes import spans_processes
 from shardfn.train.collectives import Bucket
 from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
@@ -83,7 +86,12 @@ class TrainStep:
         if self.options.reuse is not None:
             make, model = self._scan_layers(make, model, batch)
         parts = self._model_parts(model)
-        if self.options.settings.parameter_broadcast and jax.process_count() > 1:
+        spanning = (
+            parts.arrays_made(make())
+            if not is_maker(params) and any(map(spans_processes, tree_util.tree_leaves(model)))
+            else None
+        )
+        if self.options.settings.parameter_broadcast and jax.process_count() > 1 and spanning is None:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays_made(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
         hardware = self.options.hardware()
@@ -91,21 +99,30 @@ class TrainStep:
             shapes_first = "state = jax.eval_shape(lambda: step.init(params, *batch)), then step.plan(state, *batch)"
             self._refuse_target(hardware, "the state cannot be made on", f"plan with shapes: {shapes_first}; to train")
 
-        def first() -> TrainState:
-            leaves = zip(parts.treedef.flatten_up_to(parts.arrays_made(make())), parts.own, strict=True)
+        def first(given: Any = None) -> TrainState:
+            made = parts.arrays_made(make()) if given is None else given
+            leaves = zip(parts.treedef.flatten_up_to(made), parts.own, strict=True)
             arrays = parts.treedef.unflatten(
                 jnp.broadcast_to(x, (hardware.count, *x.shape)) if own else x for x, own in leaves
             )
             return TrainState(arrays, self.options.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
-        shapes = jax.eval_shape(first)
+        # `jax.jit` takes arrays that span processes as arguments only; others, closed over, fit any devices.
+        given = () if spanning is None else (spanning,)
+        shapes = jax.eval_shape(first, *given)
         state_shapes = list(map(shape_of, tree_util.tree_leaves(shapes)))
         if (parts, state_shapes) != (self._parts, self._state_shapes):
             self._parts, self._state_shapes, self._sharded = parts, state_shapes, {}
         if not batch and self.options.mode.layouts != "replicated":
-            return jax.jit(first)()
+            return jax.jit(first)(*given)
         shardings = self._for(shapes, batch).state if batch else state_shardings(self.options, parts, shapes)
-        return jax.jit(first, out_shardings=shardings)()
+        if spanning is not None:
+            leaves, targets = tree_util.tree_leaves(spanning), tree_util.tree_leaves(shardings.params)
+            whole = [
+                NamedSharding(t.mesh, PartitionSpec()) if own else t for t, own in zip(targets, parts.own, strict=True)
+            ]
+            given = (tree_util.tree_unflatten(tree_util.tree_structure(spanning), moved(leaves, whole)),)
+        return jax.jit(first, out_shardings=shardings)(*given)
 
     def __call__(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[TrainState, Any]:
         """Take one step.
