@@ -19,6 +19,7 @@ from shardfn.render.cells import axes_text, shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, Attribution, seconds, strides
 from shardfn.report.drawing import drawing
+from shardfn.report.processes import processes_table
 from shardfn.units import bytes_text, flops_text, number_text, time_text
 
 MOST_REASONS = 6
@@ -66,6 +67,10 @@ def _mesh(of: Subject) -> Iterable[Part]:
         rows.append((name, str(size), first, few(groups, 3) or inside))
     note = f"devices in the order of the mesh: {few(list(map(str, of.plan.order)), 16)}" if of.plan.order else ""
     yield table("Mesh", ("axis", "size", "first devices", "shards dimension group"), rows, note)
+
+
+def _processes(of: Subject) -> Iterable[Part]:
+    return processes_table(of.plan, SHORT_ROWS if of.is_full else 3, of.most)
 
 
 def _arrays(of: Subject) -> Iterable[Part]:
@@ -267,7 +272,8 @@ def _drawing(of: Subject) -> Iterable[Part]:
 
 
 SECTIONS: tuple[tuple[Callable[[Subject], Iterable[Part]], bool], ...] = (
-    (_headline, True), (_diagnostics, True), (_mesh, True), (_drawing, True), (_arrays, True), (_closed_over, True),
+    (_headline, True), (_diagnostics, True), (_mesh, True), (_processes, True), (_drawing, True), (_arrays, True),
+    (_closed_over, True),
     (_collectives, True),
     (_memory, True), (_compiled, True), (_dimension_groups, False), (_ops, False), (_constraints, False),
     (_candidates, False), (_runners_up, False),

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 FIRST_S, EACH_S = 1.0, 1.0
 """Seconds until the line appears, and between its changes."""
 
@@ -18,14 +20,15 @@ def progress(what: str, enabled: bool = True) -> Iterator[None]:
     """Show `what` and the seconds so far while the block runs, after its first second.
 
     The line goes to the terminal's standard error, or below the cell of a notebook that a person runs, and away at the end. In
-    pipes, files and notebooks that a program runs there is none.
+    pipes, files and notebooks that a program runs there is none. Of several processes the first shows it.
 
     >>> with progress("planning"):
     ...     pass
     """
     kernel = _kernel()
     show = _in_notebook if kernel is not None else _in_terminal
-    if not enabled or not (kernel is not None or sys.stderr.isatty()):
+    is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
+    if not (enabled and is_first) or not (kernel is not None or sys.stderr.isatty()):
         yield
         return
     done, begun = threading.Event(), time.monotonic()
