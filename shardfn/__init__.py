@@ -33,7 +33,7 @@ __all__ = [
     "tag",
 ]
 
-_PARTS = ("checkpoint", "data", "draw", "embedding", "experts", "halo", "mindspore", "train")
+_PARTS = ("checkpoint", "cluster", "data", "draw", "embedding", "experts", "halo", "mindspore", "train")
 """Packages of the library that are imported when they are first used."""
 
 

@@ -38,7 +38,8 @@ class Problem:
 class ShardError(Exception):
     """The base of all errors that a user can correct.
 
-    Every subclass is a `ValueError`, a `TypeError`, a `NotImplementedError`, an `OSError` or an `ImportError` as well.
+    Every subclass is a `ValueError`, a `TypeError`, a `RuntimeError`, a `NotImplementedError`,
+    an `OSError` or an `ImportError` as well.
 
     Attributes:
       problems: everything that is wrong with the call, each with what, where, why and fix.
@@ -97,6 +98,10 @@ class CheckpointFileError(ShardError, OSError):
     """A file of a checkpoint that is damaged, or that could not be written."""
 
     __str__ = ShardError.__str__  # OSError has one of its own
+
+
+class ClusterError(ShardError, RuntimeError):
+    """A group of processes that cannot start, or whose environment contradicts itself."""
 
 
 class ExtraError(ShardError, ImportError):

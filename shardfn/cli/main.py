@@ -1,4 +1,4 @@
-"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, `explain`, `demo`, `calibrate`, `checkpoint`."""
+"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, `explain`, `demo`, `calibrate`, `checkpoint`, `launch`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 
 import shardfn
 from shardfn import layoutfile
-from shardfn.cli import checkpoint
+from shardfn.cli import checkpoint, launch
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0
     """
     options = _parser().parse_args(argv)
-    if argv is None:
+    if argv is None and getattr(options, "starts_devices", True):
         _start_with_devices(options.platform, max(1, getattr(options, "devices", None) or VIRTUAL_DEVICES))
     try:
         options.command(options)
@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate | checkpoint")
+    commands = parser.add_subparsers(
+        required=True, metavar="demo | plan | explain | check | calibrate | checkpoint | launch"
+    )
 
     def command(
         name: str, run: Any, text: str, description: str | None = None, epilog: str = "", platform: str | None = None
@@ -117,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices", type=int, default=VIRTUAL_DEVICES, help=f"how many; {VIRTUAL_DEVICES} if left out")
     add("--save", metavar="FILE", help="write the figures, as JSON")
     checkpoint.add(commands)
+    launch.add(commands)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from shardfn.api import reshard
 from shardfn.mindspore.cell import Cell
+from shardfn.mindspore.communication import get_group_size, get_rank, init
 from shardfn.mindspore.context import (
     ParallelContext,
     auto_parallel,
@@ -38,8 +39,11 @@ __all__ = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
+    "get_group_size",
+    "get_rank",
     "get_strategy",
     "infer_predict_layout",
+    "init",
     "layout_of",
     "load_distributed_checkpoint",
     "merge_sliced_parameter",

@@ -79,7 +79,7 @@ class ParallelContext:
         return Defaults(
             device_count=self.device_num,
             platform=self.device_target,
-            rank=self.global_rank,
+            rank=self.global_rank or 0,
             parallel_mode=mode,
             search_mode=self._said("search_mode"),
             dataset_strategy=self._said("dataset_strategy"),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+
 from shardfn import search
 from shardfn.errors import Problem
 from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER
@@ -206,6 +208,15 @@ def _batch(full: bool, standing: Any) -> Any:
     return "full_batch" if full else standing if isinstance(standing, tuple) else "data_parallel"
 
 
+def _group_devices() -> int:
+    return jax.device_count() if jax.distributed.is_initialized() else 1
+
+
+def _first_rank() -> int:
+    """The place of this process's first device among those of all processes."""
+    return jax.devices().index(jax.local_devices()[0]) if jax.distributed.is_initialized() else 0
+
+
 def _layout_file(entry: str) -> dict[str, Any]:
     """The fields of a row that is an entry of `strategy_ckpt_config`."""
     return {"alias_of": "strategy_ckpt_config", "read": lambda kept: getattr(kept, entry),
@@ -215,8 +226,9 @@ def _layout_file(entry: str) -> dict[str, Any]:
 # fmt: off
 AUTO_PARALLEL_KEYS = _table(
     # MindSpore documents 4096 as the end of device_num, but takes any number from 1 up, as here.
-    _now("device_num", None, integer(1), read=lambda kept: 1 if kept is None else kept),
-    _now("global_rank", 0, integer(0, 4095)),
+    # Unset, both follow the group of processes.
+    _now("device_num", None, integer(1), read=lambda kept: _group_devices() if kept is None else kept),
+    _now("global_rank", None, integer(0, 4095), read=lambda kept: _first_rank() if kept is None else kept),
     _now("parallel_mode", ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST)),
     _now("search_mode", "auto", _search),
     _now("auto_parallel_search_mode", "auto", _search, alias_of="search_mode"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import tree_util
+from jax.sharding import Mesh
 
 from shardfn.frontend.paths import few
 from shardfn.planning.plan import Plan
@@ -29,7 +30,8 @@ def process_rows(plan: Plan, arrays: int) -> list[tuple[str, ...]]:
     processes = sorted({device.process_index for device in devices})
     if len(processes) < 2:
         return []
-    places = list(plan.mesh.devices.flat)
+    mesh = plan.mesh
+    places = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
     targets = tree_util.tree_leaves(plan.in_shardings)
     sharded = [(d, target) for d, target in zip(plan.inputs, targets, strict=True) if any(d.spec)]
     sharded.sort(key=lambda pair: -math.prod(pair[0].shape))

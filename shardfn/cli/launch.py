@@ -1,0 +1,86 @@
+"""`python -m shardfn launch --processes 8 script.py args...`: the processes of a machine, or the commands of several."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from shardfn.cluster.jobs import LOCAL, Process, local_job, read_rank_table
+from shardfn.cluster.launch import GRACE_S, launch
+from shardfn.errors import ClusterError, fail
+
+PORT = 8476
+"""Where process 0 listens if the job has several hosts, which must agree on it."""
+
+
+def add(commands: Any) -> None:
+    """Add `launch` to the commands of the command line."""
+    parser = commands.add_parser(
+        "launch", help="start several processes of a script on this machine, and end all with the first failure",
+        description="Start the processes of a job on this machine. The script calls shardfn.cluster.init() first.\n"
+        "With several hosts and without --host, print the command for each.",
+        epilog="example: python -m shardfn launch --processes 2 --devices-per-process 4 train.py --steps 100",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--processes", type=int, metavar="N", help="how many, on each host")
+    where.add_argument("--ranktable", metavar="FILE", help="MindSpore's RANK_TABLE_FILE: a process for each device")
+    add = parser.add_argument
+    add("--devices-per-process", type=int, default=1, metavar="N", help="virtual CPU devices, or GPUs; 1 if left out")
+    add("--hosts", metavar="HOST,…", help="addresses of all hosts; process 0 is on the first")
+    add("--host", metavar="HOST", help="which of them this machine is")
+    add("--port", type=int, metavar="N", help=f"where process 0 listens; {PORT} with several hosts, else a free one")
+    add("--retries", type=int, default=0, metavar="N", help="how many times a failed job starts again")
+    add("--logs", metavar="DIR", help="where the log files go; a new temporary directory if left out")
+    add("--grace", type=float, default=GRACE_S, metavar="S", help=f"seconds between SIGTERM and SIGKILL; {GRACE_S:g}")
+    add("script", metavar="SCRIPT", help="the Python script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="…", help="its arguments")
+    parser.set_defaults(command=_launch, platform=None, starts_devices=False)
+
+
+def _launch(options: argparse.Namespace) -> None:
+    if options.ranktable:
+        job = read_rank_table(options.ranktable)
+    else:
+        job = local_job(options.processes, options.devices_per_process, (options.hosts or LOCAL).split(","))
+    hosts = list(dict.fromkeys(process.host for process in job))
+    if len(hosts) > 1 and options.host is None:
+        print("\n".join(_commands(options, hosts)))
+        return
+    host = options.host or hosts[0]
+    if host not in hosts:
+        fail(ClusterError, f"{host} is not a host of the job", where=f"--host {host}", why=f"they are {', '.join(hosts)}",
+             fix=f"write --host {hosts[0]}, or leave it out for the command of each")  # fmt: skip
+    if not pathlib.Path(options.script).is_file():
+        fail(ClusterError, f"there is no script {options.script}", where=options.script, why="it is run by every process",
+             fix="give the path of a Python file; options of launch stand before it")  # fmt: skip
+    port = options.port or (PORT if len(hosts) > 1 else None)
+    logs = options.logs or tempfile.mkdtemp(prefix="shardfn-launch-")
+    command = [sys.executable, options.script, *options.arguments]
+    outcome = launch(
+        command, _as_local(job, hosts), logs, host=LOCAL if len(hosts) == 1 else host, port=port,
+        retries=max(0, options.retries), grace_s=options.grace,
+    )  # fmt: skip
+    if outcome.status:
+        print(f"{outcome}\nlogs: {outcome.logs}", file=sys.stderr)
+        raise SystemExit(outcome.status)
+
+
+def _as_local(job: Sequence[Process], hosts: Sequence[str]) -> tuple[Process, ...]:
+    """A job on this machine alone, by its loopback address."""
+    return tuple(Process(p.rank, LOCAL, p.devices) if len(hosts) == 1 else p for p in job)
+
+
+def _commands(options: argparse.Namespace, hosts: Sequence[str]) -> list[str]:
+    """The command to run on each host."""
+    said = ["--ranktable", options.ranktable] if options.ranktable else [
+        "--processes", str(options.processes), "--devices-per-process", str(options.devices_per_process),
+        "--hosts", ",".join(hosts),
+    ]  # fmt: skip
+    rest = ["--port", str(options.port or PORT), "--retries", str(options.retries), options.script, *options.arguments]
+    return [shlex.join(["python", "-m", "shardfn", "launch", "--host", host, *said, *rest]) for host in hosts]

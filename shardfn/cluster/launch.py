@@ -1,0 +1,221 @@
+"""Start the processes of a job on this machine, show what they print, and end them all with the first that fails."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from shardfn.cluster.jobs import LOCAL, Process, variables
+
+GRACE_S = 5.0
+"""Seconds between SIGTERM and SIGKILL. JAX's preemption notifier catches SIGTERM, so that many processes need the second."""
+LAST_LINES = 20
+"""Lines of the first process that fails, shown at the end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+      status: the exit status: 0, or that of the first process that failed; 128 and its number for a signal.
+      rank: which process failed first; None if none did.
+      last_lines: what that process printed last.
+      attempts: how many times the job was started.
+      logs: the directory with a file for each process of each attempt.
+    """
+
+    status: int
+    rank: int | None = None
+    last_lines: tuple[str, ...] = ()
+    attempts: int = 1
+    logs: pathlib.Path | None = None
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return "interrupted" if self.status else "every process ended well"
+        ended = f"by signal {self.status - 128}" if self.status > 128 else f"with exit status {self.status}"
+        last = [f"  {line}" for line in self.last_lines]
+        return "\n".join([f"process {self.rank} ended first, {ended}; its last lines:", *(last or ["  (none)"])])
+
+
+def launch(
+    command: Sequence[str],
+    job: Sequence[Process],
+    logs: str | os.PathLike[str],
+    *,
+    host: str = LOCAL,
+    port: int | None = None,
+    retries: int = 0,
+    grace_s: float = GRACE_S,
+    out: IO[str] | None = None,
+) -> Outcome:
+    """Run a command once for each process of a job that is on this machine, and wait for all.
+
+    The first process that fails ends the attempt: the others get SIGTERM, and SIGKILL after `grace_s` seconds. Their own
+    children, which are in the process's group, end as well.
+
+    Args:
+      command: the command and its arguments.
+      job: the processes of the job.
+      logs: the directory for `attempt-1/process-0.log` and so on; it is made.
+      host: which host of the job this machine is; its processes are started.
+      port: where process 0 listens; a free one by default, which needs all processes on this machine.
+      retries: how many times a failed job starts again.
+      grace_s: seconds between SIGTERM and SIGKILL.
+      out: where the merged lines go, each with its process; standard output by default.
+
+    Returns:
+      How the last attempt ended.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as logs:
+    ...     print(launch([sys.executable, "-c", "print('here')"], (Process(0),), logs))
+    [0] here
+    every process ended well
+    """
+    stream: IO[str] = sys.stdout if out is None else out
+    outcome = Outcome(0)
+    with _signals() as events:
+        for attempt in range(1, retries + 2):
+            folder = pathlib.Path(logs) / f"attempt-{attempt}"
+            folder.mkdir(parents=True, exist_ok=True)
+            running = _Attempt(command, job, host, port or free_port(), folder, stream, events)
+            found = running.outcome(grace_s)
+            outcome = dataclasses.replace(found, attempts=attempt, logs=pathlib.Path(logs))
+            if found.status == 0 or found.rank is None:
+                break
+            if attempt <= retries:
+                _say(stream, f"{outcome}\nstarting again: attempt {attempt + 1} of {retries + 1}")
+    return outcome
+
+
+def free_port() -> int:
+    """A port of the loopback address that nothing listens at now.
+
+    >>> free_port() > 0
+    True
+    """
+    with socket.socket() as probe:
+        probe.bind((LOCAL, 0))
+        return probe.getsockname()[1]
+
+
+class _Attempt:
+    """The running processes of one attempt."""
+
+    def __init__(self, command: Sequence[str], job: Sequence[Process], host: str, port: int, folder: pathlib.Path,
+                 out: IO[str], events: queue.SimpleQueue[Any]):  # fmt: skip
+        self.events, self.out, self.lock = events, out, threading.Lock()
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.last: dict[int, collections.deque[str]] = {}
+        self.readers: list[threading.Thread] = []
+        width = len(str(len(job) - 1))
+        try:
+            for process in job:
+                if process.host != host:
+                    continue
+                child = subprocess.Popen(command, env=variables(job, process, port, os.environ), stdin=subprocess.DEVNULL,
+                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                         start_new_session=True)  # fmt: skip
+                self.children[process.rank] = child
+                self.last[process.rank] = collections.deque(maxlen=LAST_LINES)
+                log = folder / f"process-{process.rank}.log"
+                self._thread(self._read, process.rank, f"[{process.rank:>{width}}] ", log)
+                self._thread(self._wait, process.rank)
+        except BaseException:
+            self._end(set(self.children), 0)
+            raise
+
+    def outcome(self, grace_s: float) -> Outcome:
+        """Wait until all have ended well, or end them."""
+        left, status, first = set(self.children), 0, None
+        while left and not status:
+            rank, code = self.events.get()
+            if rank is None:  # a signal to the launcher
+                status = 128 + code
+                break
+            left.discard(rank)
+            if code:
+                status, first = (code if code > 0 else 128 - code), rank
+        if status:
+            self._end(left, grace_s)
+        for reader in self.readers:  # a grandchild may keep the stream open
+            reader.join(timeout=2)
+        return Outcome(status, first, tuple(self.last[first]) if first is not None else ())
+
+    def _thread(self, run: Any, *args: Any) -> None:
+        thread = threading.Thread(target=run, args=args, daemon=True)
+        thread.start()
+        if run == self._read:
+            self.readers.append(thread)
+
+    def _wait(self, rank: int) -> None:
+        self.events.put((rank, self.children[rank].wait()))
+
+    def _read(self, rank: int, prefix: str, path: pathlib.Path) -> None:
+        stream = self.children[rank].stdout
+        assert stream is not None
+        with stream, open(path, "wb") as log:
+            for line in stream:
+                log.write(line)
+                log.flush()
+                text = line.decode(errors="replace").rstrip("\r\n")
+                self.last[rank].append(text)
+                with self.lock:
+                    _say(self.out, prefix + text)
+
+    def _end(self, left: set[int], grace_s: float) -> None:
+        """End the processes that are left, and what all have started."""
+        for rank in left:
+            _signal_group(self.children[rank], signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while left and (rest := deadline - time.monotonic()) > 0:
+            try:
+                rank, _ = self.events.get(timeout=rest)
+            except queue.Empty:
+                break
+            left.discard(rank)
+        for child in self.children.values():
+            _signal_group(child, signal.SIGKILL)
+        for child in self.children.values():
+            child.wait()
+        while left:  # the next attempt starts with an empty queue
+            left.discard(self.events.get()[0])
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
+
+
+def _say(out: IO[str], text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=out, flush=True)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[queue.SimpleQueue[Any]]:
+    """A queue of what happens, in which a SIGINT or SIGTERM to this process is `(None, number)`."""
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda number, _: events.put((None, number)))
+    try:
+        yield events
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
