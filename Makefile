@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow tpu gpu ecosystem bench drift lint format docs notebooks clean
+.PHONY: help demo test slow processes tpu gpu ecosystem bench drift lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,6 +29,10 @@ test: $(VENV)/.has-test  ## the tests, slow ones left out
 slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
 	$(DEVICES) HYPOTHESIS_PROFILE=slow $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 	  -m "(slow or large or hypothesis) and not tpu and not gpu" $(PYTEST_ARGS)
+
+processes: $(VENV)/.has-test  ## the tests that start 2 and 4 processes on this machine, with time limits
+	$(DEVICES) $(PY) -m pytest -m "not slow and not large" tests/cluster tests/data/test_processes.py \
+	  tests/checkpoint/test_processes.py $(PYTEST_ARGS)
 
 tpu: $(VENV)/.has-test $(VENV)/.has-tpu-aot  ## the tests that compile for TPU topologies (no TPU needed)
 	$(DEVICES) TPU_SKIP_MDS_QUERY=1 $(PY) -m pytest -m tpu $(PYTEST_ARGS)

@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NoReturn
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -209,7 +211,12 @@ def fail(kind: type[ShardError], what: str, *, where: str = "", why: str = "", f
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the caller's code: the first frame outside this library and JAX, which calls it in a trace."""
+    """Warn at the line of the caller's code: the first frame outside this library and JAX, which calls it in a trace.
+
+    Of several processes the first warns: all plan the same.
+    """
+    if jax.distributed.is_initialized() and jax.process_index() != 0:
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("shardfn", "jax"):
         frame, level = frame.f_back, level + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import itertools
@@ -15,7 +16,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.layoutfile.plan_file import plan_to_toml
+from shardfn.layoutfile.plan_file import layout_of_plan
+from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.plan import Plan, answered_call
 
 
@@ -131,12 +133,16 @@ def check_same_plan(plan: Plan) -> None:
 
 
 def _text(plan: Plan) -> str:
-    """What must be the same in all processes, a line for each thing: the plan as a file, its devices and compilation."""
+    """What must be the same in all processes, a line for each thing: the shardings as a layout file, shapes, devices, options.
+
+    Who chose a sharding does not count: layout files may lie elsewhere on each host.
+    """
     call = answered_call(plan).posed.call
-    lines = [line for line in plan_to_toml(plan).splitlines() if not line.startswith("#")]
     devices = [(device.process_index, device.id) for device in plan.hardware.devices or ()]
     return "\n".join([
-        *lines, f"donated = {sorted(call.donated)}", f"compiler_options = {sorted(dict(call.compiler_options or {}).items())}",
+        to_toml(dataclasses.replace(layout_of_plan(plan), sources=(), about="", name="")),
+        *(f"{d.path}: {d.dtype}{list(d.shape)}" for d in (*plan.inputs, *plan.outputs)),
+        f"donated = {sorted(call.donated)}", f"compiler_options = {sorted(dict(call.compiler_options or {}).items())}",
         f"devices = {devices}",
     ])  # fmt: skip
 

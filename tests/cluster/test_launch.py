@@ -1,0 +1,122 @@
+"""The launcher, with processes that do not use JAX: what it starts, shows, ends and returns."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardfn.cli.main import main
+from shardfn.cluster import launch, local_job
+from tests.processes import ROOT, bare_environment
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+)
+
+
+def run(code, logs, processes=2, **options):
+    out = io.StringIO()
+    begun = time.monotonic()
+    outcome = launch([sys.executable, "-c", code], local_job(processes), logs, out=out, **options)
+    assert time.monotonic() - begun < 30
+    return outcome, out.getvalue()
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_launch_merges_the_streams_and_keeps_a_log_for_each(tmp_path):
+    code = "import os, sys; print('out', os.environ['RANK_ID']); print('err', file=sys.stderr)"
+    outcome, out = run(code, tmp_path)
+    assert outcome.status == 0 and outcome.rank is None
+    assert sorted(out.splitlines()) == ["[0] err", "[0] out 0", "[1] err", "[1] out 1"]
+    assert (tmp_path / "attempt-1" / "process-1.log").read_text() == "out 1\nerr\n"
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)])
+def test_launch_ends_all_with_the_first_failure(tmp_path, end, status):
+    child = f"subprocess.Popen([sys.executable, '-c', {STUBBORN!r}])"
+    code = (
+        "import os, subprocess, sys, time, pathlib\n"
+        f"ready = pathlib.Path({str(tmp_path)!r}, 'ready')\n"
+        "if os.environ['RANK_ID'] == '0':\n"
+        f"    child = {child}\n    ready.write_text(str(child.pid)); {STUBBORN}\n"
+        "while not ready.exists() or not ready.read_text(): time.sleep(0.01)\n"
+        f"print('the last words', flush=True)\n{end}"
+    )
+    outcome, _ = run(code, tmp_path, grace_s=0.3)
+    assert (outcome.status, outcome.rank) == (status, 1)
+    assert "the last words" in outcome.last_lines and "process 1 ended first" in str(outcome)
+    deadline = time.monotonic() + 5
+    while is_alive(int((tmp_path / "ready").read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(int((tmp_path / "ready").read_text())), "children of a process end with it"
+
+
+def test_launch_with_retries_starts_the_job_again(tmp_path):
+    code = (
+        "import pathlib, os, sys\n"
+        f"file = pathlib.Path({str(tmp_path)!r}, os.environ['RANK_ID'])\n"
+        "n = len(file.read_text()) if file.exists() else 0\n"
+        "file.write_text('x' * (n + 1))\nsys.exit(n < 2)"
+    )
+    outcome, out = run(code, tmp_path / "logs", processes=1, retries=3)
+    assert (outcome.status, outcome.attempts) == (0, 3) and "attempt 3 of 4" in out
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["attempt-1", "attempt-2", "attempt-3"]
+    outcome, _ = run("raise SystemExit(5)", tmp_path / "more", processes=1, retries=1)
+    assert (outcome.status, outcome.attempts) == (5, 2)
+
+
+def test_launch_that_is_ended_ends_its_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nprint(os.getpid(), flush=True)\n{STUBBORN}\n")
+    command = [sys.executable, "-m", "shardfn", "launch", "--processes", "1", "--grace", "0.2", str(script)]
+    launcher = subprocess.Popen(command, env=bare_environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        pid = int(launcher.stdout.readline().removeprefix("[0] "))
+        assert launcher.stdout.readline() == "[0] ready\n"
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGTERM and "interrupted" in err
+    assert not is_alive(pid)
+
+
+def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
+    assert main(["launch", "--processes", "2", "--hosts", "a,b", "train.py", "--steps", "3"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == ("python -m shardfn launch --host a --processes 2 --devices-per-process 1 --hosts a,b --port 8476 "
+                     "--retries 0 train.py --steps 3")  # fmt: skip
+    assert second == first.replace("--host a", "--host b")
+    table = tmp_path / "table.json"
+    servers = [{"server_id": h, "device": [{"device_id": "0", "rank_id": str(i)}]} for i, h in enumerate("ab")]
+    table.write_text(json.dumps({"server_list": servers}))
+    assert main(["launch", "--ranktable", str(table), "train.py"]) == 0
+    assert f"--host b --ranktable {table}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--processes", "0", "x.py"], "--processes 0"),
+        (["--processes", "2", "no.py"], "there is no script no.py"),
+        (["--processes", "2", "--hosts", "a,b", "--host", "c", "x.py"], "c is not a host of the job"),
+        (["--ranktable", "no.json", "x.py"], "no.json"),
+    ],
+)
+def test_command_line_says_what_is_wrong(arguments, text, capsys):
+    assert main(["launch", *arguments]) == 2
+    assert text in capsys.readouterr().err
