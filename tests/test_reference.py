@@ -68,7 +68,8 @@ def test_reports_has_every_key_of_the_data():
     assert set(report.to_dict()) - {"schema"} <= coded("reports.md")
 
 
-@pytest.mark.parametrize("package", ["shardfn", "shardfn.train", "shardfn.data", "shardfn.checkpoint", "shardfn.mindspore",
+@pytest.mark.parametrize("package", ["shardfn", "shardfn.train", "shardfn.data", "shardfn.checkpoint",
+                                     "shardfn.cluster", "shardfn.mindspore",
                                      "shardfn.embedding", "shardfn.experts", "shardfn.halo", "shardfn.layoutfile",
                                      "shardfn.draw"])  # fmt: skip
 def test_every_public_function_has_an_example(package):
