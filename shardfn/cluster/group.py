@@ -35,7 +35,7 @@ def init(
     nothing names a group, this process is a group of one. Another call changes nothing.
 
     After `init`, an exception that nobody catches ends this process at once. JAX would wait for the other processes, which
-    wait for this one.
+    wait for this one. The devices start here, in all processes together: set JAX's options before.
 
     Args:
       coordinator: `host:port` of process 0.
@@ -110,10 +110,16 @@ def _start(found: Membership, devices: Sequence[int] | None, timeout_s: int) -> 
     options: dict[str, Any] = {} if devices is None else {"local_device_ids": list(devices)}
     if found.index == 0 and BIND not in os.environ and LOOPBACK.fullmatch(found.coordinator or ""):
         options["coordinator_bind_address"] = found.coordinator  # JAX would listen at all addresses of the machine
-    with _explained():
-        jax.distributed.initialize(
-            found.coordinator, found.count, found.index, initialization_timeout=timeout_s, **options
-        )
+    try:
+        with _explained():
+            jax.distributed.initialize(
+                found.coordinator, found.count, found.index, initialization_timeout=timeout_s, **options
+            )
+    except ValueError as error:
+        if "must be defined" not in str(error):
+            raise
+        fail(ClusterError, "the group of processes is not known", where=f"coordinator {found.coordinator}", why=str(error),
+             fix="give init(coordinator, processes, process), or set JAX_NUM_PROCESSES and JAX_PROCESS_ID too")  # fmt: skip
 
 
 def _start_detected(timeout_s: int) -> bool:
@@ -127,7 +133,7 @@ def _start_detected(timeout_s: int) -> bool:
             raise
         return False
     except ValueError as error:
-        if "should be defined" not in str(error):
+        if "should be defined" not in str(error):  # no launcher was detected
             raise
         return False
     return True
