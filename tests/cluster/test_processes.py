@@ -36,3 +36,17 @@ def test_everything_works_in_several_processes(tmp_path, processes, devices):
     done = run(processes, devices, "rest", tmp_path, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"done on {devices} of {processes * devices} devices") == processes
+
+
+@pytest.mark.processes
+def test_a_job_that_starts_again_after_a_kill_has_the_losses_of_an_uninterrupted_one(tmp_path):
+    losses = {}
+    for killed_at in (99, 4):
+        folder = tmp_path / str(killed_at)
+        folder.mkdir()
+        done = launched("--processes", "2", "--devices-per-process", "2", "--retries", "1", "--grace", "1",
+                        WORKER.replace("worker.py", "recovering.py"), str(folder), str(killed_at), timeout=150)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("attempt 2 of 2" in done.stdout) == (killed_at == 4)
+        losses[killed_at] = sorted({line for line in done.stdout.splitlines() if " loss " in line})
+    assert len(losses[4]) == 9 and losses[4] == losses[99], "a step that ran twice gave the same loss, bit by bit"
