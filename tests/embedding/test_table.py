@@ -143,7 +143,7 @@ def test_fetch_of_bad_ids_says_which():
     "options",
     [{"rows": 0}, {"store": "disk"}, {"store": "device", "cache_rows": 4}, {"strategy": (2, 1)}, {"optimizer": optax.sgd(0.1)},
      {"init": np.ones((3, 2))}, {"store": "device", "strategy": (3, 1)}, {"store": "device", "strategy": (0, 1)}],
-    ids=str,
+    ids=lambda options: ", ".join(options),
 )  # fmt: skip
 def test_table_refuses_options_that_do_not_fit(options):
     with pytest.raises(ShardError):
