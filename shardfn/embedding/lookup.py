@@ -72,6 +72,8 @@ def lookup(
         ids = ids.astype(np.int32)
     if check:
         _check_ids(split, ids)
+    if isinstance(ids, np.ndarray) and not jax.config.read("jax_enable_x64"):  # JAX would wrap wider ids into the table
+        ids = np.where((ids < 0) | (ids > np.iinfo(np.int32).max), -1, ids).astype(np.int32)
     if table.ndim == 2:
         table = split.pack(table)
     if isinstance(placed.mesh, Mesh):

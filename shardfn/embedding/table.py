@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import tree_util
 from jax.core import Tracer
 
 from shardfn.cost.devices.hardware import resolve
@@ -350,6 +351,8 @@ class _Prepared(NamedTuple):
 def read_ahead(prepare: Any, items: Iterable[Any], ahead: int) -> Iterator[Any]:
     """`map(prepare, items)`, with the next items prepared in another thread.
 
+    NumPy arrays in the items are copied, so that a generator may fill its arrays again.
+
     >>> list(read_ahead(abs, [-1, -2, -3], 1))
     [1, 2, 3]
     """
@@ -357,7 +360,8 @@ def read_ahead(prepare: Any, items: Iterable[Any], ahead: int) -> Iterator[Any]:
     with concurrent.futures.ThreadPoolExecutor(1, "embedding") as pool:
         waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
         for item in items:
-            waiting.append(pool.submit(prepare, item))
+            kept = tree_util.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, item)
+            waiting.append(pool.submit(prepare, kept))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:

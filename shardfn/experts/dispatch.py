@@ -182,6 +182,9 @@ def combine(y: jax.Array, dispatched: Dispatched) -> jax.Array:
     Returns:
       [tokens, width_out], sharded as the tokens; zeros for a token whose choices were all dropped.
 
+    Raises:
+      StrategyError: `y` has not the rows of `dispatched`.
+
     >>> from shardfn import experts
     >>> x = jnp.arange(8.0).reshape(4, 2)
     >>> sent = experts.dispatch(x, experts.route(x, k=1))
@@ -189,6 +192,10 @@ def combine(y: jax.Array, dispatched: Dispatched) -> jax.Array:
     [[0.0, 3.0], [6.0, 9.0], [12.0, 15.0], [18.0, 21.0]]
     """
     how, routing = dispatched._how, dispatched.routing
+    if y.shape[:-1] != dispatched.rows.shape[:-1]:
+        fail(StrategyError, "the experts' results do not have the rows that were dispatched",
+             where=f"y: {list(y.shape)}, rows: {list(dispatched.rows.shape)}", why="each row belongs to one token",
+             fix="return one result for each row, in their order")  # fmt: skip
     at, tokens = how.placement, routing.experts.shape[0]
     arrays = (_padded(routing.experts, how, how.count), _padded(routing.weights, how), _padded(dispatched.ranks, how))
     out = _region(at, functools.partial(_combine, how=how), (_rows_spec(how), *(_spec(at.sources),) * 3),

@@ -165,3 +165,10 @@ def test_lookup_with_a_sharding_of_ones_own_mesh():
     table, ids = data(split)
     at = NamedSharding(mesh, PartitionSpec("model"))
     np.testing.assert_array_equal(embedding.lookup(table, ids, strategy=at, rows=split), table[ids])
+
+
+@pytest.mark.parametrize("wide", [2**32 + 1, -(2**32) + 1])
+def test_id_beyond_int32_is_of_no_row(wide):
+    table = np.arange(1.0, 15.0, dtype="float32").reshape(7, 2)
+    found = embedding.lookup(table, np.array([[wide, 3]]), strategy=(2, 1), rows=(3, 4), device=jax.devices()[:2])
+    np.testing.assert_array_equal(found, [[[0, 0], table[3]]])

@@ -264,3 +264,14 @@ def test_killed_save_leaves_what_was_reported(tmp_path):
     assert table.count >= reported and table.count % 3 == 0
     want = [(table.count - residue + 6) // 7 for residue in np.arange(20000) % 7]
     np.testing.assert_array_equal(table.values()[:, 0], want)
+
+
+def test_prefetch_of_a_generator_that_fills_one_array_again_reads_each_batch():
+    table, ids = Table(20, 2), np.zeros(2, int)
+
+    def batches():
+        for first in range(5):
+            ids[:] = first, first + 1
+            yield ids
+
+    assert [batch.ids.tolist() for batch in table.prefetch(batches(), ahead=2)] == [[i, i + 1] for i in range(5)]

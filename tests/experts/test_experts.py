@@ -236,3 +236,9 @@ def test_the_report_counts_a_ragged_exchange_as_all_its_rows():
                         device="tpu-v5e:8")  # fmt: skip
     sent = [c.total_bytes for c in plan.collectives if c.kind == "all-to-all"]
     assert sent == [16 // 8 * K * WIDTH * 4 * 7 // 8] * 2
+
+
+def test_combine_refuses_results_of_other_rows():
+    sent = experts.dispatch(jnp.ones((4, 2)), experts.route(jnp.eye(4, 3), k=1))
+    with pytest.raises(StrategyError, match="rows that were dispatched"):
+        experts.combine(sent.rows[:2], sent)
