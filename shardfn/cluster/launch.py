@@ -208,11 +208,11 @@ def _say(out: IO[str], text: str) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[queue.SimpleQueue[Any]]:
-    """A queue of what happens, in which a SIGINT or SIGTERM to this process is `(None, number)`."""
+    """A queue of what happens, in which a SIGINT, SIGTERM or SIGHUP to this process is `(None, number)`."""
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before[number] = signal.signal(number, lambda number, _: events.put((None, number)))
     try:
         yield events

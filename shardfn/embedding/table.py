@@ -123,7 +123,7 @@ class Table:
         self._first = np.asarray(init) if is_given else Normal(float(init), seed, width)
         self._is_changed = np.full(rows, is_given)  # since the last save
         self._is_touched = np.full(rows, is_given)  # ever
-        self._saved: tuple[pathlib.Path, journal.Manifest] | None = None
+        self._saved: dict[pathlib.Path, journal.Manifest] = {}  # the last save of each folder, the newest last
         first = "given" if is_given else ["normal", float(init), seed]
         self._kind = {
             "rows": rows,
@@ -256,7 +256,7 @@ class Table:
         return {name: np.concatenate([c[name] for c in chunks]) for name, _ in self.optimizer.moments}
 
     def save(self, folder: str | os.PathLike[str]) -> int:
-        """Save what changed since the last save in the same folder; in another folder all rows that ever changed.
+        """Save what changed since the last save if that was in the same folder, else all rows that ever changed.
 
         A save is complete or absent, also if the process is killed in it. Earlier files are rewritten as one when they hold
         more than twice the rows that ever changed.
@@ -273,17 +273,18 @@ class Table:
         """
         path = pathlib.Path(folder).absolute()
         there = journal.read_manifest(path)
-        known = self._saved[1] if self._saved is not None and self._saved[0] == path else None
-        if there is not None and there != known:
+        if there is not None and there != self._saved.get(path):
             fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(folder)!r})",
                  why=f"it was saved {there.saves} times, last after {there.count} updates",
                  fix="restore from it first, or save in another folder")  # fmt: skip
-        is_changed = self._is_touched if there is None else self._is_changed
+        is_newest = there is not None and path == next(reversed(self._saved))
+        is_changed = self._is_changed if is_newest else self._is_touched
         before = there or journal.Manifest(self._kind)
         is_full = before.rows + int(is_changed.sum()) > 2 * int(self._is_touched.sum())
         ids = np.flatnonzero(self._is_touched if is_full else is_changed)
         after = journal.append(path, before, self._dumped(ids), self.count, replace=is_full)
-        self._saved, self._is_changed = (path, after), np.zeros(self.shape[0], bool)
+        self._saved = {other: saved for other, saved in self._saved.items() if other != path} | {path: after}
+        self._is_changed = np.zeros(self.shape[0], bool)
         return len(ids)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
@@ -315,7 +316,7 @@ class Table:
             self._store.load(ids, {**fields, ROWS: fields[ROWS].view(self.dtype)})
             self._is_touched[ids] = True
             first = next(chunks, None)
-        self.count, self._saved = manifest.count, (path, manifest)
+        self.count, self._saved = manifest.count, {path: manifest}
 
     # ---- inside
 

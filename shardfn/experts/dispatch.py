@@ -89,6 +89,7 @@ class Dispatched:
         >>> sent.dot(sent.rows, jnp.arange(6.0).reshape(3, 2, 1)).ravel().tolist()
         [1.0, 1.0, 5.0, 9.0]
         """
+        self._check(weights)
         if self._how.slots is not None:
             return jnp.einsum("erw,ewv->erv", x, weights)
         at = self._how.placement
@@ -109,11 +110,19 @@ class Dispatched:
         >>> sent.spread(jnp.arange(3.0)[:, None]).ravel().tolist()
         [0.0, 0.0, 1.0, 2.0]
         """
+        self._check(values)
         if self._how.slots is not None:
             return values[:, None]
         at = self._how.placement
         return _region(at, functools.partial(_spread, length=self._local_rows),
                        (_spec(at.experts), _spec(at.experts, at.apart)), _rows_spec(self._how))(values, self.sizes)  # fmt: skip
+
+    def _check(self, values: jax.Array) -> None:
+        """Check that there is one of `values` for each expert; another number would be clamped to the last."""
+        if values.shape[0] != self.routing.count:
+            fail(StrategyError, f"an array of {values.shape[0]} experts, and the routing is for {self.routing.count}",
+                 where=f"{values.dtype}{list(values.shape)}", why="dimension 0 has the experts",
+                 fix=f"pass it as [{self.routing.count}, ...]")  # fmt: skip
 
     @property
     def _local_rows(self) -> int:
@@ -161,8 +170,12 @@ def dispatch(
     if x.ndim != 2 or x.shape[0] != tokens:
         fail(StrategyError, f"x is {list(x.shape)}, and the routing is for {tokens} tokens", where="dispatch(x, routing)",
              why="each token has its own experts", fix=f"pass x as [{tokens}, width]")  # fmt: skip
+    if axes is not None and layout is None:
+        fail(StrategyError, f"`axes` = {axes!r} names axes of a mesh, and `layout` gives none",
+             where=f"dispatch(x, routing, axes={axes!r})", why="the experts are sharded over axes of the layout's mesh",
+             fix="pass the sharding of x as `layout`")  # fmt: skip
     at = placement(layout, axes, routing.count, alltoall)
-    local = -(-tokens // at.size(at.sources))
+    local = max(1, -(-tokens // at.size(at.sources)))
     how = _How(at, routing.count, k, local, _slots(routing, local, tokens))
     chosen = _padded(routing.experts, how, routing.count)
     rows, sizes, ranks = _region(
@@ -207,7 +220,7 @@ def _slots(routing: Routing, local: int, tokens: int) -> int | None:
     """Rows for an expert and a source: as many as the groups that meet in one source can fill."""
     if routing.capacity is None:
         return None
-    group = -(-tokens // routing.groups)
+    group = max(1, -(-tokens // routing.groups))
     whole = local % group == 0 or group % local == 0
     groups = max(1, local // group) if whole else min(routing.groups, local // group + 2)
     return min(local, routing.capacity * groups)

@@ -58,13 +58,16 @@ def route(
       The routing. Its weights carry the router's gradient.
 
     Raises:
-      StrategyError: `k` is not from 1 to the number of experts; `groups` is not from 1 to the number of tokens; the
-        capacity factor is not positive.
+      StrategyError: the logits have other dimensions; `k` is not from 1 to the number of experts; `groups` is not from 1
+        to the number of tokens; the capacity factor is not positive.
 
     >>> found = route(jnp.array([[2.0, 1.0, 0.0], [3.0, 0.0, 1.0], [1.0, 0.0, 2.0]]), k=1, capacity_factor=1.0)
     >>> found.experts.tolist(), found.load.tolist(), found.capacity, int(found.dropped)
     ([[0], [3], [2]], [2, 0, 1], 1, 1)
     """
+    if logits.ndim != 2:
+        fail(StrategyError, f"the logits are {list(logits.shape)}", where="route(logits, ...)",
+             why="they are [tokens, experts]", fix="reshape them: logits.reshape(-1, logits.shape[-1]), and x alike")  # fmt: skip
     tokens, count = logits.shape
     _check(tokens, count, k, capacity_factor, groups)
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)

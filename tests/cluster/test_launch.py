@@ -78,7 +78,8 @@ def test_launch_with_retries_starts_the_job_again(tmp_path):
     assert (outcome.status, outcome.attempts) == (5, 2)
 
 
-def test_launch_that_is_ended_ends_its_processes(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_launch_that_is_ended_ends_its_processes(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(f"import os\nprint(os.getpid(), flush=True)\n{STUBBORN}\n")
     command = [sys.executable, "-m", "shardfn", "launch", "--processes", "1", "--grace", "0.2", str(script)]
@@ -87,11 +88,11 @@ def test_launch_that_is_ended_ends_its_processes(tmp_path):
     try:
         pid = int(launcher.stdout.readline().removeprefix("[0] "))
         assert launcher.stdout.readline() == "[0] ready\n"
-        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(number)
         _, err = launcher.communicate(timeout=30)
     finally:
         launcher.kill()
-    assert launcher.returncode == 128 + signal.SIGTERM and "interrupted" in err
+    assert launcher.returncode == 128 + number and "interrupted" in err
     assert not is_alive(pid)
 
 

@@ -275,3 +275,14 @@ def test_prefetch_of_a_generator_that_fills_one_array_again_reads_each_batch():
             yield ids
 
     assert [batch.ids.tolist() for batch in table.prefetch(batches(), ahead=2)] == [[i, i + 1] for i in range(5)]
+
+
+def test_saves_in_two_folders_in_turns_hold_every_row(tmp_path):
+    table = Table(9, 2, init=np.zeros((9, 2), "float32"), optimizer=embedding.sgd(1.0))
+    for turn, folder in enumerate("abab"):
+        fetched = table.fetch([turn, 8])
+        table.update(fetched, jnp.ones_like(fetched.values))
+        table.save(tmp_path / folder)
+        again = Table(9, 2, init=np.zeros((9, 2), "float32"), optimizer=embedding.sgd(1.0))
+        again.restore(tmp_path / folder)
+        np.testing.assert_array_equal(again.values(), table.values())

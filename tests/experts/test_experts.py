@@ -242,3 +242,24 @@ def test_combine_refuses_results_of_other_rows():
     sent = experts.dispatch(jnp.ones((4, 2)), experts.route(jnp.eye(4, 3), k=1))
     with pytest.raises(StrategyError, match="rows that were dispatched"):
         experts.combine(sent.rows[:2], sent)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x, sent: experts.route(x[None], k=1), "[tokens, experts]"),
+        (lambda x, sent: sent.spread(jnp.ones((2, 1))), "2 experts"),
+        (lambda x, sent: sent.dot(sent.rows, jnp.ones((2, 2, 2))), "2 experts"),
+        (lambda x, sent: experts.dispatch(x, sent.routing, axes="data"), "`layout` gives none"),
+    ],
+)
+def test_arrays_and_axes_that_do_not_fit_are_refused(call, says):
+    x = jnp.ones((4, 2))
+    with pytest.raises(StrategyError, match=re.escape(says)):
+        call(x, experts.dispatch(x, experts.route(jnp.eye(4, 3), k=1)))
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_no_tokens_give_no_results(capacity_factor):
+    sent = experts.dispatch(jnp.ones((0, 2)), experts.route(jnp.ones((0, 3)), k=1, capacity_factor=capacity_factor))
+    assert experts.combine(sent.rows, sent).shape == (0, 2)
