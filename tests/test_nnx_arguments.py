@@ -319,3 +319,24 @@ def test_state_that_merge_makes_a_module_of_is_plain_data():
 
     found, wanted = shard(step)(state, X), jax.jit(step)(state, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
+
+
+class Raw(nnx.Module):
+    """An array that is no variable."""
+
+    def __init__(self):
+        self.sum = nnx.data(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.sum = self.sum + x.sum(0)
+        return x + self.sum
+
+
+@pytest.mark.parametrize("sharded", [lambda m: shard(lambda net, x: net(x)), lambda m: lambda net, x: shard(m)(x)],
+                         ids=["argument", "owner"])  # fmt: skip
+def test_array_that_is_no_variable_keeps_its_changes(sharded):
+    module, twin = Raw(), Raw()
+    step, plain = sharded(module), nnx.jit(lambda net, x: net(x))
+    for _ in range(2):
+        np.testing.assert_allclose(step(module, X), plain(twin, X), rtol=1e-5)
+    np.testing.assert_allclose(module.sum, twin.sum, rtol=1e-5)

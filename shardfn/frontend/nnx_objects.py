@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from jax import tree_util
 
-from shardfn.frontend.arguments import is_hashable
 from shardfn.frontend.paths import join
 
 State = dict[str, Any]
@@ -33,14 +34,19 @@ class Definition:
     """An `nnx.GraphDef`, all of NNX objects but their arrays, as a dictionary key. It may hold what cannot be hashed."""
 
     graphdef: Any
+    code: int = dataclasses.field(compare=False)
+    """The hash: each call needs it, and it walks through all objects."""
 
     @classmethod
     def of(cls, graphdef: Any) -> Definition:
         """The definition of a `GraphDef`, with a copy of what a user may change in it."""
-        return cls(graphdef if is_hashable(graphdef) else copy.deepcopy(graphdef))
+        try:
+            return cls(graphdef, hash(graphdef))
+        except TypeError:
+            return cls(copy.deepcopy(graphdef), graphdef.num_leaves)
 
     def __hash__(self) -> int:
-        return hash(self.graphdef if is_hashable(self.graphdef) else self.graphdef.num_leaves)
+        return self.code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,14 +172,14 @@ def definition(owner: Any) -> Definition:
 
 
 def attributes(owner: Any) -> State:
-    """Every attribute of an owner by path: its value, or the type of an object or a variable. A shared one has one path."""
+    """Every attribute of an owner that is no array, by path: its value, or the type of an object or a variable. What is shared
+    has one path."""
     nnx = sys.modules["flax.nnx"]
-    rows = ((path, type(v) if isinstance(v, nnx.Pytree | nnx.Variable) else v) for path, v in nnx.iter_graph(owner))
-    return {"/".join(map(str, path)): value for path, value in rows if not _is_flax_s_own(path)}
-
-
-def _is_flax_s_own(path: tuple[Any, ...]) -> bool:
-    return bool(path) and str(path[-1]).startswith("_pytree__")
+    return {
+        "/".join(map(str, path)): type(value) if isinstance(value, nnx.Pytree | nnx.Variable) else value
+        for path, value in nnx.iter_graph(owner)
+        if not (isinstance(value, jax.Array | np.ndarray) or (path and str(path[-1]).startswith("_pytree__")))
+    }
 
 
 def rebuild(owner: Any, state: State) -> Any:

@@ -98,10 +98,10 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     >>> shape_of(np.zeros((2, 3), np.int32)), shape_of(1.0), shape_of("text")
     (((2, 3), 'int32'), ((), 'float32'), None)
     """
-    if isinstance(leaf, jax.Ref):
-        return None
     if isinstance(leaf, bool | int | float | complex):
         return (), str(jax.dtypes.canonicalize_dtype(type(leaf)))
+    if not isinstance(leaf, jax.Array) and isinstance(leaf, jax.Ref):  # the first is the cheap one
+        return None
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if not isinstance(shape, tuple) or dtype is None or dtype == np.dtype(object):
         return None
