@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
-from shardfn.frontend.meshes import MeshLayout, partition_spec, spec_of
+from shardfn.frontend.meshes import MeshLayout, on_devices_of, partition_spec, spec_of
 from shardfn.ir.model import Spec
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]
@@ -242,7 +241,8 @@ def conv(
     convolution = _Convolution(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
                                precision, preferred_element_type, tuple(halos), summed, shares)  # fmt: skip
     places = partition_spec(image), partition_spec(convolution.kernel)
-    return _program(mesh, convolution)(*(_on_mesh(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
+    targets = (NamedSharding(mesh, spec) for spec in places)
+    return _program(mesh, convolution)(*map(on_devices_of, (lhs, rhs), targets))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,13 +444,3 @@ def _ints(given: Any, count: int) -> tuple[int, ...] | None:
     except TypeError:
         return None
     return found if len(found) == count else None
-
-
-def _on_mesh(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """A concrete array on other devices is moved to the mesh; jit places all others."""
-    if isinstance(value, Tracer) or isinstance(mesh, AbstractMesh):
-        return value
-    target = NamedSharding(mesh, spec)
-    if isinstance(value, jax.Array) and value.committed and value.sharding.device_set == target.device_set:
-        return value
-    return jax.device_put(value, target)

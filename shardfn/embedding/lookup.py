@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardfn.cost.devices.hardware import resolve
 from shardfn.embedding.split import UnevenRows
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
-from shardfn.frontend.meshes import abstract_mesh, mesh_on, partition_spec, spec_of
+from shardfn.frontend.meshes import abstract_mesh, mesh_on, on_devices_of, partition_spec, spec_of
 from shardfn.ir.model import Spec
 
 
@@ -76,9 +76,7 @@ def lookup(
         ids = np.where((ids < 0) | (ids > np.iinfo(np.int32).max), -1, ids).astype(np.int32)
     if table.ndim == 2:
         table = split.pack(table)
-    if isinstance(placed.mesh, Mesh):
-        table, ids = (_on_mesh(x, s) for x, s in zip((table, ids), placed.shardings, strict=True))
-    return _program(split, placed)(table, ids)
+    return _program(split, placed)(*map(on_devices_of, (table, ids), placed.shardings))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,11 +237,3 @@ def _check_ids(split: UnevenRows, ids: Any) -> None:
              f"= {int(np.asarray(ids)[at])}, in block {part}",
              why=f"part {part} has the ids {first} to {first + split.rows[part] - 1}",
              fix="correct the ids, or leave `check` out for rows of zeros")  # fmt: skip
-
-
-def _on_mesh(value: Any, target: NamedSharding) -> Any:
-    """A concrete array on other devices is moved to the mesh; jit places all others."""
-    is_here = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    if isinstance(value, Tracer) or (is_here and value.committed and value.sharding.device_set == target.device_set):
-        return value
-    return jax.device_put(value, target)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.ir.model import Spec
@@ -51,6 +52,15 @@ class MeshLayout(metaclass=abc.ABCMeta):
         """The `NamedSharding` on these devices, each found by its rank; on an abstract mesh without devices."""
         mesh = abstract_mesh(self.axes) if devices is None else mesh_on([devices[i] for i in self.rank_list], self.axes)
         return NamedSharding(mesh, partition_spec(self.spec))
+
+
+def on_devices_of(value: Any, target: NamedSharding) -> Any:
+    """A concrete array on other devices than those of `target`, moved there; `jax.jit` places all others."""
+    if isinstance(value, Tracer) or isinstance(target.mesh, AbstractMesh):
+        return value
+    if isinstance(value, jax.Array) and value.committed and value.sharding.device_set == target.device_set:
+        return value
+    return jax.device_put(value, target)
 
 
 def shard_numbers(

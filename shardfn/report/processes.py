@@ -26,8 +26,7 @@ def process_rows(plan: Plan, arrays: int) -> list[tuple[str, ...]]:
       plan: the plan; for devices of one process there are no rows.
       arrays: how many arguments to name, the largest first.
     """
-    devices = plan.hardware.devices or ()
-    processes = sorted({device.process_index for device in devices})
+    processes = plan.hardware.processes
     if len(processes) < 2:
         return []
     mesh = plan.mesh

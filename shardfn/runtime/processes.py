@@ -89,7 +89,7 @@ def refuse_numpy(name: str) -> NoReturn:
 
 def is_of_several_processes(plan: Plan) -> bool:
     """Whether the devices of a plan are those of more than one process."""
-    return len({device.process_index for device in plan.hardware.devices or ()}) > 1
+    return len(plan.hardware.processes) > 1
 
 
 def check_devices(plan: Plan) -> None:
@@ -98,10 +98,10 @@ def check_devices(plan: Plan) -> None:
     Raises:
       StrategyError: naming this process.
     """
-    devices, own = plan.hardware.devices or (), jax.process_index()
-    if devices and all(device.process_index != own for device in devices):
-        others = ", ".join(map(str, sorted({device.process_index for device in devices})))
-        fail(StrategyError, f"process {own} has none of the {len(devices)} devices that `{plan.function}` is planned for",
+    processes, own = plan.hardware.processes, jax.process_index()
+    if processes and own not in processes:
+        others = ", ".join(map(str, processes))
+        fail(StrategyError, f"process {own} has none of the {plan.hardware.count} devices that `{plan.function}` is planned for",
              where=f"devices of {'processes' if ',' in others else 'process'} {others}",
              why="every process that calls a sharded function runs its own devices' part of it",
              fix="use devices of every process: leave device_num out; or call it in those processes only")  # fmt: skip

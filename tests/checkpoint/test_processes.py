@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint
+from shardfn.cluster.launch import free_port
 from tests.checkpoint.states import mesh, same
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,12 +56,6 @@ for shard in again["w"].addressable_shards:
     np.testing.assert_array_equal(shard.data, 2 * whole[shard.index])
 print("done", flush=True)
 """
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_one_process_to_two_and_back(tmp_path):

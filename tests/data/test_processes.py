@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -12,17 +11,12 @@ import numpy as np
 import pytest
 
 from shardfn import data
+from shardfn.cluster.launch import free_port
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 spec = importlib.util.spec_from_file_location("data_worker", WORKER)
 worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def one_process(state=None, count=None):

@@ -192,6 +192,11 @@ class Hardware:
         """Whether programs can run on it now."""
         return self.devices is not None
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The processes whose devices it has, in rising order; none for a target that is only planned for."""
+        return tuple(sorted({device.process_index for device in self.devices or ()}))
+
 
 def most_cubic(count: int, dims: int) -> tuple[int, ...]:
     """The torus of `count` devices whose largest dim is least, dims in rising order, as Cloud TPU slices are cut.
