@@ -120,6 +120,7 @@ def exchange(x: jax.Array, before: int, after: int, axes: str | AxisNames, dim: 
     Returns:
       The shard, longer by `before + after` rows.
 
+    >>> from jax.sharding import PartitionSpec
     >>> mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     >>> rows = PartitionSpec("rows")
     >>> fetch = jax.shard_map(lambda x: exchange(x, 1, 0, "rows", 0), mesh=mesh, in_specs=rows, out_specs=rows)
@@ -185,6 +186,7 @@ def conv(
         that the shards do not divide; strides, dilations or padding that do not fit the spatial dimensions.
       StrategyTypeError: a layout of another type.
 
+    >>> from jax.sharding import PartitionSpec
     >>> mesh = jax.make_mesh((2, 4), ("row", "column"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     >>> image, kernel = jax.numpy.ones((1, 16, 32, 3)), jax.numpy.ones((3, 3, 3, 8))
     >>> y = conv(image, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
