@@ -198,6 +198,10 @@ def moved(
 
 
 def _moved(value: Any, target: NamedSharding, is_replaced: bool) -> Any:
+    if isinstance(
+        value, np.ndarray
+    ):  # JAX (0.10.2, 0.12) may run float32 code on float64 after a change of `jax_enable_x64`
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
     if is_local_input(value, target):
         return as_global(value, target)
     if target.is_fully_addressable and spans_processes(value):

@@ -51,8 +51,6 @@ def as_global(value: Any, target: NamedSharding) -> jax.Array:
     """
     if is_traced():  # a constant of the traced program, which places it
         return jnp.asarray(value)
-    if isinstance(value, np.ndarray):
-        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
     return jax.make_array_from_callback(value.shape, target, lambda index: value[index])
 
 
