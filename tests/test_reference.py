@@ -69,7 +69,7 @@ def test_reports_has_every_key_of_the_data():
 
 
 @pytest.mark.parametrize("package", ["shardfn", "shardfn.train", "shardfn.data", "shardfn.checkpoint",
-                                     "shardfn.cluster", "shardfn.mindspore",
+                                     "shardfn.cluster", "shardfn.cluster.kubernetes", "shardfn.mindspore",
                                      "shardfn.embedding", "shardfn.experts", "shardfn.halo", "shardfn.layoutfile",
                                      "shardfn.draw"])  # fmt: skip
 def test_every_public_function_has_an_example(package):

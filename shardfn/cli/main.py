@@ -1,4 +1,4 @@
-"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, `explain`, `demo`, `calibrate`, `checkpoint`, `launch`."""
+"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, and `explain`, `check`, `demo`, `launch`, `k8s` and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 
 import shardfn
 from shardfn import layoutfile
-from shardfn.cli import checkpoint, launch
+from shardfn.cli import checkpoint, k8s, launch
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="demo | plan | explain | check | calibrate | checkpoint | launch"
+        required=True, metavar="demo | plan | explain | check | calibrate | checkpoint | launch | k8s"
     )
 
     def command(
@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", metavar="FILE", help="write the figures, as JSON")
     checkpoint.add(commands)
     launch.add(commands)
+    k8s.add(commands)
     return parser
 
 

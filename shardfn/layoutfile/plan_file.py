@@ -58,6 +58,16 @@ def plan_to_toml(plan: Any, layout: LayoutFile | None = None) -> str:
     return head + to_toml(layout, {place: _note(same, reasons) for place, same in same_rule.items()})
 
 
+def estimated_peak(text: str) -> int | None:
+    """The peak memory of a device, in bytes, that the comments of a plan's TOML text name; None if they name none.
+
+    >>> estimated_peak("# Estimated per call and device: 7 µs, 96 B sent, peak memory 1,024 B.")
+    1024
+    """
+    found = re.search(r"^# Estimated per call and device: .*, peak memory ([\d,]+) B\.$", text, re.M)
+    return int(found[1].replace(",", "")) if found else None
+
+
 def rules_of(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[LayoutRule, ...]:
     """A rule for each array. Equally sharded arrays of all layers share one, if every other array that its glob matches has
     a rule of its own, which takes precedence."""
