@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardfn.api import plan
 from shardfn.embedding.lookup import lookup, placement
 from shardfn.embedding.split import UnevenRows
+from shardfn.errors import StrategyTypeError, a, fail, raise_problems
+from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.units import bytes_text
 
 
@@ -74,6 +76,7 @@ def compare(
 
     Raises:
       StrategyError: as of `lookup`.
+      StrategyTypeError: a split or a shape of another type.
 
     >>> found = compare(UnevenRows((10, 20, 30, 4)), 16, (8, 8), strategy=(4, 1), device="cpu:4")
     >>> print(found)
@@ -81,6 +84,10 @@ def compare(
     uneven      1.88 KiB     3.5 KiB         0 B             0 B
     even           1 KiB         0 B       3 KiB...
     """
+    if not isinstance(split, UnevenRows) or not isinstance(ids, tuple | list):
+        fail(StrategyTypeError, f"`compare` takes {a(split)} and {a(ids)}", where=f"split = {split!r:.40}, ids = {ids!r:.40}",
+             why="it takes an `UnevenRows` and a shape", fix="compare(UnevenRows((10, 20)), 16, (8, 4), ...)")  # fmt: skip
+    raise_problems(option_problems(integer(1), "width", width))
     placed = placement(strategy, split, (split.total, width), ids, device)
     of_table, of_ids = placed.shardings
     rows, _, columns = of_table.spec

@@ -115,8 +115,10 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
             )
         _sync(folder)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a manifest may be there already, if the folder's entry could not be synced
+            there = read_manifest(folder)
+            if there is None or all(file.name != name for file in there.files):
+                (folder / name).unlink(missing_ok=True)
         fail(CheckpointFileError, f"the table cannot be saved in {folder}", where=f"save({str(folder)!r})", why=str(error),
              fix="free space or choose another folder; what was saved before is complete")  # fmt: skip
     _delete_others(folder, after)

@@ -26,6 +26,7 @@ from shardfn.embedding.split import UnevenRows
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, on_devices_of, partition_spec, spec_of
 from shardfn.ir.model import Spec
+from shardfn.runtime.processes import is_traced
 
 
 def lookup(
@@ -53,8 +54,9 @@ def lookup(
       The rows [..., fields, width]; fields are sharded as the table's rows, `width` as its columns.
 
     Raises:
-      StrategyError: a strategy, rows or shapes that do not fit each other; with `check`, ids outside their part.
-      StrategyTypeError: ids that are no integers.
+      StrategyError: a strategy, rows or shapes that do not fit each other; devices that are not here, outside a plan;
+        with `check`, ids outside their part.
+      StrategyTypeError: ids that are no integers, a table that holds no numbers.
 
     >>> split = UnevenRows((10, 20, 30, 4))
     >>> table = split.pack(jnp.arange(64.0 * 2).reshape(64, 2))
@@ -63,13 +65,28 @@ def lookup(
     """
     split = rows if isinstance(rows, UnevenRows) else UnevenRows(rows, offsets)
     ids = ids if hasattr(ids, "dtype") else np.asarray(ids)
-    table = table if hasattr(table, "dtype") else jnp.asarray(table)
+    table = table if hasattr(table, "dtype") else np.asarray(table)
+    if not jnp.issubdtype(table.dtype, np.number):
+        fail(StrategyTypeError, f"the table holds {table.dtype}, no numbers", where=f"table: {table.dtype}{list(table.shape)}",
+             fix="pass the table, or what `UnevenRows.pack` made of it")  # fmt: skip
     placed = placement(strategy, split, tuple(table.shape), tuple(ids.shape), device)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         fail(StrategyTypeError, f"ids are integers, but these are {ids.dtype}", where=f"ids: {ids.dtype}{list(ids.shape)}",
              fix="cast them: ids.astype(jnp.int32)")  # fmt: skip
     if ids.dtype.itemsize < 4:  # offsets need not fit such ids
         ids = ids.astype(np.int32)
+    if (most := max(abs(n) for n in (*split.offsets, *map(sum, zip(split.offsets, split.rows, strict=True))))) > (
+        largest := np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype)).max
+    ):
+        fail(StrategyError, f"ids up to {most:,} do not fit {jax.dtypes.canonicalize_dtype(ids.dtype)}",
+             where=f"offsets = {split.offsets!r:.80}", why=f"its largest id is {largest:,}",
+             fix="use offsets of 0, or jax_enable_x64 and ids of int64")  # fmt: skip
+    if isinstance(placed.mesh, AbstractMesh) and not (
+        isinstance(table, Tracer) or isinstance(ids, Tracer) or is_traced()
+    ):
+        fail(StrategyError, "a lookup cannot run on devices that are not here", where=f"device = {device!r:.80}",
+             why="a target is only planned for", fix="shardfn.plan(lambda table, ids: lookup(...), table, ids, "
+             f"device={device!r:.80}); to run, use {placed.mesh.size} devices of this machine")  # fmt: skip
     if check:
         _check_ids(split, ids)
     if isinstance(ids, np.ndarray) and not jax.config.read("jax_enable_x64"):  # JAX would wrap wider ids into the table

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardfn.errors import StrategyTypeError, a, fail
+
 Schedule = float | Callable[[int], float]
 """A learning rate, or a function of the number of updates so far."""
 
@@ -47,8 +49,17 @@ class RowOptimizer:
 
         Returns:
           The rate.
+
+        Raises:
+          StrategyTypeError: it is no number.
         """
-        return float(self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate)
+        rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
+        try:
+            return float(rate)
+        except (TypeError, ValueError):
+            fail(StrategyTypeError, f"the learning rate of a table is {a(rate)}", where=f"{self.name}({rate!r:.40})",
+                 why="it is a number, or a function of the number of updates that returns one",
+                 fix=f"{self.name}(0.01), or {self.name}(lambda updates: 0.01 / (updates + 1))")  # fmt: skip
 
 
 def sgd(learning_rate: Schedule) -> RowOptimizer:

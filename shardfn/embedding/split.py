@@ -175,6 +175,9 @@ class UnevenRows:
         return f"{bytes_text(total * row)} for {self.parts} parts of {self.longest} rows{padding}"
 
     def _check(self, array: Any, shape: tuple[int, ...], what: str) -> None:
+        if not hasattr(array, "shape"):
+            fail(StrategyTypeError, f"{what} is an array, not {a(array)}", where=f"UnevenRows({self.rows!r:.80})",
+                 fix="numpy.asarray(table)")  # fmt: skip
         if tuple(array.shape[: len(shape)]) != shape:
             fail(StrategyError, f"{what} of this split starts with the dimensions {list(shape)}, not {list(array.shape)}",
                  where=f"UnevenRows({self.rows!r:.80})", why=f"its {self.parts} parts have {self.total} rows, the longest "
@@ -194,6 +197,7 @@ def pack(tree: Any, splits: Mapping[str, UnevenRows]) -> Any:
 
     Raises:
       StrategyError: a path that matches no table.
+      StrategyTypeError: splits that are no dict of `UnevenRows`.
 
     >>> pack({"items": np.ones((3, 2))}, {"items": UnevenRows((1, 2))})["items"].shape
     (2, 2, 2)
@@ -205,7 +209,7 @@ def unpack(tree: Any, splits: Mapping[str, UnevenRows]) -> Any:
     """The inverse of `pack`: a tree with the real rows, as a checkpoint should hold them.
 
     Tables of JAX arrays become NumPy arrays in host memory: their number of rows need not divide by the devices. Shapes
-    stay shapes. In a job of several processes every process must call it.
+    stay shapes, and traced arrays traced ones. In a job of several processes every process must call it.
 
     Args:
       tree: a pytree of arrays or shapes.
@@ -216,6 +220,7 @@ def unpack(tree: Any, splits: Mapping[str, UnevenRows]) -> Any:
 
     Raises:
       StrategyError: a path that matches no padded table.
+      StrategyTypeError: splits that are no dict of `UnevenRows`.
 
     >>> unpack({"items": np.ones((2, 2, 2))}, {"items": UnevenRows((1, 2))})["items"].shape
     (3, 2)
@@ -230,16 +235,19 @@ def unpack(tree: Any, splits: Mapping[str, UnevenRows]) -> Any:
 
 
 def _mapped(tree: Any, splits: Mapping[str, UnevenRows], shape_of: Any, change: Any) -> Any:
+    if not isinstance(splits, Mapping) or not all(isinstance(split, UnevenRows) for split in splits.values()):
+        fail(StrategyTypeError, f"`splits` is {a(splits)} and must be a dict of `UnevenRows`", where=f"splits = {splits!r:.60}",
+             why="it says the split of each table", fix='splits={"items": UnevenRows((10, 20))}, by path')  # fmt: skip
     leaves, treedef = tree_util.tree_flatten(tree)
     paths = array_paths("", tree)
     raise_problems(unmet("splits", [g for g in splits if not _found(g, paths)], paths))
     for glob, split in splits.items():
         shape = shape_of(split)
-        hits = [i for i in _found(glob, paths) if tuple(leaves[i].shape[: len(shape)]) == shape]
+        hits = [i for i in _found(glob, paths) if np.shape(leaves[i])[: len(shape)] == shape]
         if not hits:
             fail(StrategyError, f"no array at `{glob}` starts with the dimensions {list(shape)}",
                  where=f"splits[{glob!r}] = {split!r:.80}", why=f"`{paths[_found(glob, paths)[0]]}` has the shape "
-                 f"{list(leaves[_found(glob, paths)[0]].shape)}", fix="give the split that the table has")  # fmt: skip
+                 f"{list(np.shape(leaves[_found(glob, paths)[0]]))}", fix="give the split that the table has")  # fmt: skip
         for i in hits:
             leaves[i] = change(split, leaves[i])
     return treedef.unflatten(leaves)
@@ -251,9 +259,9 @@ def _found(glob: str, paths: Sequence[str]) -> list[int]:
 
 
 def _on_host(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else leaf
+    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
+        return leaf
+    return np.asarray(leaf) if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
 
 
 def _starts(rows: Sequence[int]) -> tuple[int, ...]:

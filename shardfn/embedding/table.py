@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
-from jax.core import Tracer
 
-from shardfn.cost.devices.hardware import resolve
+from shardfn.cost.devices.hardware import resolve, used_here
 from shardfn.embedding import journal, rowwise
 from shardfn.embedding.cache import CacheCounts, CachedStore
+from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems
 from shardfn.embedding.store import (
     BLOCK,
     ROWS,
@@ -34,19 +34,11 @@ from shardfn.embedding.store import (
     fitted,
     host_arrays,
 )
-from shardfn.errors import (
-    CheckpointError,
-    Problem,
-    StrategyError,
-    StrategyTypeError,
-    a,
-    fail,
-    nearest,
-    raise_problems,
-)
+from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.meshes import MeshLayout
+from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.units import bytes_text
 
-STORES = ("device", "host")
 CHUNK = 16 * BLOCK
 """Rows that a save reads at once."""
 
@@ -117,12 +109,17 @@ class Table:
         device: Any = None,
     ):
         optimizer = rowwise.adagrad(0.01) if optimizer is None else optimizer
-        raise_problems(_problems(rows, width, store, path, cache_rows, optimizer, init, strategy))
-        self.shape, self.dtype, self.optimizer, self.count = (rows, width), jnp.dtype(dtype), optimizer, 0
+        options = rows, width, store, path, cache_rows, optimizer, init, seed, dtype, strategy
+        raise_problems(table_problems(*options))
+        rows, width, cache_rows, seed = map(operator.index, (rows, width, cache_rows, seed))
+        self.shape, self.dtype, self.optimizer, self.count = (
+            (rows, width),
+            jax.dtypes.canonicalize_dtype(dtype),
+            optimizer,
+            0,
+        )
         is_given = not isinstance(init, int | float)
         self._first = np.asarray(init) if is_given else Normal(float(init), seed, width)
-        self._is_changed = np.full(rows, is_given)  # since the last save
-        self._is_touched = np.full(rows, is_given)  # ever
         self._saved: dict[pathlib.Path, journal.Manifest] = {}  # the last save of each folder, the newest last
         first = "given" if is_given else ["normal", float(init), seed]
         self._kind = {
@@ -134,12 +131,22 @@ class Table:
         }
         held = rows if store == "device" else cache_rows
         sharding = None if strategy is None or not held else _sharding(strategy, (held, width), device)
+        try:
+            self._is_changed = np.full(rows, is_given)  # since the last save
+            self._is_touched = np.full(rows, is_given)  # ever
+            self._store = self._new_store(store, path, cache_rows, sharding)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            size = rows * width * (self.dtype.itemsize + 4 * len(optimizer.moments))
+            fail(StrategyError, f"a table of {bytes_text(size)} does not fit the memory of its {store}",
+                 where=f"Table({rows}, {width}, store={store!r})", why=f"{error!s:.200}",
+                 fix="use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices')  # fmt: skip
+
+    def _new_store(self, store: str, path: Any, cache_rows: int, sharding: Any) -> Store:
+        moments = self.optimizer.moments
         if store == "device":
-            arrays = device_arrays((rows, width), self.dtype, self._first, optimizer.moments, sharding)
-            self._store: Store = DeviceStore(arrays)
-        else:
-            host = HostStore(host_arrays((rows, width), self.dtype, self._first, optimizer.moments, path))
-            self._store = CachedStore(host, cache_rows, optimizer.moments, sharding) if cache_rows else host
+            return DeviceStore(device_arrays(self.shape, self.dtype, self._first, moments, sharding))
+        host = HostStore(host_arrays(self.shape, self.dtype, self._first, moments, path))
+        return CachedStore(host, cache_rows, moments, sharding) if cache_rows else host
 
     def __repr__(self) -> str:
         return f"Table({self.shape[0]}, {self.shape[1]}, optimizer={self.optimizer.name!r})"
@@ -193,6 +200,7 @@ class Table:
         >>> [batch.ids.tolist() for batch in Table(10, 2).prefetch([[1, 2], [2, 3]])]
         [[1, 2], [2, 3]]
         """
+        raise_problems(option_problems(integer(0), "ahead", ahead))
         for prepared in read_ahead(lambda ids: self._prepared(ids, True), batches, ahead):
             yield self._fetched(prepared, capacity)
 
@@ -205,11 +213,9 @@ class Table:
 
         Raises:
           StrategyError: a gradient of another shape.
+          StrategyTypeError: a gradient that is traced.
         """
-        if tuple(gradients.shape) != tuple(fetched.values.shape):
-            fail(StrategyError, f"the gradient has the shape {list(gradients.shape)}, and the rows {list(fetched.values.shape)}",
-                 where=f"update(…, gradients[{', '.join(map(str, gradients.shape))}])",
-                 why="it is the gradient of `fetched.values`", fix="jax.grad(loss)(fetched.values, ...)")  # fmt: skip
+        check_gradients(fetched.values.shape, gradients)
         self._store.apply(Step(self.optimizer, self.count, self.optimizer.rate(self.count)), fetched.ids, gradients)
         self.count += 1
         self._is_changed[fetched.ids] = self._is_touched[fetched.ids] = True
@@ -271,7 +277,7 @@ class Table:
           CheckpointError: the folder holds the saves of another table or run.
           CheckpointFileError: the disk is full, or the folder cannot be written. Earlier saves are complete.
         """
-        path = pathlib.Path(folder).absolute()
+        path = folder_of(folder, "save")
         there = journal.read_manifest(path)
         if there is not None and there != self._saved.get(path):
             fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(folder)!r})",
@@ -297,7 +303,7 @@ class Table:
           CheckpointError: there is no save, or it is of another table: rows, width, dtype, optimizer or first rows differ.
           CheckpointFileError: files that are missing, truncated or changed, by name. The table is as it was then.
         """
-        path = pathlib.Path(folder).absolute()
+        path = folder_of(folder, "restore")
         manifest = journal.read_manifest(path)
         if manifest is None:
             fail(CheckpointError, f"{path} holds no saved table", where=f"restore({str(folder)!r})",
@@ -321,13 +327,14 @@ class Table:
     # ---- inside
 
     def _prepared(self, ids: Any, is_ahead: bool) -> _Prepared:
-        flat = _checked_ids(ids, self.shape[0])
+        flat = checked_ids(ids, self.shape[0])
         unique, inverse = np.unique(flat, return_inverse=True)
         positions = inverse.reshape(flat.shape).astype(np.int32)
         return _Prepared(unique, positions, self._store.stage(unique) if is_ahead else None)
 
     def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
         count = len(prepared.ids)
+        raise_problems(option_problems(integer(1), "capacity", capacity) if capacity is not None else ())
         if capacity is not None and count > capacity:
             fail(StrategyError, f"a batch touches {count:,} rows, and `capacity` is {capacity:,}",
                  where=f"capacity = {capacity}", fix=f"capacity={bucket(count)}")  # fmt: skip
@@ -369,24 +376,11 @@ def read_ahead(prepare: Any, items: Iterable[Any], ahead: int) -> Iterator[Any]:
             yield waiting.popleft().result()
 
 
-def _checked_ids(ids: Any, rows: int) -> np.ndarray:
-    if isinstance(ids, Tracer):
-        fail(StrategyTypeError, "the ids are traced", where="fetch(ids)", why="rows are fetched on the host, before a step",
-             fix="fetch outside jit, and give values and positions to the step")  # fmt: skip
-    found = np.asarray(ids)
-    if found.size and found.dtype.kind not in "iu":
-        fail(StrategyTypeError, f"ids are integers, but these are {found.dtype}", where=f"ids: {found.dtype}{list(found.shape)}",
-             fix="cast them: ids.astype(numpy.int64)")  # fmt: skip
-    wrong = np.argwhere((found < 0) | (found >= rows))
-    if len(wrong):
-        at = tuple(map(int, wrong[0]))
-        fail(StrategyError, f"{len(wrong)} ids are not in the table", where=f"ids[{', '.join(map(str, at))}] = {found[at]}",
-             why=f"the table has the ids 0 to {rows - 1}", fix="correct the ids, or make a larger table")  # fmt: skip
-    return found.astype(np.int64)
-
-
 def _sharding(strategy: tuple[int, int], shape: tuple[int, int], device: Any) -> Any:
     hardware = resolve(device)
+    if not hardware.is_here:
+        fail(StrategyError, f"a table cannot be made on {hardware.name}, which is not here", where=f"device = {device!r}",
+             why="a target is only planned for", fix=used_here(hardware) or "give a device of this machine")  # fmt: skip
     numbers = tuple(map(operator.index, strategy))
     shards = numbers[0] * numbers[1]
     raise_problems([
@@ -398,36 +392,3 @@ def _sharding(strategy: tuple[int, int], shape: tuple[int, int], device: Any) ->
         fail(StrategyError, f"the table is sharded {shards} ways on {hardware.count} devices", where=f"strategy = {numbers}",
              why="their number must be divisible by that of the shards", fix=f"name {shards} devices")  # fmt: skip
     return MeshLayout.of_strategy(numbers, hardware.count).sharding(hardware.devices)
-
-
-def _problems(
-    rows: Any, width: Any, store: Any, path: Any, cache_rows: Any, optimizer: Any, init: Any, strategy: Any
-) -> Iterator[Problem]:
-    for name, value, least in (("rows", rows, 1), ("width", width, 1), ("cache_rows", cache_rows, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            yield Problem(
-                f"`{name}` must be an int from {least}", f"{name} = {value!r:.40}", fix=f"{name}={max(least, 8)}"
-            )
-            return
-    if store not in STORES:
-        yield Problem(f"there is no store {store!r:.40}", f"store = {store!r:.40}", fix=nearest(store, STORES))
-    for name, value in (("cache_rows", cache_rows), ("path", path)):
-        if store == "device" and value:
-            yield Problem(f"`{name}` goes with store=\"host\"", f"{name} = {value!r:.40}",
-                          "a table on devices is in their memory", f'leave `{name}` out, or use store="host"')  # fmt: skip
-    if strategy is not None and not (
-        isinstance(strategy, tuple | list)
-        and len(strategy) == 2
-        and all(isinstance(n, int) and n > 0 for n in strategy)
-    ):
-        yield Problem("`strategy` must be two ints from 1", f"strategy = {strategy!r:.40}",
-                      "they are the numbers of shards of rows and columns", "strategy=(8, 1)")  # fmt: skip
-    if strategy is not None and store == "host" and not cache_rows:
-        yield Problem("`strategy` is of rows on devices, and there are none", f"strategy = {strategy!r:.40}",
-                      "a host store without cache has its rows on the host", "leave it out, or give cache_rows")  # fmt: skip
-    if not isinstance(optimizer, rowwise.RowOptimizer):
-        yield Problem(f"the optimizer of a table is one of rows, not {a(optimizer)}", f"optimizer = {optimizer!r:.40}",
-                      "only the rows of a batch are updated", "optimizer=embedding.adagrad(0.01)")  # fmt: skip
-    if not isinstance(init, int | float) and np.shape(init) != (rows, width):
-        yield Problem(f"`init` has the shape {list(np.shape(init))}", "init", f"the table has [{rows}, {width}]",
-                      "give the standard deviation of the first rows, or an array of all")  # fmt: skip

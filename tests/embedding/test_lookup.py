@@ -172,3 +172,21 @@ def test_id_beyond_int32_is_of_no_row(wide):
     table = np.arange(1.0, 15.0, dtype="float32").reshape(7, 2)
     found = embedding.lookup(table, np.array([[wide, 3]]), strategy=(2, 1), rows=(3, 4), device=jax.devices()[:2])
     np.testing.assert_array_equal(found, [[[0, 0], table[3]]])
+
+
+def test_unusable_devices_tables_and_splits_are_named():
+    split = UnevenRows(ROWS[4])
+    table, ids = data(split)
+    for options, text in [
+        ({"device": "tpu-v5e:4"}, "not here"),
+        ({"table": "items"}, "no numbers"),
+        ({"rows": ROWS[4], "offsets": (2**40, 0, 0, 0)}, "do not fit int32"),
+    ]:
+        with pytest.raises(ShardError, match=text):
+            embedding.lookup(**{"table": table, "ids": ids, "strategy": (4, 1), "rows": split, **options})
+    with pytest.raises(ShardError, match="dict of `UnevenRows`"):
+        embedding.pack({"items": table}, {"items": ROWS[4]})
+    with pytest.raises(ShardError, match="`compare` takes a tuple"):
+        embedding.compare(ROWS[4], 16, (8, 8), strategy=(4, 1))
+    found = jax.jit(lambda tree: embedding.unpack(tree, {"items": split}))({"items": split.pack(table)})
+    np.testing.assert_array_equal(found["items"], table)

@@ -121,6 +121,7 @@ def test_fetch_of_bad_ids_says_which():
         ([[1, 2], [-1, 3]], r"ids\[1, 0\] = -1"),
         ([10, 11], "2 ids are not in the table"),
         ([0.5], "integers"),
+        ([[1, 2], [3]], "different lengths"),
     ]:
         with pytest.raises(ShardError, match=text):
             table.fetch(ids)
@@ -135,6 +136,12 @@ def test_fetch_of_bad_ids_says_which():
     table.update(same, jnp.ones_like(same.values))
     with pytest.raises(ShardError, match="has the shape"):
         table.update(same, jnp.ones((3, 2)))
+    with pytest.raises(ShardError, match="gradient is traced"):
+        jax.jit(lambda g: table.update(same, g))(same.values)
+    with pytest.raises(ShardError, match="`capacity` cannot be"):
+        table.fetch([1], capacity=1.5)
+    with pytest.raises(ShardError, match="learning rate"):
+        Table(10, 2, optimizer=embedding.sgd(lambda _: None)).update(same, same.values)
     with pytest.raises(ShardError, match="room for 4"):
         Table(10, 2, cache_rows=4).fetch(np.arange(5))
 
@@ -142,7 +149,9 @@ def test_fetch_of_bad_ids_says_which():
 @pytest.mark.parametrize(
     "options",
     [{"rows": 0}, {"store": "disk"}, {"store": "device", "cache_rows": 4}, {"strategy": (2, 1)}, {"optimizer": optax.sgd(0.1)},
-     {"init": np.ones((3, 2))}, {"store": "device", "strategy": (3, 1)}, {"store": "device", "strategy": (0, 1)}],
+     {"init": np.ones((3, 2))}, {"store": "device", "strategy": (3, 1)}, {"store": "device", "strategy": (0, 1)},
+     {"dtype": "int32"}, {"dtype": "floet32"}, {"init": "zeros"}, {"init": float("nan")}, {"seed": -1}, {"rows": 2**55},
+     {"rows": 2**31, "store": "device"}, {"store": "device", "strategy": (8, 1), "device": "tpu-v5e:8"}],
     ids=lambda options: ", ".join(options),
 )  # fmt: skip
 def test_table_refuses_options_that_do_not_fit(options):
@@ -242,7 +251,7 @@ def test_full_disk_keeps_earlier_saves(tmp_path):
 CHILD = """
 import sys, numpy as np
 from shardfn import embedding
-table = embedding.Table(20000, 16, optimizer=embedding.sgd(1.0), init=0.0)
+table = embedding.Table(20000, 16, optimizer=embedding.sgd(1.0), init=0.0, path=sys.argv[1] + "/files", cache_rows=4096)
 while True:
     for _ in range(3):
         batch = table.fetch(np.arange(table.count % 7, 20000, 7))
@@ -252,7 +261,7 @@ while True:
 """
 
 
-def test_killed_save_leaves_what_was_reported(tmp_path):
+def test_killed_write_back_or_save_leaves_what_was_reported(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True,
                              env=bare_environment() | {"PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"})  # fmt: skip
     reported = [int(child.stdout.readline()) for _ in range(20)][-1]
