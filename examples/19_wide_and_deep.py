@@ -103,12 +103,10 @@ def batches():
 
 params = make()
 items = embedding.Table(
-    ITEMS, WIDTH, cache_rows=1024, optimizer=embedding.adagrad(0.1), init=np.asarray(params.pop("items"))
+    ITEMS, WIDTH, cache_rows=1024, optimizer=embedding.adagrad(0.1), init=np.asarray(params["items"])
 )
-step = embedding.step(
-    loss, optax.adam(1e-2), tables={"items": items}, ids={"items": (0, 1)}, has_aux=True, mode="data_parallel"
-)
-state, losses = step.init(params, *next(batches())), []
+step = train.step(loss, optax.adam(1e-2), ids={"items": (0, 1)}, has_aux=True, mode="data_parallel")
+state, losses = step.init({**params, "items": items}, *next(batches())), []
 for batch in step.feed(batches()):  # reads the next batch's rows while a step runs
     state, (value, _) = step(state, batch)
     losses.append(float(value))

@@ -8,10 +8,10 @@
 | `store`, `cache` | rows on the host, in files, on devices; a device cache of hot rows |
 | `rowwise` | `sgd`, `adagrad`, `adam`, `lamb` of the rows of a batch |
 | `journal` | the files of incremental saves |
-| `training` | `step`: `train.step` with tables |
-"""
+| `checks` | what is wrong with options and ids |
 
-from typing import TYPE_CHECKING, Any
+`train.step` takes tables among its parameters.
+"""
 
 from shardfn.embedding.cache import CacheCounts
 from shardfn.embedding.compare import Comparison, SplitCost, compare
@@ -21,18 +21,7 @@ from shardfn.embedding.rowwise import RowOptimizer, adagrad, adam, lamb, sgd
 from shardfn.embedding.split import UnevenRows, pack, unpack
 from shardfn.embedding.table import Fetched, Table
 
-if TYPE_CHECKING:
-    from shardfn.embedding.training import step
-
 __all__ = [
     "CacheCounts", "Comparison", "Fetched", "Placement", "RowOptimizer", "SplitCost", "Table", "UnevenRows", "adagrad",
-    "adam", "compare", "lamb", "lookup", "pack", "placement", "sgd", "splits_of", "step", "unpack", "with_splits",
+    "adam", "compare", "lamb", "lookup", "pack", "placement", "sgd", "splits_of", "unpack", "with_splits",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name == "step":  # it needs optax
-        from shardfn.embedding.training import step
-
-        return step
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -318,5 +318,6 @@ def device_arrays(
             return jnp.asarray(shard((slice(None), slice(None))))
         return jax.make_array_from_callback(shape, sharding, shard)
 
-    rows = make(0.0 if first is None else first, dtype)
-    return {ROWS: rows, **{name: make(0.0 if first is None else value, np.float32) for name, value in moments}}
+    with jax.ensure_compile_time_eval():  # a function that makes a model may make tables too
+        rows = make(0.0 if first is None else first, dtype)
+        return {ROWS: rows, **{name: make(0.0 if first is None else value, np.float32) for name, value in moments}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import dataclasses
 import operator
 import os
@@ -37,6 +35,7 @@ from shardfn.embedding.store import (
 from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.runtime.read_ahead import read_ahead
 from shardfn.units import bytes_text
 
 CHUNK = 16 * BLOCK
@@ -61,8 +60,9 @@ class Fetched:
 class Table:
     """A table of embeddings that need not fit a device.
 
-    A step gets the rows of its batch and the positions of its ids in them: `values[positions]` is the lookup, and the
-    gradient of `values` has one row for each different id. `update` applies the optimizer to these rows alone.
+    `train.step` takes tables among its parameters. A step gets the rows of its batch and the positions of its ids in them:
+    `values[positions]` is the lookup, and the gradient of `values` has one row for each different id. `update` applies the
+    optimizer to these rows alone. A table is a pytree without leaves.
 
     Args:
       rows: the number of rows.
@@ -179,7 +179,7 @@ class Table:
         >>> Table(10, 2).fetch([3, 3, 1]).values.shape
         (8, 2)
         """
-        return self._fetched(self._prepared(ids, False), capacity)
+        return self._fetched(self.prepare(ids), capacity)
 
     def prefetch(self, batches: Iterable[Any], ahead: int = 1, capacity: int | None = None) -> Iterator[Fetched]:
         """Fetch the rows of batch after batch; those of the next ones are read on the host while a step runs.
@@ -201,7 +201,7 @@ class Table:
         [[1, 2], [2, 3]]
         """
         raise_problems(option_problems(integer(0), "ahead", ahead))
-        for prepared in read_ahead(lambda ids: self._prepared(ids, True), batches, ahead):
+        for prepared in read_ahead(lambda ids: self.prepare(ids, True), batches, ahead):
             yield self._fetched(prepared, capacity)
 
     def update(self, fetched: Fetched, gradients: Any) -> None:
@@ -216,9 +216,7 @@ class Table:
           StrategyTypeError: a gradient that is traced.
         """
         check_gradients(fetched.values.shape, gradients)
-        self._store.apply(Step(self.optimizer, self.count, self.optimizer.rate(self.count)), fetched.ids, gradients)
-        self.count += 1
-        self._is_changed[fetched.ids] = self._is_touched[fetched.ids] = True
+        self.apply(fetched.ids, gradients)
 
     def lookup(self, ids: Any) -> jax.Array:
         """The rows at ids, outside a step.
@@ -324,23 +322,82 @@ class Table:
             first = next(chunks, None)
         self.count, self._saved = manifest.count, {path: manifest}
 
-    # ---- inside
+    # ---- for `train.step`
 
-    def _prepared(self, ids: Any, is_ahead: bool) -> _Prepared:
+    def capacity(self, ids: int) -> int:
+        """The rows that a batch of so many ids is given, a power of two.
+
+        Args:
+          ids: the number of ids, duplicates counted.
+
+        >>> Table(10, 2).capacity(1000)
+        16
+        """
+        return bucket(min(ids, self.shape[0]))
+
+    def prepare(self, ids: Any, is_ahead: bool = False) -> _Prepared:
+        """The different ids of a batch, and the position of each id among them.
+
+        Args:
+          ids: as of `fetch`.
+          is_ahead: whether their rows are read already, as far as the host has them.
+
+        Raises:
+          StrategyError, StrategyTypeError: as `fetch`.
+
+        >>> Table(10, 2).prepare([[3, 3], [1, 2]]).positions.tolist()
+        [[2, 2], [0, 1]]
+        """
         flat = checked_ids(ids, self.shape[0])
         unique, inverse = np.unique(flat, return_inverse=True)
         positions = inverse.reshape(flat.shape).astype(np.int32)
         return _Prepared(unique, positions, self._store.stage(unique) if is_ahead else None)
 
-    def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
+    def rows_of(self, prepared: _Prepared, capacity: int) -> jax.Array:
+        """The rows of a batch, on the device.
+
+        Args:
+          prepared: what `prepare` returned.
+          capacity: the number of rows; those after the last id are zeros.
+
+        Returns:
+          The rows [capacity, width].
+
+        Raises:
+          StrategyError: more different ids than `capacity` or the cache holds.
+
+        >>> table = Table(10, 2)
+        >>> table.rows_of(table.prepare([1, 2]), 4).shape
+        (4, 2)
+        """
         count = len(prepared.ids)
-        raise_problems(option_problems(integer(1), "capacity", capacity) if capacity is not None else ())
-        if capacity is not None and count > capacity:
+        if count > capacity:
             fail(StrategyError, f"a batch touches {count:,} rows, and `capacity` is {capacity:,}",
                  where=f"capacity = {capacity}", fix=f"capacity={bucket(count)}")  # fmt: skip
-        rows = self._store.read(prepared.ids, prepared.staged)
-        values = jnp.asarray(fitted(rows, bucket(count) if capacity is None else capacity))
-        return Fetched(values, prepared.positions, prepared.ids)
+        return jnp.asarray(fitted(self._store.read(prepared.ids, prepared.staged), capacity))
+
+    def apply(self, ids: np.ndarray, gradients: Any) -> None:
+        """Apply the optimizer to some rows, as `update` does.
+
+        Args:
+          ids: different ids, in ascending order.
+          gradients: the gradients of their rows, [ids or more, width].
+
+        >>> table = Table(10, 1, optimizer=rowwise.sgd(1.0), init=0.0)
+        >>> table.apply(np.array([3]), np.ones((1, 1), "float32"))
+        >>> table.lookup(3).tolist()
+        [-1.0]
+        """
+        self._store.apply(Step(self.optimizer, self.count, self.optimizer.rate(self.count)), ids, gradients)
+        self.count += 1
+        self._is_changed[ids] = self._is_touched[ids] = True
+
+    # ---- inside
+
+    def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
+        raise_problems(option_problems(integer(1), "capacity", capacity) if capacity is not None else ())
+        count = bucket(len(prepared.ids)) if capacity is None else capacity
+        return Fetched(self.rows_of(prepared, count), prepared.positions, prepared.ids)
 
     def _dumped(self, ids: np.ndarray) -> Iterator[tuple[np.ndarray, Fields]]:
         for start in range(0, len(ids), CHUNK):
@@ -356,24 +413,7 @@ class _Prepared(NamedTuple):
     staged: Any
 
 
-def read_ahead(prepare: Any, items: Iterable[Any], ahead: int) -> Iterator[Any]:
-    """`map(prepare, items)`, with the next items prepared in another thread.
-
-    NumPy arrays in the items are copied, so that a generator may fill its arrays again.
-
-    >>> list(read_ahead(abs, [-1, -2, -3], 1))
-    [1, 2, 3]
-    """
-    items = iter(items)
-    with concurrent.futures.ThreadPoolExecutor(1, "embedding") as pool:
-        waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
-        for item in items:
-            kept = tree_util.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, item)
-            waiting.append(pool.submit(prepare, kept))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+tree_util.register_pytree_node(Table, lambda table: ((), table), lambda table, _: table)
 
 
 def _sharding(strategy: tuple[int, int], shape: tuple[int, int], device: Any) -> Any:

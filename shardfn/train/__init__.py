@@ -20,9 +20,10 @@ from shardfn.train.remat import communicated, recompute
 from shardfn.train.steps.shardings import OptimizerParallel
 from shardfn.train.steps.state import TrainState
 from shardfn.train.steps.step import step
+from shardfn.train.steps.table_step import TableStep
 from shardfn.train.steps.train_step import TrainStep
 
 __all__ = [
-    "OptimizerParallel", "PackedParameters", "Pipeline", "TrainState", "TrainStep", "communicated",
+    "OptimizerParallel", "PackedParameters", "Pipeline", "TableStep", "TrainState", "TrainStep", "communicated",
     "fused_all_gather", "fused_psum", "pipeline", "recompute", "staged", "step",
 ]  # fmt: skip

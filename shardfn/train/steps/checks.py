@@ -18,6 +18,7 @@ from shardfn.train.scan_layers.scan import reuse_problems
 from shardfn.train.scan_layers.train_step import recompute_problems
 from shardfn.train.steps.offload import memory_problems
 from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.tables import ids_problems
 
 _OF_SHARD = {f.name for f in dataclasses.fields(Options)} - {
     "out_strategy", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames",
@@ -32,6 +33,7 @@ AROUND_A_PIPELINE: Mapping[str, tuple[str, str]] = {
     "reuse": ("stages are compiled as they are", "leave it out, or scan over equal layers within a stage"),
     "recompute": ("its backward pass rematerialises every stage from the stage's input",
                   "leave it out, or wrap functions within a stage with train.recompute"),
+    "ids": ("its stages hold all their parameters", "train without a pipeline, or keep the table as an array"),
     "in_strategy": (_LAID, "leave it out: dimension 0 of the batch is sharded over the data axis"),
     "parameter_plan": (_LAID, "give it to train.pipeline, by the paths of the model"),
     "layout": (_LAID, "give parameter_plan to train.pipeline, by the paths of the model"),
@@ -92,6 +94,7 @@ def _values(asked: StepOptions, names: Iterable[str]) -> Iterator[Problem]:
     yield from id_problems(asked.fusion) if asked.fusion is not None else ()
     yield from recompute_problems(asked.recompute, asked.options)
     yield from reuse_problems(asked.reuse)
+    yield from ids_problems(asked.ids)
     yield from memory_problems(asked.opt_state_memory_kind)
 
 

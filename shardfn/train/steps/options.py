@@ -74,6 +74,8 @@ class StepOptions:
     cross_batch: bool
     layerwise_parallel: tuple[str, ...]
     frozen: tuple[str, ...]
+    ids: Mapping[str, Any]
+    """Where the ids of each table among the parameters are in the batch, by the table's path."""
     donate: bool
     parallel_optimizer_comm_recompute: bool
     opt_state_memory_kind: str | None

@@ -21,6 +21,7 @@ from shardfn.train.scan_layers.scan import scan_limit
 from shardfn.train.steps import cells
 from shardfn.train.steps.checks import step_problems
 from shardfn.train.steps.options import StepOptions, mode_of
+from shardfn.train.steps.table_step import TableStep
 from shardfn.train.steps.train_step import TrainStep
 
 
@@ -44,6 +45,7 @@ def step(
     cross_batch: bool = False,
     layerwise_parallel: Sequence[str] = (),
     frozen: Sequence[str] = (),
+    ids: Mapping[str, Any] | None = None,
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
     parallel_optimizer_comm_recompute: bool = False,
@@ -86,6 +88,10 @@ def step(
       layerwise_parallel: globs of parameters of which each device has its own, in "data_parallel" and
         "hybrid_parallel". They get a leading dimension with one entry for each device.
       frozen: globs of parameters that are not trained.
+      ids: for each `embedding.Table` among the parameters, by its path, where its ids are in the batch: the number of an
+        argument, `(argument, column)` or `(argument, (column, column))` of its last dimension. The loss gets the rows that
+        the batch needs as `params["items"]`, and the batch has their positions as ids: `params["items"][ids]`. Each table
+        updates its rows by its own optimizer. Norms over all parameters do not count the tables.
       enable_parallel_optimizer: True shards the optimizer's states, as in MindSpore's context.
       parallel_optimizer_config: MindSpore's dict. `optimizer_level` "level1" shards the optimizer's states, "level2"
         gradients too, "level3" parameters too.
@@ -108,7 +114,7 @@ def step(
       **options: options of `shard` for the search (`search_mode`, `memory_limit`, `compile_candidates`, ...).
 
     Returns:
-      A `TrainStep`.
+      A `TrainStep`; with `ids` a `TableStep`, whose `feed` reads ahead.
 
     Raises:
       ContextError, ContextTypeError, StrategyError, StrategyTypeError: for wrong options, all at once.
@@ -143,7 +149,7 @@ def step(
         loss_fn=loss_fn, optimizer=optimizer, mode=mode_of(mode), defaults=current,
         dataset_strategy=dataset_strategy, has_aux=has_aux, mutable=_globs(mutable),
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
-        layerwise_parallel=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
+        layerwise_parallel=_globs(layerwise_parallel), frozen=_globs(frozen), ids=ids or {}, donate=donate,
         parallel_optimizer_comm_recompute=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
         fusion=fusion, reuse=reuse, recompute=recompute,
         options={**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan},
@@ -151,7 +157,8 @@ def step(
     raise_problems(step_problems(asked, inspect.signature(step).parameters))
     _warn_of_dataset(asked)
     limit = scan_limit("auto" if recompute and (reuse is None or reuse is False) else reuse)
-    return TrainStep(
+    kind = TableStep if asked.ids else TrainStep
+    return kind(
         dataclasses.replace(asked, optimizer=adapted(optimizer), fusion=fusion_of(settings, fusion), reuse=limit)
     )
 

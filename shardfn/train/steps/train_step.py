@@ -39,6 +39,7 @@ from shardfn.train.steps.state import (
     model_shapes,
     shapes_of,
 )
+from shardfn.train.steps.tables import refuse_tables
 
 
 class TrainStep:
@@ -83,6 +84,7 @@ class TrainStep:
         batch = self._ordered(batch, named)
         make = params if is_maker(params) else lambda: params
         model = model_shapes(make) if is_maker(params) else params
+        refuse_tables(model)
         if self.options.reuse is not None:
             make, model = self._scan_layers(make, model, batch)
         parts = self._model_parts(model)

@@ -1,4 +1,4 @@
-"""`embedding.step`: a table is a parameter like any other, in every mode of `train.step`."""
+"""A table is a parameter like any other, in every mode of `train.step`."""
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,12 @@ def make_tables(**options):
         **options, "cache_rows": 0})}  # fmt: skip
 
 
+IDS = {"items": (0, 0), "groups": (0, 1)}
+
+
 def run(tables, feed=False, **options):
-    step = embedding.step(loss, optax.adam(1e-2), tables=tables, ids={"items": (0, 0), "groups": (0, 1)}, **options)
-    state, losses = step.init(dense_params, *next(batches())), []
+    step = train.step(loss, optax.adam(1e-2), ids=IDS, **options)
+    state, losses = step.init(lambda: {**dense_params(), **tables}, *next(batches())), []
     for batch in step.feed(batches()) if feed else batches():
         state, value = step(state, batch) if feed else step(state, *batch)
         losses.append(float(value))
@@ -76,23 +79,24 @@ def test_step_with_tables_equals_the_dense_step(options, cache_rows, feed):
     for name, table in tables.items():
         np.testing.assert_allclose(table.values(), want.params[name], **tolerance)
     np.testing.assert_allclose(state.params["w1"], want.params["w1"], **tolerance)
-    assert state.params.keys() == {"w1", "w2"}
+    assert all(state.params[name] is table for name, table in tables.items())
 
 
 def test_step_resumes_from_saves(tmp_path):
-    options = {"mode": "stand_alone", "tables": make_tables(cache_rows=64), "ids": {"items": (0, 0), "groups": (0, 1)}}
-    step, all_batches = embedding.step(loss, optax.adam(1e-2), **options), list(batches())
-    state, losses = step.init(dense_params, *all_batches[0]), []
+    options, all_batches = {"mode": "stand_alone", "ids": IDS}, list(batches())
+    step = train.step(loss, optax.adam(1e-2), **options)
+    state, losses = step.init({**dense_params(), **make_tables(cache_rows=64)}, *all_batches[0]), []
     for number, batch in enumerate(all_batches):
         state, value = step(state, *batch)
         losses.append(float(value))
         if number == 2:
             checkpoint.save(tmp_path / "dense", state)
             assert [table.save(tmp_path / name) > 0 for name, table in step.tables.items()]
-    again = embedding.step(loss, optax.adam(1e-2), **{**options, "tables": make_tables()})
+    again = train.step(loss, optax.adam(1e-2), **options)
+    like = again.init({**dense_params(), **make_tables()}, *all_batches[0])
     for name, table in again.tables.items():
         table.restore(tmp_path / name)
-    state = checkpoint.restore(tmp_path / "dense", jax.devices()[0], like=again.init(dense_params, *all_batches[0]))
+    state = checkpoint.restore(tmp_path / "dense", jax.devices()[0], like=like)
     resumed = []
     for batch in all_batches[3:]:
         state, value = again(state, *batch)
@@ -114,26 +118,71 @@ def test_memory_on_devices_does_not_depend_on_rows():
     peaks = []
     for rows in (10_000, 1_000_000):
         table = embedding.Table(rows, WIDTH, cache_rows=64, optimizer=embedding.sgd(0.1), init=0.0)
-        step = embedding.step(loss, optax.adam(1e-2), tables={**make_tables(), "items": table},
-                              ids={"items": (0, 0), "groups": (0, 1)}, mode="stand_alone")  # fmt: skip
+        step = train.step(loss, optax.adam(1e-2), ids=IDS, mode="stand_alone")
         batch = next(batches())
-        state = step.init(dense_params, *batch)
+        state = step.init({**dense_params(), **make_tables(), "items": table}, *batch)
         peaks.append((step.plan(state, *batch).cost.memory.peak, table.device_bytes))
     assert peaks[0] == peaks[1]
     assert "state/params/items" in str(step.explain(state, *batch).to_dict())
 
 
-def test_step_refuses_tables_without_a_place():
-    tables = make_tables()
-    with pytest.raises(ShardError, match="different tables"):
-        embedding.step(loss, optax.sgd(1.0), tables=tables, ids={"items": 0})
-    with pytest.raises(ShardError, match="no number of an argument"):
-        embedding.step(loss, optax.sgd(1.0), tables=tables, ids={"items": "ids", "groups": 0})
-    step = embedding.step(loss, optax.sgd(1.0), tables=tables, ids={"items": (0, 0), "groups": 5}, mode="stand_alone")
-    with pytest.raises(ShardError, match="no argument 5"):
-        step.init(dense_params, *next(batches()))
-    with pytest.raises(ShardError, match="without the tables"):
-        twice = embedding.step(
-            loss, optax.sgd(1.0), tables={"w1": tables["items"]}, ids={"w1": (0, 0)}, mode="stand_alone"
-        )
-        twice.init(dense_params, *next(batches()))
+def test_tables_and_ids_that_do_not_fit_are_refused():
+    params, batch = {**dense_params(), **make_tables()}, next(batches())
+    for ids, text in [
+        ({}, "does not know the ids of the table `groups`"),
+        ({"items": (0, 0)}, "does not know the ids of the table `groups`"),
+        ({**IDS, "w1": 0}, "no table at `w1`"),
+        ({**IDS, "items": 5}, "no argument 5"),
+        ({**IDS, "items": (0, 2)}, "no column 2"),
+        ({**IDS, "items": (2, 0)}, "no column 0"),
+    ]:
+        with pytest.raises(ShardError, match=text):
+            train.step(loss, optax.sgd(1.0), ids=ids, mode="stand_alone").init(params, *batch)
+    for place in ("ids", -1, (0, -1), (0, ()), (0, (1, 1)), (0, 1, 2)):
+        with pytest.raises(ShardError, match="no number of an argument"):
+            train.step(loss, optax.sgd(1.0), ids={"items": place})
+    with pytest.raises(ShardError, match="not a dict"):
+        train.step(loss, optax.sgd(1.0), ids=[("items", 0)])
+    step = train.step(loss, optax.sgd(1.0), ids=IDS, mode="data_parallel", layerwise_parallel=["items"])
+    with pytest.raises(ShardError, match="`layerwise_parallel` names the table"):
+        step.init(params, *batch)
+    with pytest.raises(ShardError, match="has not seen its tables"):
+        next(step.feed([batch]))
+
+
+def test_tables_inside_other_parameters_go_with_scanned_layers_and_a_sharded_optimizer():
+    random = np.random.default_rng(0)
+    first = random.normal(size=(ITEMS, WIDTH)).astype("float32")
+    layers = [random.normal(size=(WIDTH, WIDTH)).astype("float32") / 3 for _ in range(4)]
+
+    def deep(params, ids, y):
+        x = params["embed"]["items"][ids].sum(1)
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x.sum(1) - y) ** 2)
+
+    def trained(items, optimizer, **options):
+        step = train.step(deep, optimizer, **options)
+        data = [(random.integers(0, ITEMS, (BATCH, 3)), np.ones(BATCH, "float32")) for _ in range(3)]
+        state, losses = step.init({"embed": {"items": items}, "layers": layers}, *data[0]), []
+        for batch in data:
+            state, value = step(state, *batch)
+            losses.append(float(value))
+        return step.model(state), losses
+
+    random = np.random.default_rng(1)
+    kinds = optax.multi_transform(
+        {"table": optax.sgd(0.5), "rest": optax.adam(1e-2)}, {"embed": "table", "layers": "rest"}
+    )
+    dense, want = trained(first, kinds, mode="stand_alone")
+    for options in (
+        {"mode": "data_parallel", "reuse": "auto"},
+        {"mode": "data_parallel", "enable_parallel_optimizer": True},
+    ):
+        random = np.random.default_rng(1)
+        table = embedding.Table(ITEMS, WIDTH, init=first, optimizer=embedding.sgd(0.5))
+        model, losses = trained(table, optax.adam(1e-2), ids={"embed/items": 0}, **options)
+        np.testing.assert_allclose(losses, want, rtol=1e-4)
+        np.testing.assert_allclose(table.values(), dense["embed"]["items"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(model["layers"][3], dense["layers"][3], rtol=1e-3, atol=1e-5)
+        assert model["embed"]["items"] is table
