@@ -132,8 +132,7 @@ def main():
     print(f"experts: {up.shape} {up.sharding.spec}, on each device {up.addressable_shards[0].data.shape}")
     held = jax.device_put(state.params, jax.devices()[0])
     _, routings, _ = jax.jit(functools.partial(forward, layout=None))(held, batch(numbers, 0)[:, :-1])
-    for i, routing in enumerate(routings):
-        print(f"block {i}: load {routing.load.tolist()}, dropped {int(routing.dropped)}")
+    print(experts.load(routings, devices=8))
     same = unsharded(numbers, vocabulary, optimizer, 8)
     np.testing.assert_allclose(losses[:8], same, rtol=1e-3)
     print("the first 8 losses equal those of one device")

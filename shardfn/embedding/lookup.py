@@ -25,8 +25,12 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.embedding.split import UnevenRows
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, on_devices_of, partition_spec, spec_of
+from shardfn.frontend.notes import noted
 from shardfn.ir.model import Spec
+from shardfn.planning.summary import FIX
 from shardfn.runtime.processes import is_traced
+
+COMPARE = "see what the even split would save and send: shardfn.embedding.compare"
 
 
 def lookup(
@@ -169,7 +173,16 @@ def _program(split: UnevenRows, placed: Placement) -> Any:
 
     in_specs = partition_spec(placed.table), partition_spec(placed.ids)
     out_specs = partition_spec((*placed.ids, columns))
-    return jax.jit(jax.shard_map(on_device, mesh=placed.mesh, in_specs=in_specs, out_specs=out_specs))
+    on_devices = jax.shard_map(on_device, mesh=placed.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def program(table: jax.Array, ids: jax.Array) -> jax.Array:
+        if split.padding:
+            memory = split.memory_text(table.shape[2], table.dtype.itemsize)
+            note = f"the table {list(table.shape)} of a lookup takes {memory};{FIX}{COMPARE}"
+            table = noted(table, note)
+        return on_devices(table, ids)
+
+    return jax.jit(program)
 
 
 def _numbers(strategy: Any, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,7 +5,8 @@ functions are pure and work in `jax.jit` and `shardfn.shard`, with tokens and ex
 """
 
 from shardfn.experts.dispatch import Dispatched, combine, dispatch
+from shardfn.experts.loads import Load, load
 from shardfn.experts.losses import load_balance, router_z
 from shardfn.experts.routing import Routing, route
 
-__all__ = ["Dispatched", "Routing", "combine", "dispatch", "load_balance", "route", "router_z"]
+__all__ = ["Dispatched", "Load", "Routing", "combine", "dispatch", "load", "load_balance", "route", "router_z"]

@@ -9,6 +9,7 @@ from typing import Any
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import estimate_cost
+from shardfn.frontend.notes import notes_of
 from shardfn.frontend.paths import escaped, few
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
@@ -384,6 +385,7 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
             f"every device holds all of the arrays that the function closes over, {bytes_text(held)}: {names};{FIX}"
             'to shard these arrays, pass them as arguments, or write shard(f, closed_over="argument")'
         )
+    found += notes_of(traced.jaxpr)
     if traced.captured:
         found.append(
             f"{traced.captured} arrays of the surrounding transformation are captured and left to XLA;{FIX}pass them as arguments"

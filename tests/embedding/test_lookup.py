@@ -164,7 +164,14 @@ def test_lookup_with_a_sharding_of_ones_own_mesh():
     split = UnevenRows(ROWS[4])
     table, ids = data(split)
     at = NamedSharding(mesh, PartitionSpec("model"))
-    np.testing.assert_array_equal(embedding.lookup(table, ids, strategy=at, rows=split), table[ids])
+    look = lambda t, i: embedding.lookup(t, i, strategy=at, rows=split)  # noqa: E731
+    np.testing.assert_array_equal(look(table, ids), table[ids])
+    told = [
+        text
+        for text in shardfn.plan(jax.grad(lambda t: look(t, ids).sum()), split.pack(table)).diagnostics
+        if "lookup" in text
+    ]
+    assert len(told) == 1 and "[4, 30, 16]" in told[0] and split.memory_text(16) in told[0]
 
 
 @pytest.mark.parametrize("wide", [2**32 + 1, -(2**32) + 1])

@@ -259,6 +259,21 @@ def test_arrays_and_axes_that_do_not_fit_are_refused(call, says):
         call(x, experts.dispatch(x, experts.route(jnp.eye(4, 3), k=1)))
 
 
+def test_load_is_that_of_experts_and_of_their_devices():
+    routing = experts.route(normal(32, EXPERTS).at[:, 3].add(-50), K)
+    found = experts.load([routing, routing], devices=4)
+    np.testing.assert_array_equal(found.by_device[1], np.asarray(routing.load).reshape(4, 2).sum(1))
+    assert found.imbalance[0] == found.by_device[0].max() / (32 * K / 4) and str(found).count("\n") == 2
+    for wrong, devices in [
+        (routing.load, 1),
+        ([], 1),
+        (routing, 3),
+        ([routing, experts.route(jnp.ones((2, 3)), 1)], 1),
+    ]:
+        with pytest.raises((StrategyError, StrategyTypeError)):
+            experts.load(wrong, devices)
+
+
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_no_tokens_give_no_results(capacity_factor):
     sent = experts.dispatch(jnp.ones((0, 2)), experts.route(jnp.ones((0, 3)), k=1, capacity_factor=capacity_factor))
