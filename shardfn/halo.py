@@ -18,8 +18,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
-from shardfn.frontend.meshes import MeshLayout, on_devices_of, partition_spec, spec_of
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.frontend.meshes import mesh_and_spec, on_devices_of, partition_spec
 from shardfn.ir.model import Spec
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]
@@ -196,10 +196,11 @@ def conv(
     """
     lhs, rhs = (x if hasattr(x, "shape") and hasattr(x, "dtype") else jax.numpy.asarray(x) for x in (lhs, rhs))
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    mesh, image = _axes_of(layout, lhs.ndim, "layout")
+    why = "a halo exchange needs named mesh axes"
+    mesh, image = mesh_and_spec(layout, lhs.ndim, "layout", why)
     kernel: Spec = ((),) * rhs.ndim
     if kernel_layout is not None:
-        other, kernel = _axes_of(kernel_layout, rhs.ndim, "kernel_layout")
+        other, kernel = mesh_and_spec(kernel_layout, rhs.ndim, "kernel_layout", why)
         if other.axis_names != mesh.axis_names or other.axis_sizes != mesh.axis_sizes:
             fail(StrategyTypeError, "the image and the kernel are on different meshes",
                  where=f"layout = {layout!r}, kernel_layout = {kernel_layout!r}",
@@ -347,24 +348,6 @@ def _padded(x: jax.Array, dim: int, low: int, high: int, between: int = 0) -> ja
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (low, high, between)
     return lax.pad(x, jax.numpy.zeros((), x.dtype), config)
-
-
-def _axes_of(layout: Any, ndim: int, name: str) -> tuple[Mesh | AbstractMesh, Spec]:
-    if not isinstance(layout, MeshLayout | NamedSharding):
-        fail(StrategyTypeError, f"`{name}` must be a Layout or a NamedSharding, but it is {a(layout)}",
-             where=f"{name} = {layout!r:.80}", why="a halo exchange needs named mesh axes",
-             fix='build one: Layout((2, 4), ("row", "column"))("None", "row", …), or pass image.sharding')  # fmt: skip
-    is_jax = isinstance(layout, NamedSharding)
-    spec = spec_of(layout.spec, ndim) if is_jax else layout.spec
-    if len(spec) != ndim:
-        fail(StrategyTypeError, f"`{name}` has {len(spec)} dims, and the array has {ndim}",
-             where=f"{name} = {layout!r}", fix='give each dimension an entry; "None" is unsharded')  # fmt: skip
-    return layout.mesh if is_jax else _mesh(layout), spec
-
-
-@functools.lru_cache(maxsize=64)
-def _mesh(layout: Any) -> Mesh:
-    return layout.mesh()
 
 
 def _problems(

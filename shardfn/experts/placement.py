@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardfn.errors import StrategyError, StrategyTypeError, a, fail
+from shardfn.errors import StrategyError, fail
 from shardfn.frontend import defaults
-from shardfn.frontend.meshes import MeshLayout, spec_of
+from shardfn.frontend.meshes import mesh_and_spec
 
 Axes = tuple[str, ...]
 
@@ -70,15 +70,8 @@ def placement(layout: Any, axes: str | Axes | None, count: int, alltoall: bool |
     """
     if layout is None:
         return Placement(None)
-    if not isinstance(layout, MeshLayout | NamedSharding):
-        fail(StrategyTypeError, f"`layout` must be a Layout or a NamedSharding, but it is {a(layout)}",
-             where=f"layout = {layout!r:.80}", why="an all-to-all needs named mesh axes",
-             fix='build one: NamedSharding(mesh, PartitionSpec("data")), or pass x.sharding')  # fmt: skip
-    if isinstance(layout, NamedSharding):
-        mesh, spec = layout.mesh, spec_of(layout.spec, 2)
-    else:
-        mesh, spec = layout.mesh(), layout.spec  # type: ignore[attr-defined]  # MindSpore's
-    if len(spec) != 2 or spec[1]:
+    mesh, spec = mesh_and_spec(layout, 2, "layout", "an all-to-all needs named mesh axes")
+    if spec[1]:
         fail(StrategyError, "`layout` must shard the tokens of x [tokens, width], and nothing else",
              where=f"layout = {layout!r:.80}", why="a row is sent as a whole",
              fix="reshape x to [tokens, width] and leave the width unsharded")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.ir.model import Spec
 
 
@@ -52,6 +54,38 @@ class MeshLayout(metaclass=abc.ABCMeta):
         """The `NamedSharding` on these devices, each found by its rank; on an abstract mesh without devices."""
         mesh = abstract_mesh(self.axes) if devices is None else mesh_on([devices[i] for i in self.rank_list], self.axes)
         return NamedSharding(mesh, partition_spec(self.spec))
+
+
+def mesh_and_spec(layout: Any, ndim: int, name: str, why: str) -> tuple[Mesh | AbstractMesh, Spec]:
+    """The mesh of a layout that a user gave, and for each dimension of an array the axes that shard it.
+
+    Args:
+      layout: a `NamedSharding`, or a Layout.
+      ndim: the dimensions of the array.
+      name: the argument that the layout is.
+      why: what needs named mesh axes.
+
+    Raises:
+      StrategyTypeError: another type, or a layout of an array with other dimensions.
+
+    >>> mesh_and_spec(NamedSharding(abstract_mesh([("a", 2)]), PartitionSpec("a")), 2, "layout", "")[1]
+    (('a',), ())
+    """
+    if not isinstance(layout, MeshLayout | NamedSharding):
+        fail(StrategyTypeError, f"`{name}` must be a Layout or a NamedSharding, but it is {a(layout)}",
+             where=f"{name} = {layout!r:.80}", why=why,
+             fix='build one: NamedSharding(mesh, PartitionSpec("data")), or pass x.sharding of an array x')  # fmt: skip
+    is_jax = isinstance(layout, NamedSharding)
+    spec = spec_of(layout.spec, ndim) if is_jax else layout.spec
+    if len(spec) != ndim:
+        fail(StrategyTypeError, f"`{name}` has {len(spec)} dims, and the array has {ndim}",
+             where=f"{name} = {layout!r:.80}", fix='give each dimension an entry; "None" is unsharded')  # fmt: skip
+    return layout.mesh if is_jax else _mesh(layout), spec
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh(layout: Any) -> Mesh:
+    return layout.mesh()
 
 
 def on_devices_of(value: Any, target: NamedSharding) -> Any:
