@@ -20,7 +20,7 @@ os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-ITEMS, GROUPS, WIDTH, CROSSES, BATCH, STEPS = 4096, 32, 16, 8192, 512, 120
+ITEMS, GROUPS, WIDTH, CROSSES, BATCH, STEPS = 4096, 32, 16, 8192, 512, 80
 
 rule = np.random.default_rng(0)
 TASTE = rule.normal(size=(GROUPS, 4))  # what each group of users likes
@@ -97,7 +97,7 @@ print(f"\nthe same losses on one device, {np.mean(alone[:5]):.4f} -> {np.mean(al
 def batches():
     rng = np.random.default_rng(1)
     clicks(rng)
-    for _ in range(STEPS // 2):
+    for _ in range(STEPS // 3):
         yield clicks(rng)
 
 
