@@ -8,6 +8,7 @@
 | `store`, `cache` | rows on the host, in files, on devices; a device cache of hot rows |
 | `rowwise` | `sgd`, `adagrad`, `adam`, `lamb` of the rows of a batch |
 | `journal` | the files of incremental saves |
+| `processes` | a table of several processes: each has a share of the rows |
 | `checks` | what is wrong with options and ids |
 
 `train.step` takes tables among its parameters.

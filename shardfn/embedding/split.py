@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
-from jax.core import Tracer
-from jax.experimental import multihost_utils
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.paths import array_paths, met, unmet
+from shardfn.runtime.processes import on_host
 from shardfn.units import bytes_text
 
 
@@ -229,7 +228,7 @@ def unpack(tree: Any, splits: Mapping[str, UnevenRows]) -> Any:
     def real_rows(split: UnevenRows, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((split.total, *leaf.shape[2:]), leaf.dtype)
-        return split.unpack(_on_host(leaf))
+        return split.unpack(on_host(leaf))
 
     return _mapped(tree, splits, lambda split: (split.parts, split.longest), real_rows)
 
@@ -256,12 +255,6 @@ def _mapped(tree: Any, splits: Mapping[str, UnevenRows], shape_of: Any, change: 
 def _found(glob: str, paths: Sequence[str]) -> list[int]:
     """The arrays at a path or a glob, and those whose paths end so: an optimizer's moments."""
     return sorted({*met(glob, paths)[0], *met(f"*/{glob}", paths)[0]})
-
-
-def _on_host(leaf: Any) -> Any:
-    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
-        return leaf
-    return np.asarray(leaf) if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
 
 
 def _starts(rows: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import operator
 import os
@@ -18,6 +19,7 @@ from shardfn.cost.devices.hardware import resolve, used_here
 from shardfn.embedding import journal, rowwise
 from shardfn.embedding.cache import CacheCounts, CachedStore
 from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems
+from shardfn.embedding.processes import ProcessStore, from_first, own_share
 from shardfn.embedding.store import (
     BLOCK,
     ROWS,
@@ -32,9 +34,10 @@ from shardfn.embedding.store import (
     fitted,
     host_arrays,
 )
-from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_problems
+from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.runtime.processes import on_host, spans_processes
 from shardfn.runtime.read_ahead import read_ahead
 from shardfn.units import bytes_text
 
@@ -63,6 +66,9 @@ class Table:
     `train.step` takes tables among its parameters. A step gets the rows of its batch and the positions of its ids in them:
     `values[positions]` is the lookup, and the gradient of `values` has one row for each different id. `update` applies the
     optimizer to these rows alone. A table is a pytree without leaves.
+
+    In a job of several processes each of them makes the table and calls its methods with the same ids. With "host", each
+    has a share of the rows, and they exchange those of a batch. With "device", each has all rows on devices of its own.
 
     Args:
       rows: the number of rows.
@@ -142,11 +148,15 @@ class Table:
                  fix="use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices')  # fmt: skip
 
     def _new_store(self, store: str, path: Any, cache_rows: int, sharding: Any) -> Store:
-        moments = self.optimizer.moments
+        moments, share = self.optimizer.moments, own_share()
         if store == "device":
             return DeviceStore(device_arrays(self.shape, self.dtype, self._first, moments, sharding))
-        host = HostStore(host_arrays(self.shape, self.dtype, self._first, moments, path))
-        return CachedStore(host, cache_rows, moments, sharding) if cache_rows else host
+        (rows, width), first = self.shape, self._first
+        if share is not None:
+            rows, first = share.rows(rows), share.first(first)
+        host = HostStore(host_arrays((rows, width), self.dtype, first, moments, path))
+        own = CachedStore(host, cache_rows, moments, sharding) if cache_rows else host
+        return own if share is None else ProcessStore(own, share)
 
     def __repr__(self) -> str:
         return f"Table({self.shape[0]}, {self.shape[1]}, optimizer={self.optimizer.name!r})"
@@ -154,12 +164,14 @@ class Table:
     @property
     def cache(self) -> CacheCounts:
         """Hits, misses and write-backs of the cache; all 0 without one."""
-        return self._store.counts if isinstance(self._store, CachedStore) else CacheCounts()
+        own = self._own_store
+        return own.counts if isinstance(own, CachedStore) else CacheCounts()
 
     @property
     def device_bytes(self) -> int:
         """Bytes of rows and moments on devices between steps, those of all devices together."""
-        on = self._store.cache if isinstance(self._store, CachedStore) else self._store
+        own = self._own_store
+        on = own.cache if isinstance(own, CachedStore) else own
         return sum(x.nbytes for x in on.arrays.values()) if isinstance(on, DeviceStore) else 0
 
     def fetch(self, ids: Any, capacity: int | None = None) -> Fetched:
@@ -201,7 +213,7 @@ class Table:
         [[1, 2], [2, 3]]
         """
         raise_problems(option_problems(integer(0), "ahead", ahead))
-        for prepared in read_ahead(lambda ids: self.prepare(ids, True), batches, ahead):
+        for prepared in read_ahead(lambda ids: self.prepare(ids, True), map(on_host, batches), ahead):
             yield self._fetched(prepared, capacity)
 
     def update(self, fetched: Fetched, gradients: Any) -> None:
@@ -266,7 +278,7 @@ class Table:
         more than twice the rows that ever changed.
 
         Args:
-          folder: the folder of the saves of this table.
+          folder: the folder of the saves of this table. Of several processes the first writes it.
 
         Returns:
           The number of rows that were written.
@@ -276,17 +288,24 @@ class Table:
           CheckpointFileError: the disk is full, or the folder cannot be written. Earlier saves are complete.
         """
         path = folder_of(folder, "save")
-        there = journal.read_manifest(path)
-        if there is not None and there != self._saved.get(path):
-            fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(folder)!r})",
-                 why=f"it was saved {there.saves} times, last after {there.count} updates",
-                 fix="restore from it first, or save in another folder")  # fmt: skip
+        there = from_first(lambda: self._own_save(path))
         is_newest = there is not None and path == next(reversed(self._saved))
         is_changed = self._is_changed if is_newest else self._is_touched
         before = there or journal.Manifest(self._kind)
         is_full = before.rows + int(is_changed.sum()) > 2 * int(self._is_touched.sum())
         ids = np.flatnonzero(self._is_touched if is_full else is_changed)
-        after = journal.append(path, before, self._dumped(ids), self.count, replace=is_full)
+        chunks = self._dumped(ids)
+
+        def rest() -> None:  # every process sends its rows, whether or not they are written
+            collections.deque(chunks, maxlen=0)
+
+        def write() -> journal.Manifest:
+            try:
+                return journal.append(path, before, chunks, self.count, replace=is_full)
+            finally:
+                rest()
+
+        after = from_first(write, rest)
         self._saved = {other: saved for other, saved in self._saved.items() if other != path} | {path: after}
         self._is_changed = np.zeros(self.shape[0], bool)
         return len(ids)
@@ -295,7 +314,7 @@ class Table:
         """Read the last save of a folder into this table, whatever it held before and wherever its rows are.
 
         Args:
-          folder: the folder of the saves.
+          folder: the folder of the saves; of several processes each reads it.
 
         Raises:
           CheckpointError: there is no save, or it is of another table: rows, width, dtype, optimizer or first rows differ.
@@ -348,7 +367,7 @@ class Table:
         >>> Table(10, 2).prepare([[3, 3], [1, 2]]).positions.tolist()
         [[2, 2], [0, 1]]
         """
-        flat = checked_ids(ids, self.shape[0])
+        flat = checked_ids(on_host(ids), self.shape[0])
         unique, inverse = np.unique(flat, return_inverse=True)
         positions = inverse.reshape(flat.shape).astype(np.int32)
         return _Prepared(unique, positions, self._store.stage(unique) if is_ahead else None)
@@ -388,16 +407,31 @@ class Table:
         >>> table.lookup(3).tolist()
         [-1.0]
         """
-        self._store.apply(Step(self.optimizer, self.count, self.optimizer.rate(self.count)), ids, gradients)
+        step = Step(self.optimizer, self.count, self.optimizer.rate(self.count))
+        self._store.apply(step, ids, on_host(gradients) if spans_processes(gradients) else gradients)
         self.count += 1
         self._is_changed[ids] = self._is_touched[ids] = True
 
     # ---- inside
 
+    @property
+    def _own_store(self) -> Store:
+        """That of this process."""
+        return self._store.own if isinstance(self._store, ProcessStore) else self._store
+
     def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
         raise_problems(option_problems(integer(1), "capacity", capacity) if capacity is not None else ())
         count = bucket(len(prepared.ids)) if capacity is None else capacity
         return Fetched(self.rows_of(prepared, count), prepared.positions, prepared.ids)
+
+    def _own_save(self, path: pathlib.Path) -> journal.Manifest | None:
+        """The last save in a folder, which must be of this table."""
+        there = journal.read_manifest(path)
+        if there is not None and there != self._saved.get(path):
+            fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(path)!r})",
+                 why=f"it was saved {there.saves} times, last after {there.count} updates",
+                 fix="restore from it first, or save in another folder")  # fmt: skip
+        return there
 
     def _dumped(self, ids: np.ndarray) -> Iterator[tuple[np.ndarray, Fields]]:
         for start in range(0, len(ids), CHUNK):
@@ -421,6 +455,10 @@ def _sharding(strategy: tuple[int, int], shape: tuple[int, int], device: Any) ->
     if not hardware.is_here:
         fail(StrategyError, f"a table cannot be made on {hardware.name}, which is not here", where=f"device = {device!r}",
              why="a target is only planned for", fix=used_here(hardware) or "give a device of this machine")  # fmt: skip
+    if len(hardware.processes) > 1:
+        fail(NotAvailableError, "a table on devices, or its cache, is on those of one process", where=f"strategy = {strategy}",
+             why=f"these are of {len(hardware.processes)} processes", fix="device=jax.local_devices(); or a sharded array as "
+             "parameter, without a table")  # fmt: skip
     numbers = tuple(map(operator.index, strategy))
     shards = numbers[0] * numbers[1]
     raise_problems([

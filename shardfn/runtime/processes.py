@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
@@ -57,6 +58,19 @@ def as_global(value: Any, target: NamedSharding) -> jax.Array:
 def spans_processes(value: Any) -> bool:
     """Whether `value` is an array over devices of several processes."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer) and not value.is_fully_addressable
+
+
+def on_host(value: Any) -> Any:
+    """A JAX array as a NumPy array, of all processes if it spans some: then each of them must call this. Other values stay.
+
+    >>> on_host(jnp.ones(2)).tolist(), on_host(3)
+    ([1.0, 1.0], 3)
+    """
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array):
+        return value
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value.addressable_data(0) if value.is_fully_replicated else value)
+    return multihost_utils.process_allgather(value, tiled=True)
 
 
 def own_copy(value: jax.Array, target: NamedSharding) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn.mindspore as ms
-from shardfn import ShardError, checkpoint, shard, train
+from shardfn import ShardError, checkpoint, embedding, shard, train
 
 FOLDER = pathlib.Path(sys.argv[2])
 RANK, SIZE = cluster.rank(), cluster.size()
@@ -168,6 +168,54 @@ def states():
     assert shard(lambda x: x * 2, layout=file)(X).sharding.spec[0] is not None
 
 
+def tables():
+    """Each process has a share of the rows; the losses are those of one process."""
+    first = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+    ids = np.random.default_rng(1).integers(0, 50, (3, 16, 2))
+
+    def click_loss(params, ids, x, y):
+        return loss(params, params["items"][ids].sum(1) + x, y)
+
+    def run(items, optimizer, as_batch=lambda x: x, feed=False, **options):
+        step = train.step(click_loss, optimizer, **options)
+        data = [(as_batch(each), X, Y) for each in ids]
+        state, losses = step.init({**PARAMS, "items": items}, *data[0]), []
+        for batch in step.feed(data) if feed else data:
+            state, value = step(state, batch) if feed else step(state, *batch)
+            losses.append(float(value))
+        return losses, state.params["items"]
+
+    kinds = optax.multi_transform({"table": optax.adagrad(0.1), "rest": optax.adam(0.1)},
+                                  {"items": "table", "w": "rest", "v": "rest"})  # fmt: skip
+    want, rows = run(first, kinds, mode="stand_alone")
+    options = {"ids": {"items": 0}, "micro_batches": 2, "mode": "data_parallel"}
+    for number, (kind, as_batch, feed) in enumerate([
+        ({}, lambda x: x, False), ({"cache_rows": 32}, lambda x: spanning(x, P("x")), True), ({"store": "device"}, lambda x: x, True)
+    ]):  # fmt: skip
+        table = embedding.Table(50, 4, init=first, optimizer=embedding.adagrad(0.1), **kind)
+        losses, _ = run(table, optax.adam(0.1), as_batch, feed, **options)
+        np.testing.assert_allclose(losses, want, rtol=1e-5)
+        np.testing.assert_allclose(table.values(), rows, rtol=1e-4, atol=1e-5)
+        folder = FOLDER / f"table-{number}"
+        assert table.save(folder) == 50 and table.save(folder) == 0
+        again = embedding.Table(50, 4, init=first, optimizer=embedding.adagrad(0.1))
+        again.restore(folder)
+        np.testing.assert_array_equal(again.values(), table.values())
+        np.testing.assert_array_equal(again.moments()["sum_of_squares"], table.moments()["sum_of_squares"])
+    drawn = embedding.Table(9000, 2, seed=3).lookup([0, 1, 4097, 8999])
+    alone = embedding.store.Normal(0.01, 3, 2)(np.array([0, 1, 4097, 8999]))
+    np.testing.assert_array_equal(drawn, alone)
+    (FOLDER / "a file").write_text("") if RANK == 0 else None
+    for call, text in ((lambda: again.fetch([RANK]), "other ids than process 0"),
+                       (lambda: again.save(FOLDER / "a file" / "x"), "a file")):  # fmt: skip
+        try:
+            call()
+        except ShardError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+
+
 def fails():
     jnp.zeros(1).block_until_ready()
     if RANK == 1:
@@ -177,7 +225,7 @@ def fails():
 
 
 CASES = {"essential": (group, arguments, plans, first_steps), "fails": (fails,),
-         "rest": (group, modes, pipelines, layers, models, states)}  # fmt: skip
+         "rest": (group, modes, pipelines, layers, models, states, tables), "tables": (tables,)}  # fmt: skip
 
 if __name__ == "__main__":
     for case in CASES[sys.argv[1]]:

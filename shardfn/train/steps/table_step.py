@@ -18,11 +18,12 @@ import optax
 from jax import tree_util
 from jax.sharding import NamedSharding
 
-from shardfn.errors import NotAvailableError, Problem, StrategyError, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.paths import join, listed, tidy
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
+from shardfn.runtime.processes import as_global, on_host
 from shardfn.runtime.read_ahead import read_ahead
 from shardfn.train.collectives import Bucket
 from shardfn.train.steps.options import StepOptions
@@ -102,7 +103,7 @@ class TableStep(TrainStep):
         """
         raise_problems(option_problems(integer(0), "ahead", ahead))
         self._refuse_unseen()
-        yield from read_ahead(lambda batch: self._fed(batch, True), batches, ahead)
+        yield from read_ahead(lambda batch: self._fed(batch, True), map(self._with_ids_here, batches), ahead)
 
     def __call__(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[TrainState, Any]:
         """Take one step, and update the tables.
@@ -120,11 +121,12 @@ class TableStep(TrainStep):
         """
         batch = self._ordered(batch, named)
         self._see(state)
-        fed = batch[0] if len(batch) == 1 and isinstance(batch[0], Fed) else self._fed(batch, False)
+        is_fed = len(batch) == 1 and isinstance(batch[0], Fed)
+        fed: Fed = batch[0] if is_fed else self._fed(self._with_ids_here(batch), False)
         shapes = self._row_shapes(fed.batch)
         shardings = self._shardings_of_rows(state, fed.batch, shapes)
         rows = {
-            path: jax.device_put(table.rows_of(fed.prepared[path], shapes[path].shape[0]), shardings[path])
+            path: _placed(table.rows_of(fed.prepared[path], shapes[path].shape[0]), shardings[path])
             for path, table in self.tables.items()
         }
         inside = self._inside(state, rows, {path: self._memory(path, shapes[path], shardings[path]) for path in rows})
@@ -164,9 +166,6 @@ class TableStep(TrainStep):
             *(Problem(f"`layerwise_parallel` names the table `{path}`", f"layerwise_parallel = {self.options.layerwise_parallel}",
                       "all devices share its rows", "leave it out") for path, mine in zip(found, own, strict=True) if mine),
         ])  # fmt: skip
-        if jax.process_count() > 1:
-            fail(NotAvailableError, "a training step with tables runs in one process", where=f"{jax.process_count()} processes",
-                 why="each process would have a table of its own", fix="shard the tables over devices, as arrays")  # fmt: skip
         return {path: found[path] for path in self._places}
 
     def _see(self, state: Any) -> None:
@@ -179,6 +178,11 @@ class TableStep(TrainStep):
         if not self.tables:
             fail(StrategyError, "this step has not seen its tables", where=f"ids = {dict(self._places)}",
                  why="`init` finds them among the parameters", fix="call init(params, *batch) once before")  # fmt: skip
+
+    def _with_ids_here(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The batch with all ids on this host, also those that span processes."""
+        arguments = {argument for argument, _ in self._places.values()}
+        return tuple(on_host(x) if i in arguments else x for i, x in enumerate(batch))
 
     def _fed(self, batch: tuple[Any, ...], is_ahead: bool) -> Fed:
         changed, prepared = list(batch), {}
@@ -241,7 +245,7 @@ class TableStep(TrainStep):
         """An array that the gradient of the rows may replace."""
         spent = self._spent.get(path)
         if spent is None or spent.is_deleted() or spent.shape != rows.shape:
-            return jax.device_put(jnp.zeros(rows.shape, rows.dtype), sharding)
+            return _placed(jnp.zeros(rows.shape, rows.dtype), sharding)
         return spent
 
     def _inside(self, state: Any, rows: dict[str, Any], gradients: dict[str, Any]) -> Any:
@@ -252,6 +256,13 @@ class TableStep(TrainStep):
 
     def _outside(self, state: TrainState) -> TrainState:
         return TrainState(replaced(state.params, self.tables), state.opt_state.dense, state.step)
+
+
+def _placed(rows: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Rows that every process has, as one array of all."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(rows, sharding)
+    return as_global(np.asarray(rows), sharding)
 
 
 def _for_dense(optimizer: Any, paths: frozenset[str]) -> optax.GradientTransformationExtraArgs:

@@ -1,0 +1,163 @@
+"""A table of several processes: process p of P has the rows p, p + P, p + 2 P, ... on its host.
+
+Every process calls with the ids of the whole batch. Each reads its own rows, and all exchange them; each updates its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardfn.embedding.store import BLOCK, ROWS, Fields, Normal, Staged, Step, Store, bucket
+from shardfn.errors import ShardError, StrategyError, fail
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which rows of a table a process has.
+
+    Attributes:
+      rank: the number of the process.
+      size: the number of processes.
+
+    >>> share = Share(1, 3)
+    >>> share.rows(8), share.own(np.array([1, 3, 7])).tolist(), share.place(np.array([1, 7])).tolist()
+    (3, [True, False, True], [0, 2])
+    """
+
+    rank: int
+    size: int
+
+    def rows(self, total: int) -> int:
+        """The number of its rows, of a table of `total`."""
+        return len(range(self.rank, total, self.size))
+
+    def own(self, ids: np.ndarray) -> np.ndarray:
+        """Which ids are of its rows."""
+        return ids % self.size == self.rank
+
+    def place(self, ids: np.ndarray) -> np.ndarray:
+        """Where its rows with these ids are among them."""
+        return ids // self.size
+
+    def first(self, rows: Normal | np.ndarray) -> Any:
+        """Its part of a table's first rows."""
+        return rows[self.rank :: self.size] if isinstance(rows, np.ndarray) else _FirstRows(rows, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FirstRows:
+    """The rows of one process, drawn as those of the table."""
+
+    rows: Normal
+    share: Share
+
+    def __call__(self, places: np.ndarray) -> np.ndarray:
+        return self.rows(places * self.share.size + self.share.rank)
+
+    def block(self, number: int) -> np.ndarray:
+        return self(np.arange(number * BLOCK, (number + 1) * BLOCK))
+
+
+class ProcessStore:
+    """The rows of all processes. Every process calls each method with the same ids.
+
+    Args:
+      own: the store of this process's rows.
+      share: which they are.
+    """
+
+    def __init__(self, own: Store, share: Share):
+        self.own, self.share = own, share
+
+    def stage(self, ids: np.ndarray) -> Staged | None:
+        """Read this process's rows ahead; nothing is sent."""
+        return self.own.stage(self._places(ids))
+
+    def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
+        """The rows, in every process."""
+        _check_same(ids)
+        return self._exchanged(ids, {ROWS: self.own.read(self._places(ids), staged)})[ROWS]
+
+    def apply(self, step: Step, ids: np.ndarray, gradients: Any) -> None:
+        """Update this process's rows."""
+        is_own = self.share.own(ids)
+        self.own.apply(step, self.share.place(ids[is_own]), np.asarray(gradients)[: len(ids)][is_own])
+
+    def dump(self, ids: np.ndarray) -> Fields:
+        """Rows and moments, in every process."""
+        return self._exchanged(ids, self.own.dump(self._places(ids)))
+
+    def load(self, ids: np.ndarray, fields: Fields) -> None:
+        """Set this process's rows and moments."""
+        is_own = self.share.own(ids)
+        self.own.load(self.share.place(ids[is_own]), {name: rows[is_own] for name, rows in fields.items()})
+
+    def _places(self, ids: np.ndarray) -> np.ndarray:
+        return self.share.place(ids[self.share.own(ids)])
+
+    def _exchanged(self, ids: np.ndarray, own: Fields) -> Fields:
+        owners = ids % self.share.size
+        counts = np.bincount(owners, minlength=self.share.size)
+        length, found = bucket(int(counts.max(initial=0))), Fields()
+        for name, rows in own.items():
+            rows = np.asarray(rows)[: counts[self.share.rank]]
+            padded = np.concatenate([rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)])
+            every = np.asarray(multihost_utils.process_allgather(padded))
+            found[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
+            for process, count in enumerate(counts):
+                found[name][owners == process] = every[process, :count]
+        return found
+
+
+def own_share() -> Share | None:
+    """The share of this process; None where it is the only one."""
+    return Share(jax.process_index(), jax.process_count()) if jax.process_count() > 1 else None
+
+
+def from_first(make: Callable[[], _T], meanwhile: Callable[[], Any] = lambda: None) -> _T:
+    """What process 0 makes, in every process; an error of it is raised in every process.
+
+    Args:
+      make: what process 0 calls.
+      meanwhile: what the others call.
+    """
+    if jax.process_count() == 1:
+        return make()
+    found: Any = None
+    if jax.process_index() == 0:
+        try:
+            found = make()
+        except ShardError as error:
+            found = error
+    else:
+        meanwhile()
+    data = np.frombuffer(pickle.dumps(found), np.uint8)  # between the processes of one job
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    padded = np.zeros(size, np.uint8)
+    padded[: len(data)] = data[:size]
+    found = pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    if isinstance(found, ShardError):
+        raise found
+    return found
+
+
+def _check_same(ids: np.ndarray) -> None:
+    own = np.array([len(ids), zlib.crc32(ids.tobytes())], np.uint32)
+    every = np.asarray(multihost_utils.process_allgather(own))
+    differ = np.flatnonzero((every != every[0]).any(1))
+    if len(differ):
+        fail(StrategyError, f"process {differ[0]} looks up other ids than process 0",
+             where=f"{every[differ[0], 0]} different ids, and {every[0, 0]}",
+             why="each process has a share of the rows, and sends those of the whole batch to all",
+             fix="give every process the ids of the whole batch, or one array that spans the processes: "
+                 "jax.make_array_from_process_local_data")  # fmt: skip
