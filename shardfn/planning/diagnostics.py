@@ -28,9 +28,11 @@ from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.decisions import Decision
+from shardfn.planning.expert_einsums import expert_einsums
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
 from shardfn.planning.summary import FIX
+from shardfn.search.graph_facts import array_bytes
 from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import Algorithm, objective
 from shardfn.search.resharding_costs import strategy_of
@@ -180,6 +182,24 @@ def ragged_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
                 f"ragged_dot at {line}: {_share(sent, plan)}; all rows that it reads and makes are {bytes_text(rows)} per device;"
                 f"{FIX}send the rows to their experts and back by all-to-all (`shardfn.experts.dispatch`, `combine`)"
             )
+
+
+def einsum_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+    """Mixtures of experts in einsums for which more is sent than the experts' rows."""
+    found, partitioned, devices = expert_einsums(study.posed.call.traced.graph), plan.partitioned, plan.hardware.count
+    lines = sorted({file_line(op.where) for op in found.ops if op.where})
+    sent = sum(
+        communication_bytes(partitioned, c) * c.trips
+        for c in partitioned.communications
+        if file_line(c.where) in lines and c.cause != USER_WRITTEN
+    )
+    values = study.posed.call.traced.graph.values
+    rows = sum(int(array_bytes(values[v])) * trips for v, trips in found.moved.items()) * (devices - 1) // devices**2
+    if sent >= LEAST_BYTES and sent > rows:
+        yield (
+            f"einsums of a mixture of experts at {', '.join(lines)}: {_share(sent, plan)}; the experts' rows, there and back, "
+            f"are {bytes_text(rows)} per device;{FIX}shard the experts, and send the rows by all-to-all (`shardfn.experts.dispatch`, `combine`)"
+        )
 
 
 def _percent(share: float) -> str:
@@ -342,7 +362,7 @@ def _global_bytes(d: Decision) -> int:
     return d.local_bytes * math.prod(d.strategy)
 
 
-RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, ragged_experts, replicated, idle)
+RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, ragged_experts, einsum_experts, replicated, idle)
 
 
 # ---- what the cost model does not predict

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shardfn
+from examples.models import moe
 from shardfn import AUTO
 from shardfn.mindspore import Layout
 
@@ -320,3 +321,26 @@ def test_ragged_dot_that_sends_more_than_its_rows_is_advised_to_dispatch():
     plan = shardfn.plan(layer, *shapes, in_strategy=((8, 1), (8, 1, 1), (1,)), device="cpu:8")
     [note] = [d for d in plan.diagnostics if "experts.dispatch" in d]
     assert note.startswith("ragged_dot at test_diagnostics.py:") and "336 KiB per device" in note
+
+
+def test_experts_in_einsums_that_send_more_than_their_rows_are_advised_to_dispatch():
+    def loss(p, x):
+        return (moe.forward(p, x, 32) ** 2).sum()
+
+    p = {"gate": shaped(256, 16), "w1": shaped(16, 256, 512), "w2": shaped(16, 512, 256)}
+    by_expert = {"gate": (1, 1), "w1": (8, 1, 1), "w2": (8, 1, 1)}, (8, 1, 1)
+    x = shaped(8, 256, 256)
+    made = shardfn.plan(jax.grad(loss, (0, 1)), p, x, in_strategy=by_expert, device="cpu:8")
+    (note,) = said(made, "experts.dispatch")
+    assert note.startswith("einsums of a mixture of experts at moe.py:") and "1.75 MiB per device" in note
+    # Without gradients XLA sends no more than the rows, by two all-to-alls.
+    assert not said(shardfn.plan(loss, p, x, in_strategy=by_expert, device="cpu:8"), "experts.dispatch")
+
+    def heads(w, x):  # a matrix for each head is no expert
+        q = jnp.einsum("btm,mhd->bthd", x, w["q"])
+        return jnp.einsum("bthd,hdm->btm", jax.nn.gelu(jnp.einsum("bthd,hde->bthe", q, w["own"])), w["out"]).sum()
+
+    w = {"q": shaped(256, 16, 64), "own": shaped(16, 64, 64), "out": shaped(16, 64, 256)}
+    assert not said(
+        shardfn.plan(jax.grad(heads), w, x, in_strategy=(None, (8, 1, 1)), device="cpu:8"), "experts.dispatch"
+    )
