@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.decisions import Decision
 from shardfn.planning.expert_einsums import expert_einsums
+from shardfn.planning.field_lookups import field_lookups
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
 from shardfn.planning.summary import FIX
@@ -198,8 +200,28 @@ def einsum_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     if sent >= LEAST_BYTES and sent > rows:
         yield (
             f"einsums of a mixture of experts at {', '.join(lines)}: {_share(sent, plan)}; the experts' rows, there and back, "
-            f"are {bytes_text(rows)} per device;{FIX}shard the experts, and send the rows by all-to-all (`shardfn.experts.dispatch`, `combine`)"
+            f"are {bytes_text(rows)} per device;{FIX}shard the experts, and send the rows by all-to-all "
+            "(`shardfn.experts.dispatch`, `combine`)"
         )
+
+
+def lookups_of_fields(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+    """Lookups of fields that send rows, or the gradient of their table, which a split of the table by fields does not."""
+    traced, partitioned = study.posed.call.traced, plan.partitioned
+    for line, found in itertools.groupby(field_lookups(traced.graph), lambda each: file_line(each.op.where)):
+        first, *_ = found
+        sent = sum(
+            communication_bytes(partitioned, c) * c.trips
+            for c in partitioned.communications
+            if line and file_line(c.where) == line and c.cause != USER_WRITTEN
+        )
+        if first.table >= traced.captured and sent >= LEAST_BYTES:
+            d = plan.inputs[first.table - traced.captured]
+            yield (
+                f"lookup of {first.fields} fields in `{d.path}` {list(d.shape)} at {line}: {_share(sent, plan)};{FIX}shard its "
+                "rows and the ids by fields, so that the lookup and its gradient send nothing: `shardfn.embedding.lookup`; "
+                "`compare` there gives the memory of the padding"
+            )
 
 
 def _percent(share: float) -> str:
@@ -362,7 +384,16 @@ def _global_bytes(d: Decision) -> int:
     return d.local_bytes * math.prod(d.strategy)
 
 
-RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, ragged_experts, einsum_experts, replicated, idle)
+RULES: tuple[Rule, ...] = (
+    too_large,
+    in_loops,
+    rematerialised,
+    ragged_experts,
+    einsum_experts,
+    lookups_of_fields,
+    replicated,
+    idle,
+)
 
 
 # ---- what the cost model does not predict

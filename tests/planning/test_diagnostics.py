@@ -344,3 +344,15 @@ def test_experts_in_einsums_that_send_more_than_their_rows_are_advised_to_dispat
     assert not said(
         shardfn.plan(jax.grad(heads), w, x, in_strategy=(None, (8, 1, 1)), device="cpu:8"), "experts.dispatch"
     )
+
+
+@pytest.mark.parametrize("entry", [(8, 1), (1, 1)])
+def test_fields_of_one_table_are_advised_to_be_split(entry):
+    offsets = np.array([0, 4000, 9000, 9500, 9600, 9700, 9800, 9900])
+    loss = lambda table, ids: (table[ids + offsets] ** 2).sum()  # noqa: E731
+    tokens = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731  # the last dimension has positions
+    args = shaped(10_000, 64), shaped(512, 8, dtype="int32")
+    for function, count in ((loss, 1), (tokens, 0)):
+        made = shardfn.plan(jax.grad(function), *args, in_strategy=(entry, (8, 1)), device="cpu:8")
+        notes = said(made, "lookup of 8 fields in `table` [10000, 64] at test_diagnostics.py:")
+        assert len(notes) == count and made.cost.bytes_sent > 2**20
