@@ -36,6 +36,13 @@ def add(commands: Any) -> None:
     add("--host", metavar="HOST", help="which of them this machine is")
     add("--port", type=int, metavar="N", help=f"where process 0 listens; {PORT} with several hosts, else a free one")
     add("--retries", type=int, default=0, metavar="N", help="how many times a failed job starts again")
+    add(
+        "--min-processes",
+        type=int,
+        metavar="N",
+        help="start again without the process that failed, down to N processes",
+    )
+    add("--heartbeat", type=float, metavar="S", help="end the job when a process takes no step for S seconds")
     add("--logs", metavar="DIR", help="where the log files go; a new temporary directory if left out")
     add("--grace", type=float, default=GRACE_S, metavar="S", help=f"seconds between SIGTERM and SIGKILL; {GRACE_S:g}")
     add("script", metavar="SCRIPT", help="the Python script")
@@ -59,12 +66,17 @@ def _launch(options: argparse.Namespace) -> None:
     if not pathlib.Path(options.script).is_file():
         fail(ClusterError, f"there is no script {options.script}", where=options.script, why="it is run by every process",
              fix="give the path of a Python file; options of launch stand before it")  # fmt: skip
+    least = options.min_processes
+    if least is not None and (len(hosts) > 1 or not 1 <= least <= len(job)):
+        fail(ClusterError, f"a job cannot have {least} processes at least", where=f"--min-processes {least}",
+             why=f"it has {len(job)} processes on {len(hosts)} host{'s'[: len(hosts) != 1]}, and a launcher leaves out those of "
+                 "its own host", fix=f"write 1 to {len(job)}; leave it out with several hosts")  # fmt: skip
     port = options.port or (PORT if len(hosts) > 1 else None)
     logs = options.logs or tempfile.mkdtemp(prefix="shardfn-launch-")
     command = [sys.executable, options.script, *options.arguments]
     outcome = launch(
         command, _as_local(job, hosts), logs, host=LOCAL if len(hosts) == 1 else host, port=port,
-        retries=max(0, options.retries), grace_s=options.grace,
+        retries=max(0, options.retries), min_processes=least, heartbeat_s=options.heartbeat, grace_s=options.grace,
     )  # fmt: skip
     if outcome.status:
         print(f"{outcome}\nlogs: {outcome.logs}", file=sys.stderr)
@@ -82,5 +94,7 @@ def _commands(options: argparse.Namespace, hosts: Sequence[str]) -> list[str]:
         "--processes", str(options.processes), "--devices-per-process", str(options.devices_per_process),
         "--hosts", ",".join(hosts),
     ]  # fmt: skip
-    rest = ["--port", str(options.port or PORT), "--retries", str(options.retries), options.script, *options.arguments]
+    rest = ["--port", str(options.port or PORT), "--retries", str(options.retries)]
+    rest += [] if options.heartbeat is None else ["--heartbeat", f"{options.heartbeat:g}"]
+    rest += [options.script, *options.arguments]
     return [shlex.join(["python", "-m", "shardfn", "launch", "--host", host, *said, *rest]) for host in hosts]

@@ -99,6 +99,16 @@ def read_rank_table(path: str | os.PathLike[str]) -> tuple[Process, ...]:
     return tuple(found)
 
 
+def without(job: Sequence[Process], rank: int) -> tuple[Process, ...]:
+    """The job of the other processes, which keep their devices and get new numbers.
+
+    >>> without(local_job(3, devices=2), 1)[1]
+    Process(rank=1, host='127.0.0.1', devices=(4, 5))
+    """
+    left = (process for process in job if process.rank != rank)
+    return tuple(dataclasses.replace(process, rank=i) for i, process in enumerate(left))
+
+
 def variables(job: Sequence[Process], process: Process, port: int, outer: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process: that of the launcher, and what `cluster.init`, MindSpore's scripts and XLA read.
 

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import pathlib
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,10 +18,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from shardfn.cluster.jobs import LOCAL, Process, variables
+from shardfn.cluster.heartbeat import FOLDER, silent
+from shardfn.cluster.jobs import LOCAL, Process, variables, without
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. JAX's preemption notifier catches SIGTERM, so that many processes need the second."""
+SILENT = 124
+"""The exit status of a job in which a process sent no heartbeat, that of `timeout`."""
 LAST_LINES = 20
 """Lines of the first process that fails, shown at the end."""
 
@@ -30,7 +34,8 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-      status: the exit status: 0, or that of the first process that failed; 128 and its number for a signal.
+      status: the exit status: 0, or that of the first process that failed; 128 and its number for a signal; 124 for a
+        process that sent no heartbeat.
       rank: which process failed first; None if none did.
       last_lines: what that process printed last.
       attempts: how many times the job was started.
@@ -47,8 +52,9 @@ class Outcome:
         if self.rank is None:
             return "interrupted" if self.status else "every process ended well"
         ended = f"by signal {self.status - 128}" if self.status > 128 else f"with exit status {self.status}"
+        what = "was silent, and the job was ended" if self.status == SILENT else f"ended first, {ended}"
         last = [f"  {line}" for line in self.last_lines]
-        return "\n".join([f"process {self.rank} ended first, {ended}; its last lines:", *(last or ["  (none)"])])
+        return "\n".join([f"process {self.rank} {what}; its last lines:", *(last or ["  (none)"])])
 
 
 def launch(
@@ -59,6 +65,8 @@ def launch(
     host: str = LOCAL,
     port: int | None = None,
     retries: int = 0,
+    min_processes: int | None = None,
+    heartbeat_s: float | None = None,
     grace_s: float = GRACE_S,
     out: IO[str] | None = None,
 ) -> Outcome:
@@ -74,6 +82,9 @@ def launch(
       host: which host of the job this machine is; its processes are started.
       port: where process 0 listens; a free one by default, which needs all processes on this machine.
       retries: how many times a failed job starts again.
+      min_processes: a job starts again without the process that failed, as long as it has so many; by default with all.
+      heartbeat_s: seconds without a heartbeat after which a process counts as failed, from its first one on. `cluster.run`
+        sends one for each step, and `cluster.beat` is for loops of your own. None does not look.
       grace_s: seconds between SIGTERM and SIGKILL.
       out: where the merged lines go, each with its process; standard output by default.
 
@@ -87,18 +98,20 @@ def launch(
     every process ended well
     """
     stream: IO[str] = sys.stdout if out is None else out
-    outcome = Outcome(0)
+    outcome, job = Outcome(0), tuple(job)
     with _signals() as events:
         for attempt in range(1, retries + 2):
             folder = pathlib.Path(logs) / f"attempt-{attempt}"
             folder.mkdir(parents=True, exist_ok=True)
             running = _Attempt(command, job, host, port or free_port(), folder, stream, events)
-            found = running.outcome(grace_s)
+            found = running.outcome(grace_s, heartbeat_s)
             outcome = dataclasses.replace(found, attempts=attempt, logs=pathlib.Path(logs))
             if found.status == 0 or found.rank is None:
                 break
             if attempt <= retries:
-                _say(stream, f"{outcome}\nstarting again: attempt {attempt + 1} of {retries + 1}")
+                job = without(job, found.rank) if min_processes is not None and len(job) > min_processes else job
+                number = "" if min_processes is None else f", processes: {len(job)}"
+                _say(stream, f"{outcome}\nstarting again: attempt {attempt + 1} of {retries + 1}{number}")
     return outcome
 
 
@@ -118,16 +131,19 @@ class _Attempt:
 
     def __init__(self, command: Sequence[str], job: Sequence[Process], host: str, port: int, folder: pathlib.Path,
                  out: IO[str], events: queue.SimpleQueue[Any]):  # fmt: skip
-        self.events, self.out, self.lock = events, out, threading.Lock()
+        self.events, self.out, self.lock, self.heartbeats = events, out, threading.Lock(), folder / "heartbeats"
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.last: dict[int, collections.deque[str]] = {}
         self.readers: list[threading.Thread] = []
         width = len(str(len(job) - 1))
+        shutil.rmtree(self.heartbeats, ignore_errors=True)  # of an earlier job with the same logs
+        self.heartbeats.mkdir()
+        outer = os.environ | {FOLDER: str(self.heartbeats.absolute())}
         try:
             for process in job:
                 if process.host != host:
                     continue
-                child = subprocess.Popen(command, env=variables(job, process, port, os.environ), stdin=subprocess.DEVNULL,
+                child = subprocess.Popen(command, env=variables(job, process, port, outer), stdin=subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                          start_new_session=True)  # fmt: skip
                 self.children[process.rank] = child
@@ -139,11 +155,16 @@ class _Attempt:
             self._end(set(self.children), 0)
             raise
 
-    def outcome(self, grace_s: float) -> Outcome:
+    def outcome(self, grace_s: float, heartbeat_s: float | None) -> Outcome:
         """Wait until all have ended well, or end them."""
         left, status, first = set(self.children), 0, None
         while left and not status:
-            rank, code = self.events.get()
+            try:
+                rank, code = self.events.get(timeout=None if heartbeat_s is None else heartbeat_s / 4)
+            except queue.Empty:
+                first = silent(self.heartbeats, left, heartbeat_s or 0)
+                status = 0 if first is None else SILENT
+                continue
             if rank is None:  # a signal to the launcher
                 status = 128 + code
                 break

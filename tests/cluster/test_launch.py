@@ -78,6 +78,33 @@ def test_launch_with_retries_starts_the_job_again(tmp_path):
     assert (outcome.status, outcome.attempts) == (5, 2)
 
 
+def test_launch_with_a_least_number_leaves_out_the_process_that_failed(tmp_path):
+    code = (
+        "import os, sys\n"
+        "print('devices', os.environ['JAX_LOCAL_DEVICE_IDS'], 'of', os.environ['RANK_SIZE'])\n"
+        "sys.exit(os.environ['RANK_ID'] == '1')"
+    )
+    outcome, out = run(code, tmp_path, processes=3, retries=3, min_processes=2)
+    assert (outcome.status, outcome.attempts) == (1, 4)
+    assert "attempt 2 of 4, processes: 2" in out and "attempt 3 of 4, processes: 2" in out, "no less than two"
+    assert (tmp_path / "attempt-2" / "process-1.log").read_text() == "devices 2 of 2\n", "with the devices it had"
+
+
+def test_launch_with_heartbeats_ends_a_job_whose_process_falls_silent(tmp_path):
+    code = (
+        "import os, time\n"
+        "from shardfn.cluster.heartbeat import beat\n"
+        "for i in range(1000 if os.environ['RANK_ID'] == '0' else 3):\n"
+        "    beat(); time.sleep(0.02)\n"
+        "time.sleep(60)"
+    )
+    (tmp_path / "attempt-1" / "heartbeats").mkdir(parents=True)
+    (tmp_path / "attempt-1" / "heartbeats" / "0").touch()
+    os.utime(tmp_path / "attempt-1" / "heartbeats" / "0", (0, 0))  # of an earlier job with the same logs
+    outcome, _ = run(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", tmp_path, heartbeat_s=0.8, grace_s=0.5)
+    assert (outcome.status, outcome.rank) == (124, 1) and "process 1 was silent" in str(outcome)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_launch_that_is_ended_ends_its_processes(tmp_path, number):
     script = tmp_path / "script.py"
@@ -116,6 +143,7 @@ def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
         (["--processes", "2", "no.py"], "there is no script no.py"),
         (["--processes", "2", "--hosts", "a,b", "--host", "c", "x.py"], "c is not a host of the job"),
         (["--ranktable", "no.json", "x.py"], "no.json"),
+        (["--processes", "2", "--min-processes", "3", __file__], "--min-processes 3"),
     ],
 )
 def test_command_line_says_what_is_wrong(arguments, text, capsys):
