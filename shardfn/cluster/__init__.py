@@ -1,10 +1,22 @@
-"""Many processes as one: start the group that `jax.distributed` connects, and launch the processes of a machine."""
+"""Many processes as one: start the group that `jax.distributed` connects, launch the processes of a machine, train and recover.
+
+| module | holds |
+|---|---|
+| `group`, `environment` | `init`, `rank`, `size`; the variables that name a group |
+| `launch`, `jobs` | the processes of this machine; which there are, and what each is told |
+| `recovery`, `preemption` | `run`: a training loop that goes on from its last checkpoint; the end that SIGTERM announces |
+| `heartbeat` | `beat`: a process that hangs |
+"""
 
 from shardfn.cluster.group import backend, init, rank, size
+from shardfn.cluster.heartbeat import beat
 from shardfn.cluster.jobs import Process, local_job, read_rank_table
 from shardfn.cluster.launch import Outcome, launch
+from shardfn.cluster.recovery import RunResult, run
 
-__all__ = ["Outcome", "Process", "backend", "init", "launch", "local_job", "rank", "read_rank_table", "size"]
+__all__ = [
+    "Outcome", "Process", "RunResult", "backend", "beat", "init", "launch", "local_job", "rank", "read_rank_table", "run", "size",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -1,45 +1,57 @@
-"""A training script that goes on from its last checkpoint: `recovering.py DIRECTORY STEP`; process 1 is killed once, at STEP."""
+"""A training script of 9 steps: `recovering.py DIRECTORY [kill|hang|term STEP]`; process 1 does that once, after STEP."""
 # ruff: noqa: E402
 
-import json
 import os
 import pathlib
 import signal
 import sys
+import time
 
 from shardfn import cluster
 
 cluster.init()
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from shardfn import checkpoint, data, train
 
-folder, killed_at = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder, (what, at) = pathlib.Path(sys.argv[1]), sys.argv[2:] or ("", "0")
 x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-batches = iter(data.load((x, x.sum(1)), "data_parallel", batch_size=16, shuffle=True, seed=1, epochs=None))
 
 
-def loss(params, x, y):
-    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+def loss(params, x, y, key):
+    hidden = jnp.tanh(x @ params["w"])
+    return jnp.mean((jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0) @ params["v"] - y) ** 2)
 
 
-step = train.step(loss, optax.adam(0.1), mode="data_parallel", enable_parallel_optimizer=True)
-state = step.init({"w": np.ones((4, 8), "float32"), "v": np.ones(8, "float32")})
-place = lambda n: folder / f"data-{n}.json"  # noqa: E731
-saved = checkpoint.steps(folder / "states") if (folder / "states").exists() else ()
-if saved:
-    state = checkpoint.restore(folder / "states", like=state)
-    batches.set_state(json.loads(place(saved[-1]).read_text()))
-for i in range(saved[-1] if saved else 0, 9):
-    state, value = step(state, *next(batches))
+def make_step(devices):
+    sharded = {"parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+    step = train.step(loss, optax.adam(0.1), mode="semi_auto_parallel", device=devices, **sharded)
+    return step, {"w": np.ones((4, 8), "float32"), "v": np.ones(8, "float32")}
+
+
+def batches(devices):
+    options = {"batch_size": 16, "shuffle": True, "seed": 1, "epochs": None}
+    return data.load((x, x.sum(1)), "data_parallel", device=devices, **options)
+
+
+def after_step(step, value):
+    if what == "term":  # the notice goes to all processes by JAX's coordinator
+        time.sleep(0.5)
     if cluster.rank() == 0:
-        print(f"step {i} loss {float(value)!r}")
-    if i == killed_at and not saved and cluster.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if (i + 1) % 3 == 0:
-        if cluster.rank() == 0:
-            place(i + 1).write_text(json.dumps(batches.get_state()))
-        checkpoint.save(folder / "states", state, step=i + 1)
+        print(f"step {step} loss {float(value)!r} on {jax.device_count()} devices")
+    if what and step == int(at) and cluster.rank() == 1 and not (folder / "failed").exists():
+        assert checkpoint.steps(folder) == (3,)  # it waits for the save in the background
+        (folder / "failed").touch()
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if what == "hang":
+            time.sleep(600)
+
+
+cluster.run(make_step, batches, folder, steps=9, every=3, key=jax.random.key(7), after_step=after_step)

@@ -38,15 +38,47 @@ def test_everything_works_in_several_processes(tmp_path, processes, devices):
     assert done.stdout.count(f"done on {devices} of {processes * devices} devices") == processes
 
 
+RECOVERING = WORKER.replace("worker.py", "recovering.py")
+
+
+def recovered(folder, *failure, devices=2, **options):
+    """The lines of losses of a job that fails once, and all that was printed."""
+    asked = [
+        word for name, value in ({"grace": 1} | options).items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    done = launched("--processes", "2", "--devices-per-process", str(devices), *asked, RECOVERING,
+                    str(folder), *failure, timeout=150)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if " loss " in line], done.stdout
+
+
 @pytest.mark.processes
 def test_a_job_that_starts_again_after_a_kill_has_the_losses_of_an_uninterrupted_one(tmp_path):
-    losses = {}
-    for killed_at in (99, 4):
-        folder = tmp_path / str(killed_at)
-        folder.mkdir()
-        done = launched("--processes", "2", "--devices-per-process", "2", "--retries", "1", "--grace", "1",
-                        WORKER.replace("worker.py", "recovering.py"), str(folder), str(killed_at), timeout=150)  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("attempt 2 of 2" in done.stdout) == (killed_at == 4)
-        losses[killed_at] = sorted({line for line in done.stdout.splitlines() if " loss " in line})
-    assert len(losses[4]) == 9 and losses[4] == losses[99], "a step that ran twice gave the same loss, bit by bit"
+    uninterrupted, _ = recovered(tmp_path / "whole")
+    losses, printed = recovered(tmp_path / "killed", "kill", "5", retries=1)
+    assert (
+        "by signal 9" in printed and "goes on from step 3, saved on 4 devices in 2 processes: now 4 devices" in printed
+    )
+    assert sorted({*losses}) == uninterrupted and len(losses) > 9, (
+        "a step that ran twice gave the same loss, bit by bit"
+    )
+
+
+@pytest.mark.processes
+def test_a_job_whose_process_hangs_goes_on_without_it(tmp_path):
+    losses, printed = recovered(tmp_path, "hang", "5", retries=1, min_processes=1, heartbeat=8)
+    assert "process 1 was silent" in printed and "attempt 2 of 2, processes: 1" in printed
+    assert "now 2 devices in 1 process" in printed and losses[-1].endswith("on 2 devices")
+    by_step = {}
+    for line in losses:
+        _, _, step, _, loss, *_ = line.split()
+        by_step.setdefault(int(step), []).append(float(loss))
+    assert list(by_step) == list(range(1, 10)) and len(by_step[4]) == len(by_step[5]) == 2
+    assert by_step[4] == pytest.approx([by_step[4][0]] * 2, rel=1e-5)
+
+
+@pytest.mark.processes
+def test_a_job_that_gets_sigterm_saves_in_all_processes_and_ends(tmp_path):
+    _, printed = recovered(tmp_path, "term", "4", retries=1, grace=20)
+    step = printed.partition("ends with a checkpoint of step ")[2].partition(",")[0]
+    assert 4 < int(step) < 9 and f"goes on from step {step}, saved on 4 devices" in printed
