@@ -13,13 +13,16 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow processes tpu gpu ecosystem bench drift lint format docs notebooks clean
+.PHONY: help demo demo-cluster test slow processes tpu gpu ecosystem bench drift lint format docs notebooks clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/.has-core  ## a small training run on 8 virtual devices, with its report
 	$(DEVICES) $(PY) -m shardfn demo
+
+demo-cluster: $(VENV)/.has-cluster  ## two processes on this machine, a killed one, and recovery
+	$(PY) -m shardfn demo --cluster
 
 # What LLVM makes better is a third of the tests' time, and nothing that they look at; `make slow` has it. `conftest.py` adds to it.
 test: FLAGS := --xla_backend_optimization_level=0

@@ -58,7 +58,9 @@ def main():
     if given.folder:
         done, losses = run(given.folder, given.steps)
         if cluster.rank() == 0:
-            print(f"steps {min(losses, default=0)} to {done.steps} on {jax.device_count()} devices, last loss {done.value}")
+            print(
+                f"steps {min(losses, default=0)} to {done.steps} on {jax.device_count()} devices, last loss {done.value}"
+            )
         return
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as folder:
         _, uninterrupted = run(whole, 60)

@@ -65,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(command=run, platform=platform)
         return made
 
-    command("demo", _demo, "a small training run on 8 virtual CPU devices, with its report", platform="cpu")
+    demo = command("demo", _demo, "a small training run on 8 virtual CPU devices, with its report", platform="cpu")
+    demo.add_argument("--cluster", action="store_true", help="two processes instead, one of which is killed")
 
     plan = command(
         "plan", _plan, "search the shardings of a function, also for hardware you do not have",
@@ -172,8 +173,10 @@ def _start_with_devices(platform: str | None, devices: int = VIRTUAL_DEVICES) ->
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from shardfn.cli.demo import run
-
+    if options.cluster:
+        from shardfn.cli.demo_cluster import run
+    else:
+        from shardfn.cli.demo import run
     if not run(show):
         raise SystemExit(1)
 
