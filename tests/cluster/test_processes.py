@@ -38,6 +38,15 @@ def test_everything_works_in_several_processes(tmp_path, processes, devices):
     assert done.stdout.count(f"done on {devices} of {processes * devices} devices") == processes
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_inference_embeddings_experts_and_modules_work_in_several_processes(tmp_path, processes, devices):
+    done = launched("--processes", str(processes), "--devices-per-process", str(devices), "--grace", "1",
+                    WORKER.replace("worker.py", "libraries.py"), str(tmp_path), timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"done on {devices} of 4 devices") == processes
+
+
 RECOVERING = WORKER.replace("worker.py", "recovering.py")
 
 
