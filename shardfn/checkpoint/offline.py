@@ -24,6 +24,7 @@ from shardfn.checkpoint.step_folders import ITEM, StrPath, absolute_path, open_s
 from shardfn.checkpoint.writer import LAYOUT, stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
+from shardfn.layoutfile.files import sync_folder
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
 
@@ -275,9 +276,7 @@ def new_step(path: Any, step: int) -> Iterator[tuple[pathlib.Path, Commit]]:
         (part / ORBAX).write_text("{}\n")
         os.rename(part, parent / str(step))
         with contextlib.suppress(OSError):  # the new name must reach the disk, too
-            handle = os.open(parent, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            sync_folder(parent)
 
     try:
         with arrays.write_errors(parent, (OSError, ValueError)):

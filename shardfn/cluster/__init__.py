@@ -7,6 +7,7 @@
 | `recovery`, `preemption` | `run`: a training loop that goes on from its last checkpoint; the end that SIGTERM announces |
 | `heartbeat` | `beat`: a process that hangs |
 """
+"""Many processes as one: the group that `jax.distributed` connects, the processes of a machine, and a parameter server."""
 
 from shardfn.cluster.group import backend, init, rank, size
 from shardfn.cluster.heartbeat import beat
@@ -16,6 +17,10 @@ from shardfn.cluster.recovery import RunResult, run
 
 __all__ = [
     "Outcome", "Process", "RunResult", "backend", "beat", "init", "launch", "local_job", "rank", "read_rank_table", "run", "size",
+from shardfn.cluster.parameter_server import ParameterServer
+
+__all__ = [
+    "Outcome", "ParameterServer", "Process", "backend", "init", "launch", "local_job", "rank", "read_rank_table", "size",
 ]  # fmt: skip
 
 

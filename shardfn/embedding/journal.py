@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ import numpy as np
 
 from shardfn.embedding.store import Fields
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
-from shardfn.layoutfile.files import atomic_file
+from shardfn.layoutfile.files import atomic_file, sync_folder
 
 FORMAT, VERSION, MANIFEST = "shardfn-embedding", 1, "manifest.json"
 
@@ -113,7 +112,7 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
             opened.write(
                 json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(after)}, indent=1).encode()
             )
-        _sync(folder)
+        sync_folder(folder)
     except OSError as error:
         with contextlib.suppress(OSError):  # a manifest may be there already, if the folder's entry could not be synced
             there = read_manifest(folder)
@@ -204,16 +203,6 @@ def _faults(folder: pathlib.Path, file: RowsFile) -> Iterator[Problem]:
                       f"it has {size:,} bytes, and {file.size:,} were saved", fix)  # fmt: skip
     elif crc != file.crc:
         yield Problem(f"{path} is damaged", str(path), "its checksum is another one", fix)
-
-
-def _sync(folder: pathlib.Path) -> None:
-    """The folder's entries on disk."""
-    if os.name == "posix":
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def _delete_others(folder: pathlib.Path, manifest: Manifest) -> None:

@@ -226,6 +226,16 @@ def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
+def sync_folder(folder: pathlib.Path) -> None:
+    """Write the names of a folder's files to disk."""
+    if os.name == "posix":
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
 def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:
     """Write a plan to a file: a layout file, or MindSpore's strategy file where the name ends in `.json` or `.ckpt`
     (ProtoBuf).

@@ -1,0 +1,516 @@
+"""What workers call: `pull` parameters, `push` gradients. Everything that may fail is tried again until `timeout_s`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import pathlib
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardfn.cluster.parameter_server import ledger as ledgers
+from shardfn.cluster.parameter_server.coordinator import (
+    BUSY,
+    MOVED,
+    Job,
+    News,
+    Receipt,
+    Report,
+    check_job,
+    write_coordinator,
+)
+from shardfn.cluster.parameter_server.engine import COORDINATOR, Call, Engine, InProcess, Setup, Target, Unreachable
+from shardfn.cluster.parameter_server.ledger import Push, Rules, Update
+from shardfn.cluster.parameter_server.partition import (
+    CHUNK_BYTES,
+    Partition,
+    Rows,
+    as_rows,
+    gather,
+    requests,
+    specs_of,
+    split,
+)
+from shardfn.cluster.parameter_server.server import Behind, Part, new_servers, regroup, write_server
+from shardfn.errors import CheckpointFileError, ClusterError, StrategyError, fail, nearest
+from shardfn.frontend.paths import array_paths
+
+COMPACT_EVERY = 1000
+"""Updates after which the coordinator forgets those that no server needs any more."""
+
+PAUSES_S = (0.005, 0.5)
+"""The first and the longest pause before a call is tried again; each pause is twice the one before."""
+
+_T = TypeVar("_T")
+
+
+class Pulled(NamedTuple):
+    """Parameters, and the number of the last update that is in all of them."""
+
+    values: Any
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a client talks: as the arguments of `ParameterServer.create`."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    compress: bool = False
+    timeout_s: float = 300
+
+
+class ParameterServer:
+    """Parameters and their optimizer on servers, for workers that pull parameters and push gradients.
+
+    `create` makes one. With the Ray engine it can be sent to other processes. One object is for one thread.
+
+    >>> import optax
+    >>> server = ParameterServer.create({"w": np.ones(4, "float32")}, optax.sgd(0.5), servers=2, workers=2)
+    >>> for worker in ("a", "b"):
+    ...     receipt = server.push({"w": np.ones(4)}, worker, step=0)
+    >>> receipt.status, server.pull(version=1).values["w"].tolist()
+    ('applied', [0.0, 0.0, 0.0, 0.0])
+    """
+
+    def __init__(self, engine: Engine, setup: Setup, job: Job, names: Any, options: Options):
+        self.engine, self.setup, self.job, self.names, self.options = engine, setup, job, names, options
+        self._known = -1  # all servers are at least there, as far as this client knows; -1 before it asked
+        self._pulled = 0
+        self._place: tuple[int, int] | None = None  # epoch and number of servers
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        optimizer: Any,
+        *,
+        folder: str | pathlib.Path | None = None,
+        servers: int = 1,
+        workers: int = 1,
+        synchronous: bool = True,
+        backup_workers: int = 0,
+        staleness: int | None = None,
+        engine: Engine | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        compress: bool = False,
+        timeout_s: float = 300,
+        log_bytes: int | None = None,
+    ) -> ParameterServer:
+        """Start servers, or go on with those of a folder: their parameters, optimizer state, and numbers of servers and workers.
+
+        Args:
+          params: the first parameters, a pytree of arrays.
+          optimizer: an optax optimizer that treats each element alone, such as SGD, Adam or Adagrad. Servers hold ranges of rows, so
+            a norm of all gradients is not known to them.
+          folder: where logs and snapshots are. None for a temporary folder, which ends with the process.
+          servers: the number of servers.
+          workers: the number of workers whose gradients an update sums, in synchronous training.
+          synchronous: sum the gradients of all workers for each step. Otherwise each push is an update.
+          backup_workers: in synchronous training, how many workers an update does not wait for.
+          staleness: in asynchronous training, the most updates between the parameters that a gradient was computed
+            from and its own update. Pushes from older parameters are refused. By default four times the number of workers.
+          engine: where servers run; `InProcess()` by default.
+          chunk_bytes: the most bytes of rows in a message.
+          compress: whether float32 gradients and parameters travel as bfloat16. Servers keep float32.
+          timeout_s: seconds until a call gives up: on servers that do not answer, and on other workers.
+          log_bytes: bytes of a server's log that make it start anew with a snapshot; by default four times its state.
+
+        Returns:
+          The parameter server.
+
+        Raises:
+          StrategyError: numbers that make no sense, or an optimizer that does not treat each element alone.
+          CheckpointError: the folder holds another job.
+          CheckpointFileError: the folder is damaged, or cannot be written.
+          ClusterError: another process has the folder open.
+        """
+        _check_numbers(servers, workers, backup_workers, synchronous, staleness)
+        check_elementwise(optimizer)
+        bound = 4 * workers if staleness is None else staleness
+        rules = Rules(synchronous, backup_workers, 0 if synchronous else bound)
+        job = Job(specs_of(params), rules)
+        place = pathlib.Path(folder) if folder is not None else _temporary_folder()
+        setup = Setup(place.resolve(), optimizer, synchronous, log_bytes)
+        engine = InProcess() if engine is None else engine
+        if not (place / "coordinator").is_dir():
+            arrays = {name: np.asarray(leaf, spec.dtype).reshape((spec.rows, *spec.row_shape)) for (name, leaf), spec in zip(
+                zip(array_paths("", params), jax.tree.leaves(params), strict=True), job.arrays, strict=True)}  # fmt: skip
+            partition = Partition(job.arrays, servers)
+            with _writing(place):
+                for index, saved in enumerate(new_servers(partition, arrays, optimizer)):
+                    write_server(setup.path(Target(0, index)), saved)
+                part = place / "coordinator.part"
+                shutil.rmtree(part, ignore_errors=True)
+                write_coordinator(part, job, servers, workers)
+                part.rename(place / "coordinator")
+        engine.start(setup, [COORDINATOR])
+        names = jax.tree.unflatten(jax.tree.structure(params), array_paths("", params))
+        made = cls(engine, setup, job, names, Options(chunk_bytes, compress, timeout_s))
+        check_job(made._retried("create", lambda: made._ask("job_of")), job, f"create(folder={str(folder)!r})")
+        made._retried("create", made._start_servers)
+        return made
+
+    def pull(
+        self, names: Sequence[str] | None = None, *, ids: Mapping[str, Any] | None = None, version: int | None = None
+    ) -> Pulled:
+        """Read parameters. In synchronous training all arrays have one version. In asynchronous training some may be newer.
+
+        Args:
+          names: the paths of arrays; None for all.
+          ids: rows to read of some arrays, int[n] each, instead of all rows.
+          version: the number of an update to wait for: in synchronous training the worker's step.
+
+        Returns:
+          The parameters: a pytree like that of `create`; a dict by path if `names` are given. And their version.
+
+        Raises:
+          StrategyError: there is no such array, or ids are outside it.
+          ClusterError: the update or the answers did not come within `timeout_s`.
+          CheckpointFileError: files of the servers are damaged.
+        """
+        known = {spec.name: spec for spec in self.job.arrays}
+        for name in [*(names or ()), *(ids or ())]:
+            if name not in known:
+                fail(StrategyError, f"there is no array `{name}`", where="pull", why="the servers do not hold it",
+                     fix=nearest(name, known))  # fmt: skip
+        wanted = tuple(known if names is None else names)
+        unique = {name: np.unique(np.asarray(own), return_inverse=True) for name, own in (ids or {}).items()}
+        for name, (rows, _) in unique.items():
+            if len(rows) and not 0 <= rows[0] <= rows[-1] < known[name].rows:
+                fail(StrategyError, f"ids of `{name}` are outside the array", where="pull", why=f"they are from {rows[0]} to {rows[-1]}",
+                     fix=f"give 0 to {known[name].rows - 1}")  # fmt: skip
+        rows = {name: ids for name, (ids, _) in unique.items()}
+        found, at = self._retried("pull", lambda: self._read(wanted, rows, version))
+        found |= {name: found[name][back] for name, (_, back) in unique.items() if name in found}
+        self._pulled = at
+        return Pulled(jax.tree.map(found.__getitem__, self.names) if names is None else found, at)
+
+    def push(self, gradients: Any, worker: str | int, step: int, *, version: int | None = None) -> Receipt:
+        """Send gradients. A push counts once, however often it is sent; when this returns, it is on disk.
+
+        Args:
+          gradients: a pytree like that of `create`, or some arrays by path in a dict; the others have zero gradient. A
+            `RowGradient` holds the gradient of some rows.
+          worker: the worker's name or number.
+          step: the worker's step, from 0, one more than that of its last push that counts: `next_step`.
+          version: the version of the parameters that the gradients were computed from; by default that of the last pull.
+
+        Returns:
+          What became of it. Compute a "stale" push again, with the same step, from new parameters.
+
+        Raises:
+          StrategyError: gradients that do not fit.
+          ClusterError: a push of the worker is missing before it, or the answers did not come within `timeout_s`. The push
+            may count or not; send it again.
+          CheckpointFileError: the disk is full, and the push does not count; or files are damaged.
+        """
+        rows = as_rows(self.job.arrays, gradients, "push")
+        base = step if self.job.rules.synchronous else (self._pulled if version is None else version)
+        push = Push(str(worker), step, secrets.token_hex(8), base)
+        receipt, update = self._retried("push", lambda: self._send(push, rows))
+        if update is not None:
+            self._spread(update)
+        return receipt
+
+    def next_step(self, worker: str | int) -> int:
+        """The step that a worker pushes next: where a worker goes on that was restarted.
+
+        Args:
+          worker: the worker's name or number.
+
+        Returns:
+          The step. In synchronous training it is the version of the parameters.
+
+        Raises:
+          ClusterError: the answer did not come within `timeout_s`.
+        """
+        return self._retried("next_step", lambda: self._ask("next_step", str(worker)))
+
+    def save(self) -> int:
+        """Make snapshots, so that the next start has no log to read.
+
+        Returns:
+          The version.
+
+        Raises:
+          ClusterError: the answers did not come within `timeout_s`.
+          CheckpointFileError: the disk is full; what was saved before is kept.
+        """
+        return self._retried("save", self._save)
+
+    def resize(self, *, servers: int | None = None, workers: int | None = None) -> None:
+        """Change the number of servers or of workers during training. Pushes wait meanwhile.
+
+        Args:
+          servers: the number of servers; None for as many as there are.
+          workers: the number of workers, from the next update on; None for as many as there are.
+
+        Raises:
+          StrategyError: a number that makes no sense.
+          ClusterError: the answers did not come within `timeout_s`. The servers are the old or the new ones.
+          CheckpointFileError: the disk is full; the servers are the old ones.
+        """
+        rules = self.job.rules
+        _check_numbers(servers or 1, workers or rules.backup + 1, rules.backup, rules.synchronous, None)
+        if workers is not None:
+            update = self._retried("resize", lambda: self._ask("set_workers", workers))
+            if update is not None:
+                self._spread(update)
+        if servers is not None:
+            self._retried("resize", lambda: self._move(servers))
+
+    def report(self) -> Report:
+        """What happened so far: updates, pushes that count, pushes that were late or stale, and the staleness of each.
+
+        Returns:
+          The report.
+
+        Raises:
+          ClusterError: the answer did not come within `timeout_s`.
+        """
+        return self._retried("report", lambda: self._ask("report"))
+
+    def close(self) -> None:
+        """Stop the servers. `create` with the same folder goes on."""
+        news: News = self._retried("close", lambda: self._ask("news"))
+        self.engine.stop([*_targets(news.epoch, news.servers), COORDINATOR])
+
+    # ---- one attempt of each
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self.engine.call([Call(COORDINATOR, method, args)])[0]
+
+    def _retried(self, what: str, attempt: Callable[[], _T]) -> _T:
+        """The result of the first attempt that is answered."""
+        deadline, pause = time.monotonic() + self.options.timeout_s, PAUSES_S[0]
+        while True:
+            try:
+                return attempt()
+            except Unreachable as error:
+                self._place = None
+                if time.monotonic() > deadline:
+                    fail(ClusterError, "the parameter servers do not answer", where=what, fix="look at the servers' logs; call again",
+                         why=f"after {self.options.timeout_s:g} s: {error}")  # fmt: skip
+            self.engine.pause(pause)
+            pause = min(2 * pause, PAUSES_S[1])
+
+    def _start_servers(self) -> None:
+        news: News = self._ask("news")
+        self.engine.start(self.setup, _targets(news.epoch, news.servers))
+        self._place = (news.epoch, news.servers)
+
+    def _located(self) -> tuple[int, int]:
+        """The epoch and the number of servers."""
+        if self._place is None:
+            self._start_servers()
+        assert self._place is not None
+        return self._place
+
+    def _read(self, names: Sequence[str], ids: Mapping[str, np.ndarray], version: int | None) -> tuple[dict[str, Any], int]:
+        news = self._news(version)
+        self._place = (news.epoch, news.servers)
+        partition = Partition(self.job.arrays, news.servers)
+        asked = requests(partition, names, ids, self.options.chunk_bytes)
+        found: list[Any] = [None] * len(asked)
+        missing, updates = list(range(len(asked))), news.updates
+        while missing:
+            calls = [Call(Target(news.epoch, asked[i][0]), "pull", (asked[i][1], updates, self.options.compress)) for i in missing]
+            for i, answer in zip(missing, self.engine.call(calls), strict=True):
+                found[i] = answer
+            newest = max(answer.version for answer in found) if self.job.rules.synchronous else 0
+            least = max(news.version, newest)
+            missing = [i for i, answer in enumerate(found) if isinstance(answer, Behind) or answer.version < least]
+            if missing:
+                updates = self._updates_after(min(found[i].version for i in missing))
+        at = min((answer.version for answer in found), default=news.version)
+        if len({server for server, _ in asked}) == news.servers:
+            self._known = at
+        return gather(partition, names, ids, (rows for answer in found for rows in answer.rows)), at
+
+    def _news(self, version: int | None) -> News:
+        """The news, when an update is there."""
+        deadline = time.monotonic() + self.options.timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            since = None if self._known < 0 else self._known
+            news: News = self._ask("news", since, version, min(max(left, 0), 5))
+            if version is None or news.version >= version:
+                return news
+            if left <= 0:
+                here = f"pushes of {', '.join(news.waiting)} are there" if news.waiting else "no push is there"
+                fail(ClusterError, f"update {version} did not come", where=f"pull(version={version})",
+                     why=f"after {self.options.timeout_s:g} s the version is {news.version}; for the next update {here}, "
+                         f"of {news.workers} workers",
+                     fix="restart the workers that are gone, or change their number: resize(workers=...)")  # fmt: skip
+
+    def _updates_after(self, version: int) -> tuple[Update, ...]:
+        updates = self._ask("news", version).updates
+        if updates and updates[0].number > version + 1:
+            fail(CheckpointFileError, f"update {version + 1} is not in the ledger", where=str(self.setup.folder),
+                 why=f"a server is at version {version}, and the ledger begins with {updates[0].number}",
+                 fix="restore the folder from a copy")  # fmt: skip
+        return updates
+
+    def _send(self, push: Push, rows: Sequence[Rows]) -> tuple[Receipt, Update | None]:
+        epoch, servers = self._located()
+        messages = split(Partition(self.job.arrays, servers), rows, self.options.chunk_bytes, self.options.compress)
+        self.engine.call([
+            Call(Target(epoch, server), "prepare", (Part(push, index, len(own), message),))
+            for server, own in enumerate(messages) for index, message in enumerate(own)
+        ])  # fmt: skip
+        receipt, update = self._ask("vote", push, epoch)
+        if receipt.status in (MOVED, BUSY):
+            raise Unreachable("the servers change")
+        return receipt, update
+
+    def _spread(self, update: Update) -> None:
+        """Tell the servers of an update, so that they work on it before somebody pulls. If it gets lost, a pull tells them."""
+        with contextlib.suppress(Unreachable):
+            targets = _targets(*self._located())
+            self.engine.tell([Call(target, "advance", ((update,),)) for target in targets])
+            if update.number % COMPACT_EVERY == 0:
+                self._ask("compact", min(self.engine.call([Call(target, "oldest") for target in targets])))
+
+    def _save(self) -> int:
+        version, targets = self._advance_all()
+        self._ask("compact", min(self.engine.call([Call(target, "snapshot") for target in targets])))
+        return version
+
+    def _advance_all(self) -> tuple[int, list[Target]]:
+        """Bring all servers to the last update."""
+        news: News = self._ask("news")
+        targets = _targets(news.epoch, news.servers)
+        versions = self.engine.call([Call(target, "advance", ((),)) for target in targets])
+        updates = self._updates_after(min(versions))
+        self.engine.call([Call(target, "advance", (updates,)) for target in targets])
+        return news.version, targets
+
+    def _move(self, servers: int) -> None:
+        news: News = self._ask("news")
+        if news.servers == servers:
+            return
+        tokens = self._ask("freeze")
+        accepted, (version, targets) = self._ask("news").accepted, self._advance_all()
+        saved = self.engine.call([Call(target, "dump") for target in targets])
+        if {one.version for one in saved} != {version}:
+            raise Unreachable("a push came while the servers changed")
+        folder = self.setup.path(Target(news.epoch + 1, 0)).parent
+        shutil.rmtree(folder, ignore_errors=True)
+        with _writing(folder):
+            for index, one in enumerate(regroup(Partition(self.job.arrays, servers), saved, tokens)):
+                write_server(self.setup.path(Target(news.epoch + 1, index)), one)
+        if not self._ask("switch", servers, accepted, news.epoch):
+            raise Unreachable("a push came while the servers changed")
+        self._start_servers()
+        self.engine.stop(targets)
+        shutil.rmtree(self.setup.path(targets[0]).parent, ignore_errors=True)
+
+
+def train(
+    server: ParameterServer, worker: str | int, gradient: Callable[[Any, Any], Any], batch: Callable[[int], Any], steps: int
+) -> Iterator[Receipt]:
+    """Run the loop of one worker: pull, compute, push. A worker that was restarted goes on with the step that is missing.
+
+    Args:
+      server: the parameter server.
+      worker: the worker's name or number.
+      gradient: `(params, batch) -> gradients`.
+      batch: the worker's batch of a step.
+      steps: the number of steps.
+
+    Yields:
+      What became of each push.
+
+    Raises:
+      ClusterError, CheckpointFileError: as `pull` and `push`.
+
+    >>> import optax
+    >>> server = ParameterServer.create(np.zeros(2, "float32"), optax.sgd(1.0))
+    >>> [receipt.status for receipt in train(server, 0, lambda params, batch: np.ones(2), lambda step: None, 2)]
+    ['applied', 'applied']
+    """
+    is_synchronous, step = server.job.rules.synchronous, server.next_step(worker)
+    while step < steps:
+        params, version = server.pull(version=step if is_synchronous else None)
+        if is_synchronous:
+            step = version  # larger where other workers did not wait for this one
+        receipt = server.push(gradient(params, batch(step)), worker, step, version=version)
+        yield receipt
+        step += receipt.status != ledgers.STALE
+
+
+def check_elementwise(optimizer: Any) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements.
+
+    Args:
+      optimizer: an optax optimizer.
+
+    Raises:
+      StrategyError: the update of an array differs from that of its two halves.
+
+    >>> import optax
+    >>> check_elementwise(optax.adam(0.1))
+    """
+    params, gradients = np.array([1.0, -2, 3, 5], "float32"), np.array([3.0, 40, -500, 6], "float32")
+
+    def updates(parts: list[slice]) -> np.ndarray:
+        found = []
+        for part in parts:
+            here = {"w": jnp.asarray(params[part])}
+            change, _ = optimizer.update({"w": jnp.asarray(gradients[part])}, optimizer.init(here), here)
+            found.append(np.asarray(change["w"]))
+        return np.concatenate(found)
+
+    with contextlib.suppress(KeyError):  # an optimizer for arrays of certain names
+        if not np.allclose(updates([slice(0, 4)]), updates([slice(0, 2), slice(2, 4)]), rtol=1e-5):
+            fail(StrategyError, "the optimizer does not treat each element alone", where="create(optimizer=...)",
+                 why="each server holds some rows only, so norms of an array or of all gradients would be those of a part",
+                 fix="use SGD, Adam, Adagrad or the like, and clip by value; or train by all-reduce")  # fmt: skip
+
+
+def _check_numbers(servers: int, workers: int, backup: int, synchronous: bool, staleness: int | None) -> None:
+    where = f"servers={servers}, workers={workers}, backup_workers={backup}, staleness={staleness}"
+    if servers < 1 or workers < 1 or backup < 0 or backup >= workers:
+        fail(StrategyError, "the numbers of servers and workers make no sense", where=where,
+             why="there is at least one of each, and an update needs a worker that is no backup",
+             fix="give servers >= 1 and workers > backup_workers")  # fmt: skip
+    if synchronous and staleness is not None:
+        fail(StrategyError, "synchronous training has no staleness", where=where, why="all workers compute from the same parameters",
+             fix="leave staleness out, or give synchronous=False")  # fmt: skip
+    if not synchronous and (backup or (staleness is not None and staleness < 0)):
+        fail(StrategyError, "the numbers of asynchronous training make no sense", where=where,
+             why="no worker waits for another, and a gradient is not newer than its parameters",
+             fix="leave backup_workers out, and give staleness >= 0")  # fmt: skip
+
+
+def _targets(epoch: int, servers: int) -> list[Target]:
+    return [Target(epoch, server) for server in range(servers)]
+
+
+_FOLDERS: collections.deque[tempfile.TemporaryDirectory[str]] = collections.deque()
+"""Temporary folders, which end with the process."""
+
+
+def _temporary_folder() -> pathlib.Path:
+    _FOLDERS.append(tempfile.TemporaryDirectory(prefix="shardfn-ps-"))
+    return pathlib.Path(_FOLDERS[-1].name)
+
+
+@contextlib.contextmanager
+def _writing(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        fail(CheckpointFileError, f"{folder} cannot be written", where=str(folder), why=str(error),
+             fix="free space, or choose another folder")  # fmt: skip

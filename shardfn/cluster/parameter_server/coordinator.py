@@ -1,0 +1,340 @@
+"""The coordinator: the one log that says which pushes count. It holds no gradients.
+
+A push counts from the moment that its record is on disk. Nothing is told to anybody before: all answers wait for the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardfn.cluster.parameter_server import ledger as ledgers
+from shardfn.cluster.parameter_server.journal import Journal, Record, write_snapshot
+from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Push, Rules, Update
+from shardfn.cluster.parameter_server.partition import ArraySpec
+from shardfn.errors import CheckpointError, CheckpointFileError, fail
+
+MOVED, BUSY = "moved", "busy"
+"""What becomes of a push while the servers change: to be sent to the new servers; to be sent again in a moment."""
+
+FREEZE_S = 60
+"""Seconds after which a change of servers that did not come to its end holds up nothing any more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What does not change: the arrays of the parameters, and the rules."""
+
+    arrays: tuple[ArraySpec, ...]
+    rules: Rules
+
+
+class News(NamedTuple):
+    """What a client needs to know.
+
+    Attributes:
+      version: the number of the last update.
+      epoch: how many times the servers changed.
+      servers: the number of servers.
+      workers: the number of workers.
+      accepted: the number of accepted pushes.
+      updates: updates after the one that was asked for.
+      waiting: the workers whose pushes for the next update are here.
+    """
+
+    version: int
+    epoch: int
+    servers: int
+    workers: int
+    accepted: int
+    updates: tuple[Update, ...]
+    waiting: tuple[str, ...]
+
+
+class Receipt(NamedTuple):
+    """What became of a push.
+
+    Attributes:
+      status: "applied", or "waiting" for the other workers; it is kept in both cases. "late" if the step's update was made
+        without it, "stale" if it came from too old parameters; both are dropped.
+      version: the number of the last update.
+      staleness: updates between the parameters of the push and the last update.
+    """
+
+    status: str
+    version: int
+    staleness: int = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the push is, or will be, in an update."""
+        return self.status in (WAITING, ledgers.APPLIED)
+
+
+class Report(NamedTuple):
+    """What happened so far.
+
+    Attributes:
+      updates: the number of updates.
+      accepted: the number of pushes that count.
+      late: pushes that came after their step's update, since the coordinator started.
+      stale: pushes that were refused as too old, since the coordinator started.
+      staleness: how many pushes had which staleness.
+      syncs: `fsync` calls of the coordinator since it started.
+    """
+
+    updates: int
+    accepted: int
+    late: int
+    stale: int
+    staleness: dict[int, int]
+    syncs: int
+
+    @property
+    def largest_staleness(self) -> int:
+        """The largest staleness of an accepted push; 0 if there is none."""
+        return max(self.staleness, default=0)
+
+
+class Coordinator:
+    """The coordinator, with its journal.
+
+    Args:
+      folder: the folder of its journal, which has a snapshot.
+
+    Raises:
+      ClusterError, CheckpointFileError: as `Journal`.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._journal = Journal(pathlib.Path(folder))
+        self.job, self._ledger, self._history = _replayed(self._journal.records)
+        self._journal.records = []
+        self._refused = {ledgers.LATE: 0, STALE: 0}
+        self._frozen_until = 0.0
+        self._changed = threading.Condition()
+
+    def job_of(self) -> Job:
+        """The arrays and the rules."""
+        return self.job
+
+    def vote(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:
+        """Accept a push whose parts all servers hold. The same push again gets the same answer.
+
+        Args:
+          push: the push.
+          epoch: the epoch of the servers that hold its parts.
+
+        Returns:
+          What became of it, and the update that it made.
+
+        Raises:
+          ClusterError: a push of this worker is missing before it.
+          CheckpointFileError: the disk is full. The push does not count.
+        """
+        update = None
+        with self._changed:
+            if epoch != self._ledger.epoch:
+                return Receipt(MOVED, self._ledger.version), None
+            if ledgers.is_new(self._ledger, self.job.rules, push):
+                if time.monotonic() < self._frozen_until:
+                    return Receipt(BUSY, self._ledger.version), None
+                update = self._add("push", {"push": push})
+            staleness = self._ledger.version - (update is not None) - push.version
+            status = ledgers.APPLIED if update else ledgers.judge(self._ledger, self.job.rules, push)
+            if status in self._refused:
+                self._refused[status] += 1
+            receipt = Receipt(status, self._ledger.version, staleness)
+        self._flush()
+        return receipt, update
+
+    def news(self, since: int | None = None, version: int | None = None, timeout_s: float = 0) -> News:
+        """What there is to know.
+
+        Args:
+          since: the number of an update, to get those after it that are not forgotten.
+          version: the number of an update to wait for.
+          timeout_s: how long to wait, in seconds.
+
+        Returns:
+          The news, whether or not the update came.
+
+        Raises:
+          CheckpointFileError: there never was an update `since`.
+        """
+        with self._changed:
+            if version is not None:
+                self._changed.wait_for(lambda: self._ledger.version >= version, timeout_s)
+            found = self._ledger
+            first = found.version - len(self._history)
+            if since is not None and since > found.version:
+                fail(CheckpointFileError, f"update {since} is not in the ledger", where=str(self._journal.folder),
+                     why=f"a server has applied it, and the ledger ends with {found.version}, so its log is damaged",
+                     fix="restore the folder from a copy")  # fmt: skip
+            updates = () if since is None else tuple(self._history[max(since - first, 0) :])
+            waiting = tuple(push.worker for push in found.waiting)
+        self._flush()
+        return News(found.version, found.epoch, found.servers, found.workers, found.accepted, updates, waiting)
+
+    def next_step(self, worker: str) -> int:
+        """The step that a worker pushes next, also after it was restarted.
+
+        Args:
+          worker: the worker.
+        """
+        with self._changed:
+            step = self._ledger.next_step(self.job.rules, worker)
+        self._flush()
+        return step
+
+    def set_workers(self, workers: int) -> Update | None:
+        """Change the number of workers.
+
+        Args:
+          workers: the number.
+
+        Returns:
+          The update for which now enough workers pushed.
+
+        Raises:
+          CheckpointFileError: the disk is full. The number is the former one.
+        """
+        with self._changed:
+            update = self._add("workers", {"workers": workers})
+        self._flush()
+        return update
+
+    def freeze(self) -> tuple[str, ...]:
+        """Accept no new push for a while, so that the servers can be changed.
+
+        Returns:
+          The attempts whose parts are in no update yet.
+        """
+        with self._changed:
+            self._frozen_until = time.monotonic() + FREEZE_S
+            tokens = tuple(push.token for push in self._ledger.waiting)
+        self._flush()
+        return tokens
+
+    def switch(self, servers: int, accepted: int, epoch: int) -> bool:
+        """Go over to other servers, whose first snapshots are on disk.
+
+        Args:
+          servers: their number.
+          accepted: the number of accepted pushes that the new servers know.
+          epoch: the epoch of the servers so far.
+
+        Returns:
+          Whether the new servers are the servers now; False if a push was accepted meanwhile.
+
+        Raises:
+          CheckpointFileError: the disk is full. The servers are the former ones.
+        """
+        with self._changed:
+            self._frozen_until = 0.0
+            if (self._ledger.accepted, self._ledger.epoch) != (accepted, epoch):
+                return False
+            self._add("servers", {"servers": servers})
+        self._flush()
+        return True
+
+    def compact(self, oldest: int) -> None:
+        """Forget updates that no server needs any more, and start the log anew.
+
+        Args:
+          oldest: the oldest version that a server may fall back to.
+
+        Raises:
+          CheckpointFileError: the disk is full.
+        """
+        with self._changed:
+            if self._journal.bytes:
+                self._history = [update for update in self._history if update.number > oldest]
+                self._journal.rotate([_ledger_record(self.job, self._ledger, self._history)])
+
+    def report(self) -> Report:
+        """What happened so far."""
+        with self._changed:
+            found, refused = self._ledger, self._refused
+            return Report(found.version, found.accepted, refused[ledgers.LATE], refused[STALE], dict(found.staleness),
+                          self._journal.syncs)  # fmt: skip
+
+    def close(self) -> None:
+        """Close the journal, for another process to open it."""
+        self._journal.close()
+
+    def _add(self, kind: str, fields: dict[str, Any]) -> Update | None:
+        self._journal.append(Record(kind, fields))
+        self._ledger, update = _CHANGES[kind](self._ledger, self.job.rules, fields)
+        if update is not None:
+            self._history.append(update)
+        self._changed.notify_all()
+        return update
+
+    def _flush(self) -> None:
+        """Wait until all that was decided so far is on disk."""
+        self._journal.sync(self._journal.position())
+
+
+_CHANGES = {
+    "push": lambda ledger, rules, fields: ledgers.accept(ledger, rules, Push(*fields["push"])),
+    "workers": lambda ledger, rules, fields: ledgers.resize_workers(ledger, rules, fields["workers"]),
+    "servers": lambda ledger, rules, fields: (ledgers.resize_servers(ledger, fields["servers"]), None),
+}
+"""What a record of the log does."""
+
+
+def write_coordinator(folder: pathlib.Path, job: Job, servers: int, workers: int) -> None:
+    """Write the first snapshot of a coordinator.
+
+    Raises:
+      OSError: the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_snapshot(folder, 1, [_ledger_record(job, Ledger(servers, workers), [])])
+
+
+def check_job(job: Job, given: Job, where: str) -> None:
+    """Refuse to go on with a folder of another job.
+
+    Args:
+      job: that of the folder.
+      given: that of the caller.
+      where: the call, for messages.
+
+    Raises:
+      CheckpointError: what differs.
+    """
+    if job.arrays != given.arrays:
+        fail(CheckpointError, "the folder holds other parameters", where=where, why=f"it has {_names(job)}, not {_names(given)}",
+             fix="choose another folder")  # fmt: skip
+    if job.rules != given.rules:
+        fail(CheckpointError, "the folder holds a job with other rules", where=where, why=f"it has {job.rules}",
+             fix="create it with the same rules, or choose another folder")  # fmt: skip
+
+
+def _names(job: Job) -> str:
+    shown = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in job.arrays[:5]]
+    return ", ".join(shown) + (f" and {len(job.arrays) - 5} more" if len(job.arrays) > 5 else "")
+
+
+def _ledger_record(job: Job, ledger: Ledger, history: Sequence[Update]) -> Record:
+    return Record("ledger", {"arrays": [dataclasses.astuple(spec) for spec in job.arrays], "rules": dataclasses.asdict(job.rules),
+                             "ledger": ledgers.to_json(ledger), "history": list(history)})  # fmt: skip
+
+
+def _replayed(records: Sequence[Record]) -> tuple[Job, Ledger, list[Update]]:
+    first, *rest = records
+    arrays = tuple(ArraySpec(name, tuple(shape), dtype) for name, shape, dtype in first.fields["arrays"])
+    job = Job(arrays, Rules(**first.fields["rules"]))
+    ledger = ledgers.from_json(first.fields["ledger"])
+    history = [Update(number, tuple(Push(*push) for push in pushes)) for number, pushes in first.fields["history"]]
+    for record in rest:
+        ledger, update = _CHANGES[record.kind](ledger, job.rules, record.fields)
+        if update is not None:
+            history.append(update)
+    return job, ledger, history

@@ -1,0 +1,142 @@
+"""Where a coordinator and servers run, and how they are called: the interface of all engines, and the one in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from shardfn.cluster.parameter_server.coordinator import Coordinator
+from shardfn.cluster.parameter_server.server import Server
+
+
+class Unreachable(Exception):
+    """A call whose answer did not come. Whether it had an effect is not known."""
+
+
+class Target(NamedTuple):
+    """A server of an epoch; the coordinator, where `server` is None."""
+
+    epoch: int = 0
+    server: int | None = None
+
+
+COORDINATOR = Target()
+
+
+class Call(NamedTuple):
+    """A call of a method."""
+
+    to: Target
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What it takes to start a server again.
+
+    Attributes:
+      folder: the folder of the job, on a file system that every host sees where a server may be started.
+      optimizer: the optax optimizer.
+      is_synchronous: whether training is synchronous.
+      log_bytes: as of `Server`.
+    """
+
+    folder: pathlib.Path
+    optimizer: Any
+    is_synchronous: bool
+    log_bytes: int | None = None
+
+    def path(self, to: Target) -> pathlib.Path:
+        """The folder of a journal."""
+        return self.folder / ("coordinator" if to.server is None else f"epoch-{to.epoch}/server-{to.server}")
+
+    def make(self, to: Target) -> Coordinator | Server:
+        """Start the coordinator or a server from its journal."""
+        if to.server is None:
+            return Coordinator(self.path(to))
+        return Server(self.path(to), self.optimizer, self.is_synchronous, self.log_bytes)
+
+
+class Engine(Protocol):
+    """What a client asks of an engine."""
+
+    def start(self, setup: Setup, targets: Sequence[Target]) -> None:
+        """Start the coordinator or servers, where they do not run yet."""
+        ...
+
+    def stop(self, targets: Sequence[Target]) -> None:
+        """Stop servers. Their journals are closed."""
+        ...
+
+    def call(self, calls: Sequence[Call]) -> list[Any]:
+        """Call methods, at the same time where that is possible.
+
+        Raises:
+          Unreachable: an answer did not come. The other calls may have had their effect.
+        """
+        ...
+
+    def tell(self, calls: Sequence[Call]) -> None:
+        """Call methods whose answers do not matter."""
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is tried again."""
+        ...
+
+
+class InProcess:
+    """The engine in this process. Several threads may use it.
+
+    >>> InProcess().call([])
+    []
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[Target, Coordinator | Server] = {}
+        self._setup: Setup | None = None
+
+    def start(self, setup: Setup, targets: Sequence[Target]) -> None:
+        """Start what does not run yet."""
+        self._setup = setup
+        for target in targets:
+            if target not in self.running:
+                self.running[target] = setup.make(target)
+
+    def stop(self, targets: Sequence[Target]) -> None:
+        """Stop servers."""
+        for target in targets:
+            if target in self.running:
+                self.running.pop(target).close()
+
+    def restart(self, target: Target) -> None:
+        """Start the coordinator or a server from its journal, as after its process was killed."""
+        assert self._setup is not None
+        self.stop([target])
+        self.running[target] = self._setup.make(target)
+
+    def call(self, calls: Sequence[Call]) -> list[Any]:
+        """Call methods, one after the other."""
+        return [self._call(one) for one in calls]
+
+    def tell(self, calls: Sequence[Call]) -> None:
+        """Call methods."""
+        self.call(calls)
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def _call(self, one: Call) -> Any:
+        if one.to not in self.running:
+            raise Unreachable(f"{one.to} does not run")
+        # A message is a copy: the caller may change its arrays.
+        args = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, one.args)
+        return getattr(self.running[one.to], one.method)(*args)

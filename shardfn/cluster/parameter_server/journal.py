@@ -1,0 +1,338 @@
+"""Durable state: a log of records with group commit, and snapshots that start the log anew.
+
+A folder holds generations. Generation 7 is `snapshot-000007`, which is complete or absent, and `log-000007` with what
+happened since. The last two generations are kept, so a damaged snapshot costs nothing. Both files are sequences of records:
+the length and the CRC-32 of a body, then the body, a JSON header and the bytes of arrays. The files hold no pickles.
+
+A record counts when `sync` returned. Records that wait together share one `fsync`. A process that is killed leaves at most
+an incomplete last record, which nobody was told of; it is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+import pathlib
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardfn.errors import CheckpointFileError, ClusterError, fail
+from shardfn.layoutfile.files import atomic_file, sync_folder
+
+GENERATIONS = 2
+"""Generations that are kept: the newest, and the one to fall back to."""
+
+_HEAD = struct.Struct("<QI")
+"""Bytes of the body, and its CRC-32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """An entry of a log or of a snapshot.
+
+    Attributes:
+      kind: what it is.
+      fields: JSON values by name.
+      arrays: arrays that belong to it.
+
+    >>> body = b"".join(Record("sum", {"of": 2}, [np.arange(2.0)]).encode())[12:]
+    >>> Record.decode(body)
+    Record(kind='sum', fields={'of': 2}, arrays=[array([0., 1.])])
+    """
+
+    kind: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: Sequence[np.ndarray] = ()
+
+    def encode(self) -> list[Any]:
+        """The buffers of the record, in the order in which they are written."""
+        flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays]
+        specs = [[jnp.dtype(array.dtype).name, list(array.shape)] for array in self.arrays]
+        header = json.dumps([self.kind, self.fields, specs]).encode()
+        body = [struct.pack("<I", len(header)), header, *map(memoryview, flat)]
+        crc = 0
+        for part in body:
+            crc = zlib.crc32(part, crc)
+        return [_HEAD.pack(sum(map(len, body)), crc), *body]
+
+    @classmethod
+    def decode(cls, body: bytes) -> Record:
+        """The record of a body. Its arrays are views of the body, and cannot be written to."""
+        at = 4 + struct.unpack_from("<I", body)[0]
+        kind, fields, specs = json.loads(body[4:at])
+        arrays = []
+        for name, shape in specs:
+            dtype = jnp.dtype(name)
+            count = int(np.prod(shape, dtype=np.int64))
+            arrays.append(np.frombuffer(body, np.uint8, count * dtype.itemsize, at).view(dtype).reshape(shape))
+            at += count * dtype.itemsize
+        return cls(kind, fields, arrays)
+
+
+END = Record("end")
+"""The last record of a snapshot."""
+
+
+def read_records(file: BinaryIO) -> Iterator[tuple[Record, int]]:
+    """The records of a file up to the first that is incomplete or damaged, each with the position after it.
+
+    Args:
+      file: the file, open for bytes.
+    """
+    end = 0
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        size, crc = _HEAD.unpack(head)
+        if size > os.fstat(file.fileno()).st_size - end:
+            return
+        body = file.read(size)
+        if len(body) < size or zlib.crc32(body) != crc:
+            return
+        end += _HEAD.size + size
+        yield Record.decode(body), end
+
+
+def write_snapshot(folder: pathlib.Path, generation: int, records: Iterable[Record]) -> None:
+    """Write the snapshot of a generation: it is complete and on disk, or absent.
+
+    Args:
+      folder: the folder.
+      generation: its number.
+      records: what it holds.
+
+    Raises:
+      OSError: the disk is full, or the folder cannot be written.
+    """
+    with atomic_file(folder / f"snapshot-{generation:06}") as file:
+        for record in itertools.chain(records, [END]):
+            for buffer in record.encode():
+                _write(file, buffer)
+    sync_folder(folder)
+
+
+class Journal:
+    """The durable state of one process.
+
+    Args:
+      folder: its folder, which holds a snapshot. No other process may have it open.
+      wait_s: seconds to wait for a process that has it open, and may be about to end.
+
+    Attributes:
+      records: what was read: the newest complete snapshot and what happened since.
+      bytes: bytes of the newest log.
+      syncs: the number of `fsync` calls, for reports.
+
+    Raises:
+      ClusterError: another process has the folder open.
+      CheckpointFileError: there is no complete snapshot, or a log before the newest is incomplete.
+    """
+
+    def __init__(self, folder: pathlib.Path, wait_s: float = 30):
+        self.folder = folder
+        self.syncs = 0
+        self._writing, self._syncing = threading.Lock(), threading.Lock()
+        self._lock = _locked(folder, wait_s)
+        try:
+            self.generation, self.records, length = _recover(folder)
+            self._log = self._open(self.generation, length)
+            for part in folder.glob(".*.part"):  # of a snapshot that was killed
+                part.unlink(missing_ok=True)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @property
+    def bytes(self) -> int:
+        return self._log.end
+
+    def append(self, record: Record) -> tuple[_Log, int]:
+        """Add a record to the log.
+
+        Args:
+          record: the record.
+
+        Returns:
+          What `sync` takes.
+
+        Raises:
+          CheckpointFileError: the disk is full. The log is as it was before.
+        """
+        with self._writing:
+            return self._log, self._log.append(record)
+
+    def sync(self, position: tuple[_Log, int]) -> None:
+        """Wait until a record is on disk. Calls that wait at the same time share one `fsync`.
+
+        Args:
+          position: as `append` returned it.
+
+        Raises:
+          CheckpointFileError: the record may not be on disk.
+        """
+        log, end = position
+        if log.synced >= end:
+            return
+        with self._syncing:
+            if log.synced < end:
+                self.syncs += 1
+                log.sync()
+
+    def position(self) -> tuple[_Log, int]:
+        """What `sync` takes for everything that was added so far."""
+        with self._writing:
+            return self._log, self._log.end
+
+    def rotate(self, records: Iterable[Record]) -> None:
+        """Start a new generation with a snapshot that includes all that was added so far.
+
+        Args:
+          records: what the snapshot holds.
+
+        Raises:
+          CheckpointFileError: the disk is full. The earlier generation goes on.
+        """
+        with self._writing, self._syncing:
+            old, new = self._log, self.generation + 1
+            old.sync()
+            try:
+                log = self._open(new, 0)
+                try:
+                    write_snapshot(self.folder, new, records)
+                except BaseException:
+                    log.close()
+                    log.path.unlink()
+                    raise
+            except OSError as error:
+                _cannot_write(self.folder, error)
+            self._log, self.generation = log, new
+            old.close()
+            for path in self.folder.glob("*-[0-9]*"):
+                if int(path.name.rpartition("-")[2]) <= new - GENERATIONS:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the files, and let another process open them."""
+        with self._writing, self._syncing:
+            self._log.close()
+            self._lock.close()
+
+    def _open(self, generation: int, length: int) -> _Log:
+        log = _Log(self.folder / f"log-{generation:06}", length)
+        sync_folder(self.folder)
+        return log
+
+
+class _Log:
+    """A file to which records are added."""
+
+    def __init__(self, path: pathlib.Path, length: int):
+        self.path = path
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.file.truncate(length)
+        os.fsync(self.file.fileno())
+        self.end = self.synced = length
+        self.fault: OSError | None = None
+
+    def append(self, record: Record) -> int:
+        if self.fault is not None:
+            _cannot_write(self.path, self.fault)
+        try:
+            for buffer in record.encode():
+                _write(self.file, buffer)
+        except OSError as error:
+            try:
+                self.file.truncate(self.end)
+            except OSError as second:
+                self.fault = second
+            _cannot_write(self.path, error)
+        self.end = self.file.tell()
+        return self.end
+
+    def sync(self) -> None:
+        end = self.end
+        if self.fault is None:
+            try:
+                _sync(self.file)
+            except OSError as error:
+                self.fault = error  # what is on disk is not known any more: only a new start can tell
+        if self.fault is not None:
+            _cannot_write(self.path, self.fault)
+        self.synced = end
+
+    def close(self) -> None:
+        self.file.close()
+        self.synced = self.end  # it is in the snapshot that came after
+
+
+def _write(file: Any, data: Any) -> None:
+    view = memoryview(data)
+    while view.nbytes:
+        view = view[file.write(view) :]
+
+
+def _sync(file: Any) -> None:
+    os.fsync(file.fileno())
+
+
+def _locked(folder: pathlib.Path, wait_s: float) -> Any:
+    file = open(folder / "lock", "ab")  # noqa: SIM115
+    deadline = time.monotonic() + wait_s
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        if time.monotonic() > deadline:
+            file.close()
+            fail(ClusterError, f"another process uses {folder}", where=str(folder), why="its lock is held",
+                 fix="end that process, or choose another folder")  # fmt: skip
+        time.sleep(0.05)
+
+
+def _recover(folder: pathlib.Path) -> tuple[int, list[Record], int]:
+    """The generation to go on with, what is in it, and the length of its log."""
+    numbers = sorted({int(p.name[-6:]) for p in folder.iterdir() if re.fullmatch(r"(snapshot|log)-\d{6}", p.name)})
+    for first in reversed(numbers):
+        records, length, is_complete = _read(folder / f"snapshot-{first:06}")
+        if not is_complete or not records or records[-1].kind != END.kind:
+            continue
+        records, length = records[:-1], 0
+        for number in range(first, numbers[-1] + 1):
+            found, length, is_complete = _read(folder / f"log-{number:06}")
+            records += found
+            if number < numbers[-1] and not is_complete:
+                path = folder / f"log-{number:06}"
+                fail(CheckpointFileError, f"{path} is damaged", where=str(path), why="it has an end before its last record",
+                     fix="restore the folder from a copy")  # fmt: skip
+        return numbers[-1], records, length
+    fail(CheckpointFileError, f"{folder} holds no complete snapshot", where=str(folder),
+         why=f"{len(numbers)} generations were looked at", fix="restore the folder from a copy")  # fmt: skip
+
+
+def _read(path: pathlib.Path) -> tuple[list[Record], int, bool]:
+    """The records of a file, their length in bytes, and whether that is all of the file."""
+    try:
+        with path.open("rb") as file:
+            found = list(read_records(file))
+            length = found[-1][1] if found else 0
+            return [record for record, _ in found], length, length == os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return [], 0, True
+    except OSError as error:
+        fail(CheckpointFileError, f"{path} cannot be read", where=str(path), why=str(error),
+             fix="restore the folder from a copy")  # fmt: skip
+
+
+def _cannot_write(path: pathlib.Path, error: OSError) -> None:
+    fail(CheckpointFileError, f"{path} cannot be written", where=str(path), why=str(error),
+         fix="free space; what was acknowledged before is kept, and what was not is sent again")  # fmt: skip
