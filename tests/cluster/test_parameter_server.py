@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from shardfn.cluster import ParameterServer
-from shardfn.cluster.parameter_server import RowGradient, train
+from shardfn.cluster.parameter_server import RowGradient, journal, train
 from shardfn.cluster.parameter_server.partition import ArraySpec, Partition
 from shardfn.errors import CheckpointError, ClusterError, StrategyError
 
@@ -178,7 +178,8 @@ def test_compressed_messages_and_reads_of_some_rows():
     np.testing.assert_array_equal(np.delete(exact.values["w"], [1, 7], 0), np.delete(params["w"], [1, 7], 0))
 
 
-def test_a_folder_goes_on_with_its_own_job_only(tmp_path):
+def test_a_folder_goes_on_with_its_own_job_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "LOCK_WAIT_S", 0.1)
     params = {"w": np.zeros(6, "float32")}
 
     def create(params=params, optimizer=None, **options):
@@ -191,7 +192,7 @@ def test_a_folder_goes_on_with_its_own_job_only(tmp_path):
     server.resize(servers=3, workers=2)
     wanted = server.pull(version=2).values["w"]
     with pytest.raises(ClusterError, match="another process"):
-        server.engine._setup.make(next(iter(server.engine.running)))._journal.wait_s
+        create()
     server.close()
     again = create()
     np.testing.assert_array_equal(again.pull().values["w"], wanted)

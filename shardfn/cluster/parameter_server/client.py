@@ -41,7 +41,7 @@ from shardfn.cluster.parameter_server.partition import (
     split,
 )
 from shardfn.cluster.parameter_server.server import Behind, Part, new_servers, regroup, write_server
-from shardfn.errors import CheckpointFileError, ClusterError, StrategyError, fail, nearest
+from shardfn.errors import CheckpointFileError, ClusterError, ShardError, StrategyError, fail, nearest
 from shardfn.frontend.paths import array_paths
 
 COMPACT_EVERY = 1000
@@ -261,7 +261,7 @@ class ParameterServer:
           CheckpointFileError: the disk is full; the servers are the old ones.
         """
         rules = self.job.rules
-        _check_numbers(servers or 1, workers or rules.backup + 1, rules.backup, rules.synchronous, None)
+        _check_numbers(1 if servers is None else servers, rules.backup + 1 if workers is None else workers, rules.backup, rules.synchronous, None)
         if workers is not None:
             update = self._retried("resize", lambda: self._ask("set_workers", workers))
             if update is not None:
@@ -364,10 +364,13 @@ class ParameterServer:
     def _send(self, push: Push, rows: Sequence[Rows]) -> tuple[Receipt, Update | None]:
         epoch, servers = self._located()
         messages = split(Partition(self.job.arrays, servers), rows, self.options.chunk_bytes, self.options.compress)
-        self.engine.call([
+        calls = [
             Call(Target(epoch, server), "prepare", (Part(push, index, len(own), message),))
             for server, own in enumerate(messages) for index, message in enumerate(own)
-        ])  # fmt: skip
+        ]  # fmt: skip
+        answers = zip(calls, self.engine.call(calls), strict=True)
+        if len({call.to for call, is_complete in answers if is_complete}) < servers:
+            raise Unreachable("a server was started again between two messages")
         receipt, update = self._ask("vote", push, epoch)
         if receipt.status in (MOVED, BUSY):
             raise Unreachable("the servers change")
@@ -375,7 +378,7 @@ class ParameterServer:
 
     def _spread(self, update: Update) -> None:
         """Tell the servers of an update, so that they work on it before somebody pulls. If it gets lost, a pull tells them."""
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(Unreachable, CheckpointFileError):  # the push counts already
             targets = _targets(*self._located())
             self.engine.tell([Call(target, "advance", ((update,),)) for target in targets])
             if update.number % COMPACT_EVERY == 0:
@@ -400,17 +403,21 @@ class ParameterServer:
         if news.servers == servers:
             return
         tokens = self._ask("freeze")
-        accepted, (version, targets) = self._ask("news").accepted, self._advance_all()
-        saved = self.engine.call([Call(target, "dump") for target in targets])
-        if {one.version for one in saved} != {version}:
-            raise Unreachable("a push came while the servers changed")
-        folder = self.setup.path(Target(news.epoch + 1, 0)).parent
-        shutil.rmtree(folder, ignore_errors=True)
-        with _writing(folder):
-            for index, one in enumerate(regroup(Partition(self.job.arrays, servers), saved, tokens)):
-                write_server(self.setup.path(Target(news.epoch + 1, index)), one)
-        if not self._ask("switch", servers, accepted, news.epoch):
-            raise Unreachable("a push came while the servers changed")
+        try:
+            accepted, (version, targets) = self._ask("news").accepted, self._advance_all()
+            saved = self.engine.call([Call(target, "dump") for target in targets])
+            if {one.version for one in saved} != {version}:
+                raise Unreachable("a push came while the servers changed")
+            folder = self.setup.path(Target(news.epoch + 1, 0)).parent
+            shutil.rmtree(folder, ignore_errors=True)
+            with _writing(folder):
+                for index, one in enumerate(regroup(Partition(self.job.arrays, servers), saved, tokens)):
+                    write_server(self.setup.path(Target(news.epoch + 1, index)), one)
+            if not self._ask("switch", servers, accepted, news.epoch):
+                raise Unreachable("a push came while the servers changed")
+        except ShardError:
+            self._ask("thaw")
+            raise
         self._start_servers()
         self.engine.stop(targets)
         shutil.rmtree(self.setup.path(targets[0]).parent, ignore_errors=True)

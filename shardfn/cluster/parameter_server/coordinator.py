@@ -220,6 +220,11 @@ class Coordinator:
         self._flush()
         return tokens
 
+    def thaw(self) -> None:
+        """Accept pushes again, with the servers so far."""
+        with self._changed:
+            self._frozen_until = 0.0
+
     def switch(self, servers: int, accepted: int, epoch: int) -> bool:
         """Go over to other servers, whose first snapshots are on disk.
 

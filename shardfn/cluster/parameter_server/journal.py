@@ -34,6 +34,9 @@ from shardfn.layoutfile.files import atomic_file, sync_folder
 GENERATIONS = 2
 """Generations that are kept: the newest, and the one to fall back to."""
 
+LOCK_WAIT_S = 30
+"""Seconds to wait for a process that has the folder open, and may be about to end."""
+
 _HEAD = struct.Struct("<QI")
 """Bytes of the body, and its CRC-32."""
 
@@ -126,7 +129,6 @@ class Journal:
 
     Args:
       folder: its folder, which holds a snapshot. No other process may have it open.
-      wait_s: seconds to wait for a process that has it open, and may be about to end.
 
     Attributes:
       records: what was read: the newest complete snapshot and what happened since.
@@ -138,11 +140,11 @@ class Journal:
       CheckpointFileError: there is no complete snapshot, or a log before the newest is incomplete.
     """
 
-    def __init__(self, folder: pathlib.Path, wait_s: float = 30):
+    def __init__(self, folder: pathlib.Path):
         self.folder = folder
         self.syncs = 0
         self._writing, self._syncing = threading.Lock(), threading.Lock()
-        self._lock = _locked(folder, wait_s)
+        self._lock = _locked(folder)
         try:
             self.generation, self.records, length = _recover(folder)
             self._log = self._open(self.generation, length)
@@ -156,29 +158,26 @@ class Journal:
     def bytes(self) -> int:
         return self._log.end
 
-    def append(self, record: Record) -> tuple[_Log, int]:
+    def append(self, record: Record) -> None:
         """Add a record to the log.
 
         Args:
           record: the record.
 
-        Returns:
-          What `sync` takes.
-
         Raises:
           CheckpointFileError: the disk is full. The log is as it was before.
         """
         with self._writing:
-            return self._log, self._log.append(record)
+            self._log.append(record)
 
     def sync(self, position: tuple[_Log, int]) -> None:
-        """Wait until a record is on disk. Calls that wait at the same time share one `fsync`.
+        """Wait until all records before a position are on disk. Calls that wait at the same time share one `fsync`.
 
         Args:
-          position: as `append` returned it.
+          position: as `position` returned it.
 
         Raises:
-          CheckpointFileError: the record may not be on disk.
+          CheckpointFileError: they may not be on disk.
         """
         log, end = position
         if log.synced >= end:
@@ -244,7 +243,7 @@ class _Log:
         self.end = self.synced = length
         self.fault: OSError | None = None
 
-    def append(self, record: Record) -> int:
+    def append(self, record: Record) -> None:
         if self.fault is not None:
             _cannot_write(self.path, self.fault)
         try:
@@ -257,7 +256,6 @@ class _Log:
                 self.fault = second
             _cannot_write(self.path, error)
         self.end = self.file.tell()
-        return self.end
 
     def sync(self) -> None:
         end = self.end
@@ -285,9 +283,9 @@ def _sync(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _locked(folder: pathlib.Path, wait_s: float) -> Any:
+def _locked(folder: pathlib.Path) -> Any:
     file = open(folder / "lock", "ab")  # noqa: SIM115
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

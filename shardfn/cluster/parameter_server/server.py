@@ -122,25 +122,29 @@ class Server:
         self._log_bytes = max(LOG_RATIO * size, MIN_LOG_BYTES) if log_bytes is None else log_bytes
         self._lock = threading.RLock()
 
-    def prepare(self, part: Part) -> None:
-        """Keep a part of a push. It is on disk when this returns. The same part again changes nothing.
+    def prepare(self, part: Part) -> bool:
+        """Keep a message of a push. The same message again changes nothing.
 
         Args:
-          part: the part.
+          part: the message.
+
+        Returns:
+          Whether all messages of the push to this server are here, and on disk.
 
         Raises:
           CheckpointFileError: the disk is full.
         """
         with self._lock:
             if self._is_closed(part.push):
-                return
-            messages = self._parts.setdefault(part.push.token, {})
-            if part.index in messages:
-                position = self._journal.position()
-            else:
-                position = self._journal.append(_part_record(part))
-                messages[part.index] = part
+                return True
+            if part.index not in self._parts.get(part.push.token, {}):
+                self._journal.append(_part_record(part))
+                self._parts.setdefault(part.push.token, {})[part.index] = part
+            if len(self._parts[part.push.token]) < part.total:
+                return False
+            position = self._journal.position()
         self._journal.sync(position)
+        return True
 
     def pull(self, requests: Sequence[Request], updates: Sequence[Update], compress: bool = False) -> Answer | Behind:
         """Read rows.

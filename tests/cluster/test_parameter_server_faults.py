@@ -1,0 +1,234 @@
+"""Crashes at any point of a log, lost and doubled messages, damaged files, a full disk: no push is lost, none counts twice.
+
+The push of step s of worker w adds 1 to element w * STEPS + s, so the parameters say how often each push was applied.
+"""
+
+import errno
+import pathlib
+import random
+import shutil
+
+import numpy as np
+import optax
+import pytest
+
+from shardfn.cluster.parameter_server import InProcess, ParameterServer, RowGradient, journal
+from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable
+from shardfn.errors import CheckpointFileError, ClusterError
+
+WORKERS, STEPS = 2, 6
+OPTIMIZER = optax.sgd(1.0)
+
+
+def start(folder, engine=None, synchronous=False, servers=2, **options):
+    return ParameterServer.create(np.zeros(WORKERS * STEPS, "float32"), OPTIMIZER, folder=folder, servers=servers, workers=WORKERS,
+                                  synchronous=synchronous, staleness=None if synchronous else 100, engine=engine, **options)  # fmt: skip
+
+
+def push(server, worker, step):
+    return server.push(RowGradient([worker * STEPS + step], [-1.0]), worker, step)
+
+
+def counts(server):
+    return server.pull().values.astype(int).reshape(WORKERS, STEPS)
+
+
+class Faults(InProcess):
+    """Calls that get lost, before or after their effect; that come twice; or that come again much later. And crashes."""
+
+    def __init__(self, seed, rate=0.3):
+        super().__init__()
+        self.draw, self.rate, self.late, self.faults = random.Random(seed), rate, [], 0
+
+    def pause(self, seconds):
+        pass
+
+    def _call(self, one):
+        if self.late and self.draw.random() < 0.2:
+            self._quietly(self.late.pop(self.draw.randrange(len(self.late))))
+        if self.draw.random() > self.rate:
+            return super()._call(one)
+        self.faults += 1
+        kind = self.draw.choice(["request", "reply", "twice", "later", "crash"])
+        if kind in ("reply", "twice"):
+            self._quietly(one)
+        elif kind == "later":
+            self.late.append(one)
+        elif kind == "crash":
+            self.restart(one.to)
+        if kind == "twice":
+            return super()._call(one)
+        raise Unreachable(kind)
+
+    def _quietly(self, one):
+        try:
+            super()._call(one)
+        except (Unreachable, ClusterError):
+            pass
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_lost_doubled_and_late_and_crashes_change_nothing(tmp_path, seed, synchronous):
+    engine = Faults(seed)
+    server = start(tmp_path, engine, synchronous, log_bytes=1500)
+    for step in range(STEPS):
+        if step == 2:
+            server.resize(servers=3)
+        for worker in range(WORKERS):
+            receipt = push(server, worker, step)
+            assert receipt.is_kept
+    assert engine.faults > 20
+    np.testing.assert_array_equal(counts(server), 1)
+    assert server.report().accepted == WORKERS * STEPS
+
+
+def test_a_crash_at_any_point_of_a_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch):
+    """A copy of the folder is taken in the middle and at the end of each write, and before each `fsync`; each copy goes on."""
+    copies, acknowledged = [], []
+    whole, sync = journal._write, journal._sync
+
+    def copy():
+        to = tmp_path / f"copy-{len(copies)}"
+        shutil.copytree(tmp_path / "job", to)
+        copies.append((to, list(acknowledged)))
+
+    def write(file, data):
+        half = len(memoryview(data)) // 2
+        whole(file, memoryview(data)[:half])
+        copy()
+        whole(file, memoryview(data)[half:])
+        copy()
+
+    server = start(tmp_path / "job", log_bytes=700)
+    monkeypatch.setattr(journal, "_write", write)
+    monkeypatch.setattr(journal, "_sync", lambda file: (copy(), sync(file)))
+    for step in range(3):
+        for worker in range(WORKERS):
+            push(server, worker, step)
+            acknowledged.append((worker, step))
+        if step == 1:
+            server.resize(servers=3)
+            server.save()
+    server.close()
+    monkeypatch.undo()
+    assert len(copies) > 100
+    for at, (folder, done) in enumerate(copies):
+        if at % 3:
+            continue
+        again = start(folder)
+        found = counts(again)
+        assert found.max() <= 1 and all(found[key] == 1 for key in done), f"copy {at}"
+        assert found.sum() - len(done) <= 1, "at most the push whose answer did not come"
+        for worker in range(WORKERS):
+            push(again, worker, again.next_step(worker))
+        assert counts(again).sum() == found.sum() + WORKERS
+        again.close()
+        shutil.rmtree(folder)
+
+
+def finished(folder):
+    server = start(folder)
+    for step in range(4):
+        for worker in range(WORKERS):
+            push(server, worker, step)
+        if step == 2:
+            server.save()
+    server.close()
+
+
+def outcome(folder):
+    """The counts of a start from a folder, or the error."""
+    try:
+        server = start(folder)
+        return counts(server)
+    except CheckpointFileError as error:
+        return error
+
+
+def test_a_damaged_file_is_an_error_or_without_effect(tmp_path):
+    finished(tmp_path / "job")
+    wanted = np.repeat([[1, 1, 1, 1, 0, 0]], WORKERS, 0)
+    draw, errors, right = random.Random(0), 0, 0
+    for file in sorted((tmp_path / "job").rglob("*-0*")):
+        if not file.is_file() or not file.stat().st_size:
+            continue
+        for damage in ("cut", "flip", "gone"):
+            shutil.rmtree(tmp_path / "again", ignore_errors=True)
+            shutil.copytree(tmp_path / "job", tmp_path / "again")
+            path = tmp_path / "again" / file.relative_to(tmp_path / "job")
+            data, at = bytearray(path.read_bytes()), draw.randrange(file.stat().st_size)
+            if damage == "gone":
+                path.unlink()
+            else:
+                data[at] ^= 16
+                path.write_bytes(data[:at] if damage == "cut" else data)
+            found = outcome(tmp_path / "again")
+            if isinstance(found, CheckpointFileError):
+                errors += 1
+                assert "restore the folder from a copy" in str(found)
+            elif (found == wanted).all():
+                right += 1
+            else:  # a cut end of the newest log cannot be told from a crash in a write: the worker's next push tells it
+                assert "coordinator/log-" in str(path) and (found <= wanted).all() and found.max() == 1, (path, damage)
+    assert errors and right, "a damaged newest snapshot has one before it"
+
+
+def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, monkeypatch):
+    server = start(tmp_path)
+    push(server, 0, 0)
+    whole, left = journal._write, [60]
+
+    def write(file, data):
+        part = memoryview(data)[: left[0]]
+        whole(file, part)
+        left[0] -= len(part)
+        if len(part) < len(memoryview(data)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for room in range(0, 700, 60):
+        monkeypatch.setattr(journal, "_write", write)
+        left[0] = room
+        for action in (lambda: push(server, 1, 0), lambda: server.resize(servers=3), server.save):
+            try:
+                action()
+            except CheckpointFileError as error:
+                assert "No space left" in str(error)
+        monkeypatch.setattr(journal, "_write", whole)
+        found = counts(server)
+        assert found.max() == 1 and found[0, 0] == 1 and found.sum() == 1 + server.next_step(1)
+    push(server, 1, server.next_step(1))
+    for step in range(1, 3):
+        push(server, 0, step)
+    wanted = counts(server)
+    assert wanted.max() == 1 and wanted[0, :3].sum() == 3
+    server.engine.restart(COORDINATOR)
+    server.engine.restart(Target(*server._place[:1], 0))
+    np.testing.assert_array_equal(counts(server), wanted)
+
+
+def test_a_failed_sync_is_told_and_a_restart_decides(tmp_path, monkeypatch):
+    server = start(tmp_path)
+
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_sync", fail)
+        with pytest.raises(CheckpointFileError, match="Input/output error"):
+            push(server, 0, 0)
+    with pytest.raises(CheckpointFileError, match="Input/output error"):
+        push(server, 0, 0)
+    for target in list(server.engine.running):
+        server.engine.restart(target)
+    assert push(server, 0, 0).is_kept and counts(server).sum() == 1
+
+
+def test_servers_that_do_not_answer_are_told_by_name(tmp_path):
+    server = start(tmp_path, timeout_s=0)
+    target = Target(0, 1)
+    server.engine.stop([target])
+    server.engine.start = lambda *_: None
+    with pytest.raises(ClusterError, match="server=1"):
+        push(server, 0, 0)
+    assert pathlib.Path(server.setup.folder) == tmp_path.resolve()
