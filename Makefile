@@ -14,6 +14,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-cluster test slow processes tpu gpu ecosystem bench drift lint format docs notebooks clean
+.PHONY: help demo test slow processes ray tpu gpu ecosystem bench drift lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,6 +37,11 @@ slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
 processes: $(VENV)/.has-test  ## the tests that start 2 and 4 processes on this machine, with time limits
 	$(DEVICES) $(PY) -m pytest -m "not slow and not large" tests/cluster tests/data/test_processes.py \
 	  tests/checkpoint/test_processes.py $(PYTEST_ARGS)
+
+# In a network of its own: Ray listens at all addresses of a machine. NETWORK= runs it in the machine's network.
+NETWORK ?= unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$0" "$$@"'
+ray: $(VENV)/.has-test $(VENV)/.has-ray  ## the tests that start a Ray cluster on this machine
+	$(DEVICES) $(NETWORK) $(PY) -m pytest -m ray tests/cluster $(PYTEST_ARGS)
 
 tpu: $(VENV)/.has-test $(VENV)/.has-tpu-aot  ## the tests that compile for TPU topologies (no TPU needed)
 	$(DEVICES) TPU_SKIP_MDS_QUERY=1 $(PY) -m pytest -m tpu $(PYTEST_ARGS)

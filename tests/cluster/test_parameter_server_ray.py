@@ -1,0 +1,104 @@
+"""The parameter server on Ray: run by `make ray`, in a network of its own."""
+
+import os
+import secrets
+import signal
+import threading
+import time
+
+import numpy as np
+import optax
+import pytest
+
+from shardfn.cluster.parameter_server import ParameterServer, RowGradient, train
+from shardfn.cluster.parameter_server.engine import COORDINATOR, Target
+
+pytestmark = pytest.mark.ray
+WORKERS, STEPS = 3, 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20, _node_ip_address="127.0.0.1")
+    yield ray
+    ray.shutdown()
+
+
+def start(folder, name, **options):
+    from shardfn.cluster.parameter_server.ray_engine import OnRay
+
+    options = {"servers": 2, "workers": WORKERS, "synchronous": False, "staleness": 1000, "timeout_s": 60, **options}
+    return ParameterServer.create(np.zeros(WORKERS * STEPS, "float32"), optax.sgd(1.0), folder=folder, engine=OnRay(name), **options)
+
+
+def work(server, worker, pause_s=0.01):
+    def gradient(params, at):
+        time.sleep(pause_s)
+        return RowGradient([at], [-1.0])
+
+    for _ in train(server, worker, gradient, lambda step: worker * STEPS + step, STEPS):
+        pass
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_killed_servers_coordinators_and_workers_lose_and_double_nothing(cluster, tmp_path, synchronous):
+    rules = {} if synchronous else {"staleness": 1000}
+    server = start(tmp_path, f"kill-{synchronous}", synchronous=synchronous, **{"staleness": None, **rules})
+    worker_task = cluster.remote(num_cpus=0, max_retries=-1)(work)
+    tasks = [worker_task.remote(server, worker) for worker in range(WORKERS)]
+    for round_, target in enumerate([Target(0, 0), COORDINATOR, Target(0, 1), Target(0, 0)]):
+        while server.report().accepted < (round_ + 1) * 25:
+            time.sleep(0.01)
+        os.kill(server.engine.process_ids([target])[0], signal.SIGKILL)
+        if round_ == 1:
+            cluster.cancel(tasks[0], force=True)
+            tasks[0] = worker_task.remote(server, 0)
+        if round_ == 2 and not synchronous:
+            server.resize(servers=3)
+            break
+    cluster.get(tasks, timeout=120)
+    found = server.pull().values
+    np.testing.assert_array_equal(found, 1)
+    assert server.report().accepted == WORKERS * STEPS
+    server.close()
+
+
+def test_a_job_goes_on_after_its_cluster_is_gone(cluster, tmp_path):
+    server = start(tmp_path, "first")
+    for step in range(5):
+        server.push(RowGradient([step], [-1.0]), 0, step)
+    for target in (COORDINATOR, Target(0, 0), Target(0, 1)):
+        cluster.kill(server.engine._handle(target))
+    again = start(tmp_path, "second")
+    assert again.pull().values.sum() == 5 and again.next_step(0) == 5
+    again.close()
+
+
+def test_large_arrays_and_compression_on_ray(cluster, tmp_path):
+    from shardfn.cluster.parameter_server.ray_engine import OnRay
+
+    params = {"w": np.zeros((2048, 1024), "float32"), "b": np.zeros(3, "float32")}
+    server = ParameterServer.create(params, optax.sgd(1.0), folder=tmp_path, servers=2, engine=OnRay("large"), chunk_bytes=1 << 20,
+                                    compress=True, timeout_s=60)  # fmt: skip
+    server.push({"w": np.full((2048, 1024), 0.5, "float32"), "b": np.ones(3)}, 0, 0)
+    found = server.pull(version=1).values
+    assert (found["w"] == -0.5).all() and found["b"].tolist() == [-1, -1, -1]
+    server.close()
+
+
+def test_threads_of_one_client_process(cluster, tmp_path):
+    import pickle
+
+    server = start(tmp_path, "threads")
+    threads = [threading.Thread(target=work, args=(pickle.loads(cluster.cloudpickle.dumps(server)), w, 0)) for w in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    np.testing.assert_array_equal(server.pull().values, 1)
+    server.close()
