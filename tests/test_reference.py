@@ -37,7 +37,7 @@ def test_options_has_every_option(function):
 
 
 def test_context_has_every_key():
-    assert {*keys.AUTO_PARALLEL_KEYS, *keys.RUN_KEYS, *keys.ALGO_KEYS} <= coded("context.md")
+    assert {*keys.AUTO_PARALLEL_KEYS, *keys.RUN_KEYS, *keys.ALGO_KEYS, *keys.PS_KEYS} <= coded("context.md")
 
 
 def test_command_line_has_every_command_and_flag():

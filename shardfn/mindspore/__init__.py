@@ -9,18 +9,22 @@ from shardfn.mindspore.context import (
     get_algo_parameters,
     get_auto_parallel_context,
     get_context,
+    get_ps_context,
     reset_algo_parameters,
     reset_auto_parallel_context,
     reset_context,
+    reset_ps_context,
     set_algo_parameters,
     set_auto_parallel_context,
     set_context,
+    set_ps_context,
 )
 from shardfn.mindspore.context_keys import GRAPH_MODE, PYNATIVE_MODE, ParallelMode
 from shardfn.mindspore.gather import EmbeddingLookup, Gather, SparseGatherV2, slice_strategies
 from shardfn.mindspore.inference import PredictLayout, WeightLayout, infer_predict_layout, load_distributed_checkpoint
 from shardfn.mindspore.layout import Layout
 from shardfn.mindspore.parallel import get_strategy, layout_of, shard
+from shardfn.mindspore.parameter_server import parameter_server, ps_parameters
 from shardfn.mindspore.rank_checkpoints import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
 
 __all__ = [
@@ -40,6 +44,7 @@ __all__ = [
     "get_auto_parallel_context",
     "get_context",
     "get_group_size",
+    "get_ps_context",
     "get_rank",
     "get_strategy",
     "infer_predict_layout",
@@ -47,14 +52,18 @@ __all__ = [
     "layout_of",
     "load_distributed_checkpoint",
     "merge_sliced_parameter",
+    "parameter_server",
+    "ps_parameters",
     "rank_list_for_transform",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "reset_context",
+    "reset_ps_context",
     "reshard",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_context",
+    "set_ps_context",
     "shard",
     "slice_strategies",
     "transform_checkpoints",

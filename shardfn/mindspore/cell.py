@@ -118,6 +118,21 @@ class Cell:
             object.__setattr__(self, "__class__", type(changed))
         return self
 
+    def set_param_ps(self, recurse: bool = True, init_in_server: bool = False) -> None:
+        """Keep the arrays of this instance on parameter servers, which `shardfn.mindspore.parameter_server` makes.
+
+        Args:
+          recurse: False leaves out the arrays of the Cells in it.
+          init_in_server: MindSpore's option to make the first rows on the servers; only False is available.
+
+        Raises:
+          ClusterError: the parameter server is not on, or no role is set.
+          NotAvailableError: `init_in_server` is True.
+        """
+        from shardfn.mindspore.parameter_server import mark  # its engines are above the core
+
+        mark(self, recurse, init_in_server)
+
     def parameters_dict(self) -> State:
         """The arrays of this instance, to differentiate or optimise.
 

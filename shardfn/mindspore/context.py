@@ -29,11 +29,11 @@ from shardfn.errors import (
 from shardfn.frontend.defaults import Defaults, register
 from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.frontend.value_checks import clipped
-from shardfn.mindspore.context_keys import ALGO_KEYS, AUTO_PARALLEL_KEYS, RUN_KEYS, Key
+from shardfn.mindspore.context_keys import ALGO_KEYS, AUTO_PARALLEL_KEYS, PS_KEYS, RUN_KEYS, Key
 from shardfn.search.problem import Algorithm
 
 _TRAINING = frozenset(f.name for f in dataclasses.fields(TrainingSettings)) - {"all_reduce_fusion_config"}
-_KEYS: dict[str, Key] = {**AUTO_PARALLEL_KEYS, **RUN_KEYS, **ALGO_KEYS}
+_KEYS: dict[str, Key] = {**AUTO_PARALLEL_KEYS, **RUN_KEYS, **ALGO_KEYS, **PS_KEYS}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -305,6 +305,55 @@ def reset_algo_parameters() -> None:
     _reset(ALGO_KEYS)
 
 
+def set_ps_context(**settings: Any) -> None:
+    """Set keys of MindSpore's parameter server context. What is not set, the environment says.
+
+    Args:
+      settings: keys with values.
+
+        - `enable_ps`: whether `Cell.set_param_ps` may put parameters on servers.
+        - `ms_role`: "MS_SCHED", "MS_WORKER" or "MS_PSERVER"; by default `MS_ROLE` of the environment.
+        - `worker_num`, `server_num`: by default `MS_WORKER_NUM` and `MS_SERVER_NUM`.
+        - `scheduler_ip`, `scheduler_port`: by default `MS_SCHED_HOST` and `MS_SCHED_PORT`.
+
+    Raises:
+      ContextError: as in `set_auto_parallel_context`.
+      NotAvailableError: a key that Ray has its own setting for, such as `enable_ssl`.
+
+    >>> with auto_parallel():
+    ...     set_ps_context(enable_ps=True, server_num=2)
+    ...     get_ps_context("server_num")
+    2
+    """
+    _set(PS_KEYS, "set_ps_context", settings)
+
+
+def get_ps_context(key: str) -> Any:
+    """The value of a key of the parameter server context.
+
+    Args:
+      key: the key.
+
+    Returns:
+      The value, what the environment says, or the default.
+
+    Raises:
+      ContextError: there is no such key.
+
+    >>> get_ps_context("enable_ps")
+    False
+    """
+    return _read(PS_KEYS, "get_ps_context", key)
+
+
+def reset_ps_context() -> None:
+    """Reset every key of the parameter server context: parameter servers are off.
+
+    >>> reset_ps_context()
+    """
+    _reset(PS_KEYS)
+
+
 def current() -> ParallelContext:
     """The current context: that of the innermost `auto_parallel` block, or else of the process.
 
@@ -321,7 +370,9 @@ def _read(table: Mapping[str, Key], caller: str, name: Any) -> Any:
     return current().read(_known(table, caller, name).name)
 
 
-_HOMES = {"auto_parallel_context": AUTO_PARALLEL_KEYS, "context": RUN_KEYS, "algo_parameters": ALGO_KEYS}
+_HOMES = {
+    "auto_parallel_context": AUTO_PARALLEL_KEYS, "context": RUN_KEYS, "algo_parameters": ALGO_KEYS, "ps_context": PS_KEYS,
+}  # fmt: skip
 
 
 def _unknown(table: Mapping[str, Key], caller: str, name: str, written: str) -> Problem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -223,6 +224,25 @@ def _layout_file(entry: str) -> dict[str, Any]:
             "write": lambda value, standing: standing._replace(**{entry: value})}  # fmt: skip
 
 
+ROLES = ("MS_SCHED", "MS_WORKER", "MS_PSERVER")
+"""The roles of a process in a job with parameter servers. `MS_SERVER` is another name of the last."""
+
+
+def _role() -> str | None:
+    found = os.environ.get("MS_ROLE")
+    return "MS_PSERVER" if found == "MS_SERVER" else found
+
+
+def _variable(name: str) -> dict[str, Any]:
+    """The fields of a row that an environment variable says where it is not set; a number, if it is one."""
+
+    def read(kept: Any) -> Any:
+        found = os.environ.get(name) if kept is None else kept
+        return int(found) if isinstance(found, str) and found.isascii() and found.isdigit() else found
+
+    return {"read": read}
+
+
 # fmt: off
 AUTO_PARALLEL_KEYS = _table(
     # MindSpore documents 4096 as the end of device_num, but takes any number from 1 up, as here.
@@ -289,5 +309,22 @@ ALGO_KEYS = _table(
     _now("algo_approxi_epsilon", 0.1, _fraction),
     _now("tensor_slice_align_enable", False, boolean),
     _now("tensor_slice_align_size", 16, integer(1, 1024)),
+)
+
+PS_KEYS = _table(
+    _now("enable_ps", False, boolean),
+    _now("ms_role", None, one_of(*ROLES), read=lambda kept: _role() if kept is None else kept),
+    _now("worker_num", None, integer(1), **_variable("MS_WORKER_NUM")),
+    _now("server_num", None, integer(1), **_variable("MS_SERVER_NUM")),
+    _now("scheduler_ip", None, text, **_variable("MS_SCHED_HOST")),
+    _now("scheduler_port", None, integer(1, 65535), **_variable("MS_SCHED_PORT")),
+    _later("config_file_path", "", text, "MindSpore's recovery configuration",
+           instead="set MS_RECOVERY_PATH to the folder of the servers' logs"),
+    _later("enable_ssl", False, boolean, "TLS of its own", instead="set Ray's RAY_USE_TLS and its certificates"),
+    _later("client_password", "", text, "a password of a certificate", instead="use Ray's token"),
+    _later("server_password", "", text, "a password of a certificate", instead="use Ray's token"),
+    _later("scheduler_manage_port", 11202, integer(1, 65535), "a web server of the scheduler"),
+    _later("server_mode", "PARAMETER_SERVER", one_of("PARAMETER_SERVER", "FEDERATED_LEARNING", "HYBRID_TRAINING"),
+           "federated learning"),
 )
 # fmt: on

@@ -20,9 +20,11 @@ from shardfn.mindspore.context import (
     get_algo_parameters,
     get_auto_parallel_context,
     get_context,
+    get_ps_context,
     set_algo_parameters,
     set_auto_parallel_context,
     set_context,
+    set_ps_context,
 )
 from shardfn.mindspore.context_keys import ParallelMode
 from shardfn.mindspore.layout import Layout
@@ -32,11 +34,13 @@ TABLES = {
     set_auto_parallel_context: context_keys.AUTO_PARALLEL_KEYS,
     set_context: context_keys.RUN_KEYS,
     set_algo_parameters: context_keys.ALGO_KEYS,
+    set_ps_context: context_keys.PS_KEYS,
 }
 GETTERS = {
     set_auto_parallel_context: get_auto_parallel_context,
     set_context: get_context,
     set_algo_parameters: get_algo_parameters,
+    set_ps_context: get_ps_context,
 }
 ROWS = [pytest.param(setter, key, id=key.name) for setter, table in TABLES.items() for key in table.values()]
 KEYS_PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "reference" / "context.md").read_text("utf-8")
@@ -49,6 +53,7 @@ def _defaults():
     context.reset_auto_parallel_context()
     context.reset_context()
     context.reset_algo_parameters()
+    context.reset_ps_context()
 
 
 # ---- the table ----
@@ -489,4 +494,5 @@ def test_any_value_is_kept_or_refused_with_a_fix(data):
             context.reset_auto_parallel_context()
             context.reset_context()
             context.reset_algo_parameters()
+            context.reset_ps_context()
             assert current() == before
