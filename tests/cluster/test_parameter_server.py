@@ -76,7 +76,9 @@ def near(tree, wanted, atol=1e-6):
 
 
 def test_synchronous_training_equals_one_process_while_servers_and_workers_come_and_go(tmp_path):
-    server = ParameterServer.create(first_params(), optax.adam(0.01), folder=tmp_path, workers=2, chunk_bytes=500, timeout_s=0)
+    server = ParameterServer.create(
+        first_params(), optax.adam(0.01), folder=tmp_path, workers=2, chunk_bytes=500, timeout_s=0
+    )
     sizes = {15: (3, None), 30: (None, 4), 50: (2, 3), 70: (5, 2), 85: (1, None)}
     workers = 2
     for step in range(STEPS):
@@ -87,7 +89,7 @@ def test_synchronous_training_equals_one_process_while_servers_and_workers_come_
     found = server.pull(version=STEPS)
     assert found.version == STEPS
     near(found.values, alone(STEPS))
-    assert len(server.engine.running) == 2 and len(list(tmp_path.glob("epoch-*"))) == 1
+    assert len(server.engine.running) == 2 and len(list(tmp_path.glob("job/epoch-*"))) == 1
 
 
 def test_servers_change_while_pushes_wait_for_another_worker(tmp_path):
@@ -111,7 +113,9 @@ def test_a_worker_that_leaves_does_not_hold_up_the_others():
 
 
 def test_backup_workers_are_not_waited_for():
-    server = ParameterServer.create(np.zeros(2, "float32"), optax.sgd(1.0), servers=2, workers=3, backup_workers=1, timeout_s=0)
+    server = ParameterServer.create(
+        np.zeros(2, "float32"), optax.sgd(1.0), servers=2, workers=3, backup_workers=1, timeout_s=0
+    )
     statuses = [server.push(np.full(2, 10.0**worker), worker, 0).status for worker in range(3)]
     assert statuses == ["waiting", "applied", "late"]
     assert server.pull().values.tolist() == [-11, -11] and server.report().late == 1
@@ -121,7 +125,9 @@ def test_backup_workers_are_not_waited_for():
 
 
 def test_asynchronous_training_enforces_and_reports_the_staleness():
-    server = ParameterServer.create(np.zeros(4, "float32"), optax.sgd(1.0), servers=2, workers=2, synchronous=False, staleness=2)
+    server = ParameterServer.create(
+        np.zeros(4, "float32"), optax.sgd(1.0), servers=2, workers=2, synchronous=False, staleness=2
+    )
     slow = server.pull()
     for step in range(3):
         assert server.push(np.ones(4), "fast", step, version=server.pull().version).status == "applied"
@@ -138,14 +144,19 @@ def test_asynchronous_training_enforces_and_reports_the_staleness():
 @pytest.mark.parametrize("synchronous", [True, False])
 def test_workers_in_threads_share_syncs_and_converge(tmp_path, synchronous):
     """Softmax regression on characters: the loss of asynchronous training comes near that of synchronous training."""
-    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away from the quick cat " * 4, np.uint8) - 32
+    text = (
+        np.frombuffer(b"the quick brown fox jumps over the lazy dog and runs away from the quick cat " * 4, np.uint8)
+        - 32
+    )
     params = {"w": np.zeros((96, 96), "float32")}
 
     @jax.jit
     def grad(params, x, y):
         return jax.grad(lambda p: optax.softmax_cross_entropy_with_integer_labels(p["w"][x], y).mean() / 4)(params)
 
-    server = ParameterServer.create(params, optax.adam(0.2), folder=tmp_path, servers=2, workers=4, synchronous=synchronous)
+    server = ParameterServer.create(
+        params, optax.adam(0.2), folder=tmp_path, servers=2, workers=4, synchronous=synchronous
+    )
 
     def work(worker):
         client = ParameterServer(server.engine, server.setup, server.job, server.names, server.options)

@@ -43,6 +43,7 @@ from shardfn.cluster.parameter_server.partition import (
 from shardfn.cluster.parameter_server.server import Behind, Part, new_servers, regroup, write_server
 from shardfn.errors import CheckpointFileError, ClusterError, ShardError, StrategyError, fail, nearest
 from shardfn.frontend.paths import array_paths
+from shardfn.layoutfile.files import sync_folder
 
 COMPACT_EVERY = 1000
 """Updates after which the coordinator forgets those that no server needs any more."""
@@ -140,19 +141,10 @@ class ParameterServer:
         rules = Rules(synchronous, backup_workers, 0 if synchronous else bound)
         job = Job(specs_of(params), rules)
         place = pathlib.Path(folder) if folder is not None else _temporary_folder()
-        setup = Setup(place.resolve(), optimizer, synchronous, log_bytes)
+        setup = Setup(place.resolve() / "job", optimizer, synchronous, log_bytes)
         engine = InProcess() if engine is None else engine
-        if not (place / "coordinator").is_dir():
-            arrays = {name: np.asarray(leaf, spec.dtype).reshape((spec.rows, *spec.row_shape)) for (name, leaf), spec in zip(
-                zip(array_paths("", params), jax.tree.leaves(params), strict=True), job.arrays, strict=True)}  # fmt: skip
-            partition = Partition(job.arrays, servers)
-            with _writing(place):
-                for index, saved in enumerate(new_servers(partition, arrays, optimizer)):
-                    write_server(setup.path(Target(0, index)), saved)
-                part = place / "coordinator.part"
-                shutil.rmtree(part, ignore_errors=True)
-                write_coordinator(part, job, servers, workers)
-                part.rename(place / "coordinator")
+        if not setup.folder.is_dir():
+            _write_job(setup, job, params, servers, workers)
         engine.start(setup, [COORDINATOR])
         names = jax.tree.unflatten(jax.tree.structure(params), array_paths("", params))
         made = cls(engine, setup, job, names, Options(chunk_bytes, compress, timeout_s))
@@ -261,7 +253,13 @@ class ParameterServer:
           CheckpointFileError: the disk is full; the servers are the old ones.
         """
         rules = self.job.rules
-        _check_numbers(1 if servers is None else servers, rules.backup + 1 if workers is None else workers, rules.backup, rules.synchronous, None)
+        _check_numbers(
+            1 if servers is None else servers,
+            rules.backup + 1 if workers is None else workers,
+            rules.backup,
+            rules.synchronous,
+            None,
+        )
         if workers is not None:
             update = self._retried("resize", lambda: self._ask("set_workers", workers))
             if update is not None:
@@ -316,7 +314,9 @@ class ParameterServer:
         assert self._place is not None
         return self._place
 
-    def _read(self, names: Sequence[str], ids: Mapping[str, np.ndarray], version: int | None) -> tuple[dict[str, Any], int]:
+    def _read(
+        self, names: Sequence[str], ids: Mapping[str, np.ndarray], version: int | None
+    ) -> tuple[dict[str, Any], int]:
         news = self._news(version)
         self._place = (news.epoch, news.servers)
         partition = Partition(self.job.arrays, news.servers)
@@ -324,7 +324,10 @@ class ParameterServer:
         found: list[Any] = [None] * len(asked)
         missing, updates = list(range(len(asked))), news.updates
         while missing:
-            calls = [Call(Target(news.epoch, asked[i][0]), "pull", (asked[i][1], updates, self.options.compress)) for i in missing]
+            calls = [
+                Call(Target(news.epoch, asked[i][0]), "pull", (asked[i][1], updates, self.options.compress))
+                for i in missing
+            ]
             for i, answer in zip(missing, self.engine.call(calls), strict=True):
                 found[i] = answer
             newest = max(answer.version for answer in found) if self.job.rules.synchronous else 0
@@ -424,7 +427,11 @@ class ParameterServer:
 
 
 def train(
-    server: ParameterServer, worker: str | int, gradient: Callable[[Any, Any], Any], batch: Callable[[int], Any], steps: int
+    server: ParameterServer,
+    worker: str | int,
+    gradient: Callable[[Any, Any], Any],
+    batch: Callable[[int], Any],
+    steps: int,
 ) -> Iterator[Receipt]:
     """Run the loop of one worker: pull, compute, push. A worker that was restarted goes on with the step that is missing.
 
@@ -502,6 +509,26 @@ def _check_numbers(servers: int, workers: int, backup: int, synchronous: bool, s
 
 def _targets(epoch: int, servers: int) -> list[Target]:
     return [Target(epoch, server) for server in range(servers)]
+
+
+def _write_job(setup: Setup, job: Job, params: Any, servers: int, workers: int) -> None:
+    """Write the first snapshots, all or none: of several processes that create the same job, the first one counts."""
+    part = dataclasses.replace(setup, folder=setup.folder.with_name(f"{setup.folder.name}.{secrets.token_hex(4)}.part"))
+    leaves = zip(job.arrays, jax.tree.leaves(params), strict=True)
+    arrays = {spec.name: np.asarray(leaf, spec.dtype).reshape((spec.rows, *spec.row_shape)) for spec, leaf in leaves}
+    try:
+        with _writing(part.folder):
+            for index, saved in enumerate(new_servers(Partition(job.arrays, servers), arrays, setup.optimizer)):
+                write_server(part.path(Target(0, index)), saved)
+            write_coordinator(part.path(COORDINATOR), job, servers, workers)
+            try:
+                part.folder.rename(setup.folder)
+            except OSError:
+                if not setup.folder.is_dir():
+                    raise
+            sync_folder(setup.folder.parent)
+    finally:
+        shutil.rmtree(part.folder, ignore_errors=True)
 
 
 _FOLDERS: collections.deque[tempfile.TemporaryDirectory[str]] = collections.deque()
