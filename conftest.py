@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import sys
 
@@ -19,6 +20,9 @@ if "--xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+if importlib.util.find_spec("ray") is None:  # an extra of its own, which `make ray` installs
+    collect_ignore = ["shardfn/cluster/parameter_server/ray_engine.py", "shardfn/mindspore/roles.py"]
 
 gc.set_threshold(50_000, 20, 20)  # Python's 700 has the collector walk the objects of JAX and pytest all the time
 
@@ -45,3 +49,4 @@ def _fresh_context():
         context.reset_auto_parallel_context()
         context.reset_context()
         context.reset_algo_parameters()
+        context.reset_ps_context()

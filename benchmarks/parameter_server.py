@@ -146,13 +146,20 @@ def all_reduce_process(folder: str, steps: int, device_s: float, slow: bool, kil
     jax.block_until_ready(step(params, state, *map(give, batch(letters, rank, 0))))
     marks = [time.time()]
     for number in range(first, steps):
-        if killed and rank == WORKERS - 1 and number == steps // 2 + CHECKPOINT_EVERY // 2 and not (place / "killed").exists():
+        if (
+            killed
+            and rank == WORKERS - 1
+            and number == steps // 2 + CHECKPOINT_EVERY // 2
+            and not (place / "killed").exists()
+        ):
             (place / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(device_s * (SLOW if slow and rank == WORKERS - 1 else 1))
         params, state = jax.block_until_ready(step(params, state, *map(give, batch(letters, rank, number))))
         if rank == 0 and (number + 1) % CHECKPOINT_EVERY == 0:
-            leaves = [np.asarray(x) for x in jax.tree.leaves({"params": params, "state": state, "step": np.int32(number + 1)})]
+            leaves = [
+                np.asarray(x) for x in jax.tree.leaves({"params": params, "state": state, "step": np.int32(number + 1)})
+            ]
             np.savez(place / "part.npz", *leaves)
             os.replace(place / "part.npz", saved)
     if rank == 0:
@@ -179,14 +186,21 @@ def all_reduce_train(options, slow: bool, killed: bool) -> dict:
 def training(ray, engines, options) -> list[dict]:
     found = []
     print(f"{'training, 4 workers':<24}{'way':<14}{'steps/s':>9}{'loss':>8}{'largest staleness':>19}")
-    for name, slow, killed in (("all equal", False, False), ("one 5x slower", True, False), ("one killed", False, True)):
+    for name, slow, killed in (
+        ("all equal", False, False),
+        ("one 5x slower", True, False),
+        ("one killed", False, True),
+    ):
         for way in ("synchronous", "asynchronous", "all-reduce"):
             if way == "all-reduce":
                 row = all_reduce_train(options, slow, killed)
             else:
                 row = servers_train(ray, engines(), options, way == "synchronous", slow, killed)
             found.append({"workers": name, "way": way, **row})
-            print(f"{name:<24}{way:<14}{row['steps_per_s']:>9.1f}{row['loss']:>8.2f}{row.get('staleness', 0):>19}", flush=True)
+            print(
+                f"{name:<24}{way:<14}{row['steps_per_s']:>9.1f}{row['loss']:>8.2f}{row.get('staleness', 0):>19}",
+                flush=True,
+            )
     return found
 
 
@@ -264,7 +278,9 @@ def drill(ray, engine, what: str, draw) -> dict:
 
 def drills(ray, engines, options) -> list[dict]:
     found, draw = [], np.random.default_rng(0)
-    print(f"\n{'killed':<14}{'drills':>7}{'acknowledged':>14}{'lost':>6}{'doubled':>9}{'seconds until training goes on':>32}")
+    print(
+        f"\n{'killed':<14}{'drills':>7}{'acknowledged':>14}{'lost':>6}{'doubled':>9}{'seconds until training goes on':>32}"
+    )
     for what in ("server", "coordinator", "worker", "driver"):
         rows = [drill(ray, engines(), what, draw) for _ in range(options.drills)]
         found += rows
@@ -342,7 +358,9 @@ def main() -> None:
     parser.add_argument("--killed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.all_reduce:
-        return all_reduce_process(options.all_reduce, options.steps, options.device_ms / 1e3, options.slow, options.killed)
+        return all_reduce_process(
+            options.all_reduce, options.steps, options.device_ms / 1e3, options.slow, options.killed
+        )
     try:
         import ray
 

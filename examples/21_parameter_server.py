@@ -101,7 +101,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         losses, params = synchronous(letters, f"{folder}/synchronous", given.steps)
         report, late = asynchronous(letters, f"{folder}/asynchronous", given.steps)
-    print(f"synchronous: loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {given.steps} steps of {WORKERS} workers")
+    print(
+        f"synchronous: loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {given.steps} steps of {WORKERS} workers"
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, alone(letters, given.steps))
     print("a killed server, a new server and doubled messages: the parameters equal those of one process")
     found = [float(loss(jax.tree.map(jnp.asarray, p), *check)) for p in (params, late)]

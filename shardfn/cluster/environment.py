@@ -56,8 +56,9 @@ def membership(variables: Mapping[str, str]) -> Membership | None:
         return None
     if (role := variables.get("MS_ROLE", "MS_WORKER")) != "MS_WORKER":
         fail(ClusterError, f"this process has the role {role}", where=f"MS_ROLE={role}",
-             why="JAX's coordinator runs inside process 0, and parameter servers are not built yet",
-             fix="start the workers only, with MS_SCHED_HOST the host of worker 0")  # fmt: skip
+             why="JAX's coordinator runs inside process 0, and schedulers and servers are for parameter servers",
+             fix="call shardfn.mindspore.set_ps_context(enable_ps=True) before shardfn.mindspore.init(), or start the "
+                 "workers only, with MS_SCHED_HOST the host of worker 0")  # fmt: skip
     device = _number(variables, "DEVICE_ID")
     return _checked(
         Membership(f"{host}:{port}" if host and port else None, count, index, None if device is None else (device,)),

@@ -9,7 +9,7 @@ import jax
 from shardfn import cluster
 from shardfn.errors import ClusterError, NotAvailableError, StrategyTypeError, a, fail
 from shardfn.frontend.strategy import short
-from shardfn.mindspore.context import current
+from shardfn.mindspore.context import current, get_ps_context
 
 _BACKENDS = {"nccl": "GPU", "gloo": "CPU", "mccl": "CPU", "tpu": "TPU"}
 """The names of `backend_name`, and the devices that each is for. MindSpore's library for CPUs is mccl; JAX's is Gloo."""
@@ -20,12 +20,16 @@ _WORLD = ("hccl_world_group", "nccl_world_group", "mccl_world_group")
 def init(backend_name: str | None = None) -> None:
     """Join this process to the group that its environment names, as `shardfn.cluster.init`; another call changes nothing.
 
+    With `set_ps_context(enable_ps=True)` and a scheduler's address, the process takes its role in a Ray cluster. A scheduler
+    or server works in here until all workers have ended, and then ends itself, so the rest of the script is the workers'.
+
     Args:
       backend_name: "nccl" for GPUs, "gloo" or "mccl" for CPUs; by default what fits the devices.
 
     Raises:
       StrategyTypeError: the name is no string.
       ClusterError: the backend is not one of these devices, as "hccl" is not; or as `shardfn.cluster.init`.
+      ExtraError: the process has a role in a job with parameter servers, and Ray is not installed.
 
     >>> init()
     >>> get_rank(), get_group_size()
@@ -43,6 +47,10 @@ def init(backend_name: str | None = None) -> None:
     wanted = _BACKENDS[backend_name] if backend_name is not None else target
     if target is not None and wanted != target:
         _refuse(backend_name, f"device_target is {target}")
+    if get_ps_context("enable_ps") and get_ps_context("scheduler_ip"):
+        from shardfn.mindspore.roles import take_role  # needs Ray
+
+        take_role()
     cluster.init()
     here = jax.default_backend().upper()
     if backend_name is not None and wanted != here:

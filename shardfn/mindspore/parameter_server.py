@@ -84,7 +84,9 @@ def parameter_server(cell: Any, optimizer: Any, *, engine: Engine | None = None,
     if engine is None and get_ps_context("scheduler_ip"):
         from shardfn.cluster.parameter_server.ray_engine import OnRay  # needs Ray
 
-        engine = OnRay()
+        from shardfn.mindspore.roles import SERVER
+
+        engine = OnRay(resources={SERVER: 1})
     folder = os.environ.get("MS_RECOVERY_PATH")
     return ParameterServer.create(arrays, optimizer, engine=engine, **{"folder": folder, **counts, **options})
 

@@ -3,6 +3,8 @@
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +14,7 @@ import pytest
 
 from shardfn.cluster.parameter_server import ParameterServer, RowGradient, train
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target
+from tests.processes import ROOT, bare_environment
 
 pytestmark = pytest.mark.ray
 WORKERS, STEPS = 3, 60
@@ -24,7 +27,13 @@ def cluster(tmp_path_factory):
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20, _node_ip_address="127.0.0.1")
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 << 20,
+        _node_ip_address="127.0.0.1",
+    )
     yield ray
     ray.shutdown()
 
@@ -33,7 +42,9 @@ def start(folder, name, **options):
     from shardfn.cluster.parameter_server.ray_engine import OnRay
 
     options = {"servers": 2, "workers": WORKERS, "synchronous": False, "staleness": 1000, "timeout_s": 60, **options}
-    return ParameterServer.create(np.zeros(WORKERS * STEPS, "float32"), optax.sgd(1.0), folder=folder, engine=OnRay(name), **options)
+    return ParameterServer.create(
+        np.zeros(WORKERS * STEPS, "float32"), optax.sgd(1.0), folder=folder, engine=OnRay(name), **options
+    )
 
 
 def work(server, worker, pause_s=0.01):
@@ -95,10 +106,31 @@ def test_threads_of_one_client_process(cluster, tmp_path):
     import pickle
 
     server = start(tmp_path, "threads")
-    threads = [threading.Thread(target=work, args=(pickle.loads(cluster.cloudpickle.dumps(server)), w, 0)) for w in range(WORKERS)]
+    threads = [
+        threading.Thread(target=work, args=(pickle.loads(cluster.cloudpickle.dumps(server)), w, 0))
+        for w in range(WORKERS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     np.testing.assert_array_equal(server.pull().values, 1)
     server.close()
+
+
+def test_the_same_script_in_every_role_of_mindspore(cluster, tmp_path):
+    variables = {"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "18118", "MS_WORKER_NUM": "2", "MS_SERVER_NUM": "2",
+                 "MS_RECOVERY_PATH": str(tmp_path / "job"), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}  # fmt: skip
+    roles = [("MS_SCHED", 0), ("MS_PSERVER", 0), ("MS_PSERVER", 1), ("MS_WORKER", 0), ("MS_WORKER", 1)]
+    processes = []
+    for role, number in roles:
+        own = bare_environment() | variables | {"MS_ROLE": role, "MS_NODE_ID": str(number)}
+        processes.append(subprocess.Popen([sys.executable, ROOT / "tests/cluster/roles.py"], env=own, stdout=subprocess.PIPE,
+                                          stderr=subprocess.STDOUT, text=True))  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in processes[::-1]][::-1]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * 5, outputs
+    assert [f"MS_WORKER {number} of 2: equal" in output for number, output in enumerate(outputs[3:])] == [True, True]

@@ -189,7 +189,9 @@ def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
 
     known = {spec.name: spec for spec in specs}
     leaves = tree_util.tree_leaves(tree, is_leaf=is_leaf)
-    names = array_paths("", tree_util.tree_unflatten(tree_util.tree_structure(tree, is_leaf=is_leaf), [0] * len(leaves)))
+    names = array_paths(
+        "", tree_util.tree_unflatten(tree_util.tree_structure(tree, is_leaf=is_leaf), [0] * len(leaves))
+    )
     found, problems = [], []
     for name, leaf in zip(names, leaves, strict=True):
         if name not in known:
@@ -217,7 +219,9 @@ def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
             return Problem(f"the row gradient of `{spec.name}` has ids outside the array",
                            why=f"they are from {ids.min()} to {ids.max()}", fix=f"give 0 to {spec.rows - 1}")  # fmt: skip
     elif np.shape(leaf) != spec.shape:
-        return Problem(f"`{spec.name}` has another shape", why=f"it is {list(np.shape(leaf))}", fix=f"give {list(spec.shape)}")
+        return Problem(
+            f"`{spec.name}` has another shape", why=f"it is {list(np.shape(leaf))}", fix=f"give {list(spec.shape)}"
+        )
     return None
 
 

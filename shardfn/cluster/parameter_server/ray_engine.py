@@ -40,12 +40,12 @@ class OnRay:
 
     Args:
       name: the job's name, one for each folder.
-      options: options of the actors, as `ray.remote` takes them, such as `num_cpus` or `resources`. By default an actor
-        reserves no CPU.
+      servers: options of the servers' actors, as `ray.remote` takes them, such as `num_cpus`, `num_gpus` or `resources`. By
+        default an actor reserves no CPU.
     """
 
-    def __init__(self, name: str = "parameter-server", **options: Any):
-        self.name, self.options = name, {"num_cpus": 0, **options}
+    def __init__(self, name: str = "parameter-server", **servers: Any):
+        self.name, self.options = name, {"num_cpus": 0, **servers}
         self._handles: dict[Target, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,12 +54,13 @@ class OnRay:
     def start(self, setup: Setup, targets: Sequence[Target]) -> None:
         """Start actors that do not run yet."""
         for target in targets:
+            own = {"num_cpus": 0} if target == COORDINATOR else self.options
             options = {
                 "name": self._actor_name(target), "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached",
                 "max_restarts": -1, "max_task_retries": 0, "max_concurrency": WAITERS if target == COORDINATOR else CALLERS,
             }  # fmt: skip
             try:
-                self._handles[target] = _host().options(**{**self.options, **options}).remote(setup, target)
+                self._handles[target] = _host().options(**{**own, **options}).remote(setup, target)
             except RayError as error:
                 raise Unreachable(_first_line(error)) from error
 
@@ -82,7 +83,9 @@ class OnRay:
         except (RayError, GetTimeoutError) as error:
             for one in calls:
                 self._handles.pop(one.to, None)
-            raise Unreachable(f"{', '.join(sorted({self._actor_name(one.to) for one in calls}))}: {_first_line(error)}") from error
+            raise Unreachable(
+                f"{', '.join(sorted({self._actor_name(one.to) for one in calls}))}: {_first_line(error)}"
+            ) from error
 
     def tell(self, calls: Sequence[Call]) -> None:
         """Call methods, and do not wait."""
@@ -110,7 +113,9 @@ class OnRay:
         return self._handles[target]
 
     def _actor_name(self, target: Target) -> str:
-        return f"{self.name}/" + ("coordinator" if target.server is None else f"epoch-{target.epoch}/server-{target.server}")
+        return f"{self.name}/" + (
+            "coordinator" if target.server is None else f"epoch-{target.epoch}/server-{target.server}"
+        )
 
 
 class Host:

@@ -239,7 +239,9 @@ class Server:
 
     def _sum(self, update: Update) -> dict[str, np.ndarray]:
         total = {
-            name: np.zeros(rows.shape, np.promote_types(rows.dtype, np.float32) if rows.dtype.itemsize < 4 else rows.dtype)
+            name: np.zeros(
+                rows.shape, np.promote_types(rows.dtype, np.float32) if rows.dtype.itemsize < 4 else rows.dtype
+            )
             for name, rows in self._params.items()
         }
         for push in update.pushes:
@@ -324,7 +326,10 @@ def regroup(partition: Partition, servers: Sequence[Saved], tokens: Iterable[str
         for own, rows in zip(moved, placed, strict=True):
             own.append(Part(parts[0].push, 0, 1, tuple(rows)))
     first = servers[0]
-    return [Saved(first.version, first.version, first.closed, own, tuple(parts)) for own, parts in zip(slots, moved, strict=True)]
+    return [
+        Saved(first.version, first.version, first.closed, own, tuple(parts))
+        for own, parts in zip(slots, moved, strict=True)
+    ]
 
 
 def write_server(folder: pathlib.Path, saved: Saved) -> None:
@@ -387,6 +392,9 @@ def _from_records(records: Sequence[Record]) -> Saved:
             slots.append(Slot(**fields, values=record.arrays[0]))
         elif record.kind == "part":
             arrays = iter(record.arrays)
-            rows = tuple(Rows(name, start, next(arrays) if has_ids else None, next(arrays)) for name, start, has_ids in fields["rows"])
+            rows = tuple(
+                Rows(name, start, next(arrays) if has_ids else None, next(arrays))
+                for name, start, has_ids in fields["rows"]
+            )
             parts.append(Part(Push(*fields["push"]), fields["index"], fields["total"], rows))
     return Saved(**records[0].fields, slots=tuple(slots), parts=tuple(parts))

@@ -1,0 +1,111 @@
+"""The roles of MindSpore's parameter server on Ray: the scheduler is the head of a cluster, each server is a node of it.
+
+The address of the scheduler is that of JAX's group of workers. Ray's head listens at the next port.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, ray
+from shardfn.errors import ClusterError, fail
+from shardfn.mindspore.context import get_ps_context
+
+SERVER = "shardfn_server"
+"""The resource of a server's node: one server runs there."""
+
+START_S = 300
+"""Seconds that a process waits for the scheduler."""
+
+_LIST = "attendance"
+
+
+class Attendance:
+    """An actor that knows how many workers have ended."""
+
+    def __init__(self) -> None:
+        self.gone = 0
+
+    def leave(self) -> None:
+        """A worker has ended."""
+        self.gone += 1
+
+    def ended(self) -> int:
+        """How many workers have ended."""
+        return self.gone
+
+
+def take_role() -> None:
+    """Join the cluster in the role of the context. Of a scheduler and a server this returns never: they end with the workers.
+
+    Raises:
+      ClusterError: the context is incomplete, or the scheduler does not answer.
+    """
+    found = {key: get_ps_context(key) for key in ("ms_role", "scheduler_ip", "scheduler_port", "worker_num")}
+    if missing := [key for key, value in found.items() if value is None]:
+        fail(ClusterError, "the job with parameter servers is not known", where="init", why=f"{', '.join(missing)} are not set",
+             fix="set MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM and MS_SERVER_NUM")  # fmt: skip
+    if ray.is_initialized():
+        return
+    address = f"{found['scheduler_ip']}:{found['scheduler_port'] + 1}"
+    nodes = {
+        "MS_SCHED": ["--head", f"--node-ip-address={found['scheduler_ip']}", f"--port={found['scheduler_port'] + 1}",
+                     "--include-dashboard=false"],
+        "MS_PSERVER": [f"--address={address}", f"--resources={json.dumps({SERVER: 1})}"],
+    }  # fmt: skip
+    if found["ms_role"] not in nodes:
+        _joined(lambda: ray.init(address, namespace=NAMESPACE, log_to_driver=False), address)
+        attendance = _attendance()
+        atexit.register(lambda: ray.get(attendance.leave.remote(), timeout=30))
+        return
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=0",
+               "--min-worker-port=0", "--max-worker-port=0", *nodes[found["ms_role"]]]  # fmt: skip
+    start = functools.partial(_started, command)
+    node = start() if found["ms_role"] == "MS_SCHED" else _joined(start, address)
+    try:
+        _joined(lambda: ray.init(address, namespace=NAMESPACE, log_to_driver=False), address)
+        attendance = _attendance()
+        with contextlib.suppress(ray.exceptions.RayError):  # the scheduler has ended
+            while ray.get(attendance.ended.remote()) < found["worker_num"]:
+                time.sleep(0.2)
+        ray.shutdown()
+    finally:
+        node.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            node.wait(30)
+    raise SystemExit(0)
+
+
+def _started(command: list[str]) -> subprocess.Popen[bytes]:
+    """A node, if it still runs after a moment: a server's node ends where the scheduler is not there yet."""
+    node = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        node.wait(5)
+        fail(ClusterError, "a node of the cluster does not start", where=" ".join(command[3:]),
+             why=f"`ray start` ended with {node.returncode}", fix="read what it printed; another port may be free")  # fmt: skip
+    return node
+
+
+def _joined(attempt: Any, address: str) -> Any:
+    """What an attempt gives, once the scheduler is there."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return attempt()
+        except (ConnectionError, RuntimeError, ValueError) as error:  # RuntimeError: of Ray, and a node that ended
+            if time.monotonic() > deadline:
+                fail(ClusterError, f"no scheduler answers at {address}", where="init", why=str(error).split("\n")[0],
+                     fix="start a process with MS_ROLE=MS_SCHED there; a worker's host needs a node of the cluster, too")  # fmt: skip
+        time.sleep(0.5)
+
+
+def _attendance() -> Any:
+    options = {"name": _LIST, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached", "num_cpus": 0}
+    return ray.remote(Attendance).options(**options).remote()
