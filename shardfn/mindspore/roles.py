@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, ray
+from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, RayError, ray
 from shardfn.errors import ClusterError, fail
 from shardfn.mindspore.context import get_ps_context
 
@@ -72,7 +72,7 @@ def take_role() -> None:
     try:
         _joined(lambda: ray.init(address, namespace=NAMESPACE, log_to_driver=False), address)
         attendance = _attendance()
-        with contextlib.suppress(ray.exceptions.RayError):  # the scheduler has ended
+        with contextlib.suppress(RayError):  # the scheduler has ended
             while ray.get(attendance.ended.remote()) < found["worker_num"]:
                 time.sleep(0.2)
         ray.shutdown()

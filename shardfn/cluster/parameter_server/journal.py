@@ -23,7 +23,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +64,7 @@ class Record:
         flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays]
         specs = [[jnp.dtype(array.dtype).name, list(array.shape)] for array in self.arrays]
         header = json.dumps([self.kind, self.fields, specs]).encode()
-        body = [struct.pack("<I", len(header)), header, *map(memoryview, flat)]
+        body = [struct.pack("<I", len(header)), header, *(array.data for array in flat)]
         crc = 0
         for part in body:
             crc = zlib.crc32(part, crc)
@@ -331,6 +331,6 @@ def _read(path: pathlib.Path) -> tuple[list[Record], int, bool]:
              fix="restore the folder from a copy")  # fmt: skip
 
 
-def _cannot_write(path: pathlib.Path, error: OSError) -> None:
+def _cannot_write(path: pathlib.Path, error: OSError) -> NoReturn:
     fail(CheckpointFileError, f"{path} cannot be written", where=str(path), why=str(error),
          fix="free space; what was acknowledged before is kept, and what was not is sent again")  # fmt: skip

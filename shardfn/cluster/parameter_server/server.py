@@ -36,13 +36,13 @@ class Part(NamedTuple):
 
     Attributes:
       push: the push.
-      index: which of its messages to this server it is.
+      number: which of its messages to this server it is.
       total: how many they are.
       rows: the gradient of some of the server's rows; rows in no message have zero gradient.
     """
 
     push: Push
-    index: int
+    number: int
     total: int
     rows: tuple[Rows, ...]
 
@@ -105,8 +105,8 @@ class Server:
         saved = _from_records(self._journal.records)
         self._journal.records = []
         self._update, self._is_synchronous = update_function(optimizer), is_synchronous
-        self._params = {slot.name: jnp.asarray(slot.values) for slot in saved.slots if slot.path == PARAMS}
-        self._starts = {slot.name: slot.start for slot in saved.slots if slot.path == PARAMS}
+        self._params = {str(slot.name): jnp.asarray(slot.values) for slot in saved.slots if slot.path == PARAMS}
+        self._starts = {str(slot.name): slot.start for slot in saved.slots if slot.path == PARAMS}
         by_path = {slot.path: slot.values for slot in saved.slots if slot.path != PARAMS}
         template = jax.eval_shape(optimizer.init, self._params)
         _check_state(template, by_path, folder)
@@ -117,7 +117,7 @@ class Server:
         self._parts: dict[str, dict[int, Part]] = {}
         for part in saved.parts:
             if not self._is_closed(part.push):
-                self._parts.setdefault(part.push.token, {})[part.index] = part
+                self._parts.setdefault(part.push.token, {})[part.number] = part
         size = sum(slot.values.nbytes for slot in saved.slots)
         self._log_bytes = max(LOG_RATIO * size, MIN_LOG_BYTES) if log_bytes is None else log_bytes
         self._lock = threading.RLock()
@@ -137,9 +137,9 @@ class Server:
         with self._lock:
             if self._is_closed(part.push):
                 return True
-            if part.index not in self._parts.get(part.push.token, {}):
+            if part.number not in self._parts.get(part.push.token, {}):
                 self._journal.append(_part_record(part))
-                self._parts.setdefault(part.push.token, {})[part.index] = part
+                self._parts.setdefault(part.push.token, {})[part.number] = part
             if len(self._parts[part.push.token]) < part.total:
                 return False
             position = self._journal.position()
@@ -357,7 +357,7 @@ def update_function(optimizer: Any) -> Callable[..., Any]:
 
 
 def _state_slot(key: Any, leaf: np.ndarray, params: Mapping[str, Any], starts: Mapping[str, int]) -> Slot:
-    name = getattr(key[-1], "key", None) if key else None
+    name = str(getattr(key[-1], "key", "")) if key else ""
     is_of_rows = name in params and leaf.shape == params[name].shape
     path = tree_util.keystr(key)
     return Slot(path, name, starts[name], leaf) if is_of_rows else Slot(path, None, 0, leaf)
@@ -381,7 +381,7 @@ def _to_records(saved: Saved) -> Iterator[Record]:
 def _part_record(part: Part) -> Record:
     rows = [[r.name, r.start, r.ids is not None] for r in part.rows]
     arrays = [array for r in part.rows for array in (r.ids, r.values) if array is not None]
-    return Record("part", {"push": part.push, "index": part.index, "total": part.total, "rows": rows}, arrays)
+    return Record("part", {"push": part.push, "number": part.number, "total": part.total, "rows": rows}, arrays)
 
 
 def _from_records(records: Sequence[Record]) -> Saved:
@@ -396,5 +396,5 @@ def _from_records(records: Sequence[Record]) -> Saved:
                 Rows(name, start, next(arrays) if has_ids else None, next(arrays))
                 for name, start, has_ids in fields["rows"]
             )
-            parts.append(Part(Push(*fields["push"]), fields["index"], fields["total"], rows))
+            parts.append(Part(Push(*fields["push"]), fields["number"], fields["total"], rows))
     return Saved(**records[0].fields, slots=tuple(slots), parts=tuple(parts))
