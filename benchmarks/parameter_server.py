@@ -1,8 +1,11 @@
 """What does a parameter server on Ray cost and stand: steps per second, drills with killed processes, MB per second?
 
-Training: four workers predict the next character of a text (a small network, Adam). Each step also sleeps as long as an accelerator
-would compute, so that the cores of this machine do not matter. Synchronous and asynchronous training beside all-reduce over four processes
-with Gloo; then with one worker five times as slow, and with one worker killed halfway. The killed all-reduce job starts again from its
+Training: four workers predict the next character of a text (a small network, Adam). Each step also sleeps as long as an
+accelerator
+would compute, so that the cores of this machine do not matter. Synchronous and asynchronous training beside all-reduce
+over four processes
+with Gloo; then with one worker five times as slow, and with one worker killed halfway. The killed all-reduce job starts
+again from its
 last checkpoint, with `shardfn.cluster.launch`. A step is four gradients. Times begin when all workers are warm.
 Drills: a server, the coordinator, a worker or the driver gets SIGKILL while four workers push one-hot gradients, so the
 parameters say how often each push was applied; workers write down each push that was acknowledged.
@@ -15,6 +18,7 @@ unshare --map-root-user --net sh -c 'ip link set lo up && python benchmarks/para
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -177,7 +181,8 @@ def all_reduce_train(options, slow: bool, killed: bool) -> dict:
             outcome = cluster.launch(command, cluster.local_job(WORKERS), f"{folder}/logs", retries=2, out=nothing)
         assert outcome.status == 0, outcome
         start, end, last = json.loads(pathlib.Path(folder, "end").read_text())
-        # After a restart, the time from the job's start counts, less that to the first step, which a start without a kill has too.
+        # After a restart, the time from the job's start counts, less that to the first step, which a start without a
+        # kill has too.
         seconds = end - (begun + options.startup_s) if killed else end - start
         options.startup_s = start - begun if not killed else options.startup_s
         return {"steps_per_s": options.steps / seconds, "loss": last}
@@ -264,7 +269,7 @@ def drill(ray, engine, what: str, draw) -> dict:
         while len(late(back_at)) < 20:
             time.sleep(0.05)
         times = [killed_at, *late(killed_at)]
-        gap = max(b - a for a, b in zip(times, times[1:], strict=False))
+        gap = max(b - a for a, b in itertools.pairwise(times))
         pathlib.Path(folder, "stop").touch()
         ray.get(tasks)
         counts = server.pull().values["w"]

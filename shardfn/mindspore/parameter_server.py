@@ -83,7 +83,6 @@ def parameter_server(cell: Any, optimizer: Any, *, engine: Engine | None = None,
     counts: dict[str, Any] = {name: number or 1 for name, number in said.items()}
     if engine is None and get_ps_context("scheduler_ip"):
         from shardfn.cluster.parameter_server.ray_engine import OnRay  # needs Ray
-
         from shardfn.mindspore.roles import SERVER
 
         engine = OnRay(resources={SERVER: 1})

@@ -102,7 +102,8 @@ def _joined(attempt: Any, address: str) -> Any:
         except (ConnectionError, RuntimeError, ValueError) as error:  # RuntimeError: of Ray, and a node that ended
             if time.monotonic() > deadline:
                 fail(ClusterError, f"no scheduler answers at {address}", where="init", why=str(error).split("\n")[0],
-                     fix="start a process with MS_ROLE=MS_SCHED there; a worker's host needs a node of the cluster, too")  # fmt: skip
+                     fix="start a process with MS_ROLE=MS_SCHED there; "
+                         "a worker's host needs a node of the cluster, too")  # fmt: skip
         time.sleep(0.5)
 
 

@@ -3,6 +3,7 @@
 The push of step s of worker w adds 1 to element w * STEPS + s, so the parameters say how often each push was applied.
 """
 
+import contextlib
 import errno
 import random
 import shutil
@@ -60,10 +61,8 @@ class Faults(InProcess):
         raise Unreachable(kind)
 
     def _quietly(self, one):
-        try:
+        with contextlib.suppress(Unreachable, ClusterError):
             super()._call(one)
-        except (Unreachable, ClusterError):
-            pass
 
 
 @pytest.mark.parametrize("synchronous", [True, False])

@@ -5,12 +5,15 @@ How a push becomes durable and atomic:
 1. The worker's client splits the gradients by the servers' rows and sends each server its part, in messages of limited size. A
    server writes its part to its log and answers when it is on disk. Every server gets a part, if an empty one.
 2. The client asks the coordinator to accept the push. The coordinator writes a record of a hundred bytes to its log and
-   answers when that is on disk. This record is the commit: before it the push does not count, after it the push counts at all servers.
-3. Which pushes make which update follows from the sequence of these records (`ledger`). Servers learn the updates from whoever pulls,
+   answers when that is on disk. This record is the commit: before it the push does not count, after it the push counts
+   at all servers.
+3. Which pushes make which update follows from the sequence of these records (`ledger`). Servers learn the updates from
+whoever pulls,
    and apply them in order to what they hold.
 
 So a push that is sent again is one record (worker and step name it), a part without a record is forgotten, and a server that
-was killed reads its snapshot and its log, and applies the updates since then again. The servers change in number by snapshots of new
+was killed reads its snapshot and its log, and applies the updates since then again. The servers change in number by
+snapshots of new
 servers and one record of the coordinator, which ends the old ones' epoch.
 
 | module | holds |

@@ -111,7 +111,8 @@ class ParameterServer:
 
         Args:
           params: the first parameters, a pytree of arrays.
-          optimizer: an optax optimizer that treats each element alone, such as SGD, Adam or Adagrad. Servers hold ranges of rows, so
+          optimizer: an optax optimizer that treats each element alone, such as SGD, Adam or Adagrad. Servers hold ranges
+          of rows, so
             a norm of all gradients is not known to them.
           folder: where logs and snapshots are. None for a temporary folder, which ends with the process.
           servers: the number of servers.
@@ -179,7 +180,8 @@ class ParameterServer:
         unique = {name: np.unique(np.asarray(own), return_inverse=True) for name, own in (ids or {}).items()}
         for name, (rows, _) in unique.items():
             if len(rows) and not 0 <= rows[0] <= rows[-1] < known[name].rows:
-                fail(StrategyError, f"ids of `{name}` are outside the array", where="pull", why=f"they are from {rows[0]} to {rows[-1]}",
+                fail(StrategyError, f"ids of `{name}` are outside the array", where="pull",
+                     why=f"they are from {rows[0]} to {rows[-1]}",
                      fix=f"give 0 to {known[name].rows - 1}")  # fmt: skip
         rows = {name: ids for name, (ids, _) in unique.items()}
         found, at = self._retried("pull", lambda: self._read(wanted, rows, version))
@@ -297,7 +299,8 @@ class ParameterServer:
             except Unreachable as error:
                 self._place = None
                 if time.monotonic() > deadline:
-                    fail(ClusterError, "the parameter servers do not answer", where=what, fix="look at the servers' logs; call again",
+                    fail(ClusterError, "the parameter servers do not answer", where=what,
+                         fix="look at the servers' logs; call again",
                          why=f"after {self.options.timeout_s:g} s: {error}")  # fmt: skip
             self.engine.pause(pause)
             pause = min(2 * pause, PAUSES_S[1])
@@ -499,7 +502,8 @@ def _check_numbers(servers: int, workers: int, backup: int, synchronous: bool, s
              why="there is at least one of each, and an update needs a worker that is no backup",
              fix="give servers >= 1 and workers > backup_workers")  # fmt: skip
     if synchronous and staleness is not None:
-        fail(StrategyError, "synchronous training has no staleness", where=where, why="all workers compute from the same parameters",
+        fail(StrategyError, "synchronous training has no staleness", where=where,
+             why="all workers compute from the same parameters",
              fix="leave staleness out, or give synchronous=False")  # fmt: skip
     if not synchronous and (backup or (staleness is not None and staleness < 0)):
         fail(StrategyError, "the numbers of asynchronous training make no sense", where=where,

@@ -156,6 +156,7 @@ class Journal:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the newest log."""
         return self._log.end
 
     def append(self, record: Record) -> None:

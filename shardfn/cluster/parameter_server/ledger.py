@@ -1,6 +1,7 @@
 """Which pushes count, and which updates they make: pure functions of the sequence of accepted pushes.
 
-A push is named by its worker and step. The ledger accepts each name once. An update is a set of accepted pushes whose gradients are
+A push is named by its worker and step. The ledger accepts each name once. An update is a set of accepted pushes whose
+gradients are
 summed: in synchronous training those of one step, as soon as enough workers pushed it; in asynchronous training each one alone.
 Updates are numbered from 1, and the version is the number of the last one.
 """

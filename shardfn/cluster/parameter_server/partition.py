@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from shardfn.errors import Problem, StrategyError, nearest, raise_problems
+from shardfn.errors import Problem, nearest, raise_problems
 from shardfn.frontend.paths import array_paths
 
 CHUNK_BYTES = 8 << 20
@@ -213,7 +213,8 @@ def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
     if isinstance(leaf, RowGradient):
         ids, shape = np.asarray(leaf.ids), np.shape(leaf.values)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or shape != (len(ids), *spec.row_shape):
-            return Problem(f"the row gradient of `{spec.name}` does not fit", fix=f"give ids int[n] and values [n, {spec.row_shape}]",
+            return Problem(f"the row gradient of `{spec.name}` does not fit",
+                           fix=f"give ids int[n] and values [n, {spec.row_shape}]",
                            why=f"its ids are {ids.dtype}{list(ids.shape)} and its values {list(shape)}")  # fmt: skip
         if len(ids) and not 0 <= ids.min() <= ids.max() < spec.rows:
             return Problem(f"the row gradient of `{spec.name}` has ids outside the array",

@@ -35,7 +35,8 @@ ANSWER_S = 60
 class OnRay:
     """The engine on Ray. `ray.init` comes first; it may be given to other actors and tasks.
 
-    The actors are detached: they outlive the process that made them, until `ParameterServer.close`. A driver that was killed calls
+    The actors are detached: they outlive the process that made them, until `ParameterServer.close`. A driver that was
+    killed calls
     `ParameterServer.create` with the same folder and goes on.
 
     Args:

@@ -1,6 +1,7 @@
 """One server: its rows of the parameters, their optimizer state, and the parts of pushes that it was sent.
 
-A server applies updates in the order of their numbers. It learns them from whoever asks it for something, so it calls nobody. What it
+A server applies updates in the order of their numbers. It learns them from whoever asks it for something, so it calls
+nobody. What it
 must not lose is in its journal: each part of a push before it is acknowledged, and now and then a snapshot of everything.
 After a restart it is the server of the last snapshot, with the parts; the updates since then are applied again.
 """
@@ -247,7 +248,8 @@ class Server:
         for push in update.pushes:
             messages = self._parts.get(push.token, {})
             if not messages or len(messages) < next(iter(messages.values())).total:
-                fail(CheckpointFileError, f"a part of step {push.step} of worker {push.worker} is missing", where=str(self._journal.folder),
+                fail(CheckpointFileError, f"a part of step {push.step} of worker {push.worker} is missing",
+                     where=str(self._journal.folder),
                      why="it was acknowledged, so the log is damaged", fix="restore the folder from a copy")  # fmt: skip
             for _, part in sorted(messages.items()):
                 for rows in part.rows:
@@ -301,7 +303,8 @@ def regroup(partition: Partition, servers: Sequence[Saved], tokens: Iterable[str
 
     >>> from shardfn.cluster.parameter_server.partition import ArraySpec
     >>> saved = Saved(3, 0, {}, (Slot("params", "w", 0, np.arange(4.0)),))
-    >>> [slot.values.tolist() for new in regroup(Partition((ArraySpec("w", (4,), "float32"),), 2), [saved], []) for slot in new.slots]
+    >>> [slot.values.tolist()
+    ...  for new in regroup(Partition((ArraySpec("w", (4,), "float32"),), 2), [saved], []) for slot in new.slots]
     [[0.0, 1.0], [2.0, 3.0]]
     """
     pieces: list[dict[tuple[str, str], list[Rows]]] = [{} for _ in range(partition.servers)]
@@ -321,8 +324,8 @@ def regroup(partition: Partition, servers: Sequence[Saved], tokens: Iterable[str
     moved: list[list[Part]] = [[] for _ in range(partition.servers)]
     for parts in kept.values():
         placed: list[list[Rows]] = [[] for _ in range(partition.servers)]
-        for server, rows in (found for part in parts for rows in part.rows for found in partition.place(rows)):
-            placed[server].append(rows)
+        for server, found in (each for part in parts for rows in part.rows for each in partition.place(rows)):
+            placed[server].append(found)
         for own, rows in zip(moved, placed, strict=True):
             own.append(Part(parts[0].push, 0, 1, tuple(rows)))
     first = servers[0]
