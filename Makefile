@@ -13,8 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cluster test slow processes tpu gpu ecosystem bench drift lint format docs notebooks clean
-.PHONY: help demo test slow processes ray tpu gpu ecosystem bench drift lint format docs notebooks clean
+.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem bench drift lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20

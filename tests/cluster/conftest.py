@@ -1,4 +1,3 @@
 """The scripts that the launched processes run hold no doctests, and start JAX when they are imported."""
 
-collect_ignore = ["libraries.py", "recovering.py", "worker.py"]
-collect_ignore = ["recovering.py", "roles.py", "worker.py"]
+collect_ignore = ["libraries.py", "recovering.py", "roles.py", "worker.py"]

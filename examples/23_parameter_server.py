@@ -2,7 +2,7 @@
 
 Synchronous training equals one process with the summed gradient, through a crash and a change of the servers. Asynchronous
 training comes to a similar loss. Everything runs in this process; the how-to page shows Ray.
-Run: python examples/21_parameter_server.py [--steps 30]
+Run: python examples/23_parameter_server.py [--steps 30]
 """
 
 import argparse
