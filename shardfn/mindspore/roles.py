@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, RayError, ray
+from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, RayError, ray  # pyright: ignore[reportAttributeAccessIssue]
 from shardfn.errors import ClusterError, fail
 from shardfn.mindspore.context import get_ps_context
 

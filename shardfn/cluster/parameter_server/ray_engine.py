@@ -18,8 +18,12 @@ from shardfn.cluster.parameter_server.engine import COORDINATOR, Call, Setup, Ta
 from shardfn.errors import ExtraError, fail
 
 try:
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import (  # pyright: ignore[reportMissingImports]
+        GetTimeoutError,
+        RayError,
+        RayTaskError,
+    )
 except ImportError as error:
     fail(ExtraError, "the engine on Ray needs Ray", where="shardfn.cluster.parameter_server.ray_engine", why=str(error),
          fix='pip install "shardfn[ray]"')  # fmt: skip
