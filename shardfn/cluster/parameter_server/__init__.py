@@ -18,7 +18,8 @@ servers and one record of the coordinator, which ends the old ones' epoch.
 
 | module | holds |
 |---|---|
-| `client` | `ParameterServer`: create, pull, push, save, resize; `train`, the loop of a worker |
+| `client`, `checks` | `ParameterServer`: create, pull, push, save, resize; what `create` refuses |
+| `training` | `train`, the loop of a worker |
 | `partition` | the rows of each server; splitting and putting together |
 | `ledger` | which pushes count and what they make: synchronous, with backup workers, asynchronous with bounded staleness |
 | `coordinator`, `server` | the processes, each with its journal |
@@ -26,9 +27,10 @@ servers and one record of the coordinator, which ends the old ones' epoch.
 | `engine`, `ray_engine` | where they run: in this process, or as Ray actors |
 """
 
-from shardfn.cluster.parameter_server.client import ParameterServer, Pulled, train
+from shardfn.cluster.parameter_server.client import ParameterServer, Pulled
 from shardfn.cluster.parameter_server.coordinator import Receipt, Report
 from shardfn.cluster.parameter_server.engine import InProcess
 from shardfn.cluster.parameter_server.partition import RowGradient
+from shardfn.cluster.parameter_server.training import train
 
 __all__ = ["InProcess", "ParameterServer", "Pulled", "Receipt", "Report", "RowGradient", "train"]

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from shardfn.cluster.parameter_server import ledger as ledgers
+from shardfn.cluster.parameter_server.checks import check_elementwise, check_numbers
 from shardfn.cluster.parameter_server.coordinator import (
     BUSY,
     MOVED,
@@ -136,7 +135,7 @@ class ParameterServer:
           CheckpointFileError: the folder is damaged, or cannot be written.
           ClusterError: another process has the folder open.
         """
-        _check_numbers(servers, workers, backup_workers, synchronous, staleness)
+        check_numbers(servers, workers, backup_workers, synchronous, staleness)
         check_elementwise(optimizer)
         bound = 4 * workers if staleness is None else staleness
         rules = Rules(synchronous, backup_workers, 0 if synchronous else bound)
@@ -255,7 +254,7 @@ class ParameterServer:
           CheckpointFileError: the disk is full; the servers are the old ones.
         """
         rules = self.job.rules
-        _check_numbers(
+        check_numbers(
             1 if servers is None else servers,
             rules.backup + 1 if workers is None else workers,
             rules.backup,
@@ -427,88 +426,6 @@ class ParameterServer:
         self._start_servers()
         self.engine.stop(targets)
         shutil.rmtree(self.setup.path(targets[0]).parent, ignore_errors=True)
-
-
-def train(
-    server: ParameterServer,
-    worker: str | int,
-    gradient: Callable[[Any, Any], Any],
-    batch: Callable[[int], Any],
-    steps: int,
-) -> Iterator[Receipt]:
-    """Run the loop of one worker: pull, compute, push. A worker that was restarted goes on with the step that is missing.
-
-    Args:
-      server: the parameter server.
-      worker: the worker's name or number.
-      gradient: `(params, batch) -> gradients`.
-      batch: the worker's batch of a step.
-      steps: the number of steps.
-
-    Yields:
-      What became of each push.
-
-    Raises:
-      ClusterError, CheckpointFileError: as `pull` and `push`.
-
-    >>> import optax
-    >>> server = ParameterServer.create(np.zeros(2, "float32"), optax.sgd(1.0))
-    >>> [receipt.status for receipt in train(server, 0, lambda params, batch: np.ones(2), lambda step: None, 2)]
-    ['applied', 'applied']
-    """
-    is_synchronous, step = server.job.rules.synchronous, server.next_step(worker)
-    while step < steps:
-        params, version = server.pull(version=step if is_synchronous else None)
-        if is_synchronous:
-            step = version  # larger where other workers did not wait for this one
-        receipt = server.push(gradient(params, batch(step)), worker, step, version=version)
-        yield receipt
-        step += receipt.status != ledgers.STALE
-
-
-def check_elementwise(optimizer: Any) -> None:
-    """Refuse an optimizer whose update of an element depends on other elements.
-
-    Args:
-      optimizer: an optax optimizer.
-
-    Raises:
-      StrategyError: the update of an array differs from that of its two halves.
-
-    >>> import optax
-    >>> check_elementwise(optax.adam(0.1))
-    """
-    params, gradients = np.array([1.0, -2, 3, 5], "float32"), np.array([3.0, 40, -500, 6], "float32")
-
-    def updates(parts: list[slice]) -> np.ndarray:
-        found = []
-        for part in parts:
-            here = {"w": jnp.asarray(params[part])}
-            change, _ = optimizer.update({"w": jnp.asarray(gradients[part])}, optimizer.init(here), here)
-            found.append(np.asarray(change["w"]))
-        return np.concatenate(found)
-
-    with contextlib.suppress(KeyError):  # an optimizer for arrays of certain names
-        if not np.allclose(updates([slice(0, 4)]), updates([slice(0, 2), slice(2, 4)]), rtol=1e-5):
-            fail(StrategyError, "the optimizer does not treat each element alone", where="create(optimizer=...)",
-                 why="each server holds some rows only, so norms of an array or of all gradients would be those of a part",
-                 fix="use SGD, Adam, Adagrad or the like, and clip by value; or train by all-reduce")  # fmt: skip
-
-
-def _check_numbers(servers: int, workers: int, backup: int, synchronous: bool, staleness: int | None) -> None:
-    where = f"servers={servers}, workers={workers}, backup_workers={backup}, staleness={staleness}"
-    if servers < 1 or workers < 1 or backup < 0 or backup >= workers:
-        fail(StrategyError, "the numbers of servers and workers make no sense", where=where,
-             why="there is at least one of each, and an update needs a worker that is no backup",
-             fix="give servers >= 1 and workers > backup_workers")  # fmt: skip
-    if synchronous and staleness is not None:
-        fail(StrategyError, "synchronous training has no staleness", where=where,
-             why="all workers compute from the same parameters",
-             fix="leave staleness out, or give synchronous=False")  # fmt: skip
-    if not synchronous and (backup or (staleness is not None and staleness < 0)):
-        fail(StrategyError, "the numbers of asynchronous training make no sense", where=where,
-             why="no worker waits for another, and a gradient is not newer than its parameters",
-             fix="leave backup_workers out, and give staleness >= 0")  # fmt: skip
 
 
 def _targets(epoch: int, servers: int) -> list[Target]:
