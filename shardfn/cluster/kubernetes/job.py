@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardfn.cluster.kubernetes.files import read
+from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.targets import share
 from shardfn.errors import ClusterError, Problem, a, fail, nearest, raise_problems
 from shardfn.layoutfile import read_layout
@@ -22,7 +23,6 @@ RAY = "2.60.0"
 """The Ray of the image, if the job does not say it."""
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _number(least: int) -> Callable[[Any], bool]:
 
 
 def _quantity(value: Any) -> bool:
-    return isinstance(value, str) and bool(_QUANTITY.fullmatch(value))
+    return isinstance(value, str) and amount(value) is not None
 
 
 def _name(value: Any) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardfn.cluster.environment import COUNT
 from shardfn.cluster.kubernetes.msjob import is_msjob, translate
+from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.targets import ACCELERATOR, GPU, RESOURCES, TOPOLOGY, target, topology
 from shardfn.cost.devices.chips import CHIPS, Hardware
 from shardfn.cost.devices.cloud_names import CHIP_NAMES
@@ -22,9 +22,6 @@ from shardfn.units import bytes_text
 
 PRODUCT = "nvidia.com/gpu.product"
 """A node label of NVIDIA's GPU operator."""
-
-_SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30,
-             "Ti": 1 << 40, "Pi": 1 << 50}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +110,7 @@ def allocation(manifests: Sequence[Mapping[str, Any]], where: str = "manifest") 
     what = f"{job['kind']} {metadata.get('name', '') if isinstance(metadata, Mapping) else ''}".strip()
     if is_msjob(job):
         made, _ = translate(job, where)
-        memory = _bytes(made.memory) if made.memory else None
+        memory = amount(made.memory) if made.memory else None
         return Allocation(what, made.processes, made.devices, made.device, memory=memory)
     try:
         groups = [_group(what, pods, template) for pods, template in _GROUPS[job["kind"]](job, manifests)]
@@ -179,23 +176,18 @@ def _group(what: str, pods: int, pod: Mapping[str, Any]) -> Allocation:
     )  # fmt: skip
 
 
+def _bytes(quantity: str) -> float:
+    found = amount(quantity)
+    if found is None:
+        raise ValueError(f"{quantity} is no quantity of memory")
+    return found
+
+
 def _chip(labels: Mapping[str, str]) -> str:
     """The chip that node labels name."""
     product = labels.get(PRODUCT, "").replace("-", " ")
     named = [chip.name for chip in CHIPS.values() if product and any(map(product.startswith, chip.device_kinds))]
     return CHIP_NAMES.get(labels.get(ACCELERATOR, labels.get(GPU, "")), named[0] if len(named) == 1 else "")
-
-
-def _bytes(quantity: str) -> float:
-    """A quantity of memory in bytes.
-
-    >>> _bytes("64Gi"), _bytes("1.5G")
-    (68719476736.0, 1500000000.0)
-    """
-    found = re.fullmatch(r"([\d.]+)([kMGTP]i?|)", quantity, re.ASCII)
-    if not found or found[2] not in _SUFFIXES:
-        raise ValueError(f"{quantity} is no quantity of memory")
-    return float(found[1]) * _SUFFIXES[found[2]]
 
 
 def _peak(plan: str | os.PathLike[str]) -> int | None:
