@@ -127,7 +127,8 @@ def allocation(manifests: Sequence[Mapping[str, Any]], where: str = "manifest") 
 def _jobset_groups(job: Mapping[str, Any], _: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for replicated in job["spec"]["replicatedJobs"]:
         spec = replicated["template"]["spec"]
-        pods = spec.get("completions") or spec.get("parallelism") or 1
+        at_once = 1 if spec.get("parallelism") is None else spec["parallelism"]
+        pods = at_once if spec.get("completions") is None else min(at_once, spec["completions"])
         yield replicated.get("replicas", 1) * pods, spec["template"]["spec"]
 
 
@@ -162,18 +163,23 @@ _GROUPS = {"JobSet": _jobset_groups, "TrainJob": _trainjob_groups, "RayJob": _ra
 
 
 def _group(what: str, pods: int, pod: Mapping[str, Any]) -> Allocation:
-    own = pod["containers"][0]
-    given = own.get("resources") or {}
-    asked = {**(given.get("requests") or {}), **(given.get("limits") or {})}
-    values = {e["name"]: e.get("value") for e in own.get("env", ())}
+    containers = pod["containers"]
+    own = next((c for c in containers if not _asked(c).keys().isdisjoint(RESOURCES.values())), containers[0])
+    asked, values = _asked(own), {e["name"]: e.get("value") for e in own.get("env") or ()}
     labels = pod.get("nodeSelector") or {}
     platform, resource = next(((k, r) for k, r in RESOURCES.items() if r in asked), ("cpu", ""))
     devices = int(asked[resource]) if resource else int(values.get("JAX_NUM_CPU_DEVICES") or 1)
-    said, memory = values.get(COUNT), (given.get("limits") or {}).get("memory")
+    said, memory = values.get(COUNT), _asked(own, "limits").get("memory")
     return Allocation(
         what, int(pods), devices, platform, _chip(labels), labels.get(TOPOLOGY, ""),
         memory=None if memory is None else _bytes(str(memory)), said=None if said is None else int(said),
     )  # fmt: skip
+
+
+def _asked(container: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
+    """What a container asks for, in `requests` and `limits` or one of them."""
+    given = container.get("resources") or {}
+    return {name: value for kind in kinds or ("requests", "limits") for name, value in (given.get(kind) or {}).items()}
 
 
 def _bytes(quantity: str) -> float:

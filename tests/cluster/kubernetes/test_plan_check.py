@@ -115,3 +115,27 @@ def test_render_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert main(["k8s", "render", str(tmp_path / "msjob.yaml")]) == 2
     err = capsys.readouterr().err
     assert "Kubernetes manifests need PyYAML, which is not installed" in err and 'pip install "shardfn[k8s]"' in err
+
+
+def test_pods_of_a_job_that_run_at_once_count():
+    def processes(**numbers):
+        (made,) = [m for m in render(JOBS["gpu"], "jobset") if m["kind"] == "JobSet"]
+        spec = made["spec"]["replicatedJobs"][0]["template"]["spec"]
+        del spec["parallelism"], spec["completions"]
+        spec.update(numbers)
+        return allocation([made]).processes
+
+    assert (
+        processes(completions=2, parallelism=1)
+        == processes(completions=2)
+        == processes(completions=1, parallelism=2)
+        == 1
+    )
+    assert processes(parallelism=2) == processes(completions=2, parallelism=2) == 2
+
+
+def test_the_container_with_the_devices_counts():
+    (made,) = [m for m in render(JOBS["gpu"], "jobset") if m["kind"] == "JobSet"]
+    before, pod = allocation([made]), made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"].insert(0, {"name": "log", "image": "log:1", "env": None})
+    assert allocation([made]) == before
