@@ -148,6 +148,12 @@ def test_tables_and_ids_that_do_not_fit_are_refused():
         step.init(params, *batch)
     with pytest.raises(ShardError, match="has not seen its tables"):
         next(step.feed([batch]))
+    with pytest.raises(ShardError, match="the table `groups` is at `items` too"):
+        train.step(loss, optax.sgd(1.0), ids=IDS).init({**params, "items": params["groups"]}, *batch)
+    step = train.step(loss, optax.sgd(1.0), ids=IDS, mode="data_parallel")
+    state = step.init(params, *batch)
+    with pytest.raises(ShardError, match="the ids of a step with tables are traced"):
+        jax.jit(lambda *batch: step(state, *batch))(*batch)
 
 
 def test_tables_inside_other_parameters_go_with_scanned_layers_and_a_sharded_optimizer():

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import tree_util
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardfn.errors import Problem, StrategyError, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.paths import join, listed, tidy
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.planning.plan import Plan
@@ -159,7 +160,11 @@ class TableStep(TrainStep):
         """The tables among the parameters, each with a place of its ids."""
         found = tables_in(params)
         own = matches(list(found), self.options.layerwise_parallel)
+        first = {id(table): path for path, table in reversed(found.items())}
         raise_problems([
+            *(Problem(f"the table `{first[id(table)]}` is at `{path}` too", f"params, at {path}",
+                      "its optimizer would update a row twice in a step", "keep it at one path, with all its ids in one argument")
+              for path, table in found.items() if first[id(table)] != path),
             *(without_ids(path) for path in found if path not in self._places),
             *(Problem(f"there is no table at `{path}`", f"ids[{path!r}]", f"the parameters have tables at {listed(list(found))}",
                       "give the path of an `embedding.Table` in the parameters") for path in self._places if path not in found),
@@ -182,6 +187,9 @@ class TableStep(TrainStep):
     def _with_ids_here(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The batch with all ids on this host, also those that span processes."""
         arguments = {argument for argument, _ in self._places.values()}
+        if any(isinstance(x, Tracer) for i, x in enumerate(batch) if i in arguments):
+            fail(StrategyTypeError, "the ids of a step with tables are traced", where=f"ids = {dict(self._places)}",
+                 why="rows are read on the host, before a step", fix="call the step outside jax.jit")  # fmt: skip
         return tuple(on_host(x) if i in arguments else x for i, x in enumerate(batch))
 
     def _fed(self, batch: tuple[Any, ...], is_ahead: bool) -> Fed:
