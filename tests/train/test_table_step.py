@@ -156,6 +156,20 @@ def test_tables_and_ids_that_do_not_fit_are_refused():
         jax.jit(lambda *batch: step(state, *batch))(*batch)
 
 
+@pytest.mark.parametrize(
+    ("masked", "text"),
+    [
+        (lambda rows, ids: jnp.where(ids[..., None] > 0, rows[ids], 0), "computes with the ids in argument 0"),
+        (jax.checkpoint(lambda rows, ids: rows[ids] + rows[jnp.arange(2)]), "reads rows of `items` that are not those"),
+    ],
+)
+def test_a_loss_that_needs_more_than_rows_at_ids_is_warned_of(masked, text):
+    tables, ids = {"items": make_tables()["items"]}, np.ones((BATCH, 2), "int32")
+    step = train.step(lambda params, ids: masked(params["items"], ids).sum(), optax.sgd(1.0), ids={"items": 0})
+    with pytest.warns(UserWarning, match=text):
+        jax.eval_shape(lambda: step.init(tables, ids))
+
+
 def test_tables_inside_other_parameters_go_with_scanned_layers_and_a_sharded_optimizer():
     random = np.random.default_rng(0)
     first = random.normal(size=(ITEMS, WIDTH)).astype("float32")

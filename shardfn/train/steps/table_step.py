@@ -19,7 +19,7 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems, warn
 from shardfn.frontend.paths import join, listed, tidy
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.planning.plan import Plan
@@ -31,6 +31,7 @@ from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.state import TrainState, is_maker, matches
 from shardfn.train.steps.tables import RowTable, place_of, replaced, tables_in, without_ids
 from shardfn.train.steps.train_step import TrainStep
+from shardfn.train.steps.uses_of_ids import other_uses
 
 
 class Fed(NamedTuple):
@@ -87,7 +88,9 @@ class TableStep(TrainStep):
             return replaced(model, {path: jnp.zeros(rows.shape, rows.dtype) for path, rows in shapes.items()})
 
         model = (lambda: dense(params())) if is_maker(params) else dense(params)
-        return self._outside(super().init(model, *self._batch_shapes(batch)))
+        state = super().init(model, *self._batch_shapes(batch))
+        self._warn_of_other_uses(state.params, self._batch_shapes(batch))
+        return self._outside(state)
 
     def feed(self, batches: Iterable[tuple[Any, ...]], ahead: int = 1) -> Iterator[Fed]:
         """Batches whose rows are read on the host while the step before runs. Call `init` before.
@@ -172,6 +175,15 @@ class TableStep(TrainStep):
                       "all devices share its rows", "leave it out") for path, mine in zip(found, own, strict=True) if mine),
         ])  # fmt: skip
         return {path: found[path] for path in self._places}
+
+    def _warn_of_other_uses(self, params: Any, batch: tuple[Any, ...]) -> None:
+        """Warn of ids that are used as more than the places of rows."""
+        parts = self._parts
+        if parts is None or any(parts.own):
+            return
+        for use in other_uses(lambda x, *b: self.options.loss_fn(parts.model(x), *b), params, batch, self._places):
+            warn(f"the loss {use}. A step has the rows of its batch alone, and positions in them as ids: read "
+                 "`params[table][ids]`, and pass masks and other values of ids as further arguments of the batch")  # fmt: skip
 
     def _see(self, state: Any) -> None:
         """Take the tables of a state from elsewhere, such as a checkpoint."""
