@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
+from jax.core import Tracer
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.experts.routing import Routing
@@ -76,6 +77,9 @@ def load(routings: Routing | Iterable[Routing], devices: int = 1) -> Load:
     if not found or not all(isinstance(each, Routing) for each in found):
         fail(StrategyTypeError, f"the load is that of routings, not of {a(routings)}", where=f"load({routings!r:.60})",
              why="`route` returns one for each layer", fix="experts.load(routing), or a list of them")  # fmt: skip
+    if any(isinstance(each.load, Tracer) for each in found):
+        fail(StrategyTypeError, "the routings are traced", where="load(routings, devices)",
+             why="a load is that of a run", fix="return them from the jitted function, and call load outside")  # fmt: skip
     raise_problems(option_problems(integer(1), "devices", devices))
     counts = {each.count for each in found}
     if len(counts) > 1 or found[0].count % devices:
