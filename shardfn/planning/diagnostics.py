@@ -218,9 +218,9 @@ def lookups_of_fields(plan: Plan, study: AnsweredCall) -> Iterator[str]:
         if first.table >= traced.captured and sent >= LEAST_BYTES:
             d = plan.inputs[first.table - traced.captured]
             yield (
-                f"lookup of {first.fields} fields in `{d.path}` {list(d.shape)} at {line}: {_share(sent, plan)};{FIX}shard its "
-                "rows and the ids by fields, so that the lookup and its gradient send nothing: `shardfn.embedding.lookup`; "
-                "`compare` there gives the memory of the padding"
+                f"lookup of {first.fields} fields in `{d.path}` {list(d.shape)} at {line}: {_share(sent, plan)};{FIX}where "
+                "each field has rows of its own, shard rows and ids by fields, so that the lookup and its gradient send nothing: "
+                "`shardfn.embedding.lookup`; `compare` there gives the memory of the padding"
             )
 
 

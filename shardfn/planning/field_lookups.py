@@ -47,8 +47,23 @@ def _has_offsets(ids: int, fields: int, graph: Graph, producers: dict[int, Op]) 
             continue
         for v in op.inputs if op.name == "add" else ():
             source = _source(v, producers)
-            if graph.values[source].shape == (fields,) and source not in producers and source not in inputs:
+            if graph.values[source].shape == (fields,) and _is_constant(source, inputs, producers):
                 return True
         waiting += [v for v in op.inputs if v not in seen]
         seen.update(op.inputs)
     return False
+
+
+def _is_constant(value: int, inputs: set[int], producers: dict[int, Op]) -> bool:
+    """Whether a value is made of constants alone, such as `jnp.arange(fields) * rows`. An `iota` itself has positions."""
+    if value in producers and producers[value].name == "iota":
+        return False
+    waiting, seen = [value], {value}
+    while waiting:
+        v = waiting.pop()
+        if v in inputs:
+            return False
+        more = {*producers[v].inputs} - seen if v in producers else set()
+        waiting += more
+        seen |= more
+    return True

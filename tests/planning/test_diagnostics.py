@@ -351,8 +351,10 @@ def test_fields_of_one_table_are_advised_to_be_split(entry):
     offsets = np.array([0, 4000, 9000, 9500, 9600, 9700, 9800, 9900])
     loss = lambda table, ids: (table[ids + offsets] ** 2).sum()  # noqa: E731
     tokens = lambda table, ids: (table[ids] ** 2).sum()  # noqa: E731  # the last dimension has positions
+    equal = lambda table, ids: (table[ids + jnp.arange(8) * 1250] ** 2).sum()  # noqa: E731
+    positions = lambda table, ids: (table[ids + jnp.arange(8)] ** 2).sum()  # noqa: E731
     args = shaped(10_000, 64), shaped(512, 8, dtype="int32")
-    for function, count in ((loss, 1), (tokens, 0)):
+    for function, count in ((loss, 1), (tokens, 0), (equal, 1), (positions, 0)):
         made = shardfn.plan(jax.grad(function), *args, in_strategy=(entry, (8, 1)), device="cpu:8")
         notes = said(made, "lookup of 8 fields in `table` [10000, 64] at test_diagnostics.py:")
         assert len(notes) == count and made.cost.bytes_sent > 2**20
