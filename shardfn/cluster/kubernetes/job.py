@@ -24,6 +24,13 @@ RAY = "2.60.0"
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
+_SET = {
+    "pod": {"restartPolicy": "retries = 3 starts the job again"},
+    "container": {"name": "operators look for theirs", "image": 'write image = "..." for the job',
+                  "command": 'write command = ["..."] for the job', "env": "write [env] for the job"},
+}  # fmt: skip
+"""Fields of Kubernetes that `pod` and `container` do not have, and what to write in their place."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
@@ -155,6 +162,17 @@ def job_of(data: Mapping[str, Any], where: str = "job") -> Job:
         if not test(value):
             problems.append(Problem(f"`{key}` is not {wanted}", f"{where}: {key} = {str(value)[:60]!r}",
                                     f"it is {a(value)}", f"write {key} = {example}"))  # fmt: skip
+    problems += [
+        Problem(
+            f"`{key}` has the field {field}",
+            f"{where}: {key}.{field}",
+            "the job sets it itself",
+            f"leave it out; {fix}",
+        )
+        for key, fields in _SET.items()
+        for field, fix in fields.items()
+        if isinstance(found.get(key), Mapping) and field in found[key]
+    ]
     for key in ("name", "image"):
         if key not in found:
             problems.append(

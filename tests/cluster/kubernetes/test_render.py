@@ -203,6 +203,8 @@ DESCRIPTION = {"name": "gpt", "image": "gpt:1", "script": "train.py"}
         ({"image": ""}, "`image` is not a container image"),
         ({"device": "tpu-v5e:4x4", "processes": 3}, "3 processes with 5 devices each are not the 16 of tpu-v5e:4x4"),
         ({"command": ["a"]}, "the job has a script and a command"),
+        ({"pod": {"restartPolicy": "Always"}}, "`pod` has the field restartPolicy"),
+        ({"container": {"env": []}}, "`container` has the field env"),
     ],
 )  # fmt: skip
 def test_wrong_descriptions(change, says):
