@@ -282,6 +282,6 @@ KEYS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "env": (_variables, "a table of texts, or of valueFrom", '{ XLA_FLAGS = "..." }'),
     "pod": (_fields(nodeSelector=dict, containers=list, volumes=list),
             "a table of fields of PodSpec", '{ serviceAccountName = "trainer" }'),
-    "container": (_fields(volumeMounts=list), "a table of fields of Container", '{ imagePullPolicy = "Always" }'),
+    "container": (_fields(volumeMounts=list, resources=dict), "a table of fields of Container", '{ imagePullPolicy = "Always" }'),
 }  # fmt: skip
 """The keys of a description: the test of a value, what it is, and an example."""

@@ -13,7 +13,7 @@ PORT = 8476
 """Where process 0 listens."""
 PLAN_FOLDER = "/etc/shardfn"
 """Where every process finds the plan of its job."""
-_OWN = ("image", "name", "command")
+_OWN = ("image", "name", "command", "env", "resources", "volumeMounts")
 _COMPLETION_INDEX = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
 
 
@@ -55,7 +55,8 @@ def env(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def resources(job: Job, has_devices: bool = True) -> dict[str, Any]:
-    """What a process asks for. Memory is a limit too, so that a pod is not evicted for another's sake.
+    """What a process asks for, with what the container's own `resources` add. Memory is a limit too, so that a pod is not
+    evicted for another's sake.
 
     >>> resources(Job("a", "a:1", ("a",), devices=8, device="h100:8", memory="64Gi"))
     {'requests': {'memory': '64Gi'}, 'limits': {'memory': '64Gi', 'nvidia.com/gpu': '8'}}
@@ -65,7 +66,9 @@ def resources(job: Job, has_devices: bool = True) -> dict[str, Any]:
     resource = RESOURCES.get(platform_of(job.device))
     if resource and has_devices:
         limits[resource] = str(job.devices)
-    return {key: value for key, value in (("requests", asked), ("limits", limits)) if value}
+    given = job.container.get("resources", {})
+    merged = {kind: {**own, **(given.get(kind) or {})} for kind, own in (("requests", asked), ("limits", limits))}
+    return {kind: value for kind, value in (merged | given | merged).items() if value}
 
 
 def container(job: Job, name: str, values: Mapping[str, Any] | None = None, *, runs: bool = True,
@@ -87,7 +90,7 @@ def container(job: Job, name: str, values: Mapping[str, Any] | None = None, *, r
         found["resources"] = asked
     if mounts := [*_mounts(job), *job.container.get("volumeMounts", ())]:
         found["volumeMounts"] = mounts
-    return found | {key: value for key, value in job.container.items() if key not in (*_OWN, "env", "volumeMounts")}
+    return found | {key: value for key, value in job.container.items() if key not in _OWN}
 
 
 def pod_template(job: Job, own: Mapping[str, Any], *, has_devices: bool = True, restart: bool = False,

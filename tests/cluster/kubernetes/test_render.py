@@ -212,6 +212,14 @@ def test_wrong_descriptions(change, says):
     assert isinstance(error, ClusterError) and error.problems[0].what == says
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_resources_of_the_container_add_to_those_of_the_job(kind):
+    more = {"resources": {"limits": {"ephemeral-storage": "10Gi"}}}
+    made = render(job_of(DESCRIPTION | {"device": "h100:16", "memory": "64Gi", "container": more}), kind)
+    asked = {"memory": "64Gi", "nvidia.com/gpu": "8", "ephemeral-storage": "10Gi"}
+    assert str(made).count(str({"requests": {"memory": "64Gi"}, "limits": asked})) == 1
+
+
 def test_a_description_reads_its_plan(tmp_path):
     (tmp_path / "step.toml").write_text(
         'format = "shardfn-layout"\nversion = 2\ndevice = "tpu-v5e:4x8"\n[mesh]\na = 32\n'
