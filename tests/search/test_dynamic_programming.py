@@ -83,7 +83,7 @@ def test_labels_of_f32_matmuls_on_a_tpu_gather_half_the_bytes(device, part):
     assert max(edge.sent[np.isfinite(edge.sent)].max() for edge in space.reshardings) == part * 3 / 4 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("make", [mlp.make, attention.make], ids=["mlp", "attention"])
 def test_exact_plan_is_no_worse_than_propagation(make, level):
     function, args = abstract(make)

@@ -79,8 +79,10 @@ def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, 
                     assert f.time_s >= (1 - one_array_changes.WORTH) * own.cost.time_s, (d.path, row.strategy)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("name", ["mlp", "dlrm"])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("mlp", 0), ("mlp", 1), ("mlp", 2), ("dlrm", 0), pytest.param("dlrm", 1, marks=pytest.mark.slow), ("dlrm", 2)],
+)
 def test_plan_of_a_family_is_no_worse_than_every_layout_by_hand(name, level):
     family = FAMILIES[name]
     function, args = family.on_paper(family.tiny)
