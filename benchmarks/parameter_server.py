@@ -385,7 +385,7 @@ def main() -> None:
             token = pathlib.Path(folder, "token")
             token.write_text(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1",
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1",
                  object_store_memory=1 << 30)  # fmt: skip
         found = {"benchmark": "parameter_server", "shardfn": shardfn.__version__, "ray": ray.__version__}
         for name in options.only.split(","):

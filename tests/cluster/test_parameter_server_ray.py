@@ -28,6 +28,7 @@ def cluster(tmp_path_factory):
     import ray
 
     ray.init(
+        "local",
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
