@@ -232,6 +232,8 @@ def test_partition_is_balanced_to_a_row():
         (lambda s: s.push({"w": np.ones(3)}, 0, 0), "another shape"),
         (lambda s: s.push({"w": RowGradient([2], [1.0])}, 0, 0), "outside the array"),
         (lambda s: s.push({"w": RowGradient([[0]], [1.0])}, 0, 0), "does not fit"),
+        (lambda s: s.push({"w": np.array(["a", "b"])}, 0, 0), "cannot be added"),
+        (lambda s: s.push({"w": np.ones(2) * 1j}, 0, 0), "cannot be added"),
         (lambda s: s.pull(["v"]), "no array `v`"),
         (lambda s: s.pull(ids={"w": [-1]}), "outside the array"),
         (lambda s: s.resize(servers=0), "make no sense"),
@@ -245,3 +247,10 @@ def test_usual_mistakes(call, match):
     server = ParameterServer.create({"w": np.zeros(2, "float32")}, optax.sgd(1.0))
     with pytest.raises(StrategyError, match=match):
         call(server)
+
+
+def test_arrays_of_ints_have_no_gradient():
+    params = {"ids": jnp.arange(3), "w": jnp.ones(2)}
+    server = ParameterServer.create(params, optax.sgd(1.0))
+    server.push(jax.grad(lambda params: params["w"].sum(), allow_int=True)(params), 0, 0)
+    near(server.pull(version=1).values, {"ids": np.arange(3), "w": np.zeros(2)})

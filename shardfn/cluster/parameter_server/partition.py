@@ -202,8 +202,7 @@ def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
         elif isinstance(leaf, RowGradient):
             ids, values = leaf.merged()
             found.append(Rows(name, 0, ids, values))
-        else:
-            values = np.asarray(leaf)
+        elif (values := np.asarray(leaf)).dtype != jax.dtypes.float0:
             found.append(Rows(name, 0, None, values.reshape((known[name].rows, *known[name].row_shape))))
     raise_problems(problems)
     return found
@@ -223,7 +222,20 @@ def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
         return Problem(
             f"`{spec.name}` has another shape", why=f"it is {list(np.shape(leaf))}", fix=f"give {list(spec.shape)}"
         )
+    elif getattr(leaf, "dtype", None) == jax.dtypes.float0:  # JAX's gradient of an array of ints: none
+        return None
+    dtype = np.asarray(leaf.values if isinstance(leaf, RowGradient) else leaf).dtype
+    if not _sums(dtype, spec.dtype):
+        return Problem(f"the gradient of `{spec.name}` cannot be added to it",
+                       why=f"it is {dtype}, and the array {spec.dtype}",
+                       fix="give real numbers")  # fmt: skip
     return None
+
+
+def _sums(dtype: Any, into: Any) -> bool:
+    """Whether gradients of a dtype can be added to an array: a log that holds others could not be applied any more."""
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    return is_number and (jnp.issubdtype(into, np.complexfloating) or not jnp.issubdtype(dtype, np.complexfloating))
 
 
 def split(partition: Partition, rows: Iterable[Rows], chunk_bytes: int, compress: bool) -> list[list[tuple[Rows, ...]]]:
