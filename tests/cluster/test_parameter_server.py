@@ -236,9 +236,11 @@ def test_partition_is_balanced_to_a_row():
         (lambda s: s.push({"w": np.ones(2) * 1j}, 0, 0), "cannot be added"),
         (lambda s: s.pull(["v"]), "no array `v`"),
         (lambda s: s.pull(ids={"w": [-1]}), "outside the array"),
-        (lambda s: s.resize(servers=0), "make no sense"),
+        (lambda s: s.push({}, 0, -1), "`step` cannot be -1"),
+        (lambda s: s.resize(servers=0), "`servers` cannot be 0"),
+        (lambda s: s.resize(workers=0), "`workers` cannot be 0"),
         (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), staleness=3), "no staleness"),
-        (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), backup_workers=1), "make no sense"),
+        (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), backup_workers=1), "wait for no worker"),
         (lambda s: ParameterServer.create(np.ones(2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))), "each element alone"),
         (lambda s: ParameterServer.create(np.ones(2), optax.lamb(1.0)), "each element alone"),
     ],
@@ -249,8 +251,8 @@ def test_usual_mistakes(call, match):
         call(server)
 
 
-def test_arrays_of_ints_have_no_gradient():
+def test_arrays_of_ints_have_no_gradient_and_ints_may_be_numpys():
     params = {"ids": jnp.arange(3), "w": jnp.ones(2)}
-    server = ParameterServer.create(params, optax.sgd(1.0))
-    server.push(jax.grad(lambda params: params["w"].sum(), allow_int=True)(params), 0, 0)
+    server = ParameterServer.create(params, optax.sgd(1.0), servers=np.int64(1))
+    server.push(jax.grad(lambda params: params["w"].sum(), allow_int=True)(params), 0, np.int64(0))
     near(server.pull(version=1).values, {"ids": np.arange(3), "w": np.zeros(2)})

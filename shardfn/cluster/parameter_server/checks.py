@@ -8,7 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.errors import StrategyError, fail
+from shardfn.cluster.parameter_server.ledger import Rules
+from shardfn.errors import StrategyError, fail, raise_problems
+from shardfn.frontend.value_checks import integer, option_problems
 
 
 def check_elementwise(optimizer: Any) -> None:
@@ -40,22 +42,38 @@ def check_elementwise(optimizer: Any) -> None:
                  fix="use SGD, Adam, Adagrad or the like, and clip by value; or train by all-reduce")  # fmt: skip
 
 
-def check_numbers(servers: int, workers: int, backup: int, synchronous: bool, staleness: int | None) -> None:
-    """Refuse numbers of servers and workers, or a staleness, that make no sense.
+def count(name: str, value: Any, low: int = 0) -> int:
+    """An int from `low` up, of NumPy or not, as an int that JSON can hold.
+
+    Raises:
+      StrategyError: it is no such int.
+
+    >>> count("step", np.int64(3))
+    3
+    """
+    raise_problems(option_problems(integer(low), name, value))
+    return int(value)
+
+
+def check_rules(workers: int, rules: Rules, staleness: Any = None) -> None:
+    """Refuse a number of workers that does not fit the rules, and rules that contradict each other.
+
+    Args:
+      workers: the number of workers.
+      rules: the rules.
+      staleness: the staleness that was asked for, or None.
 
     Raises:
       StrategyError: it says which.
     """
-    where = f"servers={servers}, workers={workers}, backup_workers={backup}, staleness={staleness}"
-    if servers < 1 or workers < 1 or backup < 0 or backup >= workers:
-        fail(StrategyError, "the numbers of servers and workers make no sense", where=where,
-             why="there is at least one of each, and an update needs a worker that is no backup",
-             fix="give servers >= 1 and workers > backup_workers")  # fmt: skip
-    if synchronous and staleness is not None:
+    where = f"workers={workers}, backup_workers={rules.backup}, staleness={staleness}"
+    if rules.backup >= workers:
+        fail(StrategyError, "an update would wait for no worker", where=where,
+             why="all workers are backup workers", fix="give workers > backup_workers")  # fmt: skip
+    if rules.synchronous and staleness is not None:
         fail(StrategyError, "synchronous training has no staleness", where=where,
              why="all workers compute from the same parameters",
              fix="leave staleness out, or give synchronous=False")  # fmt: skip
-    if not synchronous and (backup or (staleness is not None and staleness < 0)):
-        fail(StrategyError, "the numbers of asynchronous training make no sense", where=where,
-             why="no worker waits for another, and a gradient is not newer than its parameters",
-             fix="leave backup_workers out, and give staleness >= 0")  # fmt: skip
+    if not rules.synchronous and rules.backup:
+        fail(StrategyError, "asynchronous training has no backup workers", where=where,
+             why="no worker waits for another", fix="leave backup_workers out, or give synchronous=True")  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from shardfn.cluster.parameter_server.checks import check_elementwise, check_numbers
+from shardfn.cluster.parameter_server.checks import check_elementwise, check_rules, count
 from shardfn.cluster.parameter_server.coordinator import (
     BUSY,
     MOVED,
@@ -135,10 +135,11 @@ class ParameterServer:
           CheckpointFileError: the folder is damaged, or cannot be written.
           ClusterError: another process has the folder open.
         """
-        check_numbers(servers, workers, backup_workers, synchronous, staleness)
+        servers, workers = count("servers", servers, 1), count("workers", workers, 1)
+        bound = 4 * workers if staleness is None else count("staleness", staleness)
+        rules = Rules(synchronous, count("backup_workers", backup_workers), 0 if synchronous else bound)
+        check_rules(workers, rules, staleness)
         check_elementwise(optimizer)
-        bound = 4 * workers if staleness is None else staleness
-        rules = Rules(synchronous, backup_workers, 0 if synchronous else bound)
         job = Job(specs_of(params), rules)
         place = pathlib.Path(folder) if folder is not None else _temporary_folder()
         setup = Setup(place.resolve() / "job", optimizer, synchronous, log_bytes)
@@ -202,13 +203,14 @@ class ParameterServer:
           What became of it. Compute a "stale" push again, with the same step, from new parameters.
 
         Raises:
-          StrategyError: gradients that do not fit.
+          StrategyError: gradients that do not fit, or a step that is no count.
           ClusterError: a push of the worker is missing before it, or the answers did not come within `timeout_s`. The push
             may count or not; send it again.
           CheckpointFileError: the disk is full, and the push does not count; or files are damaged.
         """
+        step, version = count("step", step), self._pulled if version is None else count("version", version)
         rows = as_rows(self.job.arrays, gradients, "push")
-        base = step if self.job.rules.synchronous else (self._pulled if version is None else version)
+        base = step if self.job.rules.synchronous else version
         push = Push(str(worker), step, secrets.token_hex(8), base)
         receipt, update = self._retried("push", lambda: self._send(push, rows))
         if update is not None:
@@ -253,15 +255,10 @@ class ParameterServer:
           ClusterError: the answers did not come within `timeout_s`. The servers are the old or the new ones.
           CheckpointFileError: the disk is full; the servers are the old ones.
         """
-        rules = self.job.rules
-        check_numbers(
-            1 if servers is None else servers,
-            rules.backup + 1 if workers is None else workers,
-            rules.backup,
-            rules.synchronous,
-            None,
-        )
+        servers = None if servers is None else count("servers", servers, 1)
         if workers is not None:
+            workers = count("workers", workers, 1)
+            check_rules(workers, self.job.rules)
             update = self._retried("resize", lambda: self._ask("set_workers", workers))
             if update is not None:
                 self._spread(update)
