@@ -243,6 +243,9 @@ def test_partition_is_balanced_to_a_row():
         (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), backup_workers=1), "wait for no worker"),
         (lambda s: ParameterServer.create(np.ones(2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))), "each element alone"),
         (lambda s: ParameterServer.create(np.ones(2), optax.lamb(1.0)), "each element alone"),
+        (lambda s: ParameterServer.create(np.ones(2), optax.apply_if_finite(optax.sgd(1.0), 3)), "each element alone"),
+        (lambda s: ParameterServer.create(np.ones((2, 3)), optax.sm3(1.0)), "is .2. for an array"),
+        (lambda s: ParameterServer.create(np.ones(2), optax.masked(optax.sgd(1.0), {"b": True})), "some of the arrays"),
     ],
 )  # fmt: skip
 def test_usual_mistakes(call, match):

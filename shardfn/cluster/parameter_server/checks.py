@@ -3,43 +3,77 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import tree_util
 
 from shardfn.cluster.parameter_server.ledger import Rules
+from shardfn.cluster.parameter_server.partition import ArraySpec
 from shardfn.errors import StrategyError, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
 
 
-def check_elementwise(optimizer: Any) -> None:
+def check_elementwise(optimizer: Any, arrays: Sequence[ArraySpec] = ()) -> None:
     """Refuse an optimizer whose update of an element depends on other elements.
 
     Args:
       optimizer: an optax optimizer.
+      arrays: the arrays of the parameters; their state must have their rows too.
 
     Raises:
-      StrategyError: the update of an array differs from that of its two halves.
+      StrategyError: the updates of an array differ from those of its two halves, or the state of an array has another shape;
+        or the optimizer fails with a part of the arrays.
 
     >>> import optax
     >>> check_elementwise(optax.adam(0.1))
     """
-    params, gradients = np.array([1.0, -2, 3, 5], "float32"), np.array([3.0, 40, -500, 6], "float32")
+    try:
+        with contextlib.suppress(KeyError):  # an optimizer for arrays of certain names
+            if not np.allclose(
+                _updates(optimizer, [slice(0, 4)]),
+                _updates(optimizer, [slice(0, 2), slice(2, 4)]),
+                rtol=1e-5, equal_nan=True,
+            ):  # fmt: skip
+                _not_elementwise("each server holds some rows only, so norms of an array or of all gradients would be those "
+                                 "of a part")  # fmt: skip
+        shapes = {spec.name: jax.ShapeDtypeStruct((spec.rows, *spec.row_shape), spec.dtype) for spec in arrays}
+        state = jax.eval_shape(optimizer.init, shapes)
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, StrategyError):
+            raise
+        fail(StrategyError, "the optimizer cannot be used on servers", where="create(optimizer=...)",
+             why=f"a server calls its `init` and `update(gradients, state, params)` with a dict of some of the arrays: {error}",
+             fix="give an optax optimizer; where it labels or masks arrays, give it a function of the dict")  # fmt: skip
+    for path, leaf in tree_util.tree_flatten_with_path(state)[0]:
+        owner = next((shapes[key.key] for key in path if getattr(key, "key", None) in shapes), leaf)
+        if leaf.shape not in ((), owner.shape):
+            _not_elementwise(f"its state{tree_util.keystr(path)} is {list(leaf.shape)} for an array {list(owner.shape)}, "
+                             "and each server holds some rows only")  # fmt: skip
 
-    def updates(parts: list[slice]) -> np.ndarray:
-        found = []
-        for part in parts:
-            here = {"w": jnp.asarray(params[part])}
-            change, _ = optimizer.update({"w": jnp.asarray(gradients[part])}, optimizer.init(here), here)
+
+def _updates(optimizer: Any, parts: Sequence[slice]) -> np.ndarray:
+    """The updates of rows by gradients that are ordinary, huge, and not all finite, each part by itself."""
+    random = np.random.default_rng(0)
+    params, first, second, third = random.normal(size=(4, 4, 4)).astype("float32")
+    first[3] *= 100
+    third[3, 1] = np.nan
+    found = []
+    for part in parts:
+        here = {"w": jnp.asarray(params[part])}
+        state = optimizer.init(here)
+        for gradient in (first, second * 1e12, third):
+            change, state = optimizer.update({"w": jnp.asarray(gradient[part])}, state, here)
             found.append(np.asarray(change["w"]))
-        return np.concatenate(found)
+    return np.concatenate([np.concatenate(found[i::3]) for i in range(3)])
 
-    with contextlib.suppress(KeyError):  # an optimizer for arrays of certain names
-        if not np.allclose(updates([slice(0, 4)]), updates([slice(0, 2), slice(2, 4)]), rtol=1e-5):
-            fail(StrategyError, "the optimizer does not treat each element alone", where="create(optimizer=...)",
-                 why="each server holds some rows only, so norms of an array or of all gradients would be those of a part",
-                 fix="use SGD, Adam, Adagrad or the like, and clip by value; or train by all-reduce")  # fmt: skip
+
+def _not_elementwise(why: str) -> NoReturn:
+    fail(StrategyError, "the optimizer does not treat each element alone", where="create(optimizer=...)", why=why,
+         fix="use SGD, Adam, Adagrad or the like, and clip by value; or train by all-reduce")  # fmt: skip
 
 
 def count(name: str, value: Any, low: int = 0) -> int:

@@ -139,8 +139,8 @@ class ParameterServer:
         bound = 4 * workers if staleness is None else count("staleness", staleness)
         rules = Rules(synchronous, count("backup_workers", backup_workers), 0 if synchronous else bound)
         check_rules(workers, rules, staleness)
-        check_elementwise(optimizer)
         job = Job(specs_of(params), rules)
+        check_elementwise(optimizer, job.arrays)
         place = pathlib.Path(folder) if folder is not None else _temporary_folder()
         setup = Setup(place.resolve() / "job", optimizer, synchronous, log_bytes)
         engine = InProcess() if engine is None else engine
