@@ -172,6 +172,20 @@ def test_a_damaged_file_is_an_error_or_without_effect(tmp_path):
     assert errors and right, "a damaged newest snapshot has one before it"
 
 
+def test_zeros_at_the_end_of_a_log_are_cut_off_and_a_lost_folder_is_an_error(tmp_path):
+    server = start(tmp_path)
+    push(server, 0, 0)
+    server.close()
+    for log in tmp_path.rglob("log-*"):  # a file can grow before its bytes are on disk
+        log.write_bytes(log.read_bytes() + bytes(4096))
+    server = start(tmp_path)
+    assert server.next_step(0) == 1
+    server.close()
+    shutil.rmtree(next(tmp_path.rglob("server-0")))
+    with pytest.raises(CheckpointFileError, match="server-0 cannot be opened"):
+        start(tmp_path)
+
+
 def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, monkeypatch):
     server = start(tmp_path)
     push(server, 0, 0)

@@ -10,7 +10,6 @@ an incomplete last record, which nobody was told of; it is cut off.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import itertools
@@ -97,7 +96,7 @@ def read_records(file: BinaryIO) -> Iterator[tuple[Record, int]]:
     end = 0
     while len(head := file.read(_HEAD.size)) == _HEAD.size:
         size, crc = _HEAD.unpack(head)
-        if size > os.fstat(file.fileno()).st_size - end:
+        if not 0 < size <= os.fstat(file.fileno()).st_size - end:  # 0: a file that grew before its bytes were written
             return
         body = file.read(size)
         if len(body) < size or zlib.crc32(body) != crc:
@@ -137,7 +136,8 @@ class Journal:
 
     Raises:
       ClusterError: another process has the folder open.
-      CheckpointFileError: there is no complete snapshot, or a log before the newest is incomplete.
+      CheckpointFileError: the folder cannot be opened, there is no complete snapshot, or a log before the newest is
+        incomplete.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -150,8 +150,10 @@ class Journal:
             self._log = self._open(self.generation, length)
             for part in folder.glob(".*.part"):  # of a snapshot that was killed
                 part.unlink(missing_ok=True)
-        except BaseException:
+        except BaseException as error:
             self._lock.close()
+            if isinstance(error, OSError) and not isinstance(error, CheckpointFileError):
+                _cannot_open(folder, error)
             raise
 
     @property
@@ -285,12 +287,20 @@ def _sync(file: Any) -> None:
 
 
 def _locked(folder: pathlib.Path) -> Any:
-    file = open(folder / "lock", "ab")  # noqa: SIM115
+    try:
+        file = open(folder / "lock", "ab")  # noqa: SIM115
+    except OSError as error:
+        _cannot_open(folder, error)
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
-        with contextlib.suppress(BlockingIOError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            file.close()
+            _cannot_open(folder, error)
         if time.monotonic() > deadline:
             file.close()
             fail(ClusterError, f"another process uses {folder}", where=str(folder), why="its lock is held",
@@ -330,6 +340,11 @@ def _read(path: pathlib.Path) -> tuple[list[Record], int, bool]:
     except OSError as error:
         fail(CheckpointFileError, f"{path} cannot be read", where=str(path), why=str(error),
              fix="restore the folder from a copy")  # fmt: skip
+
+
+def _cannot_open(folder: pathlib.Path, error: OSError) -> NoReturn:
+    fail(CheckpointFileError, f"{folder} cannot be opened", where=str(folder), why=str(error),
+         fix="let this user write there; restore what is missing from a copy, or choose another folder")  # fmt: skip
 
 
 def _cannot_write(path: pathlib.Path, error: OSError) -> NoReturn:
