@@ -202,7 +202,7 @@ def test_a_folder_goes_on_with_its_own_job_only(tmp_path, monkeypatch):
     server.push({"w": np.ones(6)}, "a", 1)
     server.resize(servers=3, workers=2)
     wanted = server.pull(version=2).values["w"]
-    with pytest.raises(ClusterError, match="another process"):
+    with pytest.raises(ClusterError, match="is in use"):
         create()
     server.close()
     again = create()
@@ -214,8 +214,13 @@ def test_a_folder_goes_on_with_its_own_job_only(tmp_path, monkeypatch):
         ({"synchronous": False}, "other rules"),
         ({"optimizer": optax.sgd(0.1)}, "another optimizer"),
     ]:
-        with pytest.raises(CheckpointError, match=match):
+        with pytest.raises(CheckpointError, match=match) as held:  # and with it the frames of `create`
             create(**wrong)
+        create().close()
+        del held
+    again.close()
+    with pytest.raises(ClusterError, match="is closed"):
+        again.pull()
 
 
 def test_partition_is_balanced_to_a_row():

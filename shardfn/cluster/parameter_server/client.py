@@ -87,6 +87,7 @@ class ParameterServer:
         self._known = -1  # all servers are at least there, as far as this client knows; -1 before it asked
         self._pulled = 0
         self._place: tuple[int, int] | None = None  # epoch and number of servers
+        self._is_closed = False
 
     @classmethod
     def create(
@@ -143,14 +144,18 @@ class ParameterServer:
         check_elementwise(optimizer, job.arrays)
         place = pathlib.Path(folder) if folder is not None else _temporary_folder()
         setup = Setup(place.resolve() / "job", optimizer, synchronous, log_bytes)
-        engine = InProcess() if engine is None else engine
+        names = jax.tree.unflatten(jax.tree.structure(params), array_paths("", params))
         if not setup.folder.is_dir():
             _write_job(setup, job, params, servers, workers)
-        engine.start(setup, [COORDINATOR])
-        names = jax.tree.unflatten(jax.tree.structure(params), array_paths("", params))
-        made = cls(engine, setup, job, names, Options(chunk_bytes, compress, timeout_s))
-        check_job(made._retried("create", lambda: made._ask("job_of")), job, f"create(folder={str(folder)!r})")
-        made._retried("create", made._start_servers)
+        with contextlib.ExitStack() as on_error:
+            if engine is None:
+                engine = own = InProcess()
+                on_error.callback(lambda: own.stop(list(own.running)))  # another attempt may open the folder
+            engine.start(setup, [COORDINATOR])
+            made = cls(engine, setup, job, names, Options(chunk_bytes, compress, timeout_s))
+            check_job(made._retried("create", lambda: made._ask("job_of")), job, f"create(folder={str(folder)!r})")
+            made._retried("create", made._start_servers)
+            on_error.pop_all()
         return made
 
     def pull(
@@ -278,8 +283,11 @@ class ParameterServer:
 
     def close(self) -> None:
         """Stop the servers. `create` with the same folder goes on."""
+        if self._is_closed:
+            return
         news: News = self._retried("close", lambda: self._ask("news"))
         self.engine.stop([*_targets(news.epoch, news.servers), COORDINATOR])
+        self._is_closed = True
 
     # ---- one attempt of each
 
@@ -288,6 +296,9 @@ class ParameterServer:
 
     def _retried(self, what: str, attempt: Callable[[], _T]) -> _T:
         """The result of the first attempt that is answered."""
+        if self._is_closed:
+            fail(ClusterError, "the parameter server is closed", where=what, why="`close` stopped its servers",
+                 fix="call `create` with the same folder")  # fmt: skip
         deadline, pause = time.monotonic() + self.options.timeout_s, PAUSES_S[0]
         while True:
             try:

@@ -303,8 +303,9 @@ def _locked(folder: pathlib.Path) -> Any:
             _cannot_open(folder, error)
         if time.monotonic() > deadline:
             file.close()
-            fail(ClusterError, f"another process uses {folder}", where=str(folder), why="its lock is held",
-                 fix="end that process, or choose another folder")  # fmt: skip
+            fail(ClusterError, f"{folder} is in use", where=str(folder),
+                 why="another process, or another parameter server of this one, has it open",
+                 fix="close that one, end that process, or choose another folder")  # fmt: skip
         time.sleep(0.05)
 
 

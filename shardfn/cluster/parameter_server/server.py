@@ -109,8 +109,12 @@ class Server:
         self._params = {str(slot.name): jnp.asarray(slot.values) for slot in saved.slots if slot.path == PARAMS}
         self._starts = {str(slot.name): slot.start for slot in saved.slots if slot.path == PARAMS}
         by_path = {slot.path: slot.values for slot in saved.slots if slot.path != PARAMS}
-        template = jax.eval_shape(optimizer.init, self._params)
-        _check_state(template, by_path, folder)
+        try:
+            template = jax.eval_shape(optimizer.init, self._params)
+            _check_state(template, by_path, folder)
+        except BaseException:
+            self._journal.close()
+            raise
         self._state = tree_util.tree_map_with_path(lambda key, _: jnp.asarray(by_path[tree_util.keystr(key)]), template)
         self._version, self._snapshots = saved.version, (saved.previous, saved.version)
         self._closed = dict(saved.closed)
