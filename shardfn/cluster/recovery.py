@@ -120,8 +120,10 @@ def run(
         state = step.init(state, *_arguments(getattr(batches, "shapes", ())), *_key_of(key, 0))
     first, is_new = 0, _of_process_0(len(checkpoint.steps(folder))) == 0
     if not is_new:
+        is_free = jax.tree.map(lambda leaf: isinstance(leaf, jax.Array) and not leaf.committed, state)
         state = jax.tree.map(_described, state)  # the arrays' memory is free before others are restored
         first, state, progress, contents = _last_whole(folder, state, say)
+        state = jax.tree.map(lambda leaf, free: _uncommitted(leaf) if free else leaf, state, is_free)
         key = _go_on(iterator, first, progress, key)
         before, now = _places(contents.devices, contents.processes), _places(len(placed), jax.process_count())
         say(f"goes on from step {first}, saved on {before}: now {now}")
@@ -159,6 +161,13 @@ def _key_of(key: Any, step: int) -> tuple[Any, ...]:
 def _described(leaf: Any) -> Any:
     """An array as its shape and sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
+
+
+def _uncommitted(leaf: Any) -> Any:
+    """An array on one device that JAX moves to where the other arguments of a function are, as it does a new one."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    return jnp.asarray(np.asarray(leaf))
 
 
 def _places(devices: int, processes: int) -> str:

@@ -125,6 +125,17 @@ def test_run_takes_any_step_and_any_iterable(tmp_path):
         first.until(7, every=0)
 
 
+def test_run_with_a_state_on_no_device_in_particular_goes_on_where_the_batches_are(tmp_path):
+    @jax.jit
+    def step(state, x, y):
+        return {"w": state["w"] - x.mean(0) * y.sum(), "key": jax.random.split(state["key"])[0]}, state["w"].sum()
+
+    plain = Trained(tmp_path, lambda devices: (step, {"w": jnp.zeros(6), "key": jax.random.key(0)}), key=None)
+    for steps, count in ((2, 8), (4, 8), (6, 6)):
+        done = plain.until(steps, count)
+    assert len(plain.losses) == 6 and len(done.state["key"].sharding.device_set) == 6
+
+
 def test_run_that_gets_sigterm_saves_and_ends(tmp_path, uninterrupted):
     drill = Trained(tmp_path, every=100)
     tell = lambda step, value: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None  # noqa: E731
