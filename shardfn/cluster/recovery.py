@@ -21,7 +21,7 @@ from shardfn.checkpoint.contents import Contents
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
 from shardfn.cluster.heartbeat import beat
 from shardfn.cluster.preemption import STATUS, notices
-from shardfn.errors import CheckpointFileError, StrategyError, fail, raise_problems
+from shardfn.errors import CheckpointError, CheckpointFileError, StrategyError, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
 
 DAMAGED = "damaged"
@@ -91,7 +91,8 @@ def run(
       CheckpointError: the checkpoint is of another model.
       CheckpointFileError: no checkpoint can be read; or one cannot be written, and earlier ones are whole.
       ExtraError: the packages of the extra `checkpoint` are not installed.
-      StrategyError: `steps`, `every` or `keep` is no count; the data end before the run; the step does not fit the devices.
+      StrategyError: `steps`, `every` or `keep` is no count; the data end before the run, or have no position where those of
+        the checkpoint had one; the step does not fit the devices.
       SystemExit: SIGTERM came, and the checkpoint is written.
 
     >>> import tempfile, optax
@@ -201,6 +202,10 @@ def _go_on(iterator: Iterator[Any], steps: int, progress: np.ndarray, key: Any) 
     """Move the data to where they were after so many steps; the key of the run."""
     held = json.loads(progress.tobytes())
     if "data" in held:
+        if not hasattr(iterator, "set_state"):
+            fail(StrategyError, "the data cannot go on where the checkpoint was taken", where="run(data=...)",
+                 why=f"the checkpoint has the position of a loader, and a {type(iterator).__name__} has no `set_state`",
+                 fix="give the loader that the run began with, or choose another folder")  # fmt: skip
         iterator.set_state(held["data"])  # type: ignore[attr-defined]
     else:
         for _ in itertools.islice(iterator, steps):
@@ -245,7 +250,14 @@ def _last_whole(folder: pathlib.Path, like: Any, say: Callable[[str], None]) -> 
 def _restore(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, np.ndarray, Contents]:
     _, _, contents = open_step(folder, step)
     count = next((entry.shape for entry in contents.entries if entry.path == "progress"), (0,))
-    found = checkpoint.restore(folder, like={"state": like, "progress": np.zeros(count, np.uint8)}, step=step)
+    try:
+        found = checkpoint.restore(folder, like={"state": like, "progress": np.zeros(count, np.uint8)}, step=step)
+    except CheckpointError as error:
+        first, *others = (problem.what for problem in error.problems)
+        more = f", and {len(others)} more such" if others else ""
+        fail(CheckpointError, "the checkpoint is of another model or optimizer", where=str(folder / str(step)),
+             why=f"where `like` is the state that make_step gives: {first}{more}",
+             fix="choose another folder, or give the model, optimizer and pipeline stages of the checkpoint")  # fmt: skip
     progress = found["progress"]
     return found["state"], np.asarray(getattr(progress, "addressable_data", lambda _: progress)(0)), contents
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from shardfn import ShardError, checkpoint, cluster, data, train
-from shardfn.errors import CheckpointFileError
+from shardfn.errors import CheckpointError, CheckpointFileError, StrategyError
 
 X = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
 PARAMS = {"w": np.random.default_rng(1).normal(size=(6, 24)).astype("float32"), "v": np.ones(24, "float32")}
@@ -134,6 +134,12 @@ def test_run_with_a_state_on_no_device_in_particular_goes_on_where_the_batches_a
     for steps, count in ((2, 8), (4, 8), (6, 6)):
         done = plain.until(steps, count)
     assert len(plain.losses) == 6 and len(done.state["key"].sharding.device_set) == 6
+    plain.data = [(X, X)] * 9
+    with pytest.raises(StrategyError, match="a list_iterator has no `set_state`"):
+        plain.until(8)
+    plain.make_step = lambda devices: (step, {"w": jnp.zeros(7), "key": jax.random.key(0)})
+    with pytest.raises(CheckpointError, match="of another model or optimizer"):
+        plain.until(8)
 
 
 def test_run_that_gets_sigterm_saves_and_ends(tmp_path, uninterrupted):
