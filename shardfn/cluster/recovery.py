@@ -111,6 +111,8 @@ def run(
     """
     counts = {"steps": steps, "every": every, "keep": keep}
     raise_problems([p for name, value in counts.items() for p in option_problems(integer(1), name, value)])
+    if key is not None and not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)  # of `jax.random.PRNGKey`, which looks like a part of the batch
     say = say if jax.process_index() == 0 else lambda _: None
     folder = absolute_path(checkpoint_dir)
     placed = list(jax.devices() if devices is None else devices)
@@ -192,9 +194,8 @@ def _progress(iterator: Iterator[Any], key: Any) -> np.ndarray:
     if hasattr(iterator, "get_state"):
         held["data"] = iterator.get_state()  # type: ignore[attr-defined]
     if key is not None:
-        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        held["key"] = np.asarray(jax.random.key_data(key) if is_typed else key).tolist()
-        held["key_impl"] = str(jax.random.key_impl(key)) if is_typed else None
+        held["key"] = np.asarray(jax.random.key_data(key)).tolist()
+        held["key_impl"] = str(jax.random.key_impl(key))
     return np.frombuffer(json.dumps(held).encode(), np.uint8)
 
 
@@ -212,8 +213,7 @@ def _go_on(iterator: Iterator[Any], steps: int, progress: np.ndarray, key: Any) 
             pass
     if "key" not in held:
         return key
-    words = jnp.asarray(held["key"], jnp.uint32)
-    return words if held["key_impl"] is None else jax.random.wrap_key_data(words, impl=held["key_impl"])
+    return jax.random.wrap_key_data(jnp.asarray(held["key"], jnp.uint32), impl=held["key_impl"])
 
 
 # ---- the last checkpoint that every process can read
