@@ -167,6 +167,8 @@ def test_workers_in_threads_share_syncs_and_converge(tmp_path, synchronous):
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
     for thread in threads:
         thread.start()
+    for servers in (3, 1, 2):
+        server.resize(servers=servers)
     for thread in threads:
         thread.join(60)
     report, found = server.report(), server.pull().values

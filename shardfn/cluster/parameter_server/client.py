@@ -314,7 +314,12 @@ class ParameterServer:
 
     def _start_servers(self) -> None:
         news: News = self._ask("news")
-        self.engine.start(self.setup, _targets(news.epoch, news.servers))
+        try:
+            self.engine.start(self.setup, _targets(news.epoch, news.servers))
+        except CheckpointFileError as error:
+            if self._ask("news").epoch == news.epoch:
+                raise
+            raise Unreachable("the servers changed meanwhile, and the folder of those is gone") from error
         self._place = (news.epoch, news.servers)
 
     def _located(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -104,25 +105,29 @@ class InProcess:
     def __init__(self) -> None:
         self.running: dict[Target, Coordinator | Server] = {}
         self._setup: Setup | None = None
+        self._starting = threading.RLock()
 
     def start(self, setup: Setup, targets: Sequence[Target]) -> None:
         """Start what does not run yet."""
-        self._setup = setup
-        for target in targets:
-            if target not in self.running:
-                self.running[target] = setup.make(target)
+        with self._starting:
+            self._setup = setup
+            for target in targets:
+                if target not in self.running:
+                    self.running[target] = setup.make(target)
 
     def stop(self, targets: Sequence[Target]) -> None:
         """Stop servers."""
-        for target in targets:
-            if target in self.running:
-                self.running.pop(target).close()
+        with self._starting:
+            for target in targets:
+                if target in self.running:
+                    self.running.pop(target).close()
 
     def restart(self, target: Target) -> None:
         """Start the coordinator or a server from its journal, as after its process was killed."""
-        assert self._setup is not None
-        self.stop([target])
-        self.running[target] = self._setup.make(target)
+        with self._starting:
+            assert self._setup is not None
+            self.stop([target])
+            self.running[target] = self._setup.make(target)
 
     def call(self, calls: Sequence[Call]) -> list[Any]:
         """Call methods, one after the other."""
@@ -139,8 +144,9 @@ class InProcess:
         time.sleep(seconds)
 
     def _call(self, one: Call) -> Any:
-        if one.to not in self.running:
+        running = self.running.get(one.to)
+        if running is None:
             raise Unreachable(f"{one.to} does not run")
         # A message is a copy: the caller may change its arrays.
         args = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, one.args)
-        return getattr(self.running[one.to], one.method)(*args)
+        return getattr(running, one.method)(*args)
