@@ -172,7 +172,7 @@ class ParameterServer:
           The parameters: a pytree like that of `create`; a dict by path if `names` are given. And their version.
 
         Raises:
-          StrategyError: there is no such array, or ids are outside it.
+          StrategyError: there is no such array, or ids are no rows of it.
           ClusterError: the update or the answers did not come within `timeout_s`.
           CheckpointFileError: files of the servers are damaged.
         """
@@ -184,6 +184,10 @@ class ParameterServer:
         wanted = tuple(known if names is None else names)
         unique = {name: np.unique(np.asarray(own), return_inverse=True) for name, own in (ids or {}).items()}
         for name, (rows, _) in unique.items():
+            if (len(rows) and rows.dtype.kind not in "iu") or not known[name].shape:
+                fail(StrategyError, f"ids of `{name}` do not fit", where="pull",
+                     why=f"they are {rows.dtype}, and the array is {list(known[name].shape)}",
+                     fix="give ints, of an array that has rows")  # fmt: skip
             if len(rows) and not 0 <= rows[0] <= rows[-1] < known[name].rows:
                 fail(StrategyError, f"ids of `{name}` are outside the array", where="pull",
                      why=f"they are from {rows[0]} to {rows[-1]}",

@@ -6,6 +6,7 @@ server holds at most one range of rows of an array, and small arrays stay togeth
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -164,12 +165,26 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
     Args:
       params: the pytree, with arrays as leaves.
 
+    Raises:
+      StrategyError: a leaf is no array of numbers, or two have one path; all problems together.
+
     >>> specs_of({"w": np.zeros((2, 3), "float32")})
     (ArraySpec(name='w', shape=(2, 3), dtype='float32'),)
     """
-    leaves = tree_util.tree_leaves(params)
+    leaves, names = tree_util.tree_leaves(params), array_paths("", params)
+    problems = [Problem(f"`{name}` is a {type(leaf).__name__} and no array of numbers", where="create(params)",
+                        why="servers hold arrays of numbers", fix="leave it out, such as by equinox.filter")
+                for name, leaf in zip(names, leaves, strict=True) if not _is_number(leaf)]  # fmt: skip
+    problems += [Problem(f"two arrays are `{name}`", where="create(params)", why="servers tell them apart by their paths",
+                         fix="rename one") for name, count in collections.Counter(names).items() if count > 1]  # fmt: skip
+    raise_problems(problems)
     return tuple(ArraySpec(name, tuple(np.shape(leaf)), jnp.result_type(leaf).name)
-                 for name, leaf in zip(array_paths("", params), leaves, strict=True))  # fmt: skip
+                 for name, leaf in zip(names, leaves, strict=True))  # fmt: skip
+
+
+def _is_number(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+    return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
 
 
 def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
