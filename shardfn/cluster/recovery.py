@@ -169,7 +169,7 @@ def _described(leaf: Any) -> Any:
 def _uncommitted(leaf: Any) -> Any:
     """An array on one device that JAX moves to where the other arguments of a function are, as it does a new one."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        return jax.random.wrap_key_data(_uncommitted(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
     return jnp.asarray(np.asarray(leaf))
 
 
