@@ -14,7 +14,6 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardfn.compiled import candidates
-from shardfn.compiled.executable import Compiled
 from shardfn.compiled.log_capture import compile_logged
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
@@ -138,7 +137,8 @@ def make_entry(
     posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
     is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
-    plan = best_compiled(posed, answer) if is_compiled else plan_search_answer(posed, answer)
+    entry = best_compiled(posed, answer) if is_compiled else Entry.of(plan_search_answer(posed, answer))
+    plan = entry.plan
     if note := not_fully_used(plan, defaults.algorithm):
         warn(note)
         plan = with_notes(plan, note)
@@ -149,7 +149,7 @@ def make_entry(
         files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:
         save_graphs(plan, defaults.graphs_path)
-    return Entry.of(plan)
+    return dataclasses.replace(entry, plan=plan)
 
 
 def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
@@ -200,12 +200,8 @@ def agreed(entry: Entry) -> Entry:
     return dataclasses.replace(entry, is_agreed=True)
 
 
-def _compiled(posed: PosedCall, answer: Answer) -> Compiled:
-    return compile_plan(plan_fixed_answer(posed, answer), quick=True)
-
-
-def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
-    """The best of the compiled candidates, within the memory limit first.
+def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
+    """The best of the compiled candidates, within the memory limit first. Its first call compiles nothing again.
 
     Raises:
       StrategyError: no candidate compiles, or none keeps the memory limit.
@@ -218,19 +214,20 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Plan:
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:
-        key = candidates.program_key(source, problem, one)
+        key, entry = candidates.program_key(source, problem, one), Entry.of(plan_fixed_answer(posed, one))
         try:
             with progress(f"compiling {posed.call.name}: {name}"):
-                found = candidates.compiled_once(key, functools.partial(_compiled, posed, one))
+                found = candidates.compiled_once(key, functools.partial(compile_plan, entry.plan, entry.jitted))
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
             refused.append(candidates.refused(name, one, error))
             continue
-        planned.append(one)
+        planned.append((one, entry))
         compiled.append(candidates.judged(name, problem, one, found))
     if not compiled:
         candidates.none_compiles(posed.call.name, refused)
     own = entered[0]
-    at, note = candidates.best(compiled, problem.memory_limit, "" if planned[0] is own[1] else own[0])
+    at, note = candidates.best(compiled, problem.memory_limit, "" if planned[0][0] is own[1] else own[0])
     if bounds.memory_limit is not None:
         candidates.check(compiled[at], len(compiled), problem.memory_limit)
-    return with_notes(plan_fixed_answer(posed, planned[at]), note, *map(str, refused))
+    winner = planned[at][1]
+    return dataclasses.replace(winner, plan=with_notes(winner.plan, note, *map(str, refused)))

@@ -39,9 +39,6 @@ from shardfn.report.report import Report, make_report
 from shardfn.runtime.apply import jitted
 from shardfn.runtime.progress import progress
 
-QUICK = {"xla_backend_optimization_level": 0}
-"""Compiler options that halve the compile time on CPU: XLA takes the same decisions, and LLVM optimises less."""
-
 
 def verify(plan: Plan) -> Report:
     """The plan's report, with the compiled figures beside the predicted ones.
@@ -57,22 +54,22 @@ def verify(plan: Plan) -> Report:
     none_compiles(plan.function, [left_out], is_asked=False)
 
 
-def compile_plan(plan: Plan, quick: bool = False) -> Compiled:
+def compile_plan(plan: Plan, function: Any = None) -> Compiled:
     """What the compiler of a plan's devices, present or not, makes of it.
 
     Args:
       plan: the plan, made in this process.
-      quick: whether to optimise less, for a program that is inspected and never run.
+      function: what `jax.jit` made of it, if it is to be called later: its first call compiles nothing again where the
+        devices are here.
 
     Raises:
       DeviceError: there is no compiler for the target, or it refuses its shape.
       StrategyError: the compiled program does not fit, or the function cannot leave the process.
     """
-    function, args = jitted(plan), answered_call(plan).posed.call.function.call.values
+    function, args = function or jitted(plan), answered_call(plan).posed.call.function.call.values
     if plan.hardware.is_here:
         with progress(f"compiling {plan.function}"), without_types(None, plan.function):
-            options = QUICK if quick and plan.hardware.platform == "cpu" else None
-            compiled, notes = compile_logged(function.lower(*args), options)
+            compiled, notes = compile_logged(function.lower(*args))
             found = read(compiled)
             return dataclasses.replace(found, diagnostics=(*found.diagnostics, *notes))
     where = target(plan.hardware)
