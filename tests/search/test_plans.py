@@ -81,7 +81,14 @@ def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, 
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    [("mlp", 0), ("mlp", 1), ("mlp", 2), ("dlrm", 0), pytest.param("dlrm", 1, marks=pytest.mark.slow), ("dlrm", 2)],
+    [
+        ("mlp", 0),
+        pytest.param("mlp", 1, marks=pytest.mark.slow),
+        ("mlp", 2),
+        pytest.param("dlrm", 0, marks=pytest.mark.slow),
+        pytest.param("dlrm", 1, marks=pytest.mark.slow),
+        ("dlrm", 2),
+    ],
 )
 def test_plan_of_a_family_is_no_worse_than_every_layout_by_hand(name, level):
     family = FAMILIES[name]
@@ -173,6 +180,7 @@ def test_plan_of_a_sharded_result_keeps_its_shards_where_arguments_are_open(entr
 # ---- limits
 
 
+@pytest.mark.slow
 def test_memory_limit_error_names_what_level_1_keeps():
     least = shardfn.plan(mlp, *MLP, level=1, device="cpu:8").cost.memory.peak
     for limit in (least - 1, least / 4):
