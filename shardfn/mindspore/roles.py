@@ -74,6 +74,8 @@ def take_role() -> None:
         attendance = _attendance()
         with contextlib.suppress(RayError):  # the scheduler has ended
             while ray.get(attendance.ended.remote()) < found["worker_num"]:
+                if node.poll() is not None and found["ms_role"] == "MS_PSERVER":  # Ray gives a slow start up
+                    node = _joined(start, address)
                 time.sleep(0.2)
         ray.shutdown()
     finally:
