@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
@@ -20,21 +19,18 @@ from shardfn.compiled.xla_log import rematerialisations
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def compile_logged(
-    lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None, wanted: bool = True
-) -> tuple[jax.stages.Compiled, list[str]]:
+def compile_logged(lowered: jax.stages.Lowered, wanted: bool = True) -> tuple[jax.stages.Compiled, list[str]]:
     """Compile in this process.
 
     Args:
       lowered: what to compile.
-      options: compiler options of `jax.stages.Lowered.compile`.
       wanted: whether to take XLA's warnings of full rematerialisation out of standard error.
 
     Returns:
       The executable, and a diagnostic for each array that a warning was about.
     """
     with captured_rematerialisations(wanted) as log:
-        compiled = lowered.compile(dict(options) if options else None)
+        compiled = lowered.compile()
     return compiled, rematerialisations("\n".join(log), compiled.as_text() or "") if log else []
 
 

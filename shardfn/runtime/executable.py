@@ -15,6 +15,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardfn.compiled import candidates
+from shardfn.compiled.executable import Compiled
 from shardfn.compiled.log_capture import compile_logged
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
@@ -153,7 +154,7 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
     answered, left_out = answered_call(entry.plan), list[candidates.Refused]()
     for name, answer in itertools.chain([("the plan", answered.answer)], alternatives(answered)):
         try:
-            found = Entry.of(plan_fixed_answer(answered.posed, answer)) if left_out else entry
+            found = _fixed_entry(answered.posed, answer) if left_out else entry
             lowered = found.jitted.lower(*values(found))
             expected = any(c.is_last_resort for c in found.plan.partitioned.communications)
             logged = tuple(compile_logged(lowered, wanted=expected)[1])
@@ -188,6 +189,14 @@ def agreed(entry: Entry) -> Entry:
     return dataclasses.replace(entry, is_agreed=True)
 
 
+def _fixed_entry(posed: PosedCall, answer: Answer) -> Entry:
+    return Entry.of(plan_fixed_answer(posed, answer))
+
+
+def _compiled(entry: Callable[[], Entry]) -> Compiled:
+    return compile_plan(entry().plan, entry().jitted)
+
+
 def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
     """The best of the compiled candidates, within the memory limit first. Its first call compiles nothing again.
 
@@ -212,10 +221,13 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:
-        key, entry = candidates.program_key(source, problem, one), Entry.of(plan_fixed_answer(posed, one))
+        key = candidates.program_key(source, problem, one)
+        entry = functools.cache(
+            functools.partial(_fixed_entry, posed, one)
+        )  # one that was compiled before may not be needed
         try:
             with progress(f"compiling {posed.call.name}: {name}"):
-                found = candidates.compiled_once(key, functools.partial(compile_plan, entry.plan, entry.jitted))
+                found = candidates.compiled_once(key, functools.partial(_compiled, entry))
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
             refused.append(candidates.refused(name, one, error))
             continue
@@ -227,5 +239,5 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
     at, note = candidates.best(compiled, problem.memory_limit, "" if planned[0][0] is own[1] else own[0])
     if bounds.memory_limit is not None:
         candidates.check(compiled[at], len(compiled), problem.memory_limit)
-    winner = planned[at][1]
+    winner = planned[at][1]()
     return dataclasses.replace(winner, plan=with_notes(winner.plan, note, *map(str, refused)))
