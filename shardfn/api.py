@@ -39,6 +39,7 @@ class More(TypedDict, total=False):
     memory_limit: int | float | str | None
     compile_candidates: int
     time_limit: float | None
+    budget: str | int | float
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
@@ -104,6 +105,8 @@ def shard(
       compile_candidates: how many of the best plans XLA compiles, at most 64; the best one as compiled wins.
       time_limit: seconds for the search, tracing excluded. Without it the search reads no clock, and the plan is the same on
         every machine.
+      budget: the work of the search: "fast" (a quarter), "default" or "thorough" (ten times as much), or a number of ops visited.
+        More never gives a worse plan.
       static_argnums: positions of static arguments, as in `jax.jit`.
       static_argnames: names of static arguments, as in `jax.jit`.
       donate_argnums: positions of donated arguments, as in `jax.jit`.

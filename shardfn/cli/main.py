@@ -21,6 +21,7 @@ from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
+from shardfn.search.budget import BUDGETS
 from shardfn.search.styles import STYLES
 
 VIRTUAL_DEVICES = 8
@@ -78,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_call(plan, "auto, the default, is the exact search for small programs")
     add = plan.add_argument
     add("--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it')
+    add(
+        "--budget",
+        type=lambda text: text if text in BUDGETS else float(text),
+        metavar="WORK",
+        help='work of the search: "fast", "default", "thorough" or a number of ops visited',
+    )
     add("--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far")
     add("--compile-candidates", type=int, metavar="N", help="compile the N best plans and take the best compiled one")
     add("--save", metavar="FILE", help="write the plan as a layout file (TOML); - for standard output")
@@ -222,7 +229,7 @@ def _plan(options: argparse.Namespace) -> None:
     if not folder.is_dir():
         fail(StrategyError, f"{options.save} cannot be written", where=f"--save {options.save}",
              why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip
-    function, arguments = _call(options, "memory_limit", "time_limit", "compile_candidates")
+    function, arguments = _call(options, "memory_limit", "time_limit", "budget", "compile_candidates")
     with tracing(options.function):
         plan = function.plan(*arguments)
     if options.save == "-":

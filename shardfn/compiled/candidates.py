@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from shardfn.compiled.executable import Compiled
@@ -19,68 +18,31 @@ from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
-from shardfn.search import baselines
-from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
-from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
-from shardfn.search.refinement import fully_sharded, refine
+from shardfn.search.memory_limit import unit_slip
+from shardfn.search.objectives import LEVELS, Rank, excess_bytes, rank
+from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
 from shardfn.units import bytes_text
 
 
-def answers(
-    problem: SearchProblem,
-    levels: Mapping[int, Answer],
-    more: Sequence[Answer],
-    count: int,
-    has_style: bool = False,
-) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name.
+def answers(problem: SearchProblem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:
+    """The answers to compile, by name: the search's own, what it found for the other objectives, and the other candidates.
 
-    First comes the search's own answer, refined where that costs less. The answers of the other levels, `more`, and their
-    refinements follow, and then the candidate that sends least with its arguments fully sharded. The rest takes turns: the
-    best other candidates of each level, the baselines on one axis, and those on two. Candidates of equal cost count once.
-
-    With a count of seven or more, all levels compile the same candidates, in another order.
+    The best candidate of each generator comes before further ones: alike candidates compile to alike programs. Candidates of
+    equal cost count once, and those with an op that XLA computes wrongly are left out.
 
     Args:
       problem: the question.
-      levels: the answer at each level, the problem's own included.
-      more: further answers, such as without a memory limit.
+      answer: its answer.
       count: the number of answers.
-      has_style: whether the user asked for a style: then only what the searches found is compiled.
     """
-    answer = levels[problem.level]
-    at = {level: dataclasses.replace(problem, level=level) for level in levels}
-
-    def better(level: int, one: SearchCandidate) -> Sequence[SearchCandidate]:
-        other = refine(at[level], one)
-        return [other] if not has_style and objective(other.cost, at[level]) < objective(one.cost, at[level]) else []
-
     own = problem.as_candidate("the search's", answer)
-    others = {
-        level: problem.as_candidate(f"level {level}'s", one) for level, one in levels.items() if level != problem.level
-    }
-    first = [
-        own,
-        *better(problem.level, own),
-        *others.values(),
-        *(problem.as_candidate("level 0's without the limit", o) for o in more),
-    ]
-    first += [made for level, one in others.items() for made in better(level, one)]
-    unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
-    least = min(first, key=lambda c: (objective(c.cost, unlimited), c.cost.memory.peak))
-    fast = dataclasses.replace(problem, level=2)
-    single: Sequence[SearchCandidate] = ()
-    double: Sequence[SearchCandidate] = ()
-    if not has_style:
-        first += [fully_sharded(problem, least), fully_sharded(problem, least, only_state=True)]
-        single = baselines.evaluated_baselines(fast, pairs=False)
-        double = tuple(c for c in baselines.evaluated_baselines(fast) if c not in single)
-    priced = [sorted(levels[level].others, key=lambda c: objective(c.cost, at[level])) for level in sorted(levels)]
+    every = sorted((own, *answer.others), key=problem.rank)
+    for_level = (min(every, key=problem.at(level).rank) for level in LEVELS)
+    of_generator = {c.generator: c for c in reversed(every)}.values()
     found: dict[object, SearchCandidate] = {}
-    for turn in (first, *itertools.zip_longest(*priced, single, double)):
-        for c in filter(None, turn):
-            sizes = tuple(sorted(size for _, size in c.axes))
-            found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
+    for c in (own, *for_level, *sorted(of_generator, key=problem.rank), *every):
+        sizes = tuple(sorted(size for _, size in c.axes))
+        found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
     entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(problem, c)), count))
     names = distinct_names(problem.names, entered)
     named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
@@ -122,11 +84,13 @@ class CompiledCandidate:
     peak: int
     flops: float
     time_s: float
+    data_bytes: float
+    """Of all arguments and results, unsharded."""
 
     def rank(self, limit: float, least: float) -> Rank:
         """The rank at the level's objective, within the memory limit first; `least` is the least FLOPs of all candidates."""
-        more = imbalance(self.flops, BALANCED * least)
-        return rank(self.level, limit, imbalance=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
+        excess = excess_bytes(self.flops, least, self.data_bytes)
+        return rank(self.level, limit, sent=self.bytes_sent, excess=excess, time_s=self.time_s, peak=self.peak)
 
 
 def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) -> CompiledCandidate:
@@ -140,8 +104,9 @@ def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) ->
     peak = cost.memory.peak if told is None else told + cost.memory.constants
     sent = sum(c.total_bytes for c in made.collectives)
     return CompiledCandidate(
-        name, answer.axes, problem.level, sent, peak, made.flops or cost.flops, sent_s + share * cost.compute_s
-    )
+        name, answer.axes, problem.level, sent, peak, made.flops or cost.flops, sent_s + share * cost.compute_s,
+        problem.data_bytes,
+    )  # fmt: skip
 
 
 def check(winner: CompiledCandidate, count: int, limit: float) -> None:
@@ -151,10 +116,12 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
       StrategyError: it does not. The limit ranks first, so no other candidate fits either.
     """
     if winner.peak > limit:
+        unit = f"{slip}; or " if (slip := unit_slip(limit)) else ""
         fail(StrategyError, f"none of {count} plans fits, as compiled, in {bytes_text(limit)} per device",
              where=f"memory_limit = {limit:,.0f}", why=f"the least is {bytes_text(winner.peak)}: {winner.name}",
-             fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
-                 f"arguments, jax.checkpoint for what the backward pass keeps, or memory_limit={winner.peak}")  # fmt: skip
+             fix=f"{unit}compile more of them (compile_candidates=), use more devices, a smaller batch, "
+                 "donate_argnums for updated arguments, jax.checkpoint for what the backward pass keeps, or "
+                 f"memory_limit={winner.peak}")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import one_of, option_problems
+from shardfn.search.budget import BUDGETS
 from shardfn.search.styles import STYLES
 
 MOST_COMPILED = 64
@@ -29,7 +30,7 @@ ELSEWHERE = {
     "out_shardings": "out_strategy", "out_specs": "out_strategy", "out_axis_resources": "out_strategy",
     "mesh": "device", "backend": "device", "platform": "device", "hardware": "device", "target": "device",
     "objective": "level", "optimize": "level", "static": "static_argnames", "recipe": "layout", "rules": "parameter_plan",
-    "candidates": "compile_candidates", "timeout": "time_limit",
+    "candidates": "compile_candidates", "timeout": "time_limit", "effort": "budget",
 }  # fmt: skip
 """What an option of `shard` is called in JAX, in other libraries or in speech."""
 
@@ -183,6 +184,14 @@ def _bounds(options: Options) -> Iterator[Problem]:
     if seconds is not None and (not is_number or not seconds > 0):
         yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
                       "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
+    work = options.budget
+    is_number = isinstance(work, int | float) and not isinstance(work, bool)
+    if not ((is_number and work > 0) or (isinstance(work, str) and work in BUDGETS)):
+        close = closest(work, BUDGETS) if isinstance(work, str) else ()
+        yield Problem("`budget` must be a name, or a number of ops visited above 0", f"budget = {short(work)}",
+                      "it is the work of the search: each candidate visits every op of the program once",
+                      f"did you mean {close[0]!r}?" if close else f"write {any_of([*map(repr, BUDGETS)])}, or 100_000",
+                      is_type=not is_number and not isinstance(work, str))  # fmt: skip
 
 
 def _of_the_compiler(given: Any) -> Iterator[Problem]:

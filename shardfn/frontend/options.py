@@ -10,6 +10,7 @@ from typing import Any
 from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
+from shardfn.search.budget import DEFAULT
 from shardfn.search.problem import Algorithm
 
 OBJECTIVES = ("communication", "memory", "time")
@@ -35,6 +36,8 @@ class SearchOptions:
     memory_limit: float | None
     """Bytes per device; None is the device's memory."""
     time_limit_s: float
+    budget: str | float
+    """A name of `search.budget.BUDGETS`, or a number of ops visited."""
     compile_candidates: int
     algorithm: Algorithm
     search_ops: bool
@@ -65,6 +68,7 @@ class Options:
     memory_limit: int | float | str | None = None
     compile_candidates: int = 0
     time_limit: float | None = None
+    budget: str | int | float = DEFAULT
     static_argnums: Any = ()
     static_argnames: Any = ()
     donate_argnums: Any = ()
@@ -75,7 +79,7 @@ class Options:
     """What becomes of arrays that the function closes over, one of `closed_over.OPTIONS`."""
 
     def __post_init__(self) -> None:
-        for name in ("level", "memory_limit", "compile_candidates", "time_limit"):
+        for name in ("level", "memory_limit", "compile_candidates", "time_limit", "budget"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         object.__setattr__(self, "level", level_of(self.level))
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
@@ -101,6 +105,7 @@ class Options:
             mode=mode,
             memory_limit=limit,
             time_limit_s=math.inf if self.time_limit is None else self.time_limit,
+            budget=self.budget,
             compile_candidates=self.compile_candidates,
             algorithm=defaults.algorithm,
             search_ops=mode != "auto" or self.style is not None or (self.level is not None and self.layout is None),

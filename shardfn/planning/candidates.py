@@ -14,9 +14,9 @@ from shardfn.search.resharding_costs import strategy_of
 def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
     """The plan itself, as `this plan`, and the other evaluated candidates, best first; () if the search had no choice."""
     own = Figures.of(cost)
-    evaluated = sorted((*answer.others, *answer.variants), key=lambda c: objective(c.cost, problem))
+    evaluated = sorted(answer.others, key=lambda c: objective(c.cost, problem))
     # Candidates of equal cost differ in axis names only, or are equally good.
-    found = {Figures.of(c.cost): c for c in reversed((*answer.others, *answer.variants))}
+    found = {Figures.of(c.cost): c for c in reversed(answer.others)}
     others = [c for c in evaluated if found[Figures.of(c.cost)] is c and Figures.of(c.cost) != own]
     names = distinct_names(problem.names, others)
     rows = [Candidate(name, c.axes, Figures.of(c.cost)) for name, c in zip(names, others, strict=True)]

@@ -76,7 +76,7 @@ class Plan:
     """The arrays that are gathered and sliced, where all-to-alls are not allowed."""
     gap: float | None = None
     """The relative gap to the optimum of the cost model summed over ops: 0 is proved optimal, None is unknown. It holds on the
-    meshes tried; at level 0, on the plan's own mesh only."""
+    meshes tried."""
     runner_up: str = ""
     """The second best candidate and the cost of both; empty if there is none."""
     candidates: tuple[Candidate, ...] = ()

@@ -58,7 +58,7 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     row("peak memory per device", bytes_text(first.cost.memory.peak), bytes_text(second.cost.memory.peak))
     row("FLOPs per device", flops_text(first.cost.flops), flops_text(second.cost.flops))
     row("collectives", len(first.collectives), len(second.collectives))
-    row("optimality", proof(first.gap, first.level), proof(second.gap, second.level))
+    row("optimality", proof(first.gap), proof(second.gap))
     return tuple(changes)
 
 

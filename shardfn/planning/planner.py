@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 from shardfn.planning.finish import file_constraints, finish
@@ -12,8 +11,7 @@ from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
-from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasible_limit, within_limit
-from shardfn.search.objectives import other_level
+from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
@@ -27,31 +25,25 @@ def search(posed: PosedCall) -> Answer:
     """The answer of the search that the user asked for.
 
     Raises:
-      StrategyError: nothing can keep the memory limit.
+      StrategyError: the memory limit is so small that its unit must be a slip.
     """
     bounds = posed.call.search
-    if bounds.memory_limit is not None:
+    if bounds.memory_limit is not None and bounds.is_limit_strict:
         refuse_implausible_limit(posed.problem)
-        if bounds.is_limit_strict:
-            refuse_infeasible_limit(posed.problem, posed.find)
     return posed.find(posed.problem)
 
 
 def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
-    """The plan of an answer, or of the one of least memory if only that keeps a strict memory limit.
+    """The plan of an answer.
 
     Raises:
-      StrategyError: no answer keeps the memory limit.
+      StrategyError: it exceeds the user's memory limit.
     """
     answer = with_given_constraints(posed, answer)
     bounds = posed.call.search
-    if bounds.is_limit_strict:
-        answer = within_limit(posed.problem, answer, functools.partial(_find, posed), bounds.memory_limit is not None)
+    if bounds.memory_limit is not None and bounds.is_limit_strict:
+        refuse_limit(posed.problem, answer)
     return finish(posed, answer)
-
-
-def _find(posed: PosedCall, problem: SearchProblem) -> Answer:
-    return with_given_constraints(posed, posed.find(problem))
 
 
 def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
@@ -72,7 +64,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     other = with_workarounds(posed.call, first, wrong)
     best = _best_correct(other.problem, _unconstrained(answer), search(other))
     plan = plan_without_workarounds(other, best)
-    candidate = correct_candidate(posed.problem, answer, *_of_other_objective(posed))
+    candidate = correct_candidate(posed.problem, answer)
     if candidate and objective(candidate.cost, posed.problem) < objective(plan.cost, posed.problem):
         return plan_fixed_answer(posed, _as_correct(answer, candidate))
     return with_notes(plan, workaround_note(wrong))
@@ -93,7 +85,7 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
     posed, answer, problem = answered.posed, answered.answer, answered.problem
     bare = dataclasses.replace(answer, constraints={}, result_specs={})
     own = problem.as_candidate("the same shardings without constraints", bare)
-    found = sorted((*answer.others, *answer.variants), key=problem.rank)
+    found = list(answer.others)
     if posed.call.function.wrong:  # their ops may have other numbers
         found = [dataclasses.replace(c, constraints={}) for c in found]
     is_limited = posed.call.search.memory_limit is not None and posed.call.search.is_limit_strict
@@ -146,10 +138,9 @@ def correct_answer(problem: SearchProblem, answer: Answer) -> Answer:
     return _as_correct(answer, other) if other else answer
 
 
-def correct_candidate(problem: SearchProblem, answer: Answer, *more: SearchCandidate) -> SearchCandidate | None:
-    """The best of the other candidates, and of `more`, in which XLA computes all ops rightly."""
-    every = sorted((*answer.others, *more), key=lambda c: objective(c.cost, problem))
-    return next((c for c in every if is_correct(problem, c)), None)
+def correct_candidate(problem: SearchProblem, answer: Answer) -> SearchCandidate | None:
+    """The best of the other candidates in which XLA computes all ops rightly."""
+    return next((c for c in answer.others if is_correct(problem, c)), None)
 
 
 def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
@@ -169,15 +160,6 @@ def _best_correct(problem: SearchProblem, *answers: Answer) -> Answer:
 def _unconstrained(answer: Answer) -> Answer:
     """The answer for the program with workarounds: its ops have other numbers, and its costs differ."""
     return dataclasses.replace(answer, constraints={}, runner_up="")
-
-
-def _of_other_objective(posed: PosedCall) -> tuple[SearchCandidate, ...]:
-    """What the search finds for the other objective."""
-    if not posed.problem.is_open:
-        return ()
-    level = other_level(posed.problem.level)
-    found = posed.find(dataclasses.replace(posed.problem, level=level))
-    return posed.problem.as_candidate(f"level {level}'s", found), *found.others
 
 
 def with_notes(plan: Plan, *notes: str) -> Plan:

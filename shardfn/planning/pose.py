@@ -352,6 +352,7 @@ def _problem(
             for i, (v, leaf, spec) in enumerate(outputs)
             if spec is None and i not in call.same_as and leaf.shape},
         results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
+        budget=bounds.budget,
         seconds=bounds.time_limit_s,
         inner=inner,
         operands=operands_as_read(graph, marked, dict(axes)),

@@ -68,8 +68,12 @@ class Propagation:
         return dataclasses.replace(found, constant_bytes=held) if held else found
 
 
+KEPT = 16
+"""Partitioned programs that `memoized` keeps: those of the candidates at work. All of a search would take much memory."""
+
+
 def memoized(propagation: Partitioner) -> Partitioner:
-    """`propagation` with a cache."""
+    """`propagation` with a cache of the last `KEPT` programs."""
     known: dict[object, PartitionedProgram] = {}
 
     def partitioned_of(
@@ -79,9 +83,13 @@ def memoized(propagation: Partitioner) -> Partitioner:
         result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> PartitionedProgram:
         key = axes, tuple(specs), tuple(constraints.items()), tuple(sorted(result_specs.items()))
-        if key not in known:
-            known[key] = propagation(axes, specs, constraints, result_specs)
-        return known[key]
+        found = known.pop(key, None)
+        if found is None:
+            found = propagation(axes, specs, constraints, result_specs)
+            while len(known) >= KEPT:
+                known.pop(next(iter(known)))
+        known[key] = found
+        return found
 
     return partitioned_of
 

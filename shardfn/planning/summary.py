@@ -41,7 +41,7 @@ def headline(plan: Plan) -> list[str]:
     if plan.entries:
         lines.append(f"entries: {plan.entries}")
     if any(d.source == "searched" for d in plan.inputs):
-        lines.append(f"optimality: {proof(plan.gap, plan.level)}")
+        lines.append(f"optimality: {proof(plan.gap)}")
     steps = [text.rpartition(FIX)[2] for text in plan.diagnostics if FIX in text]
     return [*lines, *(f"next step: {step}" for step in steps[:1])]
 
@@ -80,19 +80,19 @@ def _largest_part(plan: Plan) -> str:
     return f"largest part: {key[0]}{where}, {time_text(parts[key])}"
 
 
-def proof(gap: float | None, level: int) -> str:
+def proof(gap: float | None) -> str:
     """How far a plan may be from the optimum of the cost model.
 
-    The bound holds for the sum over single ops, on the meshes tried; at level 0 on the plan's own mesh. The estimate of a whole
+    The bound holds for the sum over single ops, on the meshes tried. The estimate of a whole
     partitioned program, by which plans are compared, may rank another plan first.
 
-    >>> proof(0.032, 2)
+    >>> proof(0.032)
     'within 3.2% of the optimum of the cost model summed over ops, on the meshes tried'
     """
     if gap is None:
         return "no bound known"
     bound = f"within {max(gap, 0.001):.1%} of the optimum" if gap > 5e-5 else "proved the optimum"
-    return f"{bound} of the cost model summed over ops, on {'this mesh' if level == 0 else 'the meshes tried'}"
+    return f"{bound} of the cost model summed over ops, on the meshes tried"
 
 
 def summary(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan, answered_call
 from shardfn.planning.planner import plan_search_answer, search, without_workarounds
 from shardfn.planning.pose import place_call
-from shardfn.search.one_array_changes import array_specs
+from shardfn.search.array_changes import array_specs
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import strategy_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +45,8 @@ from shardfn.runtime.apply import jitted_for_calls
 from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
-from shardfn.search.problem import Answer
+from shardfn.search.archive import Archive
+from shardfn.search.problem import Answer, figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +107,16 @@ def typed_as_planned(entries: dict[Any, Entry], key: Any, types: Sequence[Any]) 
     return None
 
 
+def watched(posed: PosedCall, say: Callable[[str], None]) -> PosedCall:
+    """The call whose search tells `say` the generator at work, the candidates so far and the figures of the best."""
+
+    def watch(generator: str, archive: Archive) -> None:
+        best = archive.best_of_each_mesh(posed.problem.level)[0]
+        say(f"{generator}, {len(archive)} candidates, best: {figures(best.cost)}")
+
+    return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, watch=watch))
+
+
 def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
     """The layout file of the options, or the default one, which is for every function."""
     if options.layout is not None:
@@ -116,14 +126,16 @@ def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
     return dataclasses.replace(files.read_layout(pathlib.Path(defaults.layout_file)), every_rule_matches=False)
 
 
-def make_entry(callee: Callee, options: Options, call: Call, defaults: Defaults) -> Entry:
-    """Plan a call, and write the plan file and graphs that the defaults ask for.
+def make_entry(
+    callee: Callee, options: Options, call: Call, defaults: Defaults, say: Callable[[str], None] = lambda text: None
+) -> Entry:
+    """Plan a call, and write the plan file and graphs that the defaults ask for. `say` is told how the search goes.
 
     Raises:
       ShardError: all problems of the call.
     """
     layout = _layout_file(options, defaults)
-    posed = with_completed_entries(pose(callee, options, call, defaults, layout))
+    posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
     is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
     entry = best_compiled(posed, answer) if is_compiled else Entry.of(plan_search_answer(posed, answer))
@@ -207,17 +219,7 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
     problem, bounds = posed.problem, posed.call.search
     if not problem.hardware.is_here:
         target(problem.hardware)  # raises before minutes of planning
-    answers = {}
-    for level in (0, 1, 2):
-        at = dataclasses.replace(problem, level=level)
-        answers[level] = correct_answer(at, answer if level == problem.level else posed.find(at))
-    more = []
-    if (
-        bounds.memory_limit is not None
-    ):  # the plan that sends least without the limit may fit once its arguments are fully sharded
-        unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
-        more.append(correct_answer(unlimited, posed.find(unlimited)))
-    entered = candidates.answers(problem, answers, more, bounds.compile_candidates, bool(bounds.style))
+    entered = candidates.answers(problem, correct_answer(problem, answer), bounds.compile_candidates)
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:

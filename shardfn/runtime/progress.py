@@ -16,8 +16,10 @@ FIRST_S, EACH_S = 1.0, 1.0
 
 
 @contextlib.contextmanager
-def progress(what: str, enabled: bool = True) -> Iterator[None]:
+def progress(what: str, enabled: bool = True) -> Iterator[Callable[[str], None]]:
     """Show `what` and the seconds so far while the block runs, after its first second.
+
+    Yields a function that adds what is being done.
 
     The line goes to the terminal's standard error, or below the cell of a notebook that a person runs, and away at the end. In
     pipes, files and notebooks that a program runs there is none. Of several processes the first shows it.
@@ -28,13 +30,18 @@ def progress(what: str, enabled: bool = True) -> Iterator[None]:
     kernel = _kernel()
     show = _in_notebook if kernel is not None else _in_terminal
     is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
+    now = [""]
+
+    def say(text: str) -> None:
+        now[0] = text
+
     if not (enabled and is_first) or not (kernel is not None or sys.stderr.isatty()):
-        yield
+        yield say
         return
     done, begun = threading.Event(), time.monotonic()
 
     def text() -> str:
-        return f"{what}: {time.monotonic() - begun:.0f} s"
+        return f"{what}: {time.monotonic() - begun:.0f} s{now[0] and f', {now[0]}'}"
 
     def run() -> None:
         if not done.wait(FIRST_S):
@@ -43,7 +50,7 @@ def progress(what: str, enabled: bool = True) -> Iterator[None]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield
+        yield say
     finally:
         done.set()
         thread.join()

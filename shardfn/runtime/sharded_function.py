@@ -423,8 +423,8 @@ class ShardedFunction(Generic[P, R]):
         if entry is None:
             while len(self._entries) >= MAX_ENTRIES:
                 self._entries.pop(next(iter(self._entries)), None)
-            with progress(f"planning {self.callee.name}"):
-                entry = self._entries[key] = make_entry(callee, self.options, call, current)
+            with progress(f"planning {self.callee.name}") as say:
+                entry = self._entries[key] = make_entry(callee, self.options, call, current, say)
         elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
             self._entries[key] = entry
         return entry

@@ -1,47 +1,143 @@
 """Search the shardings that the user left open.
 
-The way of a call through the modules:
+A search is a list of candidate generators, one evaluator, one budget and one archive:
 
-1. `problem`: the question (`SearchProblem`) and the answer (`Answer`) of every search. `effort`: what to try for its size.
-   `read_as_given`: constraints that hold the user's strategies inside in every candidate.
-2. `MODES` names the searches: `auto`, `dynamic_programming` (the exact one), `recursive_programming`, `sharding_propagation`.
-   `default_policy` answers where nothing is open.
-3. `dynamic_programming` lists meshes; `exact` solves one: `label_tables` builds its labelling from `op_labels`,
-   `resharding_costs`, `partial_sum_costs`, `halo_costs` and `kernel_costs`; `level_costs` states the objective; `filters`
-   removes labels; `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`.
-4. `selection` evaluates candidates of the solutions (`constrained_candidates`, `result_shardings`, `refinement`) and
-   `baselines` by their partitioned programs, takes the best, and drops redundant constraints (`constraint_reduction`).
-   `styles` chooses among plans of one parallel style instead.
-5. `alternatives` compares with other levels, and `one_array_changes` is the local search.
-6. `explanation` writes the policy and the reasons; `memory_limit` handles a limit that the answer exceeds.
+1. `problem`: the question (`SearchProblem`), a choice (`Proposal`), an evaluated choice (`SearchCandidate`) and the answer.
+2. `engine`: generators take turns until the budget is spent. `archive`: what they found, for all objectives. `budget`: work.
+3. `GENERATORS` are the generators, in the order of their first turns: `sharding_propagation` follows the user's entries;
+   `baselines` are the plans that people write by hand; `exact` and `recursive_programming` solve a label model of the program;
+   `local_search` tries moves around the best candidates.
+4. The label model of a mesh: `label_tables` builds it from `op_labels`, `resharding_costs`, `partial_sum_costs`, `halo_costs` and
+   `kernel_costs`; `level_costs` states the objective; `filters` removes labels; `shardfn.solver` solves it. The result is a
+   `mesh_solution.MeshSolution`, and `constrained` makes proposals of it.
+5. The moves of local search: `fewer_constraints`, `array_changes`, `many_array_changes`, `result_shardings`.
+6. `explanation` writes the answer; `memory_limit` says why nothing keeps a limit.
+
+`default_policy` answers where nothing is open, and `styles` chooses among the plans of one parallel style.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.search import auto, dynamic_programming, recursive_programming, sharding_propagation, styles
-from shardfn.search.problem import Answer, Search, SearchProblem
+from shardfn.search import (
+    baselines,
+    default_policy,
+    exact,
+    local_search,
+    mesh_solution,
+    recursive_programming,
+    sharding_propagation,
+    styles,
+)
+from shardfn.search.archive import Archive
+from shardfn.search.engine import CandidateGenerator, run
+from shardfn.search.explanation import answer_of
+from shardfn.search.objectives import LEVELS
+from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
 
-__all__ = ["MODES", "Answer", "Search", "SearchProblem", "forget", "register", "select", "styles"]
+__all__ = [
+    "MODES",
+    "Answer",
+    "Archive",
+    "Proposal",
+    "Search",
+    "SearchProblem",
+    "forget",
+    "register",
+    "select",
+    "styles",
+]
 
-MODES: dict[str, Search] = {
-    "auto": auto.search,
+COMMUNICATION, MEMORY, TIME = 0, 1, 2
+
+ENTRIES: Mapping[str, CandidateGenerator] = {"entries followed": sharding_propagation.follow_entries}
+
+BASELINES: Mapping[str, CandidateGenerator] = {
+    "batch baselines": lambda problem, archive: baselines.batch_baselines(problem),
+}
+
+LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
+    "local search, time": functools.partial(local_search.generate, TIME),
+    "local search, communication": functools.partial(local_search.generate, COMMUNICATION),
+    "local search, memory": functools.partial(local_search.generate, MEMORY),
+}
+
+GENERATORS: Mapping[str, CandidateGenerator] = {
+    **ENTRIES,
+    **BASELINES,
+    "exact, time": functools.partial(exact.generate, mesh_solution.TIME),
+    "exact, communication": functools.partial(exact.generate, mesh_solution.COMMUNICATION),
+    "local search, time": functools.partial(local_search.generate, TIME),
+    "local search, communication": functools.partial(local_search.generate, COMMUNICATION),
+    "exact, memory": functools.partial(exact.generate, mesh_solution.MEMORY_TIME),
+    "exact, memory and communication": functools.partial(exact.generate, mesh_solution.MEMORY_COMMUNICATION),
+    "local search, memory": functools.partial(local_search.generate, MEMORY),
+    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
+    "exact, less memory": exact.less_memory,
+    "exact, least memory": functools.partial(exact.generate, mesh_solution.LEAST_MEMORY),
+    "exact, balanced communication": functools.partial(exact.generate, mesh_solution.BALANCED_COMMUNICATION),
+    "group baselines": lambda problem, archive: baselines.group_baselines(problem),
+}
+"""The generators of the default search, in the order of their first turns."""
+
+RECURSIVE: Mapping[str, CandidateGenerator] = {
+    **ENTRIES,
+    **BASELINES,
+    "recursive, time": functools.partial(recursive_programming.generate, TIME),
+    "recursive, communication": functools.partial(recursive_programming.generate, COMMUNICATION),
+    "recursive, memory": functools.partial(recursive_programming.generate, MEMORY),
+    "group baselines": lambda problem, archive: baselines.plain_baselines(problem),
+}
+"""Those of the fast search."""
+
+
+WITHIN_LIMIT: Mapping[str, CandidateGenerator] = {
+    "exact, time, within the limit": functools.partial(exact.within_limit, TIME),
+    "exact, communication, within the limit": functools.partial(exact.within_limit, COMMUNICATION),
+    **LOCAL_SEARCH,
+}
+"""What follows where the best candidate of an objective exceeds the memory limit. Until then the limit plays no part: what a
+search finds without one, it finds with one."""
+
+
+def search_with(what: str, generators: Mapping[str, CandidateGenerator], problem: SearchProblem) -> Answer:
+    """The answer of a search by some generators; that of the simple policy where nothing is open or nothing is proposed."""
+    if not problem.is_open:
+        return default_policy.search(problem)
+    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators)
+    if not len(archive):
+        return default_policy.search(problem)
+    if archive.was_interrupted or all(problem.fits(archive.best_of_each_mesh(level)[0]) for level in LEVELS):
+        return answer_of(what, Archive(problem, archive))
+    return answer_of(what, run(problem, WITHIN_LIMIT, archive))
+
+
+MODES: dict[str, Any] = {
+    "auto": functools.partial(search_with, "exact search", GENERATORS),
     "sharding_propagation": sharding_propagation.search,
-    "dynamic_programming": dynamic_programming.search,
-    "recursive_programming": recursive_programming.search,
+    "dynamic_programming": functools.partial(search_with, "exact search", GENERATORS),
+    "recursive_programming": functools.partial(search_with, "recursive search", RECURSIVE),
 }
 BUILT_IN = tuple(MODES)
 """MindSpore's searches, which `forget` keeps."""
 
 
-def register(name: str, search: Search) -> None:
-    """Register a search of your own under a name, for `search_mode` and the context.
+def register(name: str, search: Callable[[SearchProblem], Answer] | CandidateGenerator) -> None:
+    """Register a search or a candidate generator of your own under a name, for `search_mode` and the context.
+
+    A search takes a `SearchProblem` and returns the `Answer`, which is taken as it is. A generator takes a `SearchProblem` and
+    the `Archive` of what was evaluated, and yields `Proposal`s. The baselines and the local search come with it.
 
     Args:
       name: a free identifier.
-      search: takes a `SearchProblem` and returns an `Answer`; `SearchProblem.evaluate` gives the cost of a choice.
+      search: the search, with one parameter, or the generator, with two.
 
     Raises:
       ContextError: the name is taken, or not an identifier.
@@ -89,10 +185,13 @@ def select(mode: str) -> Search:
 
 
 def _asked(mode: str, problem: SearchProblem) -> Answer:
-    """The answer of a registered search."""
-    answer: object = MODES[mode](problem)
+    """The answer of a registered search, or of the search with a registered generator."""
+    search: Any = MODES[mode]
+    if len(inspect.signature(search).parameters) == 2:
+        return search_with(f"search {mode!r}", {**ENTRIES, mode: search, **BASELINES, **LOCAL_SEARCH}, problem)
+    answer: object = search(problem)
     if not isinstance(answer, Answer):
         fail(ContextTypeError, f"the search {mode!r} returned {a(answer)}", where=f"search_mode = {mode!r}",
-             why="a search takes a SearchProblem and returns an Answer",
+             why="a search takes a SearchProblem and returns an Answer; a generator takes the Archive too",
              fix='return one, such as that of MODES["sharding_propagation"](problem)')  # fmt: skip
     return answer

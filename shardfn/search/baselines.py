@@ -9,22 +9,18 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from shardfn.cost.devices.links import are_alike, links
 from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.partition.resharding import divisors
 from shardfn.search.default_policy import group_name
-from shardfn.search.filters import keeps_rules
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem
+from shardfn.search.problem import OpConstraints, Proposal, SearchProblem
 
-AFTER_LIMIT = 4
-"""Baselines evaluated after the time limit at most, until one fits."""
-
-FAR = 1.25
-"""A baseline that takes this multiple of the best time is not tried with more arrays sharded. Measured gain from doing so in
-programs of 500 ops and more: none that mattered."""
+GROUPS = 3
+"""Dimension groups that baselines shard, the largest first."""
 
 SMALL_SHARE = 1e-3
 """The smallest parameters are small while they hold no more than this part of all parameter bytes together: gathering one
@@ -40,91 +36,51 @@ class ArgumentSharding(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Baseline:
-    """Dimension groups sharded over axes (`by_group`), all else unsharded or sharded as `rest` says."""
+class Baseline(Proposal):
+    """Dimension groups sharded over axes, and all else unsharded or sharded as its name says."""
 
-    name: str
-    axes: Axes
-    by_group: Mapping[int, tuple[str, ...]]
-    specs: tuple[Spec, ...]
-    constraints: OpConstraints
-    rest: ArgumentSharding | None = None
+    by_group: Mapping[int, tuple[str, ...]] = dataclasses.field(kw_only=True, compare=False)
 
 
-def evaluated_baselines(
-    problem: SearchProblem, pairs: bool = True, below: float = math.inf, fastest: float = math.inf
-) -> tuple[SearchCandidate, ...]:
-    """The baselines of the largest dimension groups, best first; shardings that the user gave stay.
-
-    At level 1, those with the least estimated memory come first, for large programs only a few of them, and none whose
-    arguments and results alone exceed the best peak. After the time limit no more are evaluated.
-
-    Args:
-      problem: the question.
-      pairs: whether meshes of two axes are among them.
-      below: the least peak memory so far in bytes.
-      fastest: the best modelled time so far in seconds.
-    """
-    if not _are_meant(problem):
-        return ()
-    every = {(one.axes, one.specs, tuple(one.constraints.items())): one for one in reversed(list(_all(problem, pairs)))}
-    baselines = list(every.values())[::-1]
-    if problem.level == 1:
-        baselines.sort(key=lambda one: estimated_peak(problem, one))
-        baselines = baselines[: problem.effort.max_baselines]
-    found: list[SearchCandidate] = []
-    is_far: dict[object, bool] = {}
-    for one in baselines:
-        if problem.seconds_left <= 0:
-            break
-        key = one.axes, *one.by_group.items()
-        if not is_far.get(key) and (problem.level != 1 or resident_bytes(problem, one.axes, one.specs) < below):
-            made = _evaluated(problem, one)
-            is_far.setdefault(key, made.cost.time_s > FAR * fastest)
-            if keeps_rules(problem.partitioned_of(made), problem.algorithm):
-                found.append(made)
-                below = min(below, made.cost.memory.peak)
-    return tuple(sorted(found, key=problem.rank))
-
-
-def batch_baselines(problem: SearchProblem, every: bool = True) -> tuple[SearchCandidate, ...]:
-    """The baselines that shard the batch over all devices: data parallel, ZeRO-1 and FSDP, or FSDP alone.
+def batch_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """FSDP, data parallel and ZeRO-1 over all devices, for each batch; FSDP with small parameters replicated comes last.
 
     None where no argument is a batch or the user's entries shard arrays.
     """
-    if not _are_meant(problem):
-        return ()
-    found: dict[tuple[Spec, ...], SearchCandidate] = {}
-    for one in _of_batch(problem):
-        if (every or one.rest is ArgumentSharding.ALL) and one.specs not in found and problem.seconds_left > 0:
-            made = _evaluated(problem, one)
-            if keeps_rules(problem.partitioned_of(made), problem.algorithm):
-                found[one.specs] = made
-    return tuple(found.values())
+    if not are_meant(problem):
+        return
+    axes = problem.axes or (("a", problem.devices),)
+    every = tuple(name for name, _ in axes)
+    batch = sorted(batch_arguments(problem))
+    for group in dict.fromkeys(problem.groups[i][0] for i in batch if problem.groups[i]):
+        if _divides(problem, group, problem.devices):
+            plain, *others = _variants(problem, axes, {group: every}, with_large=True)
+            *others, full = others
+            yield from (full, plain, *others)
 
 
-def hasty_baselines(problem: SearchProblem) -> tuple[SearchCandidate, ...]:
-    """The first few baselines up to one that fits, whatever the time: a time limit that is too short still gives an answer
-    no worse than data parallel."""
-    if not _are_meant(problem):
-        return ()
-    found: list[SearchCandidate] = []
-    for one in itertools.islice(itertools.chain(_of_batch(problem), _all(problem, pairs=False)), AFTER_LIMIT):
-        made = _evaluated(problem, one)
-        if keeps_rules(problem.partitioned_of(made), problem.algorithm):
-            found.append(made)
-            if problem.fits(made):
-                break
-    return tuple(found)
+def plain_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """Each of the largest dimension groups sharded over all devices, and nothing else."""
+    if are_meant(problem):
+        axes = problem.axes or (("a", problem.devices),)
+        for group in _largest_groups(problem):
+            if _divides(problem, group, problem.devices):
+                yield next(_variants(problem, axes, {group: tuple(name for name, _ in axes)}))
 
 
-def _are_meant(problem: SearchProblem) -> bool:
+def group_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """The largest dimension groups sharded over all devices, and pairs of them over two axes: tensor parallelism and its mixes
+    with the others. Of pairs, those with the least estimated memory come first."""
+    if not are_meant(problem):
+        return
+    single, pairs = _single_groups(problem), list(_pairs_of_groups(problem))
+    yield from single
+    yield from sorted(pairs, key=lambda one: estimated_peak(problem, one))
+
+
+def are_meant(problem: SearchProblem) -> bool:
     """Whether there are baselines: something is open, and no entry of the user shards an array."""
     return problem.is_open and not any(dim for spec in problem.specs if spec for dim in spec)
-
-
-def _evaluated(problem: SearchProblem, one: Baseline) -> SearchCandidate:
-    return problem.candidate(one.name, one.axes, one.specs, one.constraints)
 
 
 def batch_arguments(problem: SearchProblem) -> frozenset[int]:
@@ -181,31 +137,30 @@ def estimated_peak(problem: SearchProblem, one: Baseline) -> float:
     return resident_bytes(problem, one.axes, one.specs) + temporaries
 
 
-def _of_batch(problem: SearchProblem) -> Iterator[Baseline]:
-    batch = sorted(batch_arguments(problem))
+def _largest_groups(problem: SearchProblem) -> list[int]:
+    """The largest open dimension groups that can be sharded over all devices or over an axis of `_pairs_of_axes`."""
+    open_ = {g for groups, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for g in groups}
+    largest = sorted(open_, key=lambda g: (-problem.group_bytes.get(g, 0), g))
+    parts = {math.prod(dict(axes)[name] for name in first) for axes, first, _ in _pairs_of_axes(problem)}
+    sizes = sorted({problem.devices, *parts})
+    return list(itertools.islice((g for g in largest if any(_divides(problem, g, n) for n in sizes)), GROUPS))
+
+
+def _single_groups(problem: SearchProblem) -> Iterator[Baseline]:
     axes = problem.axes or (("a", problem.devices),)
-    for group in dict.fromkeys(problem.groups[i][0] for i in batch if problem.groups[i]):
+    for group in _largest_groups(problem):
         if _divides(problem, group, problem.devices):
             yield from _variants(problem, axes, {group: tuple(name for name, _ in axes)})
 
 
-def _all(problem: SearchProblem, pairs: bool) -> Iterator[Baseline]:
-    n = problem.devices
-    open_ = {g for groups, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for g in groups}
-    largest = sorted(open_, key=lambda g: (-problem.group_bytes.get(g, 0), g))
-    pairs_of_axes = list(_pairs_of_axes(problem))
-    parts = sorted({math.prod(dict(axes)[name] for name in first) for axes, first, _ in pairs_of_axes})
-    fit: Iterable[int] = (g for g in largest if any(_divides(problem, g, size) for size in (n, *parts)))
-    fit = list(itertools.islice(fit, problem.effort.baseline_groups))
-    for group in fit:
-        if _divides(problem, group, n):
-            axes = problem.axes or (("a", n),)
-            yield from _variants(problem, axes, {group: tuple(name for name, _ in axes)}, problem.level == 2)
-    for first, second in itertools.permutations(fit if pairs else (), 2):
-        for axes, a, b in pairs_of_axes:
+def _pairs_of_groups(problem: SearchProblem) -> Iterator[Baseline]:
+    """The baselines of two groups. Which of them has the outer axis matters only where links differ."""
+    for pair in itertools.combinations(_largest_groups(problem), 2):
+        for axes, a, b in _pairs_of_axes(problem):
             size = math.prod(dict(axes)[name] for name in a)
-            if _divides(problem, first, size) and _divides(problem, second, n // size):
-                yield from _variants(problem, axes, {first: a, second: b})
+            for first, second in (pair,) if are_alike(links(problem.hardware, axes)) else (pair, pair[::-1]):
+                if _divides(problem, first, size) and _divides(problem, second, problem.devices // size):
+                    yield from _variants(problem, axes, {first: a, second: b})
 
 
 def _pairs_of_axes(problem: SearchProblem) -> Iterator[tuple[Axes, tuple[str, ...], tuple[str, ...]]]:
@@ -234,17 +189,16 @@ def _variants(
         return math.prod(sizes[axis] for axis in over)
 
     name = ", ".join(f"{group_name(problem, g)} sharded {ways(over)} ways" for g, over in by_group.items())
-    first = next(iter(by_group.values()))
-    yield Baseline(name, axes, by_group, argument_specs(problem, axes, by_group), {})
+    yield Baseline(name, axes, argument_specs(problem, axes, by_group), by_group=by_group)
     constraints = product_constraints(problem, axes, by_group)
     kinds = (
-        [(ArgumentSharding.STATE, first)] * any(is_optimizer_state(problem))
+        [(ArgumentSharding.STATE, over) for over in by_group.values()] * any(is_optimizer_state(problem))
         + [(ArgumentSharding.SIZEABLE, every)] * with_large
-        + [(ArgumentSharding.ALL, first), (ArgumentSharding.ALL, every)]
+        + [(ArgumentSharding.ALL, over) for over in (*by_group.values(), every)]
     )
     for rest, over in dict.fromkeys(kinds):
         specs = argument_specs(problem, axes, by_group, rest, over)
-        yield Baseline(f"{name}, {rest.value} sharded over {ways(over)}", axes, by_group, specs, constraints, rest)
+        yield Baseline(f"{name}, {rest.value} sharded over {ways(over)}", axes, specs, constraints, by_group=by_group)
 
 
 def product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:

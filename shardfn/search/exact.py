@@ -1,175 +1,184 @@
-"""The exact search on one mesh: the optimum of the label model, solutions with less memory, and those for the other objective."""
+"""The exact search: for each mesh of one or two axes, and for divisions of the best into three, the best strategy of every op.
+
+The choices on a mesh are a labelling problem, solved to proven optimality where elimination can, else to a stated gap. The
+solution that looks best makes the next candidate: with few constraints at first, and with more while the partitioned program is
+worse than the solver's estimate.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardfn.ir.model import Axes
-from shardfn.search.feasibility import is_infeasible
+from shardfn.search.archive import Archive
+from shardfn.search.constrained import constrained
 from shardfn.search.filters import filtered, with_loss
 from shardfn.search.label_tables import LabelSpace, build
-from shardfn.search.level_costs import labelling_of, totals, with_smallest_arguments
-from shardfn.search.mesh_solution import MeshSolution
-from shardfn.search.objectives import aim, other_level, over
-from shardfn.search.problem import SearchCandidate, SearchProblem
+from shardfn.search.level_costs import labelling_of, with_smallest_arguments
+from shardfn.search.mesh_solution import LESS_MEMORY, TIME, MeshSolution, Objective, estimated_rank
+from shardfn.search.meshes import meshes, three_axis_meshes
+from shardfn.search.objectives import Rank, is_no_worse
+from shardfn.search.problem import Proposal, SearchProblem
 from shardfn.search.resharding_costs import MeshModel
-from shardfn.solver.budget import SECOND, Budget
+from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.peak import Peak, least_peak
-from shardfn.solver.solve import Effort, Solution, solve, solve_within
+from shardfn.solver.solve import Effort, Solution, solve
 
 SLACK = 1.02
-"""At level 1, the memory of the cheapest labelling near the least peak, as a multiple of that peak."""
+"""Objective memory: the peak of the cheapest labelling near the least peak, as a multiple of that peak."""
 
-WORK = 60 * SECOND
-"""Work of one search on all meshes together."""
+MARGIN = 0.98
+"""The part of a memory limit that a solution within it aims at: estimates of memory are rough."""
 
 BUILD_WORK = 1e4
-"""Work per op to build the labelling of a mesh."""
+"""Work per op to build the labelling of a mesh, in the solver's units."""
 
-PEAK_STEPS, EXTRA_WORK = 40, 2 * SECOND
-"""Steps towards the least peak; and the work of one additional search within a tighter limit or for another objective."""
+SOLVE = 4
+"""The most work of one solve, in evaluations of a candidate: a solution whose gap is not closed by then is evaluated as it is."""
+
+LESS = 0.99
+"""The part of the least peak found so far that the next solution with less memory may hold."""
+
+PEAK_STEPS = 40
+"""Steps towards the least peak."""
+
+EFFORT = Effort(rounds=4, close=0.005)
+"""For meshes that elimination does not solve: a gap of 0.5 % suffices."""
 
 NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
-COMPUTE_WEIGHTS = (1e3, 0.1)
-"""At level 0, the weight of compute seconds against communication seconds: first so large that compute decides; then so that
-a tenth of the compute weighs as much as all bytes of the first solution."""
 
-EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
-"""For meshes that elimination does not solve: a gap of 0.5 % suffices, 3 % in the first solution."""
+def generate(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+    """The generator of the exact search for an objective of the solver.
 
-LessMemory = Callable[[SearchProblem, MeshSolution, SearchCandidate], Iterable[MeshSolution]]
-"""Solutions to try where a candidate exceeds the memory limit."""
-
-OtherObjective = Callable[[SearchProblem, MeshSolution], Iterable[MeshSolution]]
-"""Solutions for the other objective on the mesh of a solution whose estimate was too low."""
-
-
-def budget_of(problem: SearchProblem) -> Budget:
-    """The budget of one search: work, and the user's time limit."""
-    return Budget(WORK, problem.seconds_left)
-
-
-def estimated_rank(problem: SearchProblem, found: MeshSolution) -> tuple[float, ...]:
-    """The rank of a solution by its estimate."""
-    imbalance, sent, peak = 0.0, 0.0, found.peak
-    if problem.level == 0:
-        made = totals(found.space, found.solution.choice)
-        imbalance, sent = problem.imbalance(made.flops, made.matrix_flops), made.sent
-    least = aim(problem.level, imbalance=imbalance, sent=sent, time_s=found.solution.cost, peak=peak)
-    return (over(peak, problem.memory_limit), *least, len(found.axes))
-
-
-def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, ceiling: float = math.inf) -> Iterator[MeshSolution]:
-    """The optimum on one mesh, and solutions that may have less memory where memory counts.
-
-    At level 1: the fastest and the one that sends least, both with every argument in its smallest shards, and one near the
-    least peak. At level 2: nothing where every labelling costs more than `ceiling`.
+    Every mesh of one or two axes is solved before the first proposal. The best of them is divided into three axes once the
+    proposals of the others are exhausted.
     """
-    space, sizes = label_space(problem, axes, budget), tuple(size for _, size in axes)
+    at = problem.at(objective.level)
+    found = list[MeshSolution]()
+    for axes in sorted(meshes(problem), key=lambda axes: sum(size for _, size in axes)):
+        found += solve_mesh(at, objective, axes, archive)
+    yield from best_first(at, found, archive)
+    more = list[MeshSolution]()
+    if found and not problem.axes:
+        for axes in three_axis_meshes(problem, min(found, key=lambda one: estimated_rank(at, one)), found):
+            more += solve_mesh(at, objective, axes, archive)
+            yield None
+    yield from best_first(at, more, archive)
 
-    def asked(compute_weight: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
-        labels = labelling_of(space, dataclasses.replace(problem, level=level), compute_weight)
-        return filtered(labels, space, problem.graph, sizes, problem.algorithm)
 
-    def solved(labels: Labelling, lost: float, **fields: bool | int) -> MeshSolution:
-        effort = FIRST if problem.level == 2 else EFFORT
-        found = MeshSolution(axes, space, labels, with_loss(solve(labels, budget.part(), effort), lost))
-        return dataclasses.replace(found, **fields)
+def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: Archive) -> Iterator[Proposal]:
+    """Proposals of solutions: the solution that looks best makes the next one, by its estimate until it was evaluated and then by
+    its best candidate. The first makes one at least; one whose estimate does not beat the best candidate makes no more.
 
-    if problem.level == 1:
-        labels, lost = asked()
-        yield from _possible(solved(with_smallest_arguments(labels, space), lost, is_fully_sharded=True, kind=1))
-        by_bytes = with_smallest_arguments(asked(COMPUTE_WEIGHTS[0], 0)[0], space)
-        sends = solved(by_bytes, 0.0, is_fully_sharded=True, kind=2)
-        evaluated = dataclasses.replace(sends.solution, cost=total_cost(labels, sends.solution.choice))
-        yield from _possible(dataclasses.replace(sends, labels=labels, solution=evaluated))
-        least = least_peak(labels, budget.part(), PEAK_STEPS)
-        if least is not None:
-            near = MeshSolution(axes, space, labels, _peak_solution(least, labels))
-            yield _within(near, SLACK * least.peak, budget.part(), NEAR)
-        return
-    if math.isfinite(ceiling):
-        labels, lost = asked()
-        solution = solve_within(labels, ceiling + lost, budget.part(), FIRST)
-        if solution is None:
+    Estimates count less where a candidate was better than its own.
+    """
+    archive.solutions += found
+    estimates = [estimated_rank(problem, one) for one in found]
+    looks = dict(enumerate(estimates))
+    proposals = [constrained(problem, one, archive) for one in found]
+    factor, is_first = 1.0, True
+    while looks:
+        at = min(looks, key=lambda one: (looks[one], one))
+        if is_first or _may_beat(estimates[at], factor, archive, problem):
+            proposal = next(proposals[at], None)
+        else:
+            proposal = None
+        if proposal is None:
+            del looks[at]
+            continue
+        yield proposal
+        is_first, rank = False, problem.rank(archive.of(proposal))
+        if estimates[at].aim[0]:
+            factor = min(factor, rank.aim[0] / estimates[at].aim[0])
+        looks[at] = rank if looks[at] is estimates[at] else min(looks[at], rank)
+
+
+def _may_beat(estimate: Rank, factor: float, archive: Archive, problem: SearchProblem) -> bool:
+    """Whether an estimate, times a factor, is no worse than the best candidate."""
+    best = problem.rank(archive.best_of_each_mesh(problem.level)[0])
+    return is_no_worse(
+        estimate._replace(aim=(factor * estimate.aim[0], *estimate.aim[1:]), ties=()), best._replace(ties=())
+    )
+
+
+def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+    """The generator of solutions within the memory limit, for the objective of a level, on the meshes that were solved for it.
+
+    Estimates of memory are rough: the solver's limit is scaled by what the candidates of a solution hold.
+    """
+    at = problem.at(level)
+    for found in sorted(
+        (one for one in archive.solutions if one.objective.level == level), key=lambda one: estimated_rank(at, one)
+    ):
+        made = archive.best_of(found, level)
+        peak = found.peak if made is None else made.cost.memory.peak
+        if peak > problem.memory_limit:
+            for less in within(found, MARGIN * problem.memory_limit / peak * found.peak, archive):
+                yield from constrained(at, less, archive)
+        yield None
+
+
+def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+    """The generator of the fastest solutions within less memory than the best so far, on one mesh after the other.
+
+    The solver's limit is scaled by what the candidates of a mesh hold, as estimates of memory are rough.
+    """
+    at = problem.at(1)
+    tried = set[tuple[Axes, float]]()
+    while True:
+        every = [one for one in archive.solutions if one.objective == TIME and one.peak < math.inf]
+        every.sort(key=lambda one: estimated_rank(problem.at(2), one))
+        least = _least_peak(archive)
+        for found in every:
+            if (found.axes, least) in tried:
+                continue
+            tried.add((found.axes, least))
+            limit = LESS * least
+            for _ in range(2):
+                solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), NEAR)
+                if not solution.feasible:
+                    yield None
+                    break
+                less = dataclasses.replace(found, solution=solution, objective=LESS_MEMORY)
+                made = yield from constrained(at, less, archive)
+                limit = MARGIN * LESS * least / made.cost.memory.peak * less.peak
+            if _least_peak(archive) < least:
+                break
+        else:
             return
-        found = MeshSolution(axes, space, labels, with_loss(solution, lost))
-    else:
-        found = solved(*asked(COMPUTE_WEIGHTS[0]))
-    if problem.level == 0 and math.isfinite(found.solution.cost):
-        made, chip = totals(space, found.solution.choice), problem.hardware.chip
-        weight = made.sent / chip.link_bytes_s / max(COMPUTE_WEIGHTS[1] * made.flops / chip.flops, 1e-30)
-        few = solved(*asked(weight))
-        is_over = few.peak > problem.memory_limit and not is_infeasible(problem)
-        within = [_within(few, problem.memory_limit, budget.part(work=EXTRA_WORK), EFFORT)] if is_over else []
-        found = min((found, few, *within), key=lambda f: estimated_rank(problem, f))
-    if not math.isfinite(found.solution.cost):
-        return
-    yield found
-    if found.peak > problem.memory_limit and not is_infeasible(problem):
-        yield from _possible(solved(with_smallest_arguments(found.labels, space), 0.0, is_fully_sharded=True))
 
 
-def solve_division(
-    problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None
-) -> MeshSolution | None:
-    """The best solution on a mesh whose axes but the last are `chosen`; None where no label is possible."""
-    space = label_space(problem, axes, budget, chosen)
-    labels = labelling_of(space, problem, COMPUTE_WEIGHTS[0])
-    labels, lost = filtered(labels, space, problem.graph, tuple(size for _, size in axes), problem.algorithm)
-    labels = with_smallest_arguments(labels, space) if problem.level == 1 else labels
-    solution = with_loss(solve(labels, budget.part(), FIRST), lost)
-    return MeshSolution(axes, space, labels, solution) if math.isfinite(solution.cost) else None
+def _least_peak(archive: Archive) -> float:
+    return archive.best_of_each_mesh(1)[0].cost.memory.peak
 
 
-def label_space(
-    problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None
-) -> LabelSpace:
-    """All choices on a mesh; where labels are `chosen`, only those that extend them."""
-    given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    budget.spend(BUILD_WORK * len(problem.graph.ops))
-    mesh = MeshModel.on(problem.hardware, axes)
-    return build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts, problem.inner,
-                 problem.operands)  # fmt: skip
+def solve_mesh(problem: SearchProblem, objective: Objective, axes: Axes, archive: Archive) -> list[MeshSolution]:
+    """The solution of an objective on one mesh, at level 1 near the least peak; none where no label is possible."""
+    space = label_space(problem, axes, archive)
+    labels, lost = filtered(
+        labelling_of(space, problem.at(objective.solved), objective.weight),
+        space,
+        problem.graph,
+        tuple(size for _, size in axes),
+        problem.algorithm,
+    )
+    if objective.is_sharded:
+        labels = with_smallest_arguments(labels, space)
+    if objective.solved == 1:
+        near = _near_least_peak(labels, archive)
+        return [] if near is None else [MeshSolution(axes, space, labels, near, objective)]
+    solution = with_loss(solve(labels, _part(archive), EFFORT), lost)
+    return [MeshSolution(axes, space, labels, solution, objective)] if math.isfinite(solution.cost) else []
 
 
-def other_objective(problem: SearchProblem, found: MeshSolution, budget: Budget) -> Iterator[MeshSolution]:
-    """Solutions for the other of levels 0 and 2 on the same mesh, as they are and with every argument in its smallest shards.
-
-    Their cost is stated at the problem's own level.
-    """
-    across = dataclasses.replace(problem, level=other_level(problem.level))
-    labels, _ = filtered(labelling_of(found.space, across, COMPUTE_WEIGHTS[0]), found.space, problem.graph,
-                         tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
-    for asked, is_sharded in ((labels, False), (with_smallest_arguments(labels, found.space), True)):
-        solution = solve(asked, budget.part(work=EXTRA_WORK), FIRST)
-        cost = total_cost(found.labels, solution.choice)
-        evaluated = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
-        is_sharded = is_sharded or found.is_fully_sharded
-        yield from _possible(dataclasses.replace(found, solution=evaluated, is_fully_sharded=is_sharded))
-
-
-def less_memory(
-    problem: SearchProblem, found: MeshSolution, made: SearchCandidate, budget: Budget
-) -> Iterator[MeshSolution]:
-    """Solutions for a candidate that exceeds the limit: with every argument in its smallest shards, and within a limit that
-    makes up for the error of the estimate; where nothing fits, the least peak. None at level 1, which tries these anyway."""
-    if problem.level == 1:
-        return
-    if is_infeasible(problem):
-        yield _with_least_peak(found, budget.part(work=EXTRA_WORK))
-        return
-    if not found.is_fully_sharded:
-        labels = with_smallest_arguments(found.labels, found.space)
-        solution = solve(labels, budget.part(), EFFORT)
-        yield from _possible(dataclasses.replace(found, labels=labels, solution=solution, is_fully_sharded=True))
-    limit = 0.98 * problem.memory_limit / made.cost.memory.peak * found.peak
-    yield _within(found, limit, budget.part(work=EXTRA_WORK))
+def _part(archive: Archive) -> Budget:
+    """The budget of one solve. What is left plays no part: a larger budget would else change the candidates."""
+    return Budget(SOLVE * archive.evaluation_work, archive.budget.seconds_left, archive.budget)
 
 
 def _possible(found: MeshSolution) -> Iterator[MeshSolution]:
@@ -177,16 +186,59 @@ def _possible(found: MeshSolution) -> Iterator[MeshSolution]:
         yield found
 
 
-def _within(found: MeshSolution, limit: float, budget: Budget, effort: Effort | None = None) -> MeshSolution:
-    """The cheapest labelling of a mesh that holds at most `limit` bytes, or one of the least peak where none does."""
-    solution = solve(dataclasses.replace(found.labels, limit=limit), budget, effort)
-    return dataclasses.replace(found, solution=solution) if solution.feasible else _with_least_peak(found, budget)
+def within(found: MeshSolution, limit: float, archive: Archive) -> Iterator[MeshSolution]:
+    """Solutions that hold less: the cheapest within a limit in bytes, or near the least peak; and with every argument in its
+    smallest shards."""
+    solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), EFFORT)
+    if solution.feasible:
+        yield dataclasses.replace(found, solution=solution)
+    elif (near := _near_least_peak(found.labels, archive)) is not None:
+        yield dataclasses.replace(found, solution=near)
+    smallest = with_smallest_arguments(found.labels, found.space)
+    solution = solve(smallest, _part(archive), EFFORT)
+    yield from _possible(dataclasses.replace(found, labels=smallest, solution=solution))
 
 
-def _with_least_peak(found: MeshSolution, budget: Budget) -> MeshSolution:
-    least = least_peak(found.labels, budget.part(), PEAK_STEPS)
-    return found if least is None else dataclasses.replace(found, solution=_peak_solution(least, found.labels))
+def _near_least_peak(labels: Labelling, archive: Archive) -> Solution | None:
+    """A cheap labelling near the least peak, or that of the least peak itself."""
+    least = least_peak(labels, _part(archive), PEAK_STEPS)
+    if least is None:
+        return None
+    near = solve(dataclasses.replace(labels, limit=SLACK * least.peak), _part(archive), NEAR)
+    return near if near.feasible else _peak_solution(least, labels)
 
 
 def _peak_solution(least: Peak, labels: Labelling) -> Solution:
     return Solution(least.choice, total_cost(labels, least.choice), -math.inf, False, False)
+
+
+def solve_division(
+    problem: SearchProblem, axes: Axes, archive: Archive, chosen: Sequence[Array] | None
+) -> MeshSolution | None:
+    """The best solution on a mesh whose axes but the last are `chosen`; None where no label is possible."""
+    space = label_space(problem, axes, archive, chosen)
+    labels = labelling_of(space, problem)
+    labels, lost = filtered(labels, space, problem.graph, tuple(size for _, size in axes), problem.algorithm)
+    labels = with_smallest_arguments(labels, space) if problem.level == 1 else labels
+    solution = with_loss(solve(labels, _part(archive), EFFORT), lost)
+    return (
+        MeshSolution(axes, space, labels, solution, Objective(problem.level, problem.level))
+        if math.isfinite(solution.cost)
+        else None
+    )
+
+
+def label_space(
+    problem: SearchProblem, axes: Axes, archive: Archive, chosen: Sequence[Array] | None = None
+) -> LabelSpace:
+    """All choices on a mesh; where labels are `chosen`, only those that extend them."""
+    if chosen is None and axes in archive.spaces:
+        return archive.spaces[axes]
+    given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
+    mesh = MeshModel.on(problem.hardware, axes)
+    archive.budget.spend(BUILD_WORK * len(problem.graph.ops))
+    space = build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts, problem.inner,
+                  problem.operands)  # fmt: skip
+    if chosen is None:
+        archive.spaces[axes] = space
+    return space

@@ -1,49 +1,58 @@
-"""The policy line and the reasons of an answer: how it was found, on which meshes, and its gap to the optimum."""
+"""From an archive to an answer: the best candidate of the problem's objective, how it was found, and its gap to the optimum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shardfn.ir.model import Axes, mesh_sizes_text, mesh_text
+from shardfn.search.archive import Archive
+from shardfn.search.array_changes import CHANGED
 from shardfn.search.mesh_solution import MeshSolution, estimate_holds, next_strategies
-from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
-from shardfn.search.refinement import FOLLOWS_PRODUCTS
+from shardfn.search.problem import Answer, SearchCandidate, runner_up
 
 
-def explained_answer(
-    problem: SearchProblem, what: str, solutions: Sequence[MeshSolution], tried: str, is_cut_short: bool,
-    best: SearchCandidate, solution: MeshSolution | None,
-) -> Answer:  # fmt: skip
-    """The answer for a candidate that comes from `solution`, or from a baseline where that is None."""
-    if solution is None:
-        gap, optimum = None, _optimum(problem, solutions)
-        policy = f"{what}, meshes tried: {tried}{optimum}; as a program a baseline has the lower cost: {best.name}"
-        reason = f"a baseline, cheaper than the plan of the solver: {best.name}"
-    else:
-        gap = (
-            None if is_cut_short or not estimate_holds(problem, solution, best) else _gap(problem, solution, solutions)
-        )
-        where = "; meshes tried:" if problem.level == 0 else " on the meshes tried:"
-        policy = f"{what}: {gap_text(best.axes, gap)} under the cost model, op by op{where} {tried}"
-        policy += f"; {FOLLOWS_PRODUCTS}" if best.follows_products else ""
+def answer_of(what: str, archive: Archive) -> Answer:
+    """The answer for the best candidate of an archive.
+
+    Args:
+      what: the name of the search.
+      archive: its evaluated candidates.
+    """
+    problem = archive.problem
+    best, *others = archive.ranked(problem.level)
+    solution = archive.solution_of(best)
+    own = [one for one in archive.solutions if one.objective.level == problem.level]
+    start, _, changed = best.name.partition(CHANGED)
+    tried = _meshes_text(archive, own)
+    begin = f"{what} at level {problem.level}, {len(archive)} candidates"
+    gap = None if solution is None else _gap(archive, best, solution, own)
+    if solution is not None:
+        policy = f"{begin}: {_gap_text(best.axes, gap)} under the cost model, op by op, on the meshes tried: {tried}"
         reason = "the optimum of all ops together"
-    reasons = tuple("" if given is not None else reason for given in problem.specs)
-    others = () if solution is None else next_strategies(problem, solution)
-    return Answer(best.axes, best.specs, reasons, policy, constraints=best.constraints, gap=gap,
-                  result_specs=best.result_specs, runners_up=others)  # fmt: skip
+    elif changed:
+        policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
+        reason = "better than what the solver and the baselines found"
+    else:
+        policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
+        reason = f"a baseline, cheaper than the plan of the solver: {start}"
+    return Answer(
+        best.axes, best.specs, tuple("" if given is not None else reason for given in problem.specs), policy,
+        runner_up=runner_up(best, others), constraints=best.constraints, gap=gap, others=tuple(others),
+        runners_up=() if solution is None else next_strategies(problem, solution), result_specs=best.result_specs,
+    )  # fmt: skip
 
 
-def meshes_text(problem: SearchProblem, tried: Iterable[Axes], untried: Sequence[Axes]) -> str:
-    """The meshes that were tried, and those that the limits left out."""
-    meshes = ", ".join(dict.fromkeys(map(mesh_sizes_text, tried)))
-    if untried:
-        bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
-        return f"{meshes}; not within {bound}: {', '.join(map(mesh_sizes_text, untried))}"
-    ended = f"; the time limit of {problem.seconds:g} s ended the search" if problem.seconds_left <= 0 else ""
-    return meshes + ended
+def _meshes_text(archive: Archive, solutions: Sequence[MeshSolution]) -> str:
+    """The meshes that were solved for the objective, and what ended the search before its generators."""
+    meshes = ", ".join(dict.fromkeys(mesh_sizes_text(one.axes) for one in solutions)) or "none"
+    if archive.was_interrupted:
+        return f"{meshes}; interrupted"
+    if archive.problem.seconds_left <= 0:
+        return f"{meshes}; the time limit of {archive.problem.seconds:g} s ended the search"
+    return meshes
 
 
-def gap_text(axes: Axes, gap: float | None) -> str:
+def _gap_text(axes: Axes, gap: float | None) -> str:
     """The mesh of an answer and its gap to the optimum, in words."""
     mesh = f"mesh {mesh_text(axes)}"
     if gap is None:
@@ -51,21 +60,19 @@ def gap_text(axes: Axes, gap: float | None) -> str:
     return f"{mesh}, {f'within {gap:.1%} of the optimum' if gap else 'proved optimal'}"
 
 
-def _optimum(problem: SearchProblem, solutions: Sequence[MeshSolution]) -> str:
-    """What is proved of the optimum of the sum over ops, where a baseline is the plan."""
-    if not solutions or not solutions[0].is_exact or problem.level == 1 or solutions[0].solution.gap >= 1:
-        return ""
-    gap = solutions[0].solution.gap
-    known = f"known within {gap:.1%}" if gap else "proved"
-    return f"; the optimum of the sum over ops on the mesh {mesh_sizes_text(solutions[0].axes)} is {known}"
+def _gap(
+    archive: Archive, best: SearchCandidate, solution: MeshSolution, solutions: Sequence[MeshSolution]
+) -> float | None:
+    """The part of a candidate's cost that may lie above the optimum of the label model on all meshes that were solved.
 
-
-def _gap(problem: SearchProblem, solution: MeshSolution, solutions: Sequence[MeshSolution]) -> float | None:
-    """The gap to the optimum on all meshes; at level 0, whose weights differ between meshes, on the answer's own."""
-    if not solution.is_exact or problem.level == 1:
+    None where the solution is for another objective or not exact, or where its estimate does not hold.
+    """
+    problem = archive.problem
+    if solution.objective.level != problem.level or not solution.is_exact or problem.level == 1:
         return None
-    if problem.level == 0:
-        return solution.solution.gap
-    bound = min(s.solution.cost if s.solution.proved else s.solution.bound for s in solutions)
-    gap = 1 - bound / solution.solution.cost if solution.solution.cost > 0 else 0.0
+    if not estimate_holds(problem, solution, best):
+        return None
+    alike = (one.solution for one in solutions if one.objective == solution.objective)
+    bound, cost = min(one.cost if one.proved else one.bound for one in alike), solution.solution.cost
+    gap = 1 - bound / cost if cost > 0 else 0.0
     return gap if gap > 1e-6 else 0.0

@@ -4,7 +4,6 @@ within ever less memory. `objectives` states the same for partitioned and compil
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 import numpy as np
@@ -21,19 +20,20 @@ def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: floa
     """The labelling problem of a mesh: the cost of each label at the problem's level, and the bytes it holds.
 
     Level 2 adds up seconds of compute and communication. So does level 1, where memory is the limit. Level 0 adds up the
-    bytes sent, over the link's rate, and the compute time multiplied by `compute_weight`.
+    bytes sent and what FLOPs cost at the exchange rate of `objectives.excess_bytes`, times `compute_weight`, over the
+    link's rate.
 
     Args:
       space: the choices.
       problem: the level and the hardware.
-      compute_weight: at level 0, the weight of a second of compute against one of communication (`exact.COMPUTE_WEIGHTS`).
+      compute_weight: at level 0, the weight of FLOPs; less than 1 lets a plan use the share that counts as balanced.
     """
-    chip = problem.hardware.chip
+    chip, total = problem.hardware.chip, problem.facts.flops
+    bytes_per_flop = compute_weight * problem.data_bytes * problem.devices / total if total else 0.0
 
     def own(node: Node) -> np.ndarray:
         if problem.level == 0:
-            work = compute_weight * node.flops / chip.flops
-            return (node.sent + 1e-3 * node.argument_bytes) / chip.link_bytes_s + work
+            return (node.sent + bytes_per_flop * node.flops + 1e-3 * node.argument_bytes) / chip.link_bytes_s
         return node.sent_s + node.compute_s + HOLDING_PASSES * node.argument_bytes / chip.memory_bytes_s
 
     def between(table: ReshardingTable) -> np.ndarray:
@@ -83,14 +83,3 @@ def totals(space: LabelSpace, choice: tuple[int, ...]) -> Totals:
         sum(float(node.sent[at]) for node, at in labels) + sum(float(table.sent[at]) for table, at in between),
         sum(float(node.sent_s[at]) for node, at in labels) + sum(float(table.sent_s[at]) for table, at in between),
     )
-
-
-def repeated_reshardings(space: LabelSpace, choice: tuple[int, ...]) -> int:
-    """The number of reshardings that repeat another one of the same node, as for slices of one value: the partitioned
-    program may reshard that value once, before it is sliced."""
-    reshardings = collections.Counter(
-        (table.first, float(table.sent[at]))
-        for table in space.reshardings
-        if table.sent[at := (choice[table.first], choice[table.second])] > 0
-    )
-    return reshardings.total() - len(reshardings)

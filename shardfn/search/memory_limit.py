@@ -1,19 +1,15 @@
-"""A memory limit that an answer exceeds: the answer of least memory instead, or the error that names the largest arrays."""
+"""Memory limits: notes on plans near them, and the errors on limits that no plan keeps."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 from shardfn.cost.memory.live_memory import MemoryEstimate, live_memory
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
-from shardfn.search.feasibility import is_infeasible
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import Answer, Search, SearchProblem
+from shardfn.search.problem import Answer, SearchProblem
 from shardfn.units import bytes_text
 
 NAMED = 4
@@ -42,71 +38,14 @@ def near_limit_note(memory: MemoryEstimate, limit: float) -> list[str]:
     ]
 
 
-def within_limit(problem: SearchProblem, answer: Answer, search: Search, is_asked: bool = True) -> Answer:
-    """The answer if it keeps the problem's memory limit, else the answer of least memory.
-
-    Args:
-      problem: the question.
-      answer: its answer.
-      search: what to ask for less memory.
-      is_asked: whether the user set the limit; else the answer stays where nothing fits.
+def refuse_limit(problem: SearchProblem, answer: Answer) -> None:
+    """Refuse the problem's memory limit if an answer exceeds it: the answer is the best of all candidates, so none keeps it.
 
     Raises:
-      StrategyError: even the answer of least memory exceeds the limit.
+      StrategyError: it names the least memory found and the largest arrays.
     """
-    if _fits(problem, answer):
-        return answer
-    tried = (
-        list(_searches_for_less(problem, search))
-        if problem.is_open and (is_asked or not is_infeasible(problem))
-        else []
-    )
-    last = tried[-1][1] if tried else answer
-    if not _fits(problem, last):
-        if not is_asked:
-            return answer
-        last = _least_reproducible(problem, answer, tried, search)
-        if not _fits(problem, last):
-            _refuse(problem, last)
-    policy = f"{last.policy}; the plan with the least memory, as no other fits the limit"
-    return dataclasses.replace(last, policy=policy)
-
-
-def _searches_for_less(problem: SearchProblem, search: Search) -> Iterator[tuple[SearchProblem, Answer]]:
-    """Questions for less memory and their answers, up to the first that fits: level 1; and, except for large programs, each
-    level without a limit, as what is found depends on it."""
-    asked = [dataclasses.replace(problem, level=1)] if problem.level != 1 else []
-    levels = (1, 0, 2) if not problem.effort.is_large else ()
-    for one in (*asked, *(dataclasses.replace(problem, level=level, memory_limit=math.inf) for level in levels)):
-        answer = search(one)
-        yield one, answer
-        if _fits(problem, answer):
-            return
-
-
-def _least_reproducible(
-    problem: SearchProblem, answer: Answer, tried: Sequence[tuple[SearchProblem, Answer]], search: Search
-) -> Answer:
-    """The answer that an error names: the least that this level finds again within its own memory as the limit."""
-    peak = functools.partial(_peak, problem)
-    least = min((answer, *(one for _, one in tried)), key=peak)
-    unlimited = [one for asked, one in tried if asked.memory_limit == math.inf]
-    if any(least is one for one in unlimited):
-        return least
-    again = search(dataclasses.replace(problem, memory_limit=peak(least))) if problem.is_open else least
-    return again if peak(again) <= peak(least) else min(unlimited or [least], key=peak)
-
-
-def refuse_infeasible_limit(problem: SearchProblem, search: Search) -> None:
-    """Refuse a user's limit that no plan can keep, after a quick look for the least memory; small programs are searched.
-
-    Raises:
-      StrategyError: it names the largest arrays.
-    """
-    if problem.is_open and not problem.effort.is_small and is_infeasible(problem):
-        least = search(dataclasses.replace(problem, level=1, is_quick_look=True))
-        if not _fits(problem, least):
-            _refuse(problem, least, " in a quick search", "; level=1 without a limit may find a little less")
+    if not _fits(problem, answer):
+        _refuse(problem, answer)
 
 
 def refuse_implausible_limit(problem: SearchProblem) -> None:
@@ -121,28 +60,28 @@ def refuse_implausible_limit(problem: SearchProblem) -> None:
         fail(StrategyError, f"no plan fits in {bytes_text(problem.memory_limit)} per device",
              where=f"memory_limit = {problem.memory_limit:,.0f}",
              why=f"the arguments alone, however sharded, take at least {bytes_text(given / problem.devices)} on each device",
-             fix=_unit(problem.memory_limit)
+             fix=unit_slip(problem.memory_limit)
              or 'write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
-def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = "") -> NoReturn:
+def _refuse(problem: SearchProblem, least: Answer) -> NoReturn:
     """Raise that nothing fits, with the least memory found, its largest arrays, and what helps."""
     memory = problem.evaluate_answer(least).memory
-    unit = f"{slip}; or " if (slip := _unit(problem.memory_limit)) else ""
+    unit = f"{slip}; or " if (slip := unit_slip(problem.memory_limit)) else ""
     fail(StrategyError, f"no plan found fits in {bytes_text(problem.memory_limit)} per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
-         why=f"the least found{how} is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
+         why=f"the least found is {bytes_text(memory.peak)}: {bytes_text(memory.arguments)} of arguments, "
              f"{bytes_text(memory.results)} of results ({bytes_text(memory.donated)} in donated arguments' memory) and "
              f"{bytes_text(memory.temporaries)} of temporaries; the largest: " + "; ".join(_largest(problem, least))
              + (f"; {bytes_text(memory.constants)} of arrays that the function closes over, on every device"
                 if memory.constants else ""),
-         fix=unit + f"{remedies(problem, memory)} or memory_limit={memory.peak}{more}")  # fmt: skip
+         fix=unit + f"{remedies(problem, memory)} or memory_limit={memory.peak}")  # fmt: skip
 
 
-def _unit(limit: float) -> str:
+def unit_slip(limit: float) -> str:
     """The fix of a limit that must have been meant with a unit: it is less than the smallest of them.
 
-    >>> _unit(16), _unit(1024)
+    >>> unit_slip(16), unit_slip(1024)
     ('did you mean memory_limit="16GiB"? A number without a unit is bytes', '')
     """
     return f'did you mean memory_limit="{limit:.0f}GiB"? A number without a unit is bytes' if limit < 1024 else ""
@@ -157,12 +96,8 @@ def remedies(problem: SearchProblem, memory: MemoryEstimate) -> str:
     return ", ".join(["use more devices", "a smaller batch", *donate, *keeps, *shards]) + ","
 
 
-def _peak(problem: SearchProblem, answer: Answer) -> int:
-    return problem.evaluate_answer(answer).memory.peak
-
-
 def _fits(problem: SearchProblem, answer: Answer) -> bool:
-    return _peak(problem, answer) <= problem.memory_limit
+    return problem.evaluate_answer(answer).memory.peak <= problem.memory_limit
 
 
 def _largest(problem: SearchProblem, answer: Answer) -> list[str]:

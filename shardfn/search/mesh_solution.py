@@ -7,18 +7,46 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardfn.cost.devices.links import links
 from shardfn.ir.model import Axes, Spec
 from shardfn.search.label_tables import LabelSpace
-from shardfn.search.level_costs import repeated_reshardings, totals
-from shardfn.search.objectives import Rank
-from shardfn.search.problem import SearchCandidate, SearchProblem
+from shardfn.search.level_costs import totals
+from shardfn.search.objectives import Rank, is_no_worse, rank
+from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import spec_of_label, strategy_of
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 
 NEARLY = 1.05
-"""An estimate holds if the partitioned program costs at most this multiple of it."""
+"""A proof for an estimate says something of a program that costs at most this multiple of it."""
+
+
+REACHED = 0.01
+"""No more constraints are tried where a candidate's cost differs from its solution's estimate by at most this part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What the solver is asked for."""
+
+    level: int
+    """The objective of the plans that it is to find."""
+    solved: int
+    """The level whose cost is solved for: memory is found by what is fast, or sends little, in small shards."""
+    weight: float = 1.0
+    """At level 0, the weight of FLOPs in multiples of the exchange rate: less than 1 lets plans use the share of work that counts
+    as balanced to save bytes; much more balances the work first, and holds less memory."""
+    is_sharded: bool = False
+    """Whether every argument is in its smallest shards."""
+
+
+TIME = Objective(2, 2)
+"""The exact solutions, by what they are solved for."""
+COMMUNICATION = Objective(0, 0, weight=0.3)
+BALANCED_COMMUNICATION = Objective(0, 0, weight=10.0)
+MEMORY_TIME = Objective(1, 2, is_sharded=True)
+MEMORY_COMMUNICATION = Objective(1, 0, weight=10.0, is_sharded=True)
+LESS_MEMORY = Objective(1, 2)
+LEAST_MEMORY = Objective(1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +57,9 @@ class MeshSolution:
     space: LabelSpace
     labels: Labelling
     solution: Solution
+    objective: Objective
+    """What it was solved for."""
     is_exact: bool = True
-    is_fully_sharded: bool = False
-    """Whether every argument had to be in its smallest shards."""
-    kind: int = 0
-    """Which search found it at level 1, where the best of each kind are evaluated in turn."""
 
     @property
     def peak(self) -> float:
@@ -62,45 +88,42 @@ def operand_specs(problem: SearchProblem, found: MeshSolution, index: int) -> tu
     return tuple(spec_of_label(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class SolvedProposal(Proposal):
+    """A proposal that a solution decides, apart from which constraints it gets."""
+
+    solution: MeshSolution = dataclasses.field(kw_only=True, compare=False, repr=False)
+
+
 def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution | None:
     """The first solution on the mesh with the reversed sizes, whose axes use other links."""
     sizes = tuple(size for _, size in reversed(axes))
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def may_beat(problem: SearchProblem, found: MeshSolution, best: Rank, factor: float = 1.0) -> bool:
-    """Whether a solution's estimate is better than the best candidate, at the levels where both are comparable.
-
-    At level 2, repeated reshardings count one launch, and the estimate is multiplied by `factor`.
-    """
-    if problem.level == 1 or problem.effort.is_large or found.peak > problem.memory_limit:
-        return False
-    if problem.level == 2:
-        latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
-        repeats = repeated_reshardings(found.space, found.solution.choice)
-        return factor * (found.solution.cost - latency_s * repeats) < best.aim[0]
+def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
+    """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
     made = totals(found.space, found.solution.choice)
-    return (problem.imbalance(made.flops, made.matrix_flops), made.sent) < best.aim
+    estimate = rank(problem.level, problem.memory_limit, sent=made.sent, time_s=found.solution.cost, peak=found.peak,
+                    excess=problem.excess(made.flops, made.matrix_flops))  # fmt: skip
+    return estimate._replace(ties=(len(found.axes),))
 
 
-def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a candidate fits, and `matches_estimate`."""
-    return problem.fits(made) and matches_estimate(problem, found, made)
+def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate, nearly: float = NEARLY) -> bool:
+    """Whether a candidate costs at most `nearly` times its solution's estimate at the problem's level, and fits if that does."""
+    if problem.fits(made) < (found.peak <= problem.memory_limit):
+        return False
+    return is_no_worse(
+        problem.rank(made)._replace(over=0, ties=()),
+        estimated_rank(problem, found)._replace(over=0, ties=()),
+        nearly - 1,
+    )
 
 
-def matches_estimate(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a candidate sends and computes about as little as its solution's estimate.
-
-    Estimates of memory are too rough for level 1: there only large programs, whose candidates are expensive, trust them.
-    """
-    if problem.level == 1:
-        return problem.effort.is_large
-    estimate, cost = totals(found.space, found.solution.choice), made.cost
-    if problem.level == 2:
-        more_s = cost.communication_s - estimate.sent_s
-        return cost.flops <= NEARLY * estimate.flops and more_s <= (NEARLY - 1) * cost.time_s
-    spread = problem.imbalance(estimate.flops, estimate.matrix_flops)
-    return (problem.imbalance(cost.flops, cost.matrix_flops), cost.bytes_sent) <= (spread, NEARLY * estimate.sent)
+def is_reached(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
+    """Whether a candidate costs what its solution's estimate says (`REACHED`). Where it costs less, the estimate is no bound."""
+    estimate, rank = estimated_rank(problem, found).aim[0], problem.rank(made).aim[0]
+    return problem.fits(made) and abs(rank - estimate) <= REACHED * estimate
 
 
 def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:

@@ -7,28 +7,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+LEVELS = (2, 0, 1)
+"""The objectives in the order in which searches turn to them: time, communication, memory."""
+
 BALANCED = 1.1
 """Work counts as balanced up to this multiple of an even share per device."""
 
 
-def other_level(level: int) -> int:
-    """The other of levels 0 and 2, whose plan may serve this level better; level 2 for level 1.
-
-    >>> other_level(0), other_level(1), other_level(2)
-    (2, 2, 0)
-    """
-    return 0 if level == 2 else 2
-
-
-def aim(level: int, *, imbalance: float, sent: float, time_s: float, peak: float) -> tuple[float, ...]:
+def aim(level: int, *, sent: float, excess: float, time_s: float, peak: float) -> tuple[float, ...]:
     """The objective of a level, to be minimised lexicographically.
 
-    Level 0 balances the work before it saves bytes: replicated work sends none.
+    Level 0 adds what work beyond an even share costs (`excess_bytes`) to the bytes sent: replicated work sends none.
 
-    >>> aim(0, imbalance=0.0, sent=8, time_s=1e-3, peak=64)
-    (0.0, 8)
+    >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64)
+    (10.0,)
     """
-    return {0: (imbalance, sent), 1: (peak, time_s), 2: (time_s,)}[level]
+    return {0: (sent + excess,), 1: (peak, time_s), 2: (time_s,)}[level]
 
 
 class Rank(NamedTuple):
@@ -42,14 +36,14 @@ class Rank(NamedTuple):
     """What decides between equals."""
 
 
-def rank(level: int, limit: float, *, imbalance: float, sent: float, time_s: float, peak: float) -> Rank:
+def rank(level: int, limit: float, *, sent: float, excess: float, time_s: float, peak: float) -> Rank:
     """The rank at a level within a memory limit in bytes.
 
-    >>> rank(0, 48, imbalance=0.0, sent=8, time_s=1e-3, peak=64)
-    Rank(over=16, aim=(0.0, 8), ties=(0.001,))
+    >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64)
+    Rank(over=16, aim=(8.0,), ties=(0.001,))
     """
     ties = {0: (time_s,), 1: (), 2: (peak,)}[level]
-    return Rank(over(peak, limit), aim(level, imbalance=imbalance, sent=sent, time_s=time_s, peak=peak), ties)
+    return Rank(over(peak, limit), aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak), ties)
 
 
 def over(peak: float, limit: float) -> float:
@@ -57,9 +51,20 @@ def over(peak: float, limit: float) -> float:
     return max(0.0, peak - limit)
 
 
-def imbalance(flops: float, share: float) -> float:
-    """By how much one device's FLOPs exceed its `share`, in hundredths of that; 0 without work."""
-    return round(max(0.0, flops / share - 1), 2) if share else 0.0
+def excess_bytes(flops: float, share: float, data_bytes: float) -> float:
+    """What a device's FLOPs beyond a balanced share cost at level 0, in bytes.
+
+    The exchange rate: computing one even share again costs as much as sending all arguments and results of the program once.
+
+    Args:
+      flops: of one device.
+      share: an even share of the program's FLOPs.
+      data_bytes: the bytes of its arguments and results.
+
+    >>> excess_bytes(110, 100, 1e6), excess_bytes(200, 100, 1e6), excess_bytes(0, 0, 1e6)
+    (0.0, 900000.0, 0.0)
+    """
+    return data_bytes * round(max(0.0, flops / share - BALANCED), 6) if share else 0.0
 
 
 def is_no_worse(one: Rank, other: Rank, tolerance: float = 1e-9) -> bool:

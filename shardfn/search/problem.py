@@ -6,15 +6,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
 from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
-from shardfn.search.effort import SearchEffort, search_effort
-from shardfn.search.graph_facts import GraphFacts, facts_of
-from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
+from shardfn.search.budget import DEFAULT
+from shardfn.search.graph_facts import GraphFacts, array_bytes, facts_of
+from shardfn.search.objectives import Rank, excess_bytes, rank
 from shardfn.search.read_as_given import constraints_as_given
 
 OpConstraints = Mapping[int, OpConstraint]
@@ -70,10 +70,6 @@ class Memo:
 
     costs: dict[object, Cost] = dataclasses.field(default_factory=dict)
     """By the arguments of `SearchProblem.evaluate`."""
-    answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
-    """By the key of `alternatives.cached_search`."""
-    memory_bounds: dict[bool, float] = dataclasses.field(default_factory=dict)
-    """`feasibility.memory_lower_bound`, by `scheduled`."""
     facts: GraphFacts | None = None
     value_groups: tuple[tuple[int, ...], ...] | None = None
     optimizer_state: tuple[bool, ...] | None = None
@@ -121,10 +117,12 @@ class SearchProblem:
     """Shardings that the user gave for values inside, by value."""
     operands: Mapping[int, InnerSpec] = dataclasses.field(default_factory=dict)
     """Shardings of the operands of sharded functions inside, cast and transposed ones too, by value: ops read them so."""
-    is_quick_look: bool = False
-    """Whether to search as for a large program: nothing fits anyway, and an error has to name the largest arrays."""
+    budget: str | float = DEFAULT
+    """The work of the search: a key of `budget.BUDGETS`, or a number of ops visited."""
     seconds: float = math.inf
-    """The user's time limit. Without one, counted work bounds a search."""
+    """The user's time limit beside it."""
+    watch: Callable[[str, Any], None] | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Called after each evaluation with the generator's name and the `Archive`."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
 
@@ -146,25 +144,13 @@ class SearchProblem:
         """The cost of the program as partitioned for a candidate or an answer."""
         return self.evaluate(made.axes, made.specs, made.constraints, made.result_specs)
 
-    def candidate(
-        self,
-        name: str,
-        axes: Axes,
-        specs: tuple[Spec, ...],
-        constraints: OpConstraints,
-        result_specs: ResultSpecs = NO_RESULT_SPECS,
-    ) -> SearchCandidate:
-        """An evaluated candidate, in which ops read operands as the user shards them for functions inside."""
-        constraints = self.as_given(axes, specs, constraints, result_specs)
-        cost = self.evaluate(axes, specs, constraints, result_specs)
-        return SearchCandidate(name, axes, specs, constraints, cost, result_specs)
-
-    def changed(self, made: SearchCandidate, **changes: Unpack[CandidateFields]) -> SearchCandidate:
-        """A candidate with some fields changed, evaluated again."""
-        other = dataclasses.replace(made, **changes)
-        constraints = self.as_given(other.axes, other.specs, other.constraints, other.result_specs)
-        other = dataclasses.replace(other, constraints=constraints)
-        return dataclasses.replace(other, cost=self.evaluate_answer(other))
+    def candidate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
+        """The evaluated candidate of a proposal, in which ops read operands as the user shards them for functions inside."""
+        constraints = self.as_given(proposal.axes, proposal.specs, proposal.constraints, proposal.result_specs)
+        return SearchCandidate(
+            proposal.name, proposal.axes, proposal.specs, constraints, proposal.result_specs,
+            cost=self.evaluate(proposal.axes, proposal.specs, constraints, proposal.result_specs), generator=generator,
+        )  # fmt: skip
 
     def as_given(
         self, axes: Axes, specs: tuple[Spec, ...], constraints: OpConstraints, result_specs: ResultSpecs
@@ -178,11 +164,15 @@ class SearchProblem:
 
     def as_candidate(self, name: str, one: Answer) -> SearchCandidate:
         """An answer as an evaluated candidate."""
-        return self.candidate(name, one.axes, one.specs, one.constraints, one.result_specs)
+        return self.candidate(Proposal(name, one.axes, one.specs, one.constraints, one.result_specs))
 
     def partitioned_of(self, made: SearchCandidate | Answer) -> PartitionedProgram:
         """The partitioned program of a candidate or an answer."""
         return self.partition(made.axes, made.specs, made.constraints, made.result_specs)
+
+    def at(self, level: int) -> SearchProblem:
+        """The problem with the objective of a level."""
+        return self if level == self.level else dataclasses.replace(self, level=level)
 
     def rank(self, made: SearchCandidate) -> Rank:
         """`objective` of a candidate."""
@@ -217,17 +207,12 @@ class SearchProblem:
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
     @property
-    def effort(self) -> SearchEffort:
-        """What to try for a program of this size at this level."""
-        return search_effort(len(self.graph.ops), self.level, self.is_quick_look)
+    def data_bytes(self) -> float:
+        """Bytes of all arguments and results, unsharded."""
+        return sum(array_bytes(self.graph.values[v]) for v in (*self.inputs, *self.graph.outputs))
 
-    @property
-    def model_is_partial(self) -> bool:
-        """Whether the label model knows only a part of the collectives: on TPUs (`partition.libtpu`)."""
-        return self.hardware.platform == "tpu"
-
-    def imbalance(self, flops: float, matrix_flops: float) -> float:
-        """By how much one device's FLOPs exceed 1.1 times perfect balance, in hundredths of that; 0 within it.
+    def excess(self, flops: float, matrix_flops: float) -> float:
+        """What a device's FLOPs beyond a balanced share cost at level 0, in bytes (`objectives.excess_bytes`).
 
         Where matmuls and convolutions make up most FLOPs of the program, only theirs count: replicated small work, such
         as an optimizer update, takes too little time to be worth bytes.
@@ -238,7 +223,7 @@ class SearchProblem:
         """
         of_products = 2 * self.facts.matrix_flops > self.facts.flops
         total, own = (self.facts.matrix_flops, matrix_flops) if of_products else (self.facts.flops, flops)
-        return imbalance(own, BALANCED * total / self.devices)
+        return excess_bytes(own, total / self.devices, self.data_bytes)
 
     @property
     def shards_given(self) -> bool:
@@ -253,29 +238,30 @@ class SearchProblem:
         return self.devices > 1 and (self.search_ops or None in self.specs or results)
 
 
-class CandidateFields(TypedDict, total=False):
-    """The fields of a candidate that `SearchProblem.changed` can change."""
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A choice that is not evaluated: a mesh, a sharding for each argument, constraints of ops, and shardings of open results."""
 
     name: str
     axes: Axes
     specs: tuple[Spec, ...]
-    constraints: OpConstraints
-    result_specs: ResultSpecs
-    follows_products: bool
+    constraints: OpConstraints = dataclasses.field(default_factory=dict)
+    result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> object:
+        """What tells it from other choices; the name does not."""
+        constraints = tuple(sorted(self.constraints.items(), key=lambda item: item[0]))
+        return self.axes, self.specs, constraints, tuple(sorted(self.result_specs.items()))
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchCandidate:
-    """An evaluated choice: a mesh, a sharding for every argument, constraints of ops, and shardings of open results."""
+class SearchCandidate(Proposal):
+    """An evaluated choice."""
 
-    name: str
-    axes: Axes
-    specs: tuple[Spec, ...]
-    constraints: OpConstraints
-    cost: Cost
-    result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
-    follows_products: bool = False
-    """Whether it comes from `refinement.follow_products`."""
+    cost: Cost = dataclasses.field(kw_only=True)
+    generator: str = dataclasses.field(default="", kw_only=True)
+    """The name of the generator that proposed it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,15 +283,11 @@ class Answer:
     own mesh. 0 is proved, None not known."""
     others: tuple[SearchCandidate, ...] = ()
     """The other evaluated candidates, best first."""
-    variants: tuple[SearchCandidate, ...] = ()
-    """Evaluated candidates with the same shardings and more or fewer constraints."""
     runners_up: tuple[str, ...] = ()
     """For each argument the next best strategy and its additional cost, empty where there is none."""
     diagnostics: tuple[str, ...] = ()
     result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
     """Shardings of open results that get a constraint."""
-    is_uncertain: bool = False
-    """Whether all estimates were too low, or a baseline is better by more than `mesh_solution.NEARLY`."""
 
 
 Search = Callable[[SearchProblem], Answer]
@@ -316,8 +298,8 @@ def objective(cost: Cost, problem: SearchProblem) -> Rank:
     return rank(
         problem.level,
         problem.memory_limit,
-        imbalance=problem.imbalance(cost.flops, cost.matrix_flops),
         sent=cost.bytes_sent,
+        excess=problem.excess(cost.flops, cost.matrix_flops),
         time_s=cost.time_s,
         peak=cost.memory.peak,
     )

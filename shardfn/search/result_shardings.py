@@ -4,27 +4,38 @@ a function computes from none, such as parameters made from a key."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.ir.model import Axes, Spec
 from shardfn.search import baselines
-from shardfn.search.mesh_solution import MeshSolution, specs_of
-from shardfn.search.problem import ResultSpecs, SearchCandidate, SearchProblem
+from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, specs_of
+from shardfn.search.problem import Proposal, ResultSpecs, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import map_specs, merge_axes
 
 
-def constrain_results(
-    problem: SearchProblem, made: SearchCandidate, axes: Axes, spec_of: Callable[[int], Spec | None]
-) -> SearchCandidate | None:
-    """A candidate with each open result sharded as in a solution; None where its partitioned program does that already.
+def results_as_solved(problem: SearchProblem, made: SearchCandidate, found: MeshSolution) -> Proposal | None:
+    """A candidate with each open result sharded as in the solution that it comes from; None where it is already.
 
-    Args:
-      problem: the question.
-      made: the candidate, on `axes` or with some of them merged.
-      axes: the mesh of the solution.
-      spec_of: the sharding of a value there; None where it is no decision, as for zeros. Such a result takes the sharding
-        of another result of its shape, or the smallest shards.
+    A result whose sharding is no decision there, such as zeros, takes the sharding of another result of its shape, or the
+    smallest shards.
     """
+    spec_of = specs_of(problem, found)
+    wanted = _wanted(problem, found.axes, lambda v: spec_of(v) if v in found.space.layouts else None)
+    proposal = _with_results(problem, made, found.axes, wanted)
+    return proposal and SolvedProposal(**vars(proposal), solution=found)
+
+
+def smallest_results(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+    """The candidate with all open results in their smallest shards."""
+    proposal = _with_results(problem, made, made.axes, _wanted(problem, made.axes, lambda v: None))
+    if proposal is not None:
+        yield proposal
+
+
+def _with_results(
+    problem: SearchProblem, made: SearchCandidate, axes: Axes, wanted: Mapping[int, Spec]
+) -> Proposal | None:
+    """The candidate, on `axes` or with some of them merged, with other shardings of results on `axes`, where they divide."""
     parts, sizes = _parts(axes, made.axes), dict(axes)
 
     def fine(spec: Spec) -> Spec:
@@ -32,9 +43,7 @@ def constrain_results(
 
     now = {at: fine(spec) for at, spec in result_specs_of(problem, made).items()}
     results = {
-        at: spec
-        for at, spec in _wanted(problem, axes, spec_of).items()
-        if spec != now[at] and fits(problem.open_results[at].shape, spec, sizes)
+        at: spec for at, spec in wanted.items() if spec != now[at] and fits(problem.open_results[at].shape, spec, sizes)
     }
     if not results:
         return None
@@ -43,13 +52,7 @@ def constrain_results(
     if not problem.axes:
         axes, every, constraints = merge_axes(axes, [*specs, *results.values()], constraints)
         specs, results = every[: len(specs)], dict(zip(results, every[len(specs) :], strict=True))
-    return problem.changed(made, axes=axes, specs=tuple(specs), constraints=constraints, result_specs=results)
-
-
-def constrain_results_as(problem: SearchProblem, made: SearchCandidate, found: MeshSolution) -> SearchCandidate | None:
-    """`constrain_results` by a mesh solution."""
-    spec_of = specs_of(problem, found)
-    return constrain_results(problem, made, found.axes, lambda v: spec_of(v) if v in found.space.layouts else None)
+    return Proposal(made.name, axes, tuple(specs), constraints, results)
 
 
 def _wanted(problem: SearchProblem, axes: Axes, spec_of: Callable[[int], Spec | None]) -> dict[int, Spec]:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from shardfn.search import default_policy
-from shardfn.search.constrained_candidates import fully_constrained
-from shardfn.search.constraint_reduction import drop_redundant_constraints
+from shardfn.search.archive import Archive
+from shardfn.search.constrained import fully_constrained
+from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.filters import filtered
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of
-from shardfn.search.mesh_solution import MeshSolution
-from shardfn.search.problem import Answer, SearchProblem
+from shardfn.search.mesh_solution import MeshSolution, Objective
+from shardfn.search.problem import Answer, Proposal, SearchProblem
 from shardfn.search.resharding_costs import MeshModel, resharding_cost, shard_count
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution
@@ -42,18 +43,37 @@ def search(problem: SearchProblem) -> Answer:
     followed = default_policy.search(problem)
     if not problem.is_open or not problem.shards_given:
         return followed
-    found = spread_labels(problem)
-    if not math.isfinite(found.solution.cost):
-        return followed
-    made = drop_redundant_constraints(problem, fully_constrained(problem, found))
-    simple = problem.candidate("following dimension groups", followed.axes, followed.specs, {})
-    if problem.rank(simple) <= problem.rank(made):
+    archive = Archive(problem)
+    simple = archive.evaluate(as_followed(followed))
+    for proposal in _spread(problem):
+        for fewer in fewer_constraints(problem, archive.evaluate(proposal)):
+            archive.evaluate(fewer)
+    made, *others = archive.ranked(problem.level)
+    if made is simple:
         return followed
     reasons = tuple("" if given is not None else "least resharding from the given shardings" for given in problem.specs)
     policy = "the given shardings spread op by op, with the least resharding (no search)"
     return Answer(
-        made.axes, made.specs, reasons, policy, source="propagated", constraints=made.constraints, others=(simple,)
+        made.axes, made.specs, reasons, policy, source="propagated", constraints=made.constraints, others=tuple(others)
     )
+
+
+def follow_entries(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
+    """The generator of what follows from the given shardings alone: dimension groups that follow them, and the spread."""
+    if problem.shards_given:
+        yield as_followed(default_policy.search(problem))
+        yield from _spread(problem)
+
+
+def as_followed(answer: Answer) -> Proposal:
+    """The answer of the simple policy as a proposal."""
+    return Proposal("following dimension groups", answer.axes, answer.specs)
+
+
+def _spread(problem: SearchProblem) -> Iterator[Proposal]:
+    found = spread_labels(problem)
+    if math.isfinite(found.solution.cost):
+        yield dataclasses.replace(fully_constrained(problem, found), name="entries spread with the least resharding")
 
 
 def spread_labels(problem: SearchProblem) -> MeshSolution:
@@ -81,8 +101,9 @@ def spread_labels(problem: SearchProblem) -> MeshSolution:
                 heapq.heappush(frontier, other)
     choice = filled(labels, chosen)
     return MeshSolution(
-        problem.axes, space, labels, Solution(choice, total_cost(labels, choice), -math.inf, False, True), False
-    )
+        problem.axes, space, labels, Solution(choice, total_cost(labels, choice), -math.inf, False, True),
+        Objective(problem.level, problem.level), is_exact=False,
+    )  # fmt: skip
 
 
 def shared_values(problem: SearchProblem, space: LabelSpace) -> list[SharedValue]:

@@ -15,15 +15,18 @@ from collections.abc import Iterator
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.partition.resharding import divisors
+from shardfn.search.archive import Archive
 from shardfn.search.baselines import (
+    GROUPS,
     ArgumentSharding,
+    are_meant,
     argument_specs,
     is_optimizer_state,
     product_constraints,
 )
 from shardfn.search.default_policy import group_name
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, SearchProblem, runner_up
+from shardfn.search.problem import Answer, OpConstraints, Proposal, SearchCandidate, SearchProblem, runner_up
 
 Groups = tuple[int, ...]
 
@@ -75,24 +78,42 @@ def search(style: str, problem: SearchProblem) -> Answer:
         specs = tuple(((),) * len(shape) for shape in problem.shapes)
         return Answer((), specs, ("",) * len(specs), "one device")
     _check(style, problem, batch)
-    found: list[SearchCandidate] = []
-    for roles in _roles(style, problem, batch):
-        if found and problem.seconds_left <= 0:
+    archive = Archive(problem)
+    for proposal in _proposals(style, problem, batch):
+        if len(archive) and problem.seconds_left <= 0:
             break
-        for groups in _tensor_groups(problem, roles, batch) if wanted.has_tensor else [()]:
-            found += _candidates(problem, wanted, roles, batch, groups)
-    if not found:
+        archive.evaluate(proposal)
+    if not len(archive):
         fail(StrategyError, f"no plan is {' and '.join(wanted.kind)} over {problem.devices} devices",
              where=f"style = {style!r}", why=_why_none(problem, wanted, batch),
              fix="leave entries out, or use another style" if problem.axes else
                  "use another number of devices, other shapes, or another style")  # fmt: skip
-    best, *others = sorted({(c.axes, c.specs, tuple(c.constraints)): c for c in found}.values(), key=problem.rank)
+    best, *others = archive.ranked(problem.level)
     best = _without_constraints(problem, best)
     chosen = f"the best of {len(others) + 1} plans" if others else "the only plan"
     policy = f"style {style!r}: {chosen} at level {problem.level}: {best.name}"
     reasons = tuple("" if given is not None else f"style {style!r}" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner_up(best, others), constraints=best.constraints,
                   others=tuple(others))  # fmt: skip
+
+
+def tensor_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """The generator of tensor parallelism, and of its mixes with data parallelism and FSDP on two mesh axes.
+
+    None where the user's entries shard arrays.
+    """
+    if are_meant(problem) and problem.devices > 1:
+        batch = batch_groups(problem)
+        yield from _proposals("tensor_parallel", problem, batch)
+        yield from _proposals("fsdp_tensor_parallel", problem, batch)
+
+
+def _proposals(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Proposal]:
+    """The plans of a style that shard the batch over all batch axes."""
+    wanted = STYLES[style]
+    for roles in _roles(style, problem, batch):
+        for groups in _tensor_groups(problem, roles, batch) if wanted.has_tensor else [()]:
+            yield from _on_mesh(problem, wanted, roles, batch, groups)
 
 
 def batch_groups(problem: SearchProblem) -> Groups:
@@ -207,7 +228,7 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
         }
     largest = sorted(size_of, key=lambda g: (-size_of[g], g))
     found: dict[Groups, None] = {}
-    for first in [tuple(given)] if given else [(g,) for g in largest[: 1 + problem.effort.baseline_groups]]:
+    for first in [tuple(given)] if given else [(g,) for g in largest[: 1 + GROUPS]]:
         chosen = list(first)
         for group in largest:
             if group not in chosen and not together[group] & set(chosen):
@@ -216,10 +237,8 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
     return list(found)
 
 
-def _candidates(
-    problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups, tensor: Groups
-) -> Iterator[SearchCandidate]:
-    """The evaluated plans of a style on a mesh, of those that shard the batch over all batch axes."""
+def _on_mesh(problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups, tensor: Groups) -> Iterator[Proposal]:
+    """Those on a mesh with its tensor axes over some dimension groups."""
     by_group = dict.fromkeys(batch, roles.batch) | dict.fromkeys(tensor, roles.tensor)
     constraints = product_constraints(problem, roles.axes, by_group)
     sizes = dict(roles.axes)
@@ -238,11 +257,11 @@ def _candidates(
             f"{group_name(problem, g)} sharded {math.prod(sizes[a] for a in roles.tensor)} ways" for g in tensor[:2]
         ]
         parts += [f"{len(tensor) - 2} more groups"] if len(tensor) > 2 else []
-        yield problem.candidate(", ".join(parts), roles.axes, specs, constraints)
+        yield Proposal(", ".join(parts), roles.axes, specs, constraints)
 
 
 def _without_constraints(problem: SearchProblem, best: SearchCandidate) -> SearchCandidate:
     """The candidate without constraints if propagation partitions the program alike."""
     none: OpConstraints = {}
-    bare = problem.changed(best, constraints=none)
+    bare = problem.candidate(Proposal(best.name, best.axes, best.specs, none, best.result_specs))
     return bare if bare.cost == best.cost else best

@@ -17,7 +17,7 @@ CONSTRAINT = OpConstraint((None,), (ROWS,))
 
 
 def candidate(name, *specs, axes=A, constraints=None, result_specs=None):
-    return SearchCandidate(name, axes, specs, constraints or {}, None, result_specs or {})
+    return SearchCandidate(name, axes, specs, constraints or {}, result_specs or {}, cost=None)
 
 
 CASES = [

@@ -67,16 +67,16 @@ def test_one_device():
 
 
 @pytest.mark.parametrize(
-    ("gap", "level", "text"),
+    ("gap", "text"),
     [
-        (0.0, 2, "proved the optimum of the cost model summed over ops, on the meshes tried"),
-        (0.0101, 0, "within 1.0% of the optimum of the cost model summed over ops, on this mesh"),
-        (1e-4, 2, "within 0.1% of the optimum of the cost model summed over ops, on the meshes tried"),
-        (None, 2, "no bound known"),
+        (0.0, "proved the optimum of the cost model summed over ops, on the meshes tried"),
+        (0.0101, "within 1.0% of the optimum of the cost model summed over ops, on the meshes tried"),
+        (1e-4, "within 0.1% of the optimum of the cost model summed over ops, on the meshes tried"),
+        (None, "no bound known"),
     ],
 )
-def test_proof(gap, level, text):
-    assert proof(gap, level) == text
+def test_proof(gap, text):
+    assert proof(gap) == text
 
 
 @pytest.mark.parametrize(

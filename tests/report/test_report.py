@@ -351,7 +351,7 @@ def test_a_searched_plan_says_what_else_was_weighed():
     plan, report = function.plan(params, x), function.explain(params, x)
     data, text, html = report.to_dict(), report.full().to_text(140), report.to_html()
     assert data["optimality_gap"] == plan.gap
-    assert f"optimality: {proof(plan.gap, plan.level)}" in text
+    assert f"optimality: {proof(plan.gap)}" in text
     best, *others = data["candidates"]
     assert best["name"] == "this plan"
     assert best["cost"]["time_s"] == plan.cost.time_s

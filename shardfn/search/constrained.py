@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 
 from shardfn.ir.model import Axes, Op, OpConstraint, Spec, mesh_sizes_text
-from shardfn.search.mesh_solution import MeshSolution, matches_estimate, operand_specs, specs_of
-from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem
-from shardfn.search.refinement import DECIDING_OPS
+from shardfn.ir.op_traits import CONTRACTIONS
+from shardfn.search.archive import Archive
+from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
+from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import merge_axes, results_only, used_axes
+from shardfn.search.result_shardings import results_as_solved
 
-FAR, RECOVERY = 2.0, 0.75
-"""A candidate that takes `FAR` times the best time so far gets no further constraints. `RECOVERY` is the part of its excess
-over the estimate that constraints may win back; 60 measured plans won two thirds at most."""
+DECIDING_OPS = CONTRACTIONS | {"gather", "scatter"}
+"""Products and look-ups: the sharding of their results is a decision, which sums and elementwise ops follow."""
 
 FOLLOWING_OPS = frozenset({"add", "multiply"})
 """Ops that follow an operand's sharding and can be constrained."""
@@ -24,57 +25,64 @@ CONSTRAINED_OPS = DECIDING_OPS | {"concatenate", "dynamic_slice"}
 """Ops whose shardings are decisions of their own and that gain by a constraint; the others follow them."""
 
 
-def constrained_candidates(
-    problem: SearchProblem, found: MeshSolution, best_s: float = float("inf")
-) -> Iterator[SearchCandidate]:
-    """Evaluated candidates of a mesh solution, with ever more constraints while the estimate is too low.
+def constrained(
+    problem: SearchProblem, found: MeshSolution, archive: Archive
+) -> Generator[Proposal, None, SearchCandidate]:
+    """Proposals of a mesh solution, with ever more constraints while its estimate is too low and they help; returns the best.
 
     The first constrains the results of matmuls and look-ups, and leaves their operands to the compiler. The second
     constrains every decision. The last ones also constrain the ops that propagation shards otherwise.
 
     Args:
-      problem: the question.
+      problem: the question, at the level that the solution was solved for.
       found: the solution.
-      best_s: modelled seconds of the best candidate so far; without hope to beat it, only the first candidate is yielded.
+      archive: where the proposals are evaluated.
     """
     axes, specs, decisions = _decisions(problem, found)
     ops = problem.graph.ops
-    loose = problem.candidate(
-        mesh_sizes_text(axes),
-        axes,
-        specs,
-        {
-            index: constraint if _keeps_operands(ops[index]) else results_only(constraint)
-            for index, constraint in decisions.items()
-            if ops[index].name in DECIDING_OPS | FOLLOWING_OPS
-        },
-    )
+    few = {
+        index: constraint if _keeps_operands(ops[index]) else results_only(constraint)
+        for index, constraint in decisions.items()
+        if ops[index].name in DECIDING_OPS | FOLLOWING_OPS
+    }
+    loose = SolvedProposal(mesh_sizes_text(axes), axes, specs, few, solution=found)
     yield loose
-    is_over = loose.cost.memory.peak > problem.memory_limit >= found.peak
-    time_s = loose.cost.time_s
-    expected_s = time_s - RECOVERY * max(0.0, time_s - found.solution.cost)
-    if problem.seconds_left <= 0 or time_s > FAR * best_s or expected_s > best_s:
+    best = archive.of(loose)
+    for other in _more_constraints(problem, found, best, archive):
+        yield other
+        best = min(best, archive.of(other), key=problem.rank)
+        if is_reached(problem, found, best):
+            break
+    if problem.open_results and (other := results_as_solved(problem, best, found)) is not None:
+        yield other
+        best = min(best, archive.of(other), key=problem.rank)
+    return best
+
+
+def _more_constraints(
+    problem: SearchProblem, found: MeshSolution, loose: SearchCandidate, archive: Archive
+) -> Iterator[Proposal]:
+    """Proposals with ever more constraints than a candidate below its estimate; none beyond every decision if that is no help."""
+    if is_reached(problem, found, loose):
         return
-    if not is_over and matches_estimate(problem, found, loose):
-        return
-    full = problem.candidate(mesh_sizes_text(axes), axes, specs, decisions)
+    full = fully_constrained(problem, found)
     yield full
-    if not problem.effort.is_large and problem.seconds_left > 0 and not matches_estimate(problem, found, full):
-        yield from constrain_followers(problem, found, full)
+    if problem.rank(archive.of(full)) <= problem.rank(loose):
+        yield from _constrain_followers(problem, found, archive.of(full), archive)
 
 
-def fully_constrained(problem: SearchProblem, found: MeshSolution) -> SearchCandidate:
-    """The evaluated candidate of a mesh solution with every decision constrained."""
+def fully_constrained(problem: SearchProblem, found: MeshSolution) -> SolvedProposal:
+    """The proposal of a mesh solution with every decision constrained."""
     axes, specs, constraints = _decisions(problem, found)
-    return problem.candidate(mesh_sizes_text(axes), axes, specs, constraints)
+    return SolvedProposal(mesh_sizes_text(axes), axes, specs, constraints, solution=found)
 
 
-def constrain_followers(
-    problem: SearchProblem, found: MeshSolution, full: SearchCandidate
-) -> Iterator[SearchCandidate]:
-    """A candidate with constraints on reductions as well, and on each op that its partitioned program shards otherwise than
+def _constrain_followers(
+    problem: SearchProblem, found: MeshSolution, full: SearchCandidate, archive: Archive
+) -> Iterator[Proposal]:
+    """Proposals with constraints on reductions as well, and on each op that the partitioned program shards otherwise than
     the solution; and the same once more."""
-    axes, _, with_sums = _decisions(problem, found, CONSTRAINED_OPS | {"reduce"})
+    axes, specs, with_sums = _decisions(problem, found, CONSTRAINED_OPS | {"reduce"})
     ops, wanted = problem.graph.ops, specs_of(problem, found)
     is_same_mesh = axes == found.axes
     constraints = {
@@ -94,10 +102,11 @@ def constrain_followers(
             and all(v in found.space.layouts for v in op.outputs)
             and actual.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
         }
-        if constraints == full.constraints or problem.seconds_left <= 0:
+        if constraints == full.constraints:
             return
-        full = problem.changed(full, constraints=dict(constraints))
-        yield full
+        other = SolvedProposal(full.name, axes, specs, dict(constraints), solution=found)
+        yield other
+        full = archive.of(other)
 
 
 def _keeps_operands(op: Op) -> bool:

@@ -1,0 +1,117 @@
+"""The archive of a search: every candidate that it evaluated, for all objectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardfn.ir.model import Axes
+from shardfn.search.budget import FIXED_VISITS, VISIT, visits_of, work_of
+from shardfn.search.filters import keeps_rules
+from shardfn.search.label_tables import LabelSpace
+from shardfn.search.mesh_solution import MeshSolution, SolvedProposal
+from shardfn.search.meshes import meshes
+from shardfn.search.objectives import LEVELS, Rank
+from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+
+
+class Archive:
+    """The evaluated candidates of one search, and the budget that evaluations and solver steps spend.
+
+    The best of equals is the one with the fewest constraints, then the one that was evaluated first.
+    """
+
+    def __init__(self, problem: SearchProblem, known: Archive | None = None) -> None:
+        """The archive of a problem; empty, or with what is `known` of the same problem within another memory limit."""
+        self.problem = problem
+        visits = visits_of(problem.budget, len(problem.graph.ops), len(meshes(problem)))
+        self.budget = work_of(visits, problem.seconds_left)
+        self.evaluation_work = VISIT * (FIXED_VISITS + len(problem.graph.ops))
+        """Work of evaluating one candidate, in the solver's units."""
+        self.was_interrupted = known is not None and known.was_interrupted
+        self.solutions: list[MeshSolution] = [] if known is None else known.solutions
+        """What the solver found, for all objectives."""
+        self.spaces: dict[Axes, LabelSpace] = {} if known is None else known.spaces
+        """The choices on each mesh, which the objectives share."""
+        self._made: dict[object, SearchCandidate] = {} if known is None else known._made
+        self._facts: dict[object, _Facts] = {} if known is None else known._facts
+        self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
+        self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
+        for made in self._made.values():
+            self._keep_best(made)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __iter__(self) -> Iterator[SearchCandidate]:
+        """The candidates in the order of their evaluation."""
+        return iter({made.key: made for made in self._made.values()}.values())
+
+    def evaluate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
+        """The evaluated candidate of a proposal. To evaluate it again costs nothing.
+
+        Args:
+          proposal: the choice.
+          generator: the name of the generator that proposes it.
+        """
+        if isinstance(proposal, SolvedProposal):
+            known = self._solved.get(_shardings(proposal))
+            if known is None or proposal.solution.is_exact > known.is_exact:
+                self._solved[_shardings(proposal)] = proposal.solution
+        if proposal.key not in self._made:
+            self.budget.spend(self.evaluation_work)
+            made = self._made[proposal.key] = self.problem.candidate(proposal, generator)
+            if made.key not in self._facts:
+                keeps = keeps_rules(self.problem.partitioned_of(made), self.problem.algorithm)
+                self._facts[made.key] = _Facts(len(self._facts), keeps)
+                self._keep_best(made)
+        return self._made[proposal.key]
+
+    def of(self, proposal: Proposal) -> SearchCandidate:
+        """The candidate of a proposal that was evaluated."""
+        return self._made[proposal.key]
+
+    def _keep_best(self, made: SearchCandidate) -> None:
+        for level in LEVELS:
+            mesh = level, tuple(size for _, size in made.axes)
+            known = self._best.get(mesh)
+            if known is None or self._order(level, made) < self._order(level, known):
+                self._best[mesh] = made
+
+    def _order(self, level: int, made: SearchCandidate) -> tuple[object, ...]:
+        facts = self._facts[made.key]
+        return not facts.keeps_rules, self.problem.at(level).rank(made), len(made.constraints), facts.number
+
+    def ranked(self, level: int) -> list[SearchCandidate]:
+        """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
+        return sorted(self, key=lambda made: self._order(level, made))
+
+    def best_of_each_mesh(self, level: int) -> list[SearchCandidate]:
+        """The best candidate on each mesh at a level, the best of all first."""
+        best = (made for (of, _), made in self._best.items() if of == level)
+        return sorted(best, key=lambda made: self._order(level, made))
+
+    def best_ranks(self) -> list[Rank]:
+        """The rank of the best candidate at each level; none while the archive is empty."""
+        return [self.problem.at(level).rank(self.best_of_each_mesh(level)[0]) for level in LEVELS] if len(self) else []
+
+    def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
+        """The best candidate that comes from a solution; None where there is none."""
+        return next((made for made in self.ranked(level) if self.solution_of(made) is solution), None)
+
+    def solution_of(self, made: SearchCandidate) -> MeshSolution | None:
+        """The solver's solution with the shardings of a candidate, whatever its constraints; None where there is none."""
+        return self._solved.get(_shardings(made))
+
+
+def _shardings(made: Proposal) -> object:
+    return made.axes, made.specs, tuple(sorted(made.result_specs.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What an archive knows of a candidate beside its cost."""
+
+    number: int
+    """Its place in the order of evaluation."""
+    keeps_rules: bool

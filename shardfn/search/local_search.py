@@ -1,0 +1,61 @@
+"""Local search: moves around the best candidates of an objective, until none of them makes a better one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from shardfn.search.archive import Archive
+from shardfn.search.array_changes import alike_array_changes, one_array_changes
+from shardfn.search.fewer_constraints import fewer_constraints, sliced_arguments
+from shardfn.search.many_array_changes import follow_products, fully_sharded
+from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+from shardfn.search.result_shardings import smallest_results
+
+Move = Callable[[SearchProblem, SearchCandidate, int], Iterator[Proposal]]
+"""The neighbours of a candidate that a move makes. The number says how many neighbours were better so far, so that moves of
+single arrays can go on where the last one succeeded."""
+
+MOVES: tuple[Move, ...] = (
+    fewer_constraints,
+    sliced_arguments,
+    follow_products,
+    fully_sharded,
+    smallest_results,
+    alike_array_changes,
+    one_array_changes,
+)
+"""In the order in which they are tried."""
+
+
+def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+    """The generator of the local search for the objective of a level.
+
+    It starts from the best candidate of each mesh, the best of all first. Where its own proposal becomes that, it goes on from
+    there with the move that was at work; where another generator's does, with the first move. It ends where a plan costs
+    nothing, such as one that sends nothing.
+    """
+    at, proposed, ended, better, moves = problem.at(level), set[object](), set[object](), 0, deque(MOVES)
+    while (start := _start(archive, level, ended)) is not None and any(at.rank(start).aim):
+        if start.key not in proposed:
+            moves = deque(MOVES)
+        for _ in MOVES:
+            for proposal in moves[0](at, start, better):
+                if proposal.key not in proposed:
+                    proposed.add(proposal.key)
+                    yield proposal
+                    if _start(archive, level, ended) is not start:
+                        better += 1
+                        break
+            else:
+                moves.rotate(-1)
+                continue
+            break
+        else:
+            ended.add(start.key)
+
+
+def _start(archive: Archive, level: int, ended: set[object]) -> SearchCandidate | None:
+    """The best candidate whose neighbours are not known yet, of those that are the best of their mesh."""
+    best = (made for made in archive.best_of_each_mesh(level) if made.key not in ended)
+    return next(best, None)

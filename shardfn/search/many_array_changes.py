@@ -1,0 +1,83 @@
+"""Moves of the local search that change the shardings of many arrays at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardfn.ir.correspondence import pairs
+from shardfn.ir.model import OpConstraint, Spec
+from shardfn.search import baselines
+from shardfn.search.array_changes import proposal_from
+from shardfn.search.baselines import batch_arguments
+from shardfn.search.constrained import DECIDING_OPS
+from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+from shardfn.search.resharding_costs import used_axes
+
+
+def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+    """The candidate without constraints, and with each open argument that no product reads (biases, positions, a batch of
+    indices) sharded the way its dimension groups are in most results of products."""
+    groups, values, sizes = problem.value_groups, problem.graph.values, dict(made.axes)
+    partitioned = problem.partitioned_of(made)
+    votes: dict[int, dict[tuple[str, ...], int]] = {}
+    read: set[int] = set()
+    for _, op, there in pairs(problem.graph, partitioned.graph):
+        if op.name in DECIDING_OPS:
+            read.update(op.inputs)
+            for v, w in zip(op.outputs, there.outputs, strict=True):
+                for group, dim in zip(groups[v], partitioned.specs[w], strict=True):
+                    if sizes.keys() >= set(dim):
+                        of = votes.setdefault(group, {})
+                        of[dim] = of.get(dim, 0) + math.prod(values[v].shape)
+    specs = list(made.specs)
+    for i, (value, shape) in enumerate(zip(problem.inputs, problem.shapes, strict=True)):
+        if problem.specs[i] is not None or (value in read and i not in batch_arguments(problem)):
+            continue
+        free, spec = set(sizes), []
+        for n, group in zip(shape, groups[value], strict=False):
+            dim = max(votes.get(group, {(): 0}).items(), key=lambda item: item[1])[0]
+            fits = free.issuperset(dim) and n % math.prod(sizes[a] for a in dim) == 0
+            spec.append(dim if fits else ())
+            free -= set(spec[-1])
+        specs[i] = tuple(spec)
+    yield proposal_from(problem, made, specs=tuple(specs), constraints={})
+
+
+def fully_sharded(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+    """The candidate with parameters, and with optimizer state alone, sharded over all axes left, as in FSDP and ZeRO-1."""
+    yield _fully_sharded(problem, made, only_state=False)
+    if any(baselines.is_optimizer_state(problem)):
+        yield _fully_sharded(problem, made, only_state=True)
+
+
+def _fully_sharded(problem: SearchProblem, made: SearchCandidate, only_state: bool) -> Proposal:
+    """One of `fully_sharded`; constraints keep what products compute from a batch as it was."""
+    sizes, specs, batch = dict(made.axes), list(made.specs), batch_arguments(problem)
+    is_state = baselines.is_optimizer_state(problem)
+    for i, shape in enumerate(problem.shapes):
+        if problem.specs[i] is None and i not in batch and (is_state[i] or not only_state):
+            for axis in (axis for axis in sizes if axis not in used_axes(specs[i])):
+                specs[i] = _with_axis(shape, specs[i], axis, sizes)
+    kept = {group for i, groups in enumerate(problem.groups) if i not in batch for group in groups}
+    batch_groups = {group for i in batch for group in problem.groups[i]} - kept
+    partitioned = problem.partitioned_of(made)
+    constraints: dict[int, OpConstraint] = {}
+    for index, op, at in pairs(problem.graph, partitioned.graph):
+        results = tuple(partitioned.specs[v] for v in at.outputs)
+        if (
+            index in problem.can_constrain
+            and op.name in DECIDING_OPS
+            and all(used_axes(spec) <= sizes.keys() for spec in results)
+            and batch_groups.intersection(problem.value_groups[op.outputs[0]])
+        ):
+            constraints[index] = OpConstraint((None,) * len(op.inputs), results)
+    return proposal_from(problem, made, specs=tuple(specs), constraints=constraints)
+
+
+def _with_axis(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> Spec:
+    """The sharding with an axis more, where it divides a dimension."""
+    left = [n // math.prod(sizes[a] for a in dim) for n, dim in zip(shape, spec, strict=True)]
+    at = baselines.largest_dimension(spec, left, sizes[axis])
+    order = list(sizes)
+    return tuple(tuple(sorted((*dim, axis), key=order.index)) if d == at else dim for d, dim in enumerate(spec))

@@ -1,0 +1,147 @@
+"""What holds of every search by construction, on random programs: objectives share one archive, and the budget only ends it."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn import search
+from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.search import GENERATORS, baselines
+from shardfn.search.archive import Archive
+from shardfn.search.engine import LEAST, run
+from shardfn.search.problem import Proposal
+from tests.search.problems import S, planned_problem, random_program, two_layers
+
+SEEDS = range(0, 12)
+LAYERS = tuple(S(shape, jnp.float32) for shape in ((64, 128), (128, 256), (256, 64)))
+
+
+@functools.cache
+def problem_of(seed, devices=8):
+    function, args, _ = random_program(seed)
+    return planned_problem(function, *args, device=f"cpu:{devices}")
+
+
+def small(seed, visits):
+    return dataclasses.replace(problem_of(seed), budget=visits, memory_limit=math.inf)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_objective_is_no_worse_at_its_own_aim_than_the_plans_of_the_others(seed):
+    function, args, _ = random_program(seed)
+    made = [shardfn.plan(function, *args, level=level, device="cpu:8", budget=3_000) for level in (0, 1, 2)]
+    for own in made:
+        rank = search.problem.objective
+        problem = own._answered.problem
+        assert all(rank(own.cost, problem) <= rank(other.cost, problem) for other in made)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_default_budget_is_no_worse_than_any_baseline(seed):
+    problem = problem_of(seed)
+    archive = run(dataclasses.replace(problem, memory_limit=math.inf), GENERATORS)
+    by_hand = Archive(dataclasses.replace(problem, memory_limit=math.inf))
+    for proposal in (*baselines.batch_baselines(problem), *baselines.group_baselines(problem)):
+        by_hand.evaluate(proposal)
+    for level in (0, 1, 2) if len(by_hand) else ():
+        at = problem.at(level)
+        assert at.rank(archive.ranked(level)[0]) <= at.rank(by_hand.ranked(level)[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_larger_budget_continues_the_same_sequence_of_candidates(seed):
+    few, more = (run(small(seed, visits), GENERATORS) for visits in (300, 1_200))
+    assert LEAST <= len(few) <= len(more)
+    assert [made.key for made in few] == [made.key for made in more][: len(few)]
+    for level in (0, 1, 2):
+        at = problem_of(seed).at(level)
+        assert at.rank(more.ranked(level)[0]) <= at.rank(few.ranked(level)[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_limit_that_an_evaluated_candidate_keeps_is_kept(seed):
+    function, args, _ = random_program(seed)
+    options = {"device": "cpu:8", "budget": 1_000}
+    made = shardfn.plan(function, *args, level=2, **options)
+    peaks = sorted({c.figures.memory for c in made.candidates} or {made.cost.memory.peak})
+    for limit in {peaks[0], peaks[len(peaks) // 2]}:
+        for level in (0, 1, 2):
+            assert shardfn.plan(function, *args, level=level, memory_limit=limit, **options).cost.memory.peak <= limit
+    with pytest.raises(StrategyError, match="no plan"):
+        shardfn.plan(function, *args, memory_limit=max(1, peaks[0] // 8), **options)
+
+
+def test_least_candidates_are_evaluated_within_any_budget():
+    tiny = run(small(3, 1), GENERATORS)
+    assert len(tiny) == LEAST and tiny.budget.is_over
+
+
+@pytest.mark.parametrize("budget", ["fast", "default", 2_000])
+def test_budget_option_is_taken(budget):
+    made = shardfn.plan(two_layers, *LAYERS, device="h100:8", budget=budget)
+    assert made == shardfn.plan(two_layers, *LAYERS, device="h100:8", budget=budget)
+
+
+@pytest.mark.parametrize(("budget", "fix"), [("thorogh", "did you mean 'thorough'"), (0, "100_000"), (True, "default")])
+def test_wrong_budget_is_refused_with_the_fix(budget, fix):
+    with pytest.raises((StrategyError, StrategyTypeError), match=fix):
+        shardfn.plan(two_layers, *LAYERS, device="h100:8", budget=budget)
+
+
+def test_registered_generator_gets_the_baselines_and_the_local_search():
+    seen = []
+
+    def rows(problem, archive):
+        specs = tuple(s if s is not None else (("a",), *((),) * (len(shape) - 1))
+                      for s, shape in zip(problem.specs, problem.shapes, strict=True))  # fmt: skip
+        yield Proposal("rows of all", (("a", 8),), specs)
+        seen.append(archive.of(Proposal("rows of all", (("a", 8),), specs)).cost.bytes_sent)
+
+    search.register("rows_of_all", rows)
+    try:
+        made = shardfn.plan(two_layers, *LAYERS, device="h100:8", search_mode="rows_of_all", level=2)
+        generators = {made.generator for made in made._answered.answer.others}
+    finally:
+        search.forget("rows_of_all")
+    assert len(seen) == 1 and seen[0] > 0
+    assert "rows_of_all" in generators and "batch baselines" not in generators  # no result replaces an argument here
+    assert any(name.startswith("local search") for name in generators)
+    assert made.cost.bytes_sent <= seen[0]
+
+
+def test_interrupt_gives_the_best_so_far():
+    problem = small(3, 5_000)
+
+    def stop(generator, archive):
+        if len(archive) == 4:
+            raise KeyboardInterrupt
+
+    archive = run(dataclasses.replace(problem, watch=stop), GENERATORS)
+    assert len(archive) == 4 and archive.was_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(problem, {"none": lambda problem, archive: (_ for _ in ()).throw(KeyboardInterrupt)})
+
+
+def test_interrupt_of_a_plan_is_said_in_its_policy():
+    def interrupted(problem):
+        return search.search_with("exact search", GENERATORS, dataclasses.replace(problem, watch=stop))
+
+    def stop(generator, archive):
+        raise KeyboardInterrupt
+
+    search.register("interrupted", interrupted)
+    try:
+        made = shardfn.plan(two_layers, *LAYERS, device="h100:8", search_mode="interrupted")
+    finally:
+        search.forget("interrupted")
+    assert made.policy.endswith("interrupted") or "interrupted" in made.policy
+
+
+def test_named_budgets_grow():
+    sizes = [search.budget.visits_of(name, 500, 2) for name in ("fast", "default", "thorough")]
+    assert sizes == sorted(sizes) and jax.device_count() == 8
