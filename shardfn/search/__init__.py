@@ -27,7 +27,6 @@ from typing import Any
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
 from shardfn.search import (
-    baselines,
     default_policy,
     exact,
     local_search,
@@ -57,11 +56,11 @@ __all__ = [
 
 COMMUNICATION, MEMORY, TIME = 0, 1, 2
 
-ENTRIES: Mapping[str, CandidateGenerator] = {"entries followed": sharding_propagation.follow_entries}
-
 BASELINES: Mapping[str, CandidateGenerator] = {
-    "batch baselines": lambda problem, archive: baselines.batch_baselines(problem),
+    "entries followed": sharding_propagation.follow_entries,
+    "baselines": lambda problem, archive: styles.baselines(problem),
 }
+"""What every search evaluates first."""
 
 LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
     "local search, time": functools.partial(local_search.generate, TIME),
@@ -70,8 +69,6 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 }
 
 GENERATORS: Mapping[str, CandidateGenerator] = {
-    **ENTRIES,
-    **BASELINES,
     "exact, time": functools.partial(exact.generate, mesh_solution.TIME),
     "exact, communication": functools.partial(exact.generate, mesh_solution.COMMUNICATION),
     "local search, time": functools.partial(local_search.generate, TIME),
@@ -82,18 +79,14 @@ GENERATORS: Mapping[str, CandidateGenerator] = {
     "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
     "exact, less memory": exact.less_memory,
     "exact, least memory": functools.partial(exact.generate, mesh_solution.LEAST_MEMORY),
-    "exact, balanced communication": functools.partial(exact.generate, mesh_solution.BALANCED_COMMUNICATION),
-    "group baselines": lambda problem, archive: baselines.group_baselines(problem),
 }
 """The generators of the default search, in the order of their first turns."""
 
 RECURSIVE: Mapping[str, CandidateGenerator] = {
-    **ENTRIES,
-    **BASELINES,
     "recursive, time": functools.partial(recursive_programming.generate, TIME),
     "recursive, communication": functools.partial(recursive_programming.generate, COMMUNICATION),
     "recursive, memory": functools.partial(recursive_programming.generate, MEMORY),
-    "group baselines": lambda problem, archive: baselines.plain_baselines(problem),
+    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
 }
 """Those of the fast search."""
 
@@ -111,12 +104,12 @@ def search_with(what: str, generators: Mapping[str, CandidateGenerator], problem
     """The answer of a search by some generators; that of the simple policy where nothing is open or nothing is proposed."""
     if not problem.is_open:
         return default_policy.search(problem)
-    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators)
+    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators, BASELINES)
     if not len(archive):
         return default_policy.search(problem)
     if archive.was_interrupted or all(problem.fits(archive.best_of_each_mesh(level)[0]) for level in LEVELS):
         return answer_of(what, Archive(problem, archive))
-    return answer_of(what, run(problem, WITHIN_LIMIT, archive))
+    return answer_of(what, run(problem, WITHIN_LIMIT, known=archive))
 
 
 MODES: dict[str, Any] = {
@@ -188,7 +181,7 @@ def _asked(mode: str, problem: SearchProblem) -> Answer:
     """The answer of a registered search, or of the search with a registered generator."""
     search: Any = MODES[mode]
     if len(inspect.signature(search).parameters) == 2:
-        return search_with(f"search {mode!r}", {**ENTRIES, mode: search, **BASELINES, **LOCAL_SEARCH}, problem)
+        return search_with(f"search {mode!r}", {mode: search, **LOCAL_SEARCH}, problem)
     answer: object = search(problem)
     if not isinstance(answer, Answer):
         fail(ContextTypeError, f"the search {mode!r} returned {a(answer)}", where=f"search_mode = {mode!r}",

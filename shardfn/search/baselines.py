@@ -1,23 +1,18 @@
-"""Baseline plans that people write by hand: data parallel, ZeRO-1, FSDP, tensor parallel, and mixes on two mesh axes.
+"""What the arguments of a program are, and their shardings in a plan that shards dimension groups, as people write plans by hand.
 
-Each shards one dimension group over all devices, or two over a mesh of two axes, and the other arrays over the axes left.
+`styles` makes the plans.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.cost.devices.links import are_alike, links
 from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
-from shardfn.partition.resharding import divisors
-from shardfn.search.default_policy import group_name
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import OpConstraints, Proposal, SearchProblem
+from shardfn.search.problem import OpConstraints, SearchProblem
 
 GROUPS = 3
 """Dimension groups that baselines shard, the largest first."""
@@ -33,49 +28,6 @@ class ArgumentSharding(enum.Enum):
     STATE = "optimizer state"
     SIZEABLE = "all but small parameters"
     ALL = "all arrays"
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline(Proposal):
-    """Dimension groups sharded over axes, and all else unsharded or sharded as its name says."""
-
-    by_group: Mapping[int, tuple[str, ...]] = dataclasses.field(kw_only=True, compare=False)
-
-
-def batch_baselines(problem: SearchProblem) -> Iterator[Proposal]:
-    """FSDP, data parallel and ZeRO-1 over all devices, for each batch; FSDP with small parameters replicated comes last.
-
-    None where no argument is a batch or the user's entries shard arrays.
-    """
-    if not are_meant(problem):
-        return
-    axes = problem.axes or (("a", problem.devices),)
-    every = tuple(name for name, _ in axes)
-    batch = sorted(batch_arguments(problem))
-    for group in dict.fromkeys(problem.groups[i][0] for i in batch if problem.groups[i]):
-        if _divides(problem, group, problem.devices):
-            plain, *others = _variants(problem, axes, {group: every}, with_large=True)
-            *others, full = others
-            yield from (full, plain, *others)
-
-
-def plain_baselines(problem: SearchProblem) -> Iterator[Proposal]:
-    """Each of the largest dimension groups sharded over all devices, and nothing else."""
-    if are_meant(problem):
-        axes = problem.axes or (("a", problem.devices),)
-        for group in _largest_groups(problem):
-            if _divides(problem, group, problem.devices):
-                yield next(_variants(problem, axes, {group: tuple(name for name, _ in axes)}))
-
-
-def group_baselines(problem: SearchProblem) -> Iterator[Proposal]:
-    """The largest dimension groups sharded over all devices, and pairs of them over two axes: tensor parallelism and its mixes
-    with the others. Of pairs, those with the least estimated memory come first."""
-    if not are_meant(problem):
-        return
-    single, pairs = _single_groups(problem), list(_pairs_of_groups(problem))
-    yield from single
-    yield from sorted(pairs, key=lambda one: estimated_peak(problem, one))
 
 
 def are_meant(problem: SearchProblem) -> bool:
@@ -106,99 +58,6 @@ def resident_bytes(problem: SearchProblem, axes: Axes, specs: Sequence[Spec]) ->
 
     given = on_one({v: spec for v, spec in arguments.items() if v in problem.donated})
     return on_one(arguments) + max(0, on_one(results) - given)
-
-
-def least_resident_bytes(problem: SearchProblem) -> float:
-    """A lower bound of `resident_bytes`: an even share of the arguments and of the results that do not reuse their memory."""
-    sizes = [array_bytes(problem.graph.values[v]) for v in problem.inputs]
-    given = sum(size for v, size in zip(problem.inputs, sizes, strict=True) if v in problem.donated)
-    results = sum(array_bytes(problem.graph.values[v]) for v in (*problem.results, *problem.same_as))
-    return (sum(sizes) + max(0.0, results - given)) / problem.devices
-
-
-def estimated_peak(problem: SearchProblem, one: Baseline) -> float:
-    """A rough estimate of the peak memory in bytes: `resident_bytes` and the program's temporaries, sharded by group."""
-    sizes, values = dict(one.axes), problem.graph.values
-
-    def shards(value: int) -> int:
-        used: dict[str, int] = {}
-        for size, group in zip(values[value].shape, problem.value_groups[value], strict=True):
-            over = one.by_group.get(group, ())
-            if over and size % math.prod(sizes[axis] for axis in over) == 0:
-                used.update((axis, sizes[axis]) for axis in over)
-        return math.prod(used.values())
-
-    change: dict[int, float] = {}
-    for place in problem.facts.places:
-        size = place.bytes / min(map(shards, place.values), default=1)
-        change[place.start] = change.get(place.start, 0.0) + size
-        change[place.end + 1] = change.get(place.end + 1, 0.0) - size
-    temporaries = max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
-    return resident_bytes(problem, one.axes, one.specs) + temporaries
-
-
-def _largest_groups(problem: SearchProblem) -> list[int]:
-    """The largest open dimension groups that can be sharded over all devices or over an axis of `_pairs_of_axes`."""
-    open_ = {g for groups, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for g in groups}
-    largest = sorted(open_, key=lambda g: (-problem.group_bytes.get(g, 0), g))
-    parts = {math.prod(dict(axes)[name] for name in first) for axes, first, _ in _pairs_of_axes(problem)}
-    sizes = sorted({problem.devices, *parts})
-    return list(itertools.islice((g for g in largest if any(_divides(problem, g, n) for n in sizes)), GROUPS))
-
-
-def _single_groups(problem: SearchProblem) -> Iterator[Baseline]:
-    axes = problem.axes or (("a", problem.devices),)
-    for group in _largest_groups(problem):
-        if _divides(problem, group, problem.devices):
-            yield from _variants(problem, axes, {group: tuple(name for name, _ in axes)})
-
-
-def _pairs_of_groups(problem: SearchProblem) -> Iterator[Baseline]:
-    """The baselines of two groups. Which of them has the outer axis matters only where links differ."""
-    for pair in itertools.combinations(_largest_groups(problem), 2):
-        for axes, a, b in _pairs_of_axes(problem):
-            size = math.prod(dict(axes)[name] for name in a)
-            for first, second in (pair,) if are_alike(links(problem.hardware, axes)) else (pair, pair[::-1]):
-                if _divides(problem, first, size) and _divides(problem, second, problem.devices // size):
-                    yield from _variants(problem, axes, {first: a, second: b})
-
-
-def _pairs_of_axes(problem: SearchProblem) -> Iterator[tuple[Axes, tuple[str, ...], tuple[str, ...]]]:
-    """The meshes that two dimension groups can share, with the axes of each: two axes, or the given ones in two parts."""
-    n, axes = problem.devices, tuple(axis for axis in problem.axes if axis[1] > 1)
-    if not problem.axes:
-        yield from (((("a", a), ("b", n // a)), ("a",), ("b",)) for a in divisors(n, n)[1:-1])
-    for count in range(1, len(axes)):
-        for part in itertools.combinations(axes, count):
-            rest = tuple(name for name, _ in axes if name not in dict(part))
-            yield problem.axes, tuple(dict(part)), rest
-
-
-def _divides(problem: SearchProblem, group: int, size: int) -> bool:
-    """Whether an axis of a size divides a dimension of a group in an open argument."""
-    return any(map(any, argument_specs(problem, (("a", size),), {group: ("a",)})))
-
-
-def _variants(
-    problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]], with_large: bool = False
-) -> Iterator[Baseline]:
-    """The baselines of some groups: by themselves, and with other arguments sharded over free axes."""
-    sizes, every = dict(axes), tuple(name for name, _ in axes)
-
-    def ways(over: Sequence[str]) -> int:
-        return math.prod(sizes[axis] for axis in over)
-
-    name = ", ".join(f"{group_name(problem, g)} sharded {ways(over)} ways" for g, over in by_group.items())
-    yield Baseline(name, axes, argument_specs(problem, axes, by_group), by_group=by_group)
-    constraints = product_constraints(problem, axes, by_group)
-    kinds = (
-        [(ArgumentSharding.STATE, over) for over in by_group.values()] * any(is_optimizer_state(problem))
-        + [(ArgumentSharding.SIZEABLE, every)] * with_large
-        + [(ArgumentSharding.ALL, over) for over in (*by_group.values(), every)]
-    )
-    for rest, over in dict.fromkeys(kinds):
-        specs = argument_specs(problem, axes, by_group, rest, over)
-        yield Baseline(f"{name}, {rest.value} sharded over {ways(over)}", axes, specs, constraints, by_group=by_group)
 
 
 def product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:

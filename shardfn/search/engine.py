@@ -4,11 +4,12 @@ A generator is a function of the problem and the archive. It yields a `Proposal`
 the generator goes on (`Archive.of`); a yield of None ends its turn without one. Local search around the best candidates of
 the archive is a generator like the others.
 
-The next turn goes to the generator that has spent least since it last found a better plan for some objective. The k-th starts
-with the work of k evaluations, so that the order of the list is the order of the first turns. The sequence of evaluations
-depends neither on the objective nor on the budget, which only ends it. So
+Baselines come first, whatever the budget. Then the next turn goes to the generator that has spent least since it last found a
+better plan for some objective. The k-th starts with the work of k evaluations, so that the order of the list is the order of
+the first turns. The search ends with its budget, or when a part of it (`PATIENCE`) brought no better plan for any objective.
+The sequence of evaluations depends neither on the objective nor on the budget, which only ends it. So
 
-- no objective's plan is worse at its own aim than that of another objective;
+- no objective's plan is worse at its own aim than that of another objective, or than a baseline;
 - a larger budget never gives a worse plan;
 - every machine finds the same plan.
 """
@@ -29,8 +30,11 @@ CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None
 WORTH = 1e-3
 """A plan is better than another where its cost is less by this part."""
 
+PATIENCE = 0.5
+"""The part of the budget after which a search ends that found no better plan for any objective."""
+
 LEAST = 3
-"""Candidates that each run evaluates however small the budget is, as far as there are any."""
+"""Candidates that each run evaluates however short its time limit is, as far as there are any."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,7 +49,12 @@ class _Turn:
     """Work since it last found a better plan for some objective."""
 
 
-def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator], known: Archive | None = None) -> Archive:
+def run(
+    problem: SearchProblem,
+    generators: Mapping[str, CandidateGenerator],
+    baselines: Mapping[str, CandidateGenerator] | None = None,
+    known: Archive | None = None,
+) -> Archive:
     """The archive of all candidates that the generators propose within the problem's budget.
 
     After the user's time limit, or at Ctrl-C, the candidates so far are all; after the time limit at least `LEAST`.
@@ -53,6 +62,7 @@ def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator], kn
     Args:
       problem: the question.
       generators: by name, in the order of their first turns.
+      baselines: generators whose proposals are all evaluated first, whatever the budget.
       known: the archive of the same problem within another memory limit, which this search goes on from.
 
     Raises:
@@ -60,30 +70,50 @@ def run(problem: SearchProblem, generators: Mapping[str, CandidateGenerator], kn
     """
     archive = Archive(problem, known)
     budget, least = archive.budget, len(archive) + LEAST
-    running = [
-        _Turn(name, iter(generator(problem, archive)), place * archive.evaluation_work)
-        for place, (name, generator) in enumerate(generators.items())
-    ]
     try:
-        while running and (len(archive) < least or not budget.is_over):
-            turn = min(running, key=lambda each: each.head + each.spent)
-            before, best = budget.spent, archive.best_ranks()
-            try:
-                proposal = next(turn.proposals)
-            except StopIteration:
-                running.remove(turn)
-                continue
-            if proposal is None:
-                budget.spend(VISIT * FIXED_VISITS)
-            else:
-                archive.evaluate(proposal, turn.name)
-                if problem.watch is not None:
-                    problem.watch(turn.name, archive)
-            turn.spent += budget.spent - before
-            if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
-                turn.spent = 0.0
+        for name, generator in (baselines or {}).items():
+            for proposal in generator(problem, archive):
+                if budget.seconds_left <= 0 and len(archive) >= least:
+                    return archive
+                if proposal is not None:
+                    _evaluate(archive, proposal, name)
+        least = max(least, len(archive) + 1)
+        _take_turns(problem, generators, archive, least)
     except KeyboardInterrupt:
         if not len(archive):
             raise
         archive.was_interrupted = True
     return archive
+
+
+def _take_turns(
+    problem: SearchProblem, generators: Mapping[str, CandidateGenerator], archive: Archive, least: int
+) -> None:
+    """Let the generators propose until the budget is spent, or `PATIENCE` is, and `least` candidates are evaluated."""
+    budget = archive.budget
+    running = [
+        _Turn(name, iter(generator(problem, archive)), place * archive.evaluation_work)
+        for place, (name, generator) in enumerate(generators.items())
+    ]
+    end = budget.spent + PATIENCE * budget.work
+    while running and (len(archive) < least or not (budget.is_over or budget.spent >= end)):
+        turn = min(running, key=lambda each: each.head + each.spent)
+        before, best = budget.spent, archive.best_ranks()
+        try:
+            proposal = next(turn.proposals)
+        except StopIteration:
+            running.remove(turn)
+            continue
+        if proposal is None:
+            budget.spend(VISIT * FIXED_VISITS)
+        else:
+            _evaluate(archive, proposal, turn.name)
+        turn.spent += budget.spent - before
+        if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
+            turn.spent, end = 0.0, budget.spent + PATIENCE * budget.work
+
+
+def _evaluate(archive: Archive, proposal: Proposal, name: str) -> None:
+    archive.evaluate(proposal, name)
+    if archive.problem.watch is not None:
+        archive.problem.watch(name, archive)

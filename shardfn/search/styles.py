@@ -97,23 +97,47 @@ def search(style: str, problem: SearchProblem) -> Answer:
                   others=tuple(others))  # fmt: skip
 
 
-def tensor_baselines(problem: SearchProblem) -> Iterator[Proposal]:
-    """The generator of tensor parallelism, and of its mixes with data parallelism and FSDP on two mesh axes.
+def baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """The plans that people write by hand: those of each style, with the largest parameters sharded over tensor axes, on the
+    mesh of two axes nearest to a square and on one axis.
 
     None where the user's entries shard arrays.
     """
     if are_meant(problem) and problem.devices > 1:
         batch = batch_groups(problem)
-        yield from _proposals("tensor_parallel", problem, batch)
-        yield from _proposals("fsdp_tensor_parallel", problem, batch)
+        for style, wanted in STYLES.items():
+            if batch or not wanted.has_batch:
+                leading: dict[bool, Roles] = {}
+                for roles in _roles(style, problem, batch):
+                    leading.setdefault(bool(roles.batch), roles)
+                for roles in leading.values():
+                    yield from _with_roles(wanted, problem, roles, batch, most=1)
+
+
+def tensor_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+    """Tensor parallelism on every mesh, with other sets of dimensions sharded too, and its mixes with data parallelism and FSDP.
+
+    None where the user's entries shard arrays.
+    """
+    if are_meant(problem) and problem.devices > 1:
+        batch = batch_groups(problem)
+        for style in STYLES:
+            if STYLES[style].has_tensor:
+                yield from _proposals(style, problem, batch)
 
 
 def _proposals(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Proposal]:
     """The plans of a style that shard the batch over all batch axes."""
-    wanted = STYLES[style]
     for roles in _roles(style, problem, batch):
-        for groups in _tensor_groups(problem, roles, batch) if wanted.has_tensor else [()]:
-            yield from _on_mesh(problem, wanted, roles, batch, groups)
+        yield from _with_roles(STYLES[style], problem, roles, batch)
+
+
+def _with_roles(
+    wanted: Style, problem: SearchProblem, roles: Roles, batch: Groups, most: int | None = None
+) -> Iterator[Proposal]:
+    """Those on a mesh, with at most so many sets of groups over tensor axes."""
+    for groups in _tensor_groups(problem, roles, batch)[:most] if wanted.has_tensor else [()]:
+        yield from _on_mesh(problem, wanted, roles, batch, groups)
 
 
 def batch_groups(problem: SearchProblem) -> Groups:
