@@ -71,13 +71,13 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 GENERATORS: Mapping[str, CandidateGenerator] = {
     "exact, time": functools.partial(exact.generate, mesh_solution.TIME),
     "exact, communication": functools.partial(exact.generate, mesh_solution.COMMUNICATION),
-    "local search, time": functools.partial(local_search.generate, TIME),
-    "local search, communication": functools.partial(local_search.generate, COMMUNICATION),
-    "exact, memory": functools.partial(exact.generate, mesh_solution.MEMORY_TIME),
+    "local search, time": LOCAL_SEARCH["local search, time"],
+    "local search, communication": LOCAL_SEARCH["local search, communication"],
     "exact, memory and communication": functools.partial(exact.generate, mesh_solution.MEMORY_COMMUNICATION),
-    "local search, memory": functools.partial(local_search.generate, MEMORY),
-    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
+    "exact, memory": functools.partial(exact.generate, mesh_solution.MEMORY_TIME),
+    "local search, memory": LOCAL_SEARCH["local search, memory"],
     "exact, less memory": exact.less_memory,
+    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
     "exact, least memory": functools.partial(exact.generate, mesh_solution.LEAST_MEMORY),
 }
 """The generators of the default search, in the order of their first turns."""

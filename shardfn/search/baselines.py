@@ -14,9 +14,6 @@ from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import OpConstraints, SearchProblem
 
-GROUPS = 3
-"""Dimension groups that baselines shard, the largest first."""
-
 SMALL_SHARE = 1e-3
 """The smallest parameters are small while they hold no more than this part of all parameter bytes together: gathering one
 costs its latency."""

@@ -12,14 +12,14 @@ from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, Sea
 from shardfn.search.resharding_costs import merge_axes, results_only, used_axes
 from shardfn.search.result_shardings import results_as_solved
 
+REPEATS = 2
+"""How often ops that propagation shards otherwise are constrained: a constraint on some changes the rest."""
+
 DECIDING_OPS = CONTRACTIONS | {"gather", "scatter"}
 """Products and look-ups: the sharding of their results is a decision, which sums and elementwise ops follow."""
 
 FOLLOWING_OPS = frozenset({"add", "multiply"})
 """Ops that follow an operand's sharding and can be constrained."""
-
-REPEATS = 2
-"""How often ops that propagation shards otherwise are constrained: a constraint on some changes the rest."""
 
 CONSTRAINED_OPS = DECIDING_OPS | {"concatenate", "dynamic_slice"}
 """Ops whose shardings are decisions of their own and that gain by a constraint; the others follow them."""
@@ -81,7 +81,7 @@ def _constrain_followers(
     problem: SearchProblem, found: MeshSolution, full: SearchCandidate, archive: Archive
 ) -> Iterator[Proposal]:
     """Proposals with constraints on reductions as well, and on each op that the partitioned program shards otherwise than
-    the solution; and the same once more."""
+    the solution; and the same once more (`REPEATS`)."""
     axes, specs, with_sums = _decisions(problem, found, CONSTRAINED_OPS | {"reduce"})
     ops, wanted = problem.graph.ops, specs_of(problem, found)
     is_same_mesh = axes == found.axes

@@ -17,7 +17,7 @@ from shardfn.search.constrained import constrained
 from shardfn.search.filters import filtered, with_loss
 from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of, with_smallest_arguments
-from shardfn.search.mesh_solution import LESS_MEMORY, TIME, MeshSolution, Objective, estimated_rank
+from shardfn.search.mesh_solution import COMMUNICATION, LESS_MEMORY, TIME, MeshSolution, Objective, estimated_rank
 from shardfn.search.meshes import meshes, three_axis_meshes
 from shardfn.search.objectives import Rank, is_no_worse
 from shardfn.search.problem import Proposal, SearchProblem
@@ -27,11 +27,9 @@ from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.peak import Peak, least_peak
 from shardfn.solver.solve import Effort, Solution, solve
 
-SLACK = 1.02
-"""Objective memory: the peak of the cheapest labelling near the least peak, as a multiple of that peak."""
-
-MARGIN = 0.98
-"""The part of a memory limit that a solution within it aims at: estimates of memory are rough."""
+NEAR = 0.02
+"""Parts of a peak that are near: how far the cheapest labelling near the least peak may lie above it, how far below a limit a
+solution aims, as estimates of memory are rough, and how much less than the least peak so far the next one holds."""
 
 BUILD_WORK = 1e4
 """Work per op to build the labelling of a mesh, in the solver's units."""
@@ -39,16 +37,13 @@ BUILD_WORK = 1e4
 SOLVE = 4
 """The most work of one solve, in evaluations of a candidate: a solution whose gap is not closed by then is evaluated as it is."""
 
-LESS = 0.99
-"""The part of the least peak found so far that the next solution with less memory may hold."""
-
 PEAK_STEPS = 40
 """Steps towards the least peak."""
 
 EFFORT = Effort(rounds=4, close=0.005)
 """For meshes that elimination does not solve: a gap of 0.5 % suffices."""
 
-NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
+CLOSE = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
 
@@ -118,7 +113,7 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
         made = archive.best_of(found, level)
         peak = found.peak if made is None else made.cost.memory.peak
         if peak > problem.memory_limit:
-            for less in within(found, MARGIN * problem.memory_limit / peak * found.peak, archive):
+            for less in within(found, (1 - NEAR) * problem.memory_limit / peak * found.peak, archive):
                 yield from constrained(at, less, archive)
         yield None
 
@@ -129,24 +124,24 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
     The solver's limit is scaled by what the candidates of a mesh hold, as estimates of memory are rough.
     """
     at = problem.at(1)
-    tried = set[tuple[Axes, float]]()
+    tried = set[object]()
     while True:
-        every = [one for one in archive.solutions if one.objective == TIME and one.peak < math.inf]
+        every = [one for one in archive.solutions if one.objective in (TIME, COMMUNICATION) and one.peak < math.inf]
         every.sort(key=lambda one: estimated_rank(problem.at(2), one))
         least = _least_peak(archive)
         for found in every:
-            if (found.axes, least) in tried:
+            if (found.axes, found.objective, least) in tried:
                 continue
-            tried.add((found.axes, least))
-            limit = LESS * least
+            tried.add((found.axes, found.objective, least))
+            limit = (1 - NEAR) * least
             for _ in range(2):
-                solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), NEAR)
+                solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), CLOSE)
                 if not solution.feasible:
                     yield None
                     break
                 less = dataclasses.replace(found, solution=solution, objective=LESS_MEMORY)
                 made = yield from constrained(at, less, archive)
-                limit = MARGIN * LESS * least / made.cost.memory.peak * less.peak
+                limit = (1 - NEAR) * (1 - NEAR) * least / made.cost.memory.peak * less.peak
             if _least_peak(archive) < least:
                 break
         else:
@@ -204,7 +199,7 @@ def _near_least_peak(labels: Labelling, archive: Archive) -> Solution | None:
     least = least_peak(labels, _part(archive), PEAK_STEPS)
     if least is None:
         return None
-    near = solve(dataclasses.replace(labels, limit=SLACK * least.peak), _part(archive), NEAR)
+    near = solve(dataclasses.replace(labels, limit=(1 + NEAR) * least.peak), _part(archive), CLOSE)
     return near if near.feasible else _peak_solution(least, labels)
 
 

@@ -17,7 +17,6 @@ from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.partition.resharding import divisors
 from shardfn.search.archive import Archive
 from shardfn.search.baselines import (
-    GROUPS,
     ArgumentSharding,
     are_meant,
     argument_specs,
@@ -29,6 +28,9 @@ from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, OpConstraints, Proposal, SearchCandidate, SearchProblem, runner_up
 
 Groups = tuple[int, ...]
+
+GROUPS = 4
+"""The largest dimension groups of parameters, each of which begins a set to shard over tensor axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +254,7 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
         }
     largest = sorted(size_of, key=lambda g: (-size_of[g], g))
     found: dict[Groups, None] = {}
-    for first in [tuple(given)] if given else [(g,) for g in largest[: 1 + GROUPS]]:
+    for first in [tuple(given)] if given else [(g,) for g in largest[:GROUPS]]:
         chosen = list(first)
         for group in largest:
             if group not in chosen and not together[group] & set(chosen):
