@@ -266,9 +266,9 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
 def _on_mesh(problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups, tensor: Groups) -> Iterator[Proposal]:
     """Those on a mesh with its tensor axes over some dimension groups."""
     by_group = dict.fromkeys(batch, roles.batch) | dict.fromkeys(tensor, roles.tensor)
-    constraints = product_constraints(problem, roles.axes, by_group)
     sizes = dict(roles.axes)
     for also in wanted.also_sharded or (None,):
+        constraints = product_constraints(problem, roles.axes, by_group) if also or tensor else {}
         specs = argument_specs(problem, roles.axes, by_group, also, roles.batch if also else ())
         of_batch = [
             i for i, groups in enumerate(problem.groups) if problem.specs[i] is None and set(groups) & set(batch)
