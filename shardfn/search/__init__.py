@@ -69,6 +69,7 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 }
 
 GENERATORS: Mapping[str, CandidateGenerator] = {
+    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
     "exact, time": functools.partial(exact.generate, mesh_solution.TIME),
     "exact, communication": functools.partial(exact.generate, mesh_solution.COMMUNICATION),
     "local search, time": LOCAL_SEARCH["local search, time"],
@@ -77,7 +78,6 @@ GENERATORS: Mapping[str, CandidateGenerator] = {
     "exact, memory": functools.partial(exact.generate, mesh_solution.MEMORY_TIME),
     "local search, memory": LOCAL_SEARCH["local search, memory"],
     "exact, less memory": exact.less_memory,
-    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
     "exact, least memory": functools.partial(exact.generate, mesh_solution.LEAST_MEMORY),
 }
 """The generators of the default search, in the order of their first turns."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.archive import Archive
 from shardfn.search.budget import FIXED_VISITS, VISIT
+from shardfn.search.meshes import meshes
 from shardfn.search.objectives import is_no_worse
 from shardfn.search.problem import Proposal, SearchProblem
 
@@ -92,23 +93,23 @@ def _take_turns(
     """Let the generators propose until the budget is spent, or `PATIENCE` is, and `least` candidates are evaluated."""
     budget = archive.budget
     running = [
-        _Turn(name, iter(generator(problem, archive)), place * archive.evaluation_work)
+        _Turn(name, iter(generator(problem, archive)), place)
         for place, (name, generator) in enumerate(generators.items())
     ]
     end = budget.spent + PATIENCE * budget.work
     while running and (len(archive) < least or not (budget.is_over or budget.spent >= end)):
         turn = min(running, key=lambda each: each.head + each.spent)
-        before, best = budget.spent, archive.best_ranks()
+        best = archive.best_ranks()
         try:
             proposal = next(turn.proposals)
         except StopIteration:
             running.remove(turn)
             continue
+        turn.spent += 1
         if proposal is None:
             budget.spend(VISIT * FIXED_VISITS)
         else:
             _evaluate(archive, proposal, turn.name)
-        turn.spent += budget.spent - before
         if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
             turn.spent, end = 0.0, budget.spent + PATIENCE * budget.work
 

@@ -123,9 +123,10 @@ def tensor_baselines(problem: SearchProblem) -> Iterator[Proposal]:
     """
     if are_meant(problem) and problem.devices > 1:
         batch = batch_groups(problem)
-        for style in STYLES:
-            if STYLES[style].has_tensor:
-                yield from _proposals(style, problem, batch)
+        for most in (1, None):
+            for style, wanted in STYLES.items():
+                for roles in _roles(style, problem, batch) if wanted.has_tensor else ():
+                    yield from _with_roles(wanted, problem, roles, batch, most)
 
 
 def _proposals(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Proposal]:
