@@ -28,47 +28,27 @@ CONSTRAINED_OPS = DECIDING_OPS | {"concatenate", "dynamic_slice"}
 def constrained(
     problem: SearchProblem, found: MeshSolution, archive: Archive
 ) -> Generator[Proposal, None, SearchCandidate]:
-    """Proposals of a mesh solution, with ever more constraints while its estimate is too low and they help; returns the best.
+    """Proposals of a mesh solution, with ever more constraints until one costs what its estimate says; returns the best.
 
-    The first constrains the results of matmuls and look-ups, and leaves their operands to the compiler. The second
-    constrains every decision. The last ones also constrain the ops that propagation shards otherwise.
+    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. Local search
+    takes constraints away.
 
     Args:
       problem: the question, at the level that the solution was solved for.
       found: the solution.
       archive: where the proposals are evaluated.
     """
-    axes, specs, decisions = _decisions(problem, found)
-    ops = problem.graph.ops
-    few = {
-        index: constraint if _keeps_operands(ops[index]) else results_only(constraint)
-        for index, constraint in decisions.items()
-        if ops[index].name in DECIDING_OPS | FOLLOWING_OPS
-    }
-    loose = SolvedProposal(mesh_sizes_text(axes), axes, specs, few, solution=found)
-    yield loose
-    best = archive.of(loose)
-    for other in _more_constraints(problem, found, best, archive):
+    full = fully_constrained(problem, found)
+    yield full
+    best = archive.of(full)
+    more = _constrain_followers(problem, found, best, archive)
+    while not is_reached(problem, found, best) and (other := next(more, None)) is not None:
         yield other
         best = min(best, archive.of(other), key=problem.rank)
-        if is_reached(problem, found, best):
-            break
     if problem.open_results and (other := results_as_solved(problem, best, found)) is not None:
         yield other
         best = min(best, archive.of(other), key=problem.rank)
     return best
-
-
-def _more_constraints(
-    problem: SearchProblem, found: MeshSolution, loose: SearchCandidate, archive: Archive
-) -> Iterator[Proposal]:
-    """Proposals with ever more constraints than a candidate below its estimate; none beyond every decision if that is no help."""
-    if is_reached(problem, found, loose):
-        return
-    full = fully_constrained(problem, found)
-    yield full
-    if problem.rank(archive.of(full)) <= problem.rank(loose):
-        yield from _constrain_followers(problem, found, archive.of(full), archive)
 
 
 def fully_constrained(problem: SearchProblem, found: MeshSolution) -> SolvedProposal:

@@ -8,7 +8,6 @@ worse than the solver's estimate.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -49,67 +48,51 @@ CLOSE = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 
 
 def generate(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
-    """The generator of the exact search for an objective of the solver.
-
-    Meshes of one or two axes are solved one after the other, first the one with the best candidate so far. The best of them is
-    divided into three axes once the proposals of the others are exhausted.
-    """
+    """The generator of the exact search for an objective of the solver, which solves every mesh of one or two axes first."""
     at = problem.at(objective.level)
     found = list[MeshSolution]()
-    yield from best_first(at, objective, meshes(problem), found, archive)
-    if found and not problem.axes:
-        more = three_axis_meshes(problem, min(found, key=lambda one: estimated_rank(at, one)), found)
-        yield from best_first(at, objective, more, found, archive)
+    for axes in sorted(meshes(problem), key=lambda axes: sum(size for _, size in axes)):
+        found += solve_mesh(at, objective, axes, archive)
+    yield from best_first(at, found, archive)
 
 
-def best_first(
-    problem: SearchProblem,
-    objective: Objective,
-    unsolved: Sequence[Axes],
-    found: list[MeshSolution],
-    archive: Archive,
-) -> Iterator[Proposal | None]:
-    """Proposals of the solutions on some meshes, which are added to `found`.
+def three_axes(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+    """The generator of the exact search on the meshes that divide the best mesh of two axes into three."""
+    at = problem.at(objective.level)
+    known = [one for one in archive.solutions if one.objective == objective]
+    found = list[MeshSolution]()
+    if known and not problem.axes:
+        for axes in three_axis_meshes(problem, min(known, key=lambda one: estimated_rank(at, one)), known):
+            found += solve_mesh(at, objective, axes, archive)
+            yield None
+    yield from best_first(at, found, archive)
 
-    Each solution makes one proposal as soon as it is known. Then the one with the best candidate makes the next. One whose
-    estimate does not beat the best candidate makes none; estimates count less where a candidate was better than its own.
+
+def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: Archive) -> Iterator[Proposal]:
+    """Proposals of solutions: the solution that looks best makes the next one, by its estimate until it was evaluated and then by
+    its best candidate. The first makes one at least; one whose estimate does not beat the best candidate makes no more.
+
+    Estimates count less where a candidate was better than its own.
     """
-    left, factor = list(unsolved), 1.0
+    archive.solutions += found
     estimates = [estimated_rank(problem, one) for one in found]
-    looks = dict[int, Rank]()
-    proposals = dict[int, Iterator[Proposal]]()
-    while left or looks:
-        if left:
-            left.sort(key=functools.partial(_promise, archive, problem.level))
-            solved = solve_mesh(problem, objective, left.pop(0), archive)
-            if not solved:
-                yield None
-                continue
-            at = len(found)
-            found += solved
-            archive.solutions += solved
-            estimates.append(estimated_rank(problem, found[at]))
-            looks[at], proposals[at] = estimates[at], constrained(problem, found[at], archive)
+    looks = dict(enumerate(estimates))
+    proposals = [constrained(problem, one, archive) for one in found]
+    factor, is_first = 1.0, True
+    while looks:
+        at = min(looks, key=lambda one: (looks[one], one))
+        if is_first or _may_beat(estimates[at], factor, archive, problem):
+            proposal = next(proposals[at], None)
         else:
-            at = min(looks, key=lambda one: (looks[one], one))
-        estimate = estimates[at]
-        is_first = looks[at] is estimate
-        proposal = next(proposals[at], None) if is_first or _may_beat(estimate, factor, archive, problem) else None
-        yield proposal
+            proposal = None
         if proposal is None:
             del looks[at]
             continue
-        rank = problem.rank(archive.of(proposal))
-        if estimate.aim[0]:
-            factor = min(factor, rank.aim[0] / estimate.aim[0])
-        looks[at] = rank if is_first else min(looks[at], rank)
-
-
-def _promise(archive: Archive, level: int, axes: Axes) -> tuple[int, int]:
-    """How early a mesh is solved: in the order of the best candidates so far, then the one nearest to a square."""
-    sizes = tuple(size for _, size in axes)
-    best = [tuple(size for _, size in made.axes) for made in archive.best_of_each_mesh(level)]
-    return best.index(sizes) if sizes in best else len(best), sum(sizes)
+        yield proposal
+        is_first, rank = False, problem.rank(archive.of(proposal))
+        if estimates[at].aim[0]:
+            factor = min(factor, rank.aim[0] / estimates[at].aim[0])
+        looks[at] = rank if looks[at] is estimates[at] else min(looks[at], rank)
 
 
 def _may_beat(estimate: Rank, factor: float, archive: Archive, problem: SearchProblem) -> bool:
