@@ -75,12 +75,10 @@ GENERATORS: Mapping[str, CandidateGenerator] = {
     "local search, time": LOCAL_SEARCH["local search, time"],
     "local search, communication": LOCAL_SEARCH["local search, communication"],
     "exact, memory and communication": functools.partial(exact.generate, mesh_solution.MEMORY_COMMUNICATION),
-    "exact, memory": functools.partial(exact.generate, mesh_solution.MEMORY_TIME),
     "local search, memory": LOCAL_SEARCH["local search, memory"],
     "exact, less memory": exact.less_memory,
     "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.TIME),
     "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.COMMUNICATION),
-    "exact, least memory": functools.partial(exact.generate, mesh_solution.LEAST_MEMORY),
 }
 """The generators of the default search, in the order of their first turns."""
 
