@@ -4,9 +4,9 @@ A generator is a function of the problem and the archive. It yields a `Proposal`
 the generator goes on (`Archive.of`); a yield of None ends its turn without one. Local search around the best candidates of
 the archive is a generator like the others.
 
-Baselines come first, whatever the budget. Then the next turn goes to the generator that has spent least since it last found a
-better plan for some objective. The k-th starts with the work of k evaluations, so that the order of the list is the order of
-the first turns. The search ends with its budget, or when a part of it (`PATIENCE`) brought no better plan for any objective.
+Baselines come first, whatever the budget. Then the next turn goes to the generator with the fewest turns in vain since it last
+found a better plan for some objective. The k-th of the list starts with k of them, so that the order of the list is the order
+of the first turns. The search ends with its budget, or when a part of it (`PATIENCE`) brought no better plan for any objective.
 The sequence of evaluations depends neither on the objective nor on the budget, which only ends it. So
 
 - no objective's plan is worse at its own aim than that of another objective, or than a baseline;
@@ -44,10 +44,8 @@ class _Turn:
 
     name: str
     proposals: Iterator[Proposal | None]
-    head: float
-    """The work that the generator starts with."""
-    spent: float = 0.0
-    """Work since it last found a better plan for some objective."""
+    in_vain: int
+    """Turns since it last found a better plan for some objective; at the start its place in the list."""
 
 
 def run(
@@ -98,20 +96,20 @@ def _take_turns(
     ]
     end = budget.spent + PATIENCE * budget.work
     while running and (len(archive) < least or not (budget.is_over or budget.spent >= end)):
-        turn = min(running, key=lambda each: each.head + each.spent)
+        turn = min(running, key=lambda each: each.in_vain)
         best = archive.best_ranks()
         try:
             proposal = next(turn.proposals)
         except StopIteration:
             running.remove(turn)
             continue
-        turn.spent += 1
+        turn.in_vain += 1
         if proposal is None:
             budget.spend(VISIT * FIXED_VISITS)
         else:
             _evaluate(archive, proposal, turn.name)
         if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
-            turn.spent, end = 0.0, budget.spent + PATIENCE * budget.work
+            turn.in_vain, end = 0, budget.spent + PATIENCE * budget.work
 
 
 def _evaluate(archive: Archive, proposal: Proposal, name: str) -> None:
