@@ -36,11 +36,11 @@ def answers(problem: SearchProblem, answer: Answer, count: int) -> tuple[tuple[s
       count: the number of answers.
     """
     own = problem.as_candidate("the search's", answer)
-    every = sorted((own, *answer.others), key=problem.rank)
+    every = sorted((own, *answer.others), key=problem.at(LEVELS[0]).rank)  # in one order for all objectives
     for_level = (min(every, key=problem.at(level).rank) for level in LEVELS)
     of_generator = {c.generator: c for c in reversed(every)}.values()
     found: dict[object, SearchCandidate] = {}
-    for c in (own, *for_level, *sorted(of_generator, key=problem.rank), *every):
+    for c in (own, *for_level, *reversed(of_generator), *every):
         sizes = tuple(sorted(size for _, size in c.axes))
         found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
     entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(problem, c)), count))

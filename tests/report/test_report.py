@@ -349,7 +349,7 @@ def test_a_searched_plan_says_what_else_was_weighed():
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((4096, 4096), "float32")
     plan, report = function.plan(params, x), function.explain(params, x)
-    data, text, html = report.to_dict(), report.full().to_text(140), report.to_html()
+    data, text, html = report.to_dict(), report.full().to_text(200), report.to_html()
     assert data["optimality_gap"] == plan.gap
     assert f"optimality: {proof(plan.gap)}" in text
     best, *others = data["candidates"]
