@@ -186,7 +186,7 @@ def _bounds(options: Options) -> Iterator[Problem]:
                       "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
     work = options.budget
     is_number = isinstance(work, int | float) and not isinstance(work, bool)
-    if not ((is_number and work > 0) or (isinstance(work, str) and work in BUDGETS)):
+    if not ((is_number and not isinstance(work, str) and work > 0) or (isinstance(work, str) and work in BUDGETS)):
         close = closest(work, BUDGETS) if isinstance(work, str) else ()
         yield Problem("`budget` must be a name, or a number of ops visited above 0", f"budget = {short(work)}",
                       "it is the work of the search: each candidate visits every op of the program once",

@@ -34,8 +34,8 @@ from shardfn.planning.field_lookups import field_lookups
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
 from shardfn.planning.summary import FIX
-from shardfn.search.graph_facts import array_bytes
 from shardfn.search.array_changes import array_specs
+from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Algorithm, objective
 from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, time_text

@@ -14,6 +14,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardfn.compiled import candidates
+from shardfn.compiled.executable import Compiled
 from shardfn.compiled.log_capture import compile_logged
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn

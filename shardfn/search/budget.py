@@ -14,7 +14,7 @@ VISIT = 2e4
 FIXED_VISITS = 15
 """Work of evaluating a candidate beside its ops, in visits."""
 
-MESH_VISITS, OTHER_MESHES, HALF_VISITS = 10_000, 4, 200
+MESH_VISITS, OTHER_MESHES, HALF_VISITS = 12_000, 4, 200
 """The default work of a search is at most `MESH_VISITS`, about a second, for each mesh of one or two axes and for
 `OTHER_MESHES` more, and half of that where a candidate takes `HALF_VISITS`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Generator, Iterator
 
 from shardfn.ir.model import Axes, Op, OpConstraint, Spec, mesh_sizes_text
@@ -28,10 +30,10 @@ CONSTRAINED_OPS = DECIDING_OPS | {"concatenate", "dynamic_slice"}
 def constrained(
     problem: SearchProblem, found: MeshSolution, archive: Archive
 ) -> Generator[Proposal, None, SearchCandidate]:
-    """Proposals of a mesh solution, with ever more constraints until one costs what its estimate says; returns the best.
+    """Proposals of a mesh solution until one costs what its estimate says; returns the best.
 
-    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. Local search
-    takes constraints away.
+    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. The last
+    leaves the operands of matmuls and look-ups to the compiler. Local search takes more constraints away.
 
     Args:
       problem: the question, at the level that the solution was solved for.
@@ -41,14 +43,27 @@ def constrained(
     full = fully_constrained(problem, found)
     yield full
     best = archive.of(full)
-    more = _constrain_followers(problem, found, best, archive)
-    while not is_reached(problem, found, best) and (other := next(more, None)) is not None:
+    others = itertools.chain(_constrain_followers(problem, found, best, archive), [_loosely_constrained(problem, full)])
+    for other in others:
+        if is_reached(problem, found, best):
+            break
         yield other
         best = min(best, archive.of(other), key=problem.rank)
     if problem.open_results and (other := results_as_solved(problem, best, found)) is not None:
         yield other
         best = min(best, archive.of(other), key=problem.rank)
     return best
+
+
+def _loosely_constrained(problem: SearchProblem, full: SolvedProposal) -> SolvedProposal:
+    """The proposal with the results of matmuls and look-ups constrained, but not their operands."""
+    ops = problem.graph.ops
+    loose = {
+        index: constraint if _keeps_operands(ops[index]) else results_only(constraint)
+        for index, constraint in full.constraints.items()
+        if ops[index].name in DECIDING_OPS | FOLLOWING_OPS
+    }
+    return dataclasses.replace(full, constraints=loose)
 
 
 def fully_constrained(problem: SearchProblem, found: MeshSolution) -> SolvedProposal:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.archive import Archive
 from shardfn.search.budget import FIXED_VISITS, VISIT
-from shardfn.search.meshes import meshes
 from shardfn.search.objectives import is_no_worse
 from shardfn.search.problem import Proposal, SearchProblem
 

@@ -1,8 +1,8 @@
 """The exact search: for each mesh of one or two axes, and for divisions of the best into three, the best strategy of every op.
 
 The choices on a mesh are a labelling problem, solved to proven optimality where elimination can, else to a stated gap. The
-solution that looks best makes the next candidate: with few constraints at first, and with more while the partitioned program is
-worse than the solver's estimate.
+solution of the best estimate makes the first candidates, with more constraints while the partitioned program is worse than the
+estimate.
 """
 
 from __future__ import annotations
@@ -69,30 +69,21 @@ def three_axes(objective: Objective, problem: SearchProblem, archive: Archive) -
 
 
 def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: Archive) -> Iterator[Proposal]:
-    """Proposals of solutions: the solution that looks best makes the next one, by its estimate until it was evaluated and then by
-    its best candidate. The first makes one at least; one whose estimate does not beat the best candidate makes no more.
+    """Proposals of solutions, those of the best estimate first. The first makes one at least; one whose estimate does not beat
+    the best candidate makes no more.
 
     Estimates count less where a candidate was better than its own.
     """
     archive.solutions += found
-    estimates = [estimated_rank(problem, one) for one in found]
-    looks = dict(enumerate(estimates))
-    proposals = [constrained(problem, one, archive) for one in found]
     factor, is_first = 1.0, True
-    while looks:
-        at = min(looks, key=lambda one: (looks[one], one))
-        if is_first or _may_beat(estimates[at], factor, archive, problem):
-            proposal = next(proposals[at], None)
-        else:
-            proposal = None
-        if proposal is None:
-            del looks[at]
-            continue
-        yield proposal
-        is_first, rank = False, problem.rank(archive.of(proposal))
-        if estimates[at].aim[0]:
-            factor = min(factor, rank.aim[0] / estimates[at].aim[0])
-        looks[at] = rank if looks[at] is estimates[at] else min(looks[at], rank)
+    for estimate, solution in sorted(((estimated_rank(problem, one), one) for one in found), key=lambda pair: pair[0]):
+        for proposal in constrained(problem, solution, archive):
+            if not is_first and not _may_beat(estimate, factor, archive, problem):
+                break
+            yield proposal
+            is_first = False
+            if estimate.aim[0]:
+                factor = min(factor, problem.rank(archive.of(proposal)).aim[0] / estimate.aim[0])
 
 
 def _may_beat(estimate: Rank, factor: float, archive: Archive, problem: SearchProblem) -> bool:
