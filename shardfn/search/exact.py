@@ -146,7 +146,7 @@ def _least_peak(archive: Archive) -> float:
 
 
 def solve_mesh(problem: SearchProblem, objective: Objective, axes: Axes, archive: Archive) -> list[MeshSolution]:
-    """The solution of an objective on one mesh, at level 1 near the least peak; none where no label is possible."""
+    """The solution of an objective on one mesh; none where no label is possible."""
     space = label_space(problem, axes, archive)
     labels, lost = filtered(
         labelling_of(space, problem.at(objective.solved), objective.weight),
@@ -157,9 +157,6 @@ def solve_mesh(problem: SearchProblem, objective: Objective, axes: Axes, archive
     )
     if objective.is_sharded:
         labels = with_smallest_arguments(labels, space)
-    if objective.solved == 1:
-        near = _near_least_peak(labels, archive)
-        return [] if near is None else [MeshSolution(axes, space, labels, near, objective)]
     solution = with_loss(solve(labels, _part(archive), EFFORT), lost)
     return [MeshSolution(axes, space, labels, solution, objective)] if math.isfinite(solution.cost) else []
 

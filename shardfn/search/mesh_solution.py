@@ -42,10 +42,8 @@ class Objective:
 TIME = Objective(2, 2)
 """The exact solutions, by what they are solved for."""
 COMMUNICATION = Objective(0, 0, weight=0.3)
-MEMORY_TIME = Objective(1, 2, is_sharded=True)
 MEMORY_COMMUNICATION = Objective(1, 0, weight=10.0, is_sharded=True)
 LESS_MEMORY = Objective(1, 2)
-LEAST_MEMORY = Objective(1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
