@@ -28,7 +28,7 @@ IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 """Whether stored outputs are those of this JAX: another release has other collectives."""
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 SEARCHED_LONG = {"a_pod_you_do_not_have"}
-"""The README and docs/tutorials/plan-70b.md search plans of that size too, and quick tests run those."""
+"""The README searches a plan of that size too, and a quick test runs it."""
 
 
 def test_all_are_here():
