@@ -21,8 +21,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(p for p in DOCS.rglob("*.md") if p.relative_to(DOCS).parts[0][0] != "_")]
-SEARCHED_LONG = {"plan-70b.md"}
-"""README.md plans the same model for as many chips, and docs/how-to/what-if.md asks the same questions: quick tests run those."""
+SLOW = {
+    "plan-70b.md": "README.md plans 70B for 256 chips, and docs/how-to/what-if.md asks what if",
+    "limit-memory.md": "tests/search/test_memory_limit.py; closed-over arrays in tests/frontend/test_closed_over.py",
+    "pictures.md": "tests/draw draws every kind",
+}
+"""Pages that take long, each with the quick tests of what it shows."""
 IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 """Another release of XLA compiles other collectives and memory: there the blocks run, and outputs are not compared."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
@@ -77,7 +81,7 @@ def test_the_first_example_prints_its_report_in_a_bare_environment(tmp_path):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in SEARCHED_LONG else [])
+        pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in SLOW else [])
         for p in PAGES
     ],
 )
