@@ -29,7 +29,7 @@ def make(key):
     return {"embed": jax.random.normal(first, (VOCAB, D)) / 3, "blocks": [block(k) for k in rest]}
 
 
-params = make(jax.random.key(0))
+params = jax.jit(make)(jax.random.key(0))
 tokens = jax.random.randint(jax.random.key(1), (32, 16), 0, VOCAB)
 wanted = (tokens * 5 + 3) % VOCAB
 
@@ -51,12 +51,18 @@ step = train.step(
 )
 state = step.init(pipe.pack(params, tokens, wanted), tokens, wanted)
 
+
+@jax.jit
+def unpiped_step(params, opt_state):
+    value, grads = jax.value_and_grad(loss)(params, tokens, wanted)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+
 plain, opt_state = params, optimizer.init(params)
 for i in range(4):
     state, value = step(state, tokens, wanted)
-    unpiped, grads = jax.value_and_grad(loss)(plain, tokens, wanted)
-    updates, opt_state = optimizer.update(grads, opt_state, plain)
-    plain = optax.apply_updates(plain, updates)
+    plain, opt_state, unpiped = unpiped_step(plain, opt_state)
     print(f"step {i}  unpiped {unpiped:.6f}  in stages {value:.6f}")
     np.testing.assert_allclose(value, unpiped, rtol=1e-4)
 trained = pipe.unpack(state.params)

@@ -79,6 +79,7 @@ def greedy(step, params, cache, prompt):
     return np.stack([np.asarray(t) for t in tokens], axis=1)
 
 
+@jax.jit
 def sequences(key):
     """Counting up by 1, 2 or 3 from anywhere: easy to learn, so that the likeliest token stands out."""
     start, by = jax.random.randint(key, (2, 16, 1), 0, vocab)
@@ -102,7 +103,7 @@ model = "left"
 """
 
 step = train.step(loss, optax.adam(3e-3), mode="data_parallel", parallel_optimizer_config={"optimizer_level": "level3"})
-state = step.init(init(jax.random.key(0)))
+state = step.init(jax.jit(init)(jax.random.key(0)))
 for i in range(60):
     state, value = step(state, sequences(jax.random.key(i)))
 w1 = state.params["blocks"][0]["w1"]

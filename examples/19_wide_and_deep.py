@@ -101,7 +101,7 @@ def batches():
         yield clicks(rng)
 
 
-params = make()
+params = jax.jit(make)()
 items = embedding.Table(
     ITEMS, WIDTH, cache_rows=1024, optimizer=embedding.adagrad(0.1), init=np.asarray(params["items"])
 )

@@ -96,7 +96,7 @@ def batch(numbers, step):
 
 def unsharded(numbers, vocabulary, optimizer, count):
     """The first losses of the same run on one device, by optax alone."""
-    params, found = make(vocabulary), []
+    params, found = jax.jit(make, static_argnums=0)(vocabulary), []
     state = optimizer.init(params)
 
     @jax.jit

@@ -25,6 +25,7 @@ TEXT = pathlib.Path(__file__).parent / "text" / "proverbs.txt"
 WORKERS, BATCH, CONTEXT, LETTERS, WIDTH = 4, 64, 6, 96, 64
 
 
+@jax.jit
 def first_params():
     keys = jax.random.split(jax.random.key(0), 3)
     draw = lambda key, *shape: jax.random.normal(key, shape) / shape[0] ** 0.5  # noqa: E731
@@ -85,10 +86,15 @@ def asynchronous(letters, folder, steps):
 def alone(letters, steps):
     params, optimizer = first_params(), optax.adam(0.02)
     state = optimizer.init(params)
+
+    @jax.jit
+    def updated(params, state, grads):
+        changes, state = optimizer.update(jax.tree.map(lambda *each: sum(each), *grads), state, params)
+        return optax.apply_updates(params, changes), state
+
     for step in range(steps):
         grads = [value_and_grad(params, *batch(letters, worker, step))[1] for worker in range(WORKERS)]
-        changes, state = optimizer.update(jax.tree.map(lambda *each: sum(each), *grads), state, params)
-        params = optax.apply_updates(params, changes)
+        params, state = updated(params, state, grads)
     return params
 
 

@@ -27,8 +27,15 @@ VARYING = {"17_gpt"}
 IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 """Whether stored outputs are those of this JAX: another release has other collectives."""
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
-SEARCHED_LONG = {"a_pod_you_do_not_have"}
-"""The README and docs/tutorials/plan-70b.md search plans of that size too, and quick tests run those."""
+SLOW = {
+    "17_gpt": "train_stop_continue trains, stops and goes on from a checkpoint",
+    "19_wide_and_deep": "22_dlrm, docs/how-to/embedding-tables.md, tests/train/test_table_step.py",
+    "20_mixture_of_experts": "docs/how-to/mixture-of-experts.md, tests/experts",
+    "23_parameter_server": "docs/how-to/parameter-server.md, tests/cluster/test_parameter_server.py",
+    "a_pod_you_do_not_have": "README.md plans for as many chips",
+    "which_layout": "quick_start plans, draws and asks why for chips that are not here; docs/how-to/what-if.md",
+}
+"""Scripts and notebooks that take long, each with the quick tests of what it shows."""
 
 
 def test_all_are_here():
@@ -39,7 +46,11 @@ def test_all_are_here():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def each(paths):
+    return [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in paths]
+
+
+@pytest.mark.parametrize("path", each(SCRIPTS))
 def test_script(path, as_user_code, capsys):
     runpy.run_path(str(path), run_name="__main__")  # in this process: it saves starting JAX again
     folder = re.escape(tempfile.gettempdir()) + r"/\w+"
@@ -89,10 +100,7 @@ def shown(cell) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SEARCHED_LONG else []) for p in NOTEBOOKS],
-)
+@pytest.mark.parametrize("path", each(NOTEBOOKS))
 def test_notebook_shows_what_is_stored(path, monkeypatch):
     stored = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)

@@ -21,6 +21,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(p for p in DOCS.rglob("*.md") if p.relative_to(DOCS).parts[0][0] != "_")]
+SLOW = {
+    "plan-70b.md": "README.md plans 70B for 256 chips, and docs/how-to/what-if.md asks what if",
+    "limit-memory.md": "tests/search/test_memory_limit.py; closed-over arrays in tests/frontend/test_closed_over.py",
+    "pictures.md": "tests/draw draws every kind",
+}
+"""Pages that take long, each with the quick tests of what it shows."""
 IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 """Another release of XLA compiles other collectives and memory: there the blocks run, and outputs are not compared."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
@@ -72,7 +78,13 @@ def test_the_first_example_prints_its_report_in_a_bare_environment(tmp_path):
     assert matches(shown, done.stdout) or "SHARDFN_UPDATE_GOLDEN" in os.environ, done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in SLOW else [])
+        for p in PAGES
+    ],
+)
 def test_every_python_block_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch, as_user_code):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}

@@ -51,18 +51,38 @@ class Traced:
         return self.graph.outputs[len(self.graph.outputs) - len(tree_util.tree_leaves(self.results)) :]
 
 
-def trace(
+@dataclasses.dataclass(frozen=True)
+class TracedJaxpr:
+    """A function as a jaxpr, before it is lowered, which takes far longer than the trace."""
+
+    stage: jax.stages.Traced
+    results: Any
+    """The pytree of result shapes."""
+    arrays: int
+    """How many arrays the call has."""
+    closed_over: tuple[ClosedOverArray, ...]
+    """The arrays that the function closes over."""
+
+    @property
+    def jaxpr(self) -> Any:
+        """What the function computes."""
+        return self.stage.jaxpr.jaxpr
+
+
+def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tuple[int, ...], platform: str) -> Traced:
+    """`trace_jaxpr` and `lower` in one."""
+    return lower(trace_jaxpr(function, args, static_argnums), platform)
+
+
+def trace_jaxpr(
     function: Callable[..., Any],
     args: Sequence[Any],
     static_argnums: tuple[int, ...],
-    platform: str,
     names: Callable[..., Any] | None = None,
-) -> Traced:
-    """Trace and lower `function` for `platform` (as `lowering_platforms` of JAX names it). `names` is the user's function, whose
-    variables give the arrays that it closes over their names.
+) -> TracedJaxpr:
+    """Trace `function`. `names` is the user's function, whose variables give the arrays that it closes over their names.
 
-    What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
-    whose ops are the same but for those that a platform has of its own. Errors of the function itself come out as they are.
+    Errors of the function itself come out as they are.
     """
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
     results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
@@ -85,19 +105,27 @@ def trace(
         shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in jaxpr.consts]
         flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
         traced = jax.jit(with_constants, keep_unused=True).trace(shapes, flat)
+    dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
+    return TracedJaxpr(traced, results, len(tree_util.tree_leaves(dynamic)), held)
+
+
+def lower(traced: TracedJaxpr, platform: str) -> Traced:
+    """Lower a traced function for `platform` (as `lowering_platforms` of JAX names it), and read the module.
+
+    What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
+    whose ops are the same but for those that a platform has of its own.
+    """
     try:
-        lowered = traced.lower(lowering_platforms=(platform,))
+        lowered = traced.stage.lower(lowering_platforms=(platform,))
     except ValueError:
         if platform == jax.default_backend():
             raise
-        platform, lowered = jax.default_backend(), traced.lower()
+        platform, lowered = jax.default_backend(), traced.stage.lower()
     module = shardy.flat(lowered.compiler_ir("stablehlo"))
     seen = shardy.ReaderCache()
     graph = shardy.read_graph(module, seen)
-    dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-    captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    meshes = shardy.used_meshes(module)
-    return Traced(module, graph, captured, results, meshes, traced.jaxpr.jaxpr, platform, seen, held)
+    captured, meshes = len(graph.inputs) - traced.arrays, shardy.used_meshes(module)
+    return Traced(module, graph, captured, traced.results, meshes, traced.jaxpr, platform, seen, traced.closed_over)
 
 
 def shaped(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.outer_call import OuterCall
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
-from shardfn.frontend.trace import Traced, trace
+from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
 from shardfn.planning.inner_entries import constrain_inner
@@ -74,12 +74,21 @@ class CallFunction:
             function = replicate_wrong_ops(function, mesh.mesh, self.wrong, statics)
         return function
 
-    def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
+    def as_jaxpr(self, mesh: PlanMesh | None = None) -> TracedJaxpr:
         """The trace of the function on a mesh; before there is a plan, on an abstract mesh with the axes of the tags."""
         mesh = mesh or PlanMesh.of(abstract_mesh(self.tag_axes))
         unplaced = dataclasses.replace(self, inner=dict.fromkeys(self.inner))
         with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):
-            return trace(unplaced.on(mesh), self.call.values, self.call.statics, platform, self.callee.function)
+            return trace_jaxpr(unplaced.on(mesh), self.call.values, self.call.statics, self.callee.function)
+
+    def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
+        """What `as_jaxpr` returned, lowered for a platform."""
+        with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):
+            return lower(traced, platform)
+
+    def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
+        """The function traced on a mesh, as in `as_jaxpr`, and lowered for a platform."""
+        return self.lowered(self.as_jaxpr(mesh), platform)
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ from shardfn.planning.op_constraints import anchors
 from shardfn.planning.posed_call import PosedCall, TracedCall
 from shardfn.planning.propagation import Propagation, memoized, padded
 from shardfn.planning.tags import match_tags
-from shardfn.planning.workarounds import windows_clash
+from shardfn.planning.workarounds import has_windows, windows_clash
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Memo, OpenResult, SearchProblem
 
@@ -216,28 +216,30 @@ def _traced(
       StrategyError: it calls back into Python in order, which JAX can do on one device only.
       DeviceError: a `shard_map` in it is on other devices.
     """
-    traced = function.traced(hardware.platform)
+    traced, lowered = function.as_jaxpr(), None  # each change of the function is traced, and the last one is lowered
     refuse_other_devices(traced.jaxpr, hardware, function.callee.name)
     if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
         fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",
              why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
              fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
                  "device=jax.devices()[:1]")  # fmt: skip
-    if hardware.count > 1 and windows_clash(traced.graph):
-        function = dataclasses.replace(function, separates_windows=True)
-        traced = function.traced(hardware.platform)
+    if hardware.count > 1 and has_windows(traced.jaxpr):
+        lowered = function.lowered(traced, hardware.platform)
+        if windows_clash(lowered.graph):
+            function = dataclasses.replace(function, separates_windows=True)
+            traced, lowered = function.as_jaxpr(), None
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])
         tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems)
         if tags and hardware.count > 1 and not problems:
             function = dataclasses.replace(function, tags=tags, tag_axes=axes)
-            traced = function.traced(hardware.platform)
+            traced, lowered = function.as_jaxpr(), None
     is_binding = function.ambient is not None and function.ambient.is_binding
     inner = inner_entries(traced.jaxpr, hardware) if hardware.count > 1 and not is_binding else ()
     if inner:
         function = dataclasses.replace(function, inner={entry.number: None for entry in inner})
-        traced = function.traced(hardware.platform)
-    return function, traced, inner
+        traced, lowered = function.as_jaxpr(), None
+    return function, lowered or function.lowered(traced, hardware.platform), inner
 
 
 def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) -> Placement:

@@ -38,6 +38,11 @@ REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
 
 
+def has_windows(jaxpr: Any) -> bool:
+    """Whether a traced function has an op that `separate_windows` would change."""
+    return any(eqn.primitive.name in _OVER_WINDOWS for _, eqn, _ in equations(jaxpr))
+
+
 def windows_clash(graph: Graph) -> bool:
     """Whether several ops read one array through the same window, not all of them convolutions, whose padding is zero: XLA may
     give one the padding of another."""

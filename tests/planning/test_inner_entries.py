@@ -17,8 +17,8 @@ import shardfn.mindspore as ms
 from shardfn import AUTO, reshard, shard, train
 from shardfn.errors import StrategyError
 
-KEYS = jax.random.split(jax.random.key(0), 5)
-ARRAYS = tuple(map(jax.random.normal, KEYS, [(64, 64), (64, 64), (64,), (64, 64), (64,)]))
+RNG = np.random.default_rng(0)
+ARRAYS = tuple(jnp.asarray(RNG.normal(size=s), jnp.float32) for s in [(64, 64), (64, 64), (64,), (64, 64), (64,)])
 product = shard(jnp.matmul, ((2, 1), (1, 4)))
 
 
@@ -139,17 +139,22 @@ OTHER_FORMS = {
 }
 
 
-@pytest.mark.parametrize("level", ["communication", "memory", "time"])
-@pytest.mark.parametrize("form", OTHER_FORMS)
-@pytest.mark.parametrize("options", [{"search_mode": "auto"}, ROWS_8],
-                         ids=lambda options: "-".join(map(str, options.values())))  # fmt: skip
-def test_operator_reads_its_cast_or_transposed_operands_as_its_strategy(options: Any, form: str, level: str) -> None:
-    function, is_turned = OTHER_FORMS[form]
-    for rows, columns in SEEDS:
-        first = shard(function, (rows, columns[::-1] if is_turned else columns))
-        plan = shard(functools.partial(ffn, first=first), level=level, **options).plan(*ARRAYS)
-        expected = ((rows[0], 1, rows[1]) if form == "reshaped" else rows), columns
-        assert of_ops(plan, "dot_general")[0] == expected
+EVERY_FORM = [
+    pytest.param(options, form, level, seed, marks=[] if (i + j + k) % 3 == 0 else pytest.mark.slow)  # quick: each pair once
+    for options in ({"search_mode": "auto"}, ROWS_8)
+    for i, form in enumerate(OTHER_FORMS) for j, level in enumerate(LEVELS) for k, seed in enumerate(SEEDS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "form", "level", "seed"), EVERY_FORM, ids=str)
+def test_operator_reads_its_cast_or_transposed_operands_as_its_strategy(
+    options: Any, form: str, level: str, seed: Any
+) -> None:
+    (function, is_turned), (rows, columns) = OTHER_FORMS[form], seed
+    first = shard(function, (rows, columns[::-1] if is_turned else columns))
+    plan = shard(functools.partial(ffn, first=first), level=level, **options).plan(*ARRAYS)
+    expected = ((rows[0], 1, rows[1]) if form == "reshaped" else rows), columns
+    assert of_ops(plan, "dot_general")[0] == expected
 
 
 def test_cast_operator_kept_by_a_constraint_computes_the_same() -> None:
@@ -388,7 +393,7 @@ def test_step_stores_a_stack_as_an_operator_reads_what_is_indexed(form: str) -> 
     def loss(params: Any, x: Any, first: Any = product) -> Any:
         return jnp.mean(INDEXED[form](params["w"], x, first) ** 2)
 
-    params, x = {"w": jax.random.normal(KEYS[0], (2, 64, 64)) / 8}, ARRAYS[0]
+    params, x = {"w": jnp.asarray(RNG.normal(size=(2, 64, 64)) / 8, jnp.float32)}, ARRAYS[0]
     step = train.step(loss, optax.adam(0.1), mode="semi_auto_parallel")
     state = step.init(params, x)
     shard_shape = (2, 16, 64) if form == "transposed" else (2, 64, 16)

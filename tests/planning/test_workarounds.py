@@ -8,8 +8,14 @@ import pytest
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 
-X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
-K = jax.random.normal(jax.random.key(1), (8, 8, 3, 3))
+
+def drawn(seed, *shape):
+    """Normal numbers without a compilation."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X = drawn(0, 8, 8, 16, 16)
+K = drawn(1, 8, 8, 3, 3)
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 REPLICATED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec())
 
@@ -79,7 +85,7 @@ def test_the_gradient_of_max_pooling_is_right(window, stride, mended, padding):
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, window, 1), (1, 1, stride, 1), padding)
 
     step = jax.grad(lambda x: jnp.sin(pooled(x)).sum())
-    x = jax.random.normal(jax.random.key(2), (4, 4, 24, 8))
+    x = drawn(2, 4, 4, 24, 8)
     expected = jax.jit(step)(x)
     sharded = shardfn.shard(step, ((2, 1, 4, 1),))
     np.testing.assert_allclose(sharded(x), expected, rtol=1e-3, atol=1e-4)
@@ -290,11 +296,18 @@ def running(x):
 OVER_ONE_ARRAY = [morphological_gradient, in_a_loop, padded_twice, convolved_and_pooled, pooled_gradient, running]
 
 
-@pytest.mark.parametrize("asked", [{"in_strategy": ((1, 8, 1, 1),)}, {"level": 0}, {"level": 1}], ids=str)
-@pytest.mark.parametrize("function", OVER_ONE_ARRAY, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        *((function, {"in_strategy": ((1, 8, 1, 1),)}) for function in OVER_ONE_ARRAY),
+        *(pytest.param(function, {"level": level}, marks=[] if i % 2 == level else pytest.mark.slow)
+          for i, function in enumerate(OVER_ONE_ARRAY) for level in (0, 1)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)  # fmt: skip
 def test_windows_over_one_array_keep_their_own_padding(function, asked):
     """Before JAX 0.12 the partitioner gave one the padding of another, with zero, one and infinity the same."""
-    x = jax.random.normal(jax.random.key(0), (2, 32, 32, 4))
+    x = drawn(0, 2, 32, 32, 4)
     for mine, theirs in zip(
         *map(jax.tree.leaves, (shardfn.shard(function, **asked)(x), jax.jit(function)(x))), strict=True
     ):
@@ -302,7 +315,7 @@ def test_windows_over_one_array_keep_their_own_padding(function, asked):
 
 
 def test_windows_over_arrays_of_their_own_are_left_alone():
-    x = jax.random.normal(jax.random.key(0), (2, 32, 32, 4))
+    x = drawn(0, 2, 32, 32, 4)
     text = lambda function: shardfn.shard(function, ((1, 8, 1, 1),)).lower(x).as_text()  # noqa: E731
     kept = "stablehlo.optimization_barrier"
     assert kept not in text(lambda x: pooled(pooled(x, 0.0, jax.lax.add), -jnp.inf, jax.lax.max))
@@ -317,7 +330,7 @@ def test_what_if_of_a_plan_with_a_workaround_applies_right():
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
 
     step = jax.grad(lambda x: (pooled(x) ** 2).sum())
-    x = jax.random.normal(jax.random.key(0), (8, 16, 16, 4))
+    x = drawn(0, 8, 16, 16, 4)
     expected = jax.jit(step)(x)
     for first, second in ((8, 1, 1, 1), (1, 2, 1, 1)), ((1, 2, 1, 1), (8, 1, 1, 1)), ((1, 2, 1, 1), (1, 1, 4, 1)):
         made = shardfn.shard(step, (first,)).plan(x).what_if({"x": second})
@@ -336,8 +349,8 @@ POOLS = {
 @pytest.mark.parametrize("strategy", [(8, 1), (2, 4), (1, 8)], ids=str)
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 def test_gradient_of_overlapping_pooling_outside_the_sharded_function_is_right(pool, strategy):
-    x = jax.random.normal(jax.random.key(0), (16, 16))
-    weights = jax.random.normal(jax.random.key(1), pool(x).shape)
+    x = drawn(0, 16, 16)
+    weights = drawn(1, *pool(x).shape)
     sharded = shardfn.shard(pool, (strategy,))
 
     def gradient(f):
@@ -356,7 +369,7 @@ def test_gradient_of_overlapping_pooling_outside_the_sharded_function_is_right(p
     assert sharded(x).sharding.spec == made.out_shardings.spec, "values take no constraint"
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_associative_scan_and_its_gradient_are_right_as_searched(reverse):
     """`associative_scan` interleaves by `lax.pad`, and its last levels have fewer rows than there are devices."""
 
@@ -364,7 +377,7 @@ def test_associative_scan_and_its_gradient_are_right_as_searched(reverse):
         found = jax.lax.associative_scan(lambda a, b: 0.9 * a + jnp.tanh(b), x, reverse=reverse)
         return (found**2).sum(), found
 
-    x = jax.random.normal(jax.random.key(3), (16, 4))
+    x = drawn(3, 16, 4)
     step = jax.value_and_grad(loss, has_aux=True)
     for mine, theirs in zip(*map(jax.tree.leaves, (shardfn.shard(step)(x), jax.jit(step)(x))), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -375,7 +388,7 @@ def test_associative_scan_and_its_gradient_are_right_as_searched(reverse):
 def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gradient(rows, padding):
     """Without the workaround XLA refuses the program, or computes wrong values."""
     size = rows + padding[0] + padding[1] + (rows - 1) * padding[2]
-    x = jax.random.normal(jax.random.key(4), (rows, 4))
+    x = drawn(4, rows, 4)
 
     def padded(x):
         return jax.lax.pad(x, 0.0, (padding, (0, 0, 0)))
@@ -408,7 +421,7 @@ def test_array_and_its_first_elements_gathered_from_one_shard_compile(parts, is_
         gathered = [jax.lax.with_sharding_constraint(part, REPLICATED) for part in parts(x)]
         return [jnp.cumsum(jnp.sin(part)) for part in gathered]
 
-    x = jax.random.normal(jax.random.key(9), (32,))
+    x = drawn(9, 32)
     sharded = shardfn.shard(sums, ((8,),), device=MESH)
     for mine, theirs in zip(sharded(x), sums(x), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -417,7 +430,7 @@ def test_array_and_its_first_elements_gathered_from_one_shard_compile(parts, is_
 
 
 def test_padding_between_elements_and_cropping_in_front_does_not_end_the_process():
-    x = jax.random.normal(jax.random.key(7), (8, 4))
+    x = drawn(7, 8, 4)
     padded = lambda x: jax.lax.pad(x, 0.0, ((-1, 2, 1), (0, 0, 0)))  # noqa: E731
     sharded = shardfn.shard(padded, ((8, 1),), ((8, 1),))
     assert any("padded between" in text for text in sharded.plan(x).diagnostics)
@@ -434,7 +447,7 @@ def test_windows_over_padding_between_elements_of_a_replicated_dimension_are_rig
         padding = (edges, (0, 0))
         return jax.lax.reduce_window(x, initial, combine, (3, 1), (1, 1), padding, (between + 1, 1))
 
-    x = jax.random.normal(jax.random.key(8), (6, 4))
+    x = drawn(8, 6, 4)
     ways = next(n for n in (8, 4, 3, 2, 1) if windowed(x).shape[0] % n == 0)
     sharded = shardfn.shard(windowed, ((1, 1),), ((ways, 1),), device=jax.devices()[: 6 if ways == 3 else 8])
     np.testing.assert_allclose(sharded(x), windowed(x), rtol=1e-5)
@@ -478,10 +491,10 @@ def test_gradients_outside_whose_transposes_pad_between_elements_or_crop_are_rig
         return lambda x: jax.jvp(gradient(f), (x,), (weights.sum() * jnp.sin(x),))[1]
 
     sharded = shardfn.shard(function, ((8, 1),))
-    np.testing.assert_allclose(sharded(x), jax.jit(function)(x), rtol=1e-5, atol=1e-5)
-    both = lambda f: jax.jit(lambda x: (gradient(f)(x), second(f)(x)))  # noqa: E731
-    expected = both(function)(x)
-    for mine, theirs in zip((*both(sharded)(x), gradient(sharded)(x)), (*expected, expected[0]), strict=True):
+    value, *expected = jax.jit(lambda x: (function(x), gradient(function)(x), second(function)(x)))(x)
+    np.testing.assert_allclose(sharded(x), value, rtol=1e-5, atol=1e-5)
+    both = jax.jit(lambda x: (gradient(sharded)(x), second(sharded)(x)))(x)
+    for mine, theirs in zip((*both, gradient(sharded)(x)), (*expected, expected[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -489,7 +502,7 @@ def test_gradients_outside_whose_transposes_pad_between_elements_or_crop_are_rig
 @pytest.mark.parametrize("name", ["max", "associative_scan"])
 def test_gradients_outside_on_the_mesh_around_are_right(name, axis_type):
     function = {**POOLS, **TRANSPOSED}[name]
-    x = jax.random.normal(jax.random.key(6), (16, 16))
+    x = drawn(6, 16, 16)
     gradient = lambda f: jax.grad(lambda x: (jnp.sin(f(x)) ** 2).sum())  # noqa: E731
     expected = jax.jit(gradient(function))(x)
     with jax.set_mesh(jax.make_mesh((8,), ("a",), (axis_type,))):

@@ -73,8 +73,13 @@ def alone():
     return {name: run(step(loss), make=make)[0] for name, (loss, make) in MODELS.items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+TRAINED = [  # quick: each model in two modes or more, and each mode with two models
+    pytest.param(name, mode, marks=[] if name == "nnx" or (i + j) % 2 == 0 else pytest.mark.slow)
+    for i, name in enumerate(MODELS) for j, mode in enumerate(MODES)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode"), TRAINED)
 def test_losses_of_twenty_steps_are_those_of_one_device(name, mode, alone):
     loss, make = MODELS[name]
     losses, _ = run(train.step(loss, optax.adam(1e-2), mode=mode), make=make)
