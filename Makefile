@@ -55,7 +55,7 @@ ecosystem: ## functions of some thirty JAX libraries, in a virtual environment o
 	$(DEVICES) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m ecosystem tests/ecosystem $(PYTEST_ARGS)
 
 bench: $(VENV)/.has-test  ## every benchmark, one table each
-	@set -e; for script in $(filter-out %/__init__.py,$(sort $(wildcard benchmarks/*.py))); do \
+	@set -e; for script in $(filter-out %/harness.py %/results.py,$(sort $(wildcard benchmarks/*.py))); do \
 	  echo "== $$script"; $(DEVICES) PYTHONPATH=. $(PY) $$script; done
 
 drift: $(VENV)/.has-test  ## what this JAX partitions otherwise than the release that benchmarks/drift.json was recorded with
