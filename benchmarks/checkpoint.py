@@ -5,14 +5,13 @@
 - relayout: a checkpoint larger than the bound, copied in a process of its own; how much its memory grows.
 - time: save and restore of the same state under the same layout, ours and Orbax's `CheckpointManager`, in turn, A B A B.
 
-Run: python benchmarks/checkpoint.py [--mib 256] [--memory-mib 128] [--rounds 7] [--only restore relayout time] [--json OUT]
+Run: python benchmarks/checkpoint.py [--mib 256] [--memory-mib 128] [--rounds 7] [--only restore relayout time]
+     [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import pathlib
 import shutil
 import statistics
@@ -21,16 +20,12 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("NPROC", "32")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}".strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import harness
 from shardfn import checkpoint
 from shardfn.checkpoint import arrays
 
@@ -192,18 +187,6 @@ def time_table(mib: int, rounds: int, folder: pathlib.Path) -> list[dict]:
     return rows
 
 
-def show(title: str, rows: list[dict]) -> None:
-    print(f"\n{title}")
-    cells = [list(rows[0]), *([f"{v:,.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        print(
-            "  ".join(
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="size of the model")
@@ -213,22 +196,20 @@ def main() -> None:
         "--only", nargs="+", choices=("restore", "relayout", "time"), default=("restore", "relayout", "time")
     )
     parser.add_argument("--folder", help="where to write; a temporary folder if left out")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    options = harness.parse(parser, devices=8)
     found = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = pathlib.Path(name)
         if "restore" in options.only:
             found["restore"] = restore_table(min(options.mib, 128), folder)
-            show("restore: what is read against what is needed", found["restore"])
+            harness.show(found["restore"], "restore: what is read against what is needed")
         if "relayout" in options.only:
             found["relayout"] = relayout_table(4 * options.mib, options.memory_mib, folder)
-            show("copies: memory", found["relayout"])
+            harness.show(found["relayout"], "copies: memory")
         if "time" in options.only:
             found["time"] = time_table(options.mib, options.rounds, folder)
-            show("time beside Orbax by hand: medians", found["time"])
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(found, indent=1))
+            harness.show(found["time"], "time beside Orbax by hand: medians")
+    harness.save(options.json, found, packages=["orbax-checkpoint"])
 
 
 if __name__ == "__main__":

@@ -3,25 +3,21 @@
 For each format one image is written and sharded; a device's window is read, and the complete image is read and sliced, in turn.
 The median times are with files in the page cache: the disk's own time comes on top of the bytes. Then batches a second of
 a data set, through `load` and through whole records that are put on the devices.
-Run: python benchmarks/data.py [--size 4096] [--cuts 2 4] [--rounds 7] [--json OUT]
+Run: python benchmarks/data.py [--size 4096] [--cuts 2 4] [--rounds 7] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import pathlib
 import statistics
 import tempfile
 import time
 
-os.environ.setdefault("NPROC", "32")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
 import jax
 import numpy as np
 
+from benchmarks import harness
 from shardfn import data
 
 
@@ -105,14 +101,10 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--cuts", type=int, nargs=2, default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    options = harness.parse(parser, devices=8)
     with tempfile.TemporaryDirectory() as folder:
-        found = {"benchmark": "data", "windows": windows(options, pathlib.Path(folder)),
-                 "batches": batches(options, pathlib.Path(folder))}  # fmt: skip
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+        found = {kind.__name__: kind(options, pathlib.Path(folder)) for kind in (windows, batches)}
+    harness.save(options.json, found, packages=["tifffile", "zarr"])
 
 
 if __name__ == "__main__":

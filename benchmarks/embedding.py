@@ -6,28 +6,22 @@ prefetch and cache once it is warm, beside a loop written by hand (unique ids, N
 long as an accelerator would compute, so that the two cores do not matter. Last, the largest
 table that is trained under a limit of device memory, which holds the cache and what XLA compiled for the step.
 Run: python benchmarks/embedding.py [--rows 400000] [--width 32] [--batch 1024] [--rounds 60] [--device-ms 10]
-     [--limit-mib 256] [--gib 1] [--json OUT]
+     [--limit-mib 256] [--gib 1] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
 import time
-
-os.environ.setdefault("NPROC", "32")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-import shardfn
+from benchmarks import harness
 from shardfn import embedding
 
 FIELDS = 8
@@ -200,13 +194,9 @@ def main() -> None:
     parser.add_argument("--device-ms", type=float, default=10)
     parser.add_argument("--limit-mib", type=int, default=256)
     parser.add_argument("--gib", type=float, default=1)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    found = {"benchmark": "embedding", "shardfn": shardfn.__version__, "lookups": lookups(options),
-             "training": train_rows(options), "largest": largest(options)}  # fmt: skip
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+    options = harness.parse(parser, devices=8)
+    found = {"lookups": lookups(options), "training": train_rows(options), "largest": largest(options)}
+    harness.save(options.json, found)
 
 
 if __name__ == "__main__":

@@ -4,21 +4,14 @@ One layer of experts with its gradients, tokens and experts sharded over the sam
 function, and so are the dropless ones. The bound is what any all-to-all sends: each of `tokens x k` rows of one device goes to
 one of 8 devices, comes back, and does both once more for the gradients. Times are medians, rows in turn; on virtual devices
 they tell computations apart and not links.
-Run: python benchmarks/experts.py [--tokens 2048] [--width 256] [--rounds 5] [--json OUT]
+Run: python benchmarks/experts.py [--tokens 2048] [--width 256] [--rounds 5] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
-import pathlib
 import time
-
-os.environ.setdefault("NPROC", "32")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
+from benchmarks import harness
 from examples.models import moe
 from shardfn import experts
 from shardfn.compiled.executable import read
@@ -85,8 +79,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = harness.parse(parser, devices=DEVICES)
     mesh = jax.make_mesh((DEVICES,), ("devices",), (AxisType.Auto,))
     layout, capacity = NamedSharding(mesh, PartitionSpec("devices")), capacity_of(args.tokens)
     params = moe.init(jax.random.key(0), EXPERTS, args.width, 2 * args.width)
@@ -120,28 +113,19 @@ def main() -> None:
         pairs = zip(found, wanted[kind], strict=True)
         error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
         runs[name] = sharded, []
-        values = (
-            name,
-            round(plan.cost.bytes_sent / 1024, 1),
-            round(sent / 1024, 1),
-            round(sent / bound, 2),
-            0.0,
-            f"{error:.0e}",
-        )
+        values = (name, plan.cost.bytes_sent / 1024, sent / 1024, sent / bound, 0.0, f"{error:.0e}")
         rows.append(dict(zip(COLUMNS, values, strict=True)))
     for _ in range(args.rounds):
         for sharded, times in runs.values():
             begun = time.perf_counter()
             jax.block_until_ready(sharded(params, x))
             times.append(time.perf_counter() - begun)
-    print(f"{args.tokens} tokens of width {args.width}, {EXPERTS} experts, k = {K}, on {DEVICES} CPU devices; "
-          f"bound {bound / 1024:,.0f} KiB per device")  # fmt: skip
-    print("  ".join(f"{c:>{40 if c == 'layer' else 13}}" for c in COLUMNS))
     for row in rows:
-        row["ms"] = round(1e3 * float(np.median(runs[row["layer"]][1])), 1)
-        print("  ".join(f"{row[c]!s:>{40 if c == 'layer' else 13}}" for c in COLUMNS))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"bound_bytes": bound, "rows": rows}))
+        row["ms"] = 1e3 * float(np.median(runs[row["layer"]][1]))
+    title = (f"{args.tokens} tokens of width {args.width}, {EXPERTS} experts, k = {K}, on {DEVICES} devices; "
+             f"bound {bound / 1024:,.0f} KiB per device")  # fmt: skip
+    harness.show(rows, title)
+    harness.save(args.json, {"layers": rows}, notes=[title])
 
 
 if __name__ == "__main__":

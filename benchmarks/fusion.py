@@ -1,27 +1,22 @@
 """What does the number of buckets cost? A data-parallel step of many small parameters, its gradients in 1 to n all-reduces.
 
 The step does little but add gradients up: the matrix products have eight rows. Medians of the rounds.
-Run: python benchmarks/fusion.py [--leaves 64] [--size 256] [--buckets 1 2 4 8 16 32 64] [--rounds N] [--json OUT]
+Run: python benchmarks/fusion.py [--leaves 64] [--size 256] [--buckets 1 2 4 8 16 32 64] [--rounds N]
+     [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import pathlib
 import statistics
 import time
-
-os.environ.setdefault("NPROC", "32")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import harness
 from shardfn import train
 from shardfn.compiled.executable import read
 
@@ -56,15 +51,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--buckets", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = harness.parse(parser, devices=8)
     rows = [measure(args.leaves, args.size, n, args.rounds) for n in args.buckets if n <= args.leaves]
-    print(f"{args.leaves} gradients of float32[{args.size}, {args.size}], 8 devices")
-    print("  ".join(f"{c:>12}" for c in COLUMNS))
-    for row in rows:
-        print("  ".join(f"{row[c]:12.4g}" for c in COLUMNS))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(rows))
+    title = f"{args.leaves} gradients of float32[{args.size}, {args.size}], {jax.device_count()} devices"
+    harness.show(rows, title)
+    harness.save(args.json, {"buckets": rows}, notes=[title])
 
 
 if __name__ == "__main__":

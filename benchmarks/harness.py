@@ -7,14 +7,16 @@ import datetime
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("shardfn", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
@@ -46,15 +48,23 @@ def start(backend: str, devices: int) -> None:
     jax.config.update("jax_platforms", wanted["JAX_PLATFORMS"])
 
 
-def parse(parser: argparse.ArgumentParser, devices: int | None = None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, devices: int | None = None, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
     """Add `--json`, and for a benchmark that runs on `devices` devices `--platform`; read the options and start JAX there."""
     parser.add_argument("--json", metavar="OUT", help="a file for the tables, with command, date, versions and machine")
     if devices is not None:
         parser.add_argument("--platform", default="cpu", help="cpu (virtual devices), or what JAX has here: gpu, tpu")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if devices is not None:
         start(options.platform, devices)
     return options
+
+
+def in_own_process(function: Callable[..., T], *args: Any, backend: str, devices: int) -> T:
+    """The result of a function of a module, called in a new process with so many devices: JAX fixes them at its start."""
+    with multiprocessing.get_context("spawn").Pool(1, start, (backend, devices)) as pool:
+        return pool.apply(function, args)
 
 
 # ---- tables

@@ -17,8 +17,7 @@ import sys
 import time
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
-
+from benchmarks import harness
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import FORBIDDEN, labelling
 from shardfn.solver.solve import Effort, solve
@@ -110,8 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=float,
         help="instead: entries of tables that may be read, about 2e8 a second; a busy machine gives the same answer",
     )
-    parser.add_argument("--json", type=pathlib.Path, metavar="OUT", help="write everything there, the choices too")
-    given = parser.parse_args(arguments)
+    given = harness.parse(parser, argv=arguments)
     rows = []
     print(f"{'name':<22}{'nodes':>7}{'cost':>17}{'bound':>17}{'gap':>9}  {'proved':<7}{'fits':<6}"
           f"{'peak/limit':>10}{'solve s':>9}{'CPU s':>8}{'work':>10}{'read s':>8}")  # fmt: skip
@@ -130,8 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
                   f"none needs less than {row['least_peak_bound']:,.0f}")  # fmt: skip
         if not row["agrees"]:
             print(f"  the check counts {row['cost']}, the solver said otherwise: please report this")
-    if given.json:
-        given.json.write_text(json.dumps(rows))
+    harness.save(given.json, {"instances": rows})
     return 0 if all(row["feasible"] and row["agrees"] for row in rows) else 1
 
 

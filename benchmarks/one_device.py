@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 import statistics
 import time
-
-os.environ.setdefault("NPROC", "32")
 
 import jax
 
 import shardfn
+from benchmarks import harness
 from examples.models.families import FAMILIES
 from shardfn.compiled.executable import read
 
@@ -37,7 +34,6 @@ ON_ONE: dict[str, dict[str, object]] = {
     "t5": {"batch": 8},
 }
 """What makes a family's large size one that a single GPU holds."""
-COLUMNS = ("family", "ops", "modelled ms", "measured ms", "ratio", "TFLOP/s", "predicted MiB", "compiled MiB")
 
 
 def sized(name: str, size: str):
@@ -90,24 +86,15 @@ def measure(name: str, size: str, platform: str, rounds: int) -> dict[str, objec
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--platform", default="cpu", help="cpu, or what JAX has here: gpu, tpu")
     parser.add_argument("--size", choices=("tiny", "small", "large"), default="small")
     parser.add_argument("--families", nargs="+", choices=list(ON_ONE), default=list(ON_ONE))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    rows = []
-    print("  ".join(f"{c:>13}" for c in COLUMNS))
-    for name in options.families:
-        row = measure(name, options.size, options.platform, options.rounds)
-        rows.append(row)
-        shown = (row[c] for c in COLUMNS)
-        print("  ".join(f"{x:>13,.3f}" if isinstance(x, float) else f"{x!s:>13}" for x in shown), flush=True)
+    options = harness.parse(parser, devices=1)
+    rows = [measure(name, options.size, options.platform, options.rounds) for name in options.families]
+    harness.show(rows)
     ratios = [row["ratio"] for row in rows]
     print(f"ratio: median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"benchmark": "one_device", "rows": rows}, file, indent=1)
+    harness.save(options.json, {"steps": rows})
 
 
 if __name__ == "__main__":

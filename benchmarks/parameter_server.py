@@ -41,6 +41,7 @@ import numpy as np
 import optax
 
 import shardfn
+from benchmarks import harness
 from shardfn import cluster
 from shardfn.cluster.parameter_server import ParameterServer, RowGradient, train
 
@@ -356,12 +357,11 @@ def main() -> None:
     parser.add_argument("--drills", type=int, default=5)
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--only", default="training,drills,bytes")
-    parser.add_argument("--json")
     for flag in ("--all-reduce", "--drive", "--address", "--name"):
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--slow", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--killed", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = harness.parse(parser)
     if options.all_reduce:
         return all_reduce_process(
             options.all_reduce, options.steps, options.device_ms / 1e3, options.slow, options.killed
@@ -387,13 +387,10 @@ def main() -> None:
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1",
                  object_store_memory=1 << 30)  # fmt: skip
-        found = {"benchmark": "parameter_server", "shardfn": shardfn.__version__, "ray": ray.__version__}
-        for name in options.only.split(","):
-            found[name] = tables[name](ray, lambda: ray_engine.OnRay(next(names)), options)
+        engines = lambda: ray_engine.OnRay(next(names))  # noqa: E731
+        found = {name: tables[name](ray, engines, options) for name in options.only.split(",")}
         ray.shutdown()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1, default=int)
+    harness.save(options.json, found, packages=["ray"])
     return None
 
 

@@ -14,24 +14,16 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
-sys.path.insert(0, ROOT)  # for benchmarks/ and examples/, which are not installed
-from benchmarks import truth
-
-if __name__ == "__main__":
-    os.environ.update(truth.ENVIRONMENT)  # before JAX starts a backend
-
 import jax
 
+from benchmarks import harness, truth
 from shardfn.compiled import hlo
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Plan
@@ -215,7 +207,7 @@ def main() -> None:
     parser.add_argument("--drift", action="store_true", help="what changed since drift.json was recorded, in every row")
     parser.add_argument("--record", action="store_true", help="write drift.json")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
+    harness.start("cpu", truth.DEVICES)
     is_every = options.drift or options.record
     found = [case for case in truth.cases() if is_every or any(name in case.name for name in options.names)]
     found = found if options.names or is_every else [case for case in truth.cases() if case.quick]

@@ -4,30 +4,25 @@ Three tables. `bubble`: (stages - 1) / (chunks x micro + stages - 1), idle ticks
 a step whose layers sleep, so that cores do not matter: how much longer it takes than its micro-batches do on busy devices,
 by the difference that more of them make. `memory`: temporary bytes
 per device of the compiled step, micro-batches of one size. `collectives`: of the compiled step of a transformer.
-Run: python benchmarks/pipeline.py [--sleep-ms 40] [--json OUT]
+Run: python benchmarks/pipeline.py [--sleep-ms 40] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import time
 from collections import Counter
-
-DEVICES = 4
-os.environ.setdefault("NPROC", "32")
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} " + os.environ.get("XLA_FLAGS", "")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import harness
 from shardfn import train
 from shardfn.train.pipelines.schedule import schedule
 
+DEVICES = 4
 MICRO = (4, 8, 16)
 ORDERS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2))
 
@@ -126,29 +121,19 @@ def sent(text: str) -> Counter:
     return found
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    """Rows as text."""
-    cells = [list(rows[0])] + [[f"{v:.3f}" if isinstance(v, float) else f"{v}" for v in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sleep-ms", type=float, default=40.0)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = harness.parse(parser, devices=DEVICES)
     found = {
         "bubble": [row for o, c in ORDERS for row in bubble(o, c, args.sleep_ms / 1e3)],
         "memory": [memory(o, c, m) for o, c in ORDERS for m in (4, 8, 16, 32)],
         "collectives": collectives(),
     }
     for name, rows in found.items():
-        print(f"{name}\n{table(rows)}\n")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+        harness.show(rows, name)
+    harness.save(args.json, found)
 
 
 if __name__ == "__main__":

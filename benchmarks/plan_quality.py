@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -22,22 +21,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-DEVICES = 8
-ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "NPROC": "32",  # JAX before 0.12 can deadlock with fewer threads than twice the devices
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-    "TPU_SKIP_MDS_QUERY": "1",
-}
-sys.path.insert(0, ROOT)  # for examples/, which is not installed
-if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)  # before JAX is imported
-
 import jax
 import jax.numpy as jnp
 
 import shardfn
+from benchmarks import harness
 from examples.models import mindspore
 from examples.models.families import FAMILIES
 from shardfn import compiled
@@ -45,6 +33,7 @@ from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
 
+DEVICES = 8
 QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options for programs that are never run: XLA takes the same decisions, and LLVM optimises less."""
 TARGETS = {64: "tpu-v5e:8x8", 512: "h100:512"}
@@ -474,9 +463,10 @@ def main() -> None:
         "--layers", type=int, default=0, help="of a model, or blocks of each of its stages; 0: as many as it has"
     )
     parser.add_argument("--tpu", action="store_true", help="on 8 devices, compile for TPU v5e chips that are not here")
-    parser.add_argument("--json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = harness.parse(parser)
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    harness.start("cpu", DEVICES)
     if options.child:
         child(options)
         return
@@ -523,11 +513,8 @@ def main() -> None:
         section("predicted against compiled", accuracy(rows))
     wrong = sum(passed is False for _, passed, _ in verdicts)
     print(f"\n{sum(passed is True for _, passed, _ in verdicts)} checks passed, {wrong} failed")
-    if options.json:
-        with open(options.json, "w") as file:
-            listed = [dataclasses.asdict(r) for r in rows]
-            json.dump({"benchmark": "plan_quality", "jax": jax.__version__, "rows": listed, **extra,
-                       "checks": verdicts}, file, indent=1)  # fmt: skip
+    listed = [dict(zip(("check", "passed", "figures"), found, strict=True)) for found in verdicts]
+    harness.save(options.json, {"layouts": [dataclasses.asdict(r) for r in rows], **extra, "checks": listed})
     sys.exit(wrong > 0)
 
 

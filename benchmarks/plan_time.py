@@ -10,23 +10,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
-import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "NPROC": "32"}
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # for examples/, which is not installed
-if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)  # before JAX is imported
-
 import jax
 
 import shardfn
+from benchmarks import harness
 from examples.models import abstract, gpt2, mindspore
 from shardfn.ir import shardy
 from shardfn.planning import call_function
@@ -182,6 +176,11 @@ def line(row: Row) -> str:
     return f"{row.name:<52} {row.ops:>7,} {times} {target:>7} {verdict:<5}{row.policy}"
 
 
+def as_json(row: Row) -> dict[str, Any]:
+    return {"program": row.name, "ops": row.ops, "CPU s": row.plan_cpu_s, "s": row.plan_s, "tracing s": row.jax_s,
+            "target s": row.target, "ok": row.ok, "policy": row.policy}  # fmt: skip
+
+
 def bars(rows: Sequence[Row], width: int = 60) -> Iterator[str]:
     """Each series as bars on one scale."""
     most = max((r.plan_s for r in rows), default=1.0)
@@ -226,9 +225,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], help="cases whose name holds one of these")
     parser.add_argument("--quick", action="store_true", help="without the 48 and 96 unrolled layers")
-    parser.add_argument("--json")
     parser.add_argument("--plot", help="an SVG file to write")
-    options = parser.parse_args()
+    options = harness.parse(parser)
+    harness.start("cpu", 1)
     for scan in (False, True):  # what is imported and compiled once
         measure(Case("warm", gpt(1, scan), on(8)))
     rows: list[Row] = []
@@ -245,10 +244,7 @@ def main() -> None:
     print("\n".join(bars(rows)))
     if options.plot and any(r.series for r in rows):
         pathlib.Path(options.plot).write_text(svg(rows))
-    if options.json:
-        with open(options.json, "w") as file:
-            listed = [dataclasses.asdict(r) | {"target": None if math.isinf(r.target) else r.target} for r in rows]
-            json.dump({"benchmark": "plan_time", "jax": jax.__version__, "rows": listed}, file, indent=1)
+    harness.save(options.json, {"plans": [as_json(row) for row in rows]})
     missed = list(dict.fromkeys(r.name for r in rows if not r.ok))
     print(f"\n{len(missed)} targets missed" + (f": {'; '.join(missed)}" if missed else ""))
     sys.exit(bool(missed))

@@ -25,7 +25,6 @@ if __name__ == "__main__" and sys.argv[1:2] == ["worker"]:
 
 import argparse
 import io
-import json
 import pathlib
 import random
 import re
@@ -43,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import harness
 from shardfn import checkpoint, cluster, data, train
 from shardfn.errors import CheckpointFileError
 
@@ -243,17 +243,6 @@ def summary(kind: str, job: Job, expected: dict[int, str]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def show(rows: list[dict[str, object]]) -> None:
-    cells = [list(rows[0]), *([f"{v:,.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        print(
-            "  ".join(
-                cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-        )
-
-
 def main() -> None:
     kinds = ("moment", "save", "disk", "damage", "hang")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,8 +250,7 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=5, help="how often each other failure")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
-    given = parser.parse_args()
+    given = harness.parse(parser)
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
         first = Job(pathlib.Path(name) / "first")
@@ -278,9 +266,8 @@ def main() -> None:
             whole.run(job.last_step())
             rows.append(summary(kind, job, {int(data[0]): data[1] for _, _, data in whole.of("step")}))
             print(rows[-1], file=sys.stderr, flush=True)
-            if given.json:
-                pathlib.Path(given.json).write_text(json.dumps({"every": EVERY, "rows": rows}, indent=1))
-    show(rows)
+            harness.save(given.json, {"failures": rows}, notes=[f"A checkpoint every {EVERY} steps."])
+    harness.show(rows)
 
 
 if __name__ == "__main__":

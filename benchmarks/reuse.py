@@ -4,7 +4,7 @@ Data-parallel, and tensor-parallel (columns of the first, rows of the second pro
 those of the processor, all threads together: another program on the machine changes them little. With --tpu the TPU's
 compiler is asked (libtpu; no TPU is needed).
 Run: python benchmarks/reuse.py [--layers 6 12 24 48] [--width 32] [--modes data_parallel semi_auto_parallel]
-     [--tpu v5e:2x4] [--json OUT]
+     [--tpu v5e:2x4] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import os
-import pathlib
 import re
 import time
 
-os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +24,7 @@ import numpy as np
 import optax
 from jax.experimental import topologies
 
+from benchmarks import harness
 from shardfn import train
 
 COLUMNS = ("mode", "layers", "blocks", "collectives", "init s", "lower s", "compile s")
@@ -98,7 +94,8 @@ def measure(mode: str, layers: int, blocks: str, width: int, devices: list | Non
     times.append(time.process_time())
     lowered = step.lower(state, tokens)
     times.append(time.process_time())
-    compiled = lowered.compile(None if devices else UNMERGED)
+    on_cpu = not devices and jax.default_backend() == "cpu"
+    compiled = lowered.compile(UNMERGED if on_cpu else None)
     times.append(time.process_time())
     found = len(re.findall(rf"[ )}}](?:{KINDS})(?:-start)?\(", compiled.as_text()))
     seconds = (round(b - a, 2) for a, b in itertools.pairwise(times))
@@ -111,22 +108,19 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--modes", nargs="+", default=["data_parallel", "semi_auto_parallel"])
     parser.add_argument("--tpu")
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = harness.parse(parser, devices=8)
     devices = args.tpu and list(topologies.get_topology_desc(platform="tpu", topology_name=args.tpu).devices)
     measure(args.modes[0], 2, "reuse", args.width, devices)  # what is imported and started at the first call
-    print(
-        f"a GPT of width {args.width} on {'TPU ' + args.tpu if args.tpu else '8 CPU devices'}, seconds of the processor"
-    )
-    print("  ".join(f"{c:>18}" for c in COLUMNS))
-    rows = []
-    for mode in args.modes:
-        for layers in args.layers:
-            for blocks in BLOCKS:
-                rows.append(measure(mode, layers, blocks, args.width, devices or None))
-                print("  ".join(f"{rows[-1][c]!s:>18}" for c in COLUMNS), flush=True)
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(rows))
+    where = f"TPU {args.tpu}" if args.tpu else f"8 {args.platform} devices"
+    rows = [
+        measure(mode, layers, blocks, args.width, devices or None)
+        for mode in args.modes
+        for layers in args.layers
+        for blocks in BLOCKS
+    ]
+    title = f"a GPT of width {args.width} on {where}, seconds of the processor"
+    harness.show(rows, title)
+    harness.save(args.json, {"blocks": rows}, notes=[title])
 
 
 if __name__ == "__main__":

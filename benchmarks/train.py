@@ -3,20 +3,14 @@
 One table: seconds of a step of each, as medians, and their ratio. By hand is `jax.jit` with a `NamedSharding` for every
 array and the state donated. The two take turns, step by step, in one run, so that what else the machine does falls on both; each
 step is waited for. The last column is what a call spends in Python before `jit` has it, timed on its own.
-Run: python benchmarks/train.py [--steps 100] [--width 256] [--json OUT]
+Run: python benchmarks/train.py [--steps 100] [--width 256] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
-
-os.environ.setdefault("NPROC", "32")
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +19,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import harness
 from shardfn import train
 
 LAYERS, BATCH = 4, 512
@@ -119,14 +114,14 @@ def row(name: str, options, hand, width: int, steps: int) -> dict[str, object]:
         "train.step ms": 1e3 * step_s,
         "ratio": step_s / hand_s,
         "median of ratios": statistics.median(b / a for a, b in zip(*took, strict=True)),
-        "python us": 1e6 * dispatch_s(step, ours, *mine),
+        "Python µs": 1e6 * dispatch_s(step, ours, *mine),
     }
 
 
 def dispatch_s(step, state, *batch, times: int = 200) -> float:
     """Seconds of a call that are not `jit`'s: the same call with an answer in the place of what `jit` compiled."""
     laid = step._for(state, batch)
-    kept, laid.sharded._fast = laid.sharded._fast, lambda *args: args
+    kept, laid.function._fast = laid.function._fast, lambda *args: args
     try:
         found = []
         for _ in range(times):
@@ -135,26 +130,18 @@ def dispatch_s(step, state, *batch, times: int = 200) -> float:
             found.append(time.perf_counter() - start)
         return statistics.median(found)
     finally:
-        laid.sharded._fast = kept
+        laid.function._fast = kept
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--json")
-    given = parser.parse_args()
+    given = harness.parse(parser, devices=8)
     rows = [row(name, *case, given.width, given.steps) for name, case in cases(given.width).items()]
-    print(
-        f"{LAYERS} layers of width {given.width}, batch {BATCH}, AdamW, 8 virtual CPU devices; {given.steps} steps of each"
-    )
-    names = list(rows[0])
-    print("  ".join(f"{n:>22}" if i == 0 else f"{n:>16}" for i, n in enumerate(names)))
-    for one in rows:
-        print("  ".join(f"{one[n]:>22}" if i == 0 else f"{one[n]:>16.3f}" for i, n in enumerate(names)))
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    title = f"{LAYERS} layers of width {given.width}, batch {BATCH}, AdamW, 8 devices; {given.steps} steps of each"
+    harness.show(rows, title)
+    harness.save(given.json, {"steps": rows}, notes=[title])
 
 
 if __name__ == "__main__":

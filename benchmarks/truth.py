@@ -10,30 +10,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
-import os
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-DEVICES = 8
-ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "NPROC": "32",  # JAX before 0.12 can deadlock with fewer threads than twice the devices
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
-}
-sys.path.insert(0, ROOT)  # for examples/, which is not installed
-if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)  # before JAX is imported
 
 import jax
 import jax.numpy as jnp
 
 import shardfn
+from benchmarks import harness
 from examples.models import (
     abstract,
     attention,
@@ -51,6 +37,8 @@ from shardfn import compiled
 from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import op_flops
 from shardfn.planning.plan import Plan
+
+DEVICES = 8
 
 # ---- programs that examples/ has not
 
@@ -516,8 +504,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="rows whose name holds one of these")
     parser.add_argument("--quick", action="store_true", help="the subset that the tests hold")
     parser.add_argument("--markdown", action="store_true", help="print the tables of benchmarks/RESULTS.md at the end")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    options = harness.parse(parser)
+    harness.start("cpu", DEVICES)
     rows: list[Row] = []
     for case in cases():
         if (options.quick and not case.quick) or (options.only and not any(t in case.name for t in options.only)):
@@ -535,10 +523,7 @@ def main() -> None:
         )
     if options.markdown:
         print("\n" + markdown(rows))
-    if options.json:
-        with open(options.json, "w") as file:
-            listed = [dataclasses.asdict(r) | {"ratio": r.ratio} for r in rows]
-            json.dump({"benchmark": "truth", "jax": jax.__version__, "rows": listed}, file, indent=1)
+    harness.save(options.json, {"rows": [dataclasses.asdict(r) | {"ratio": r.ratio} for r in rows]})
 
 
 _WIDTHS = (27, 40, 4, 26, 26, 13, 14, 6, 4, 7, 5, 5)

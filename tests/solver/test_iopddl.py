@@ -96,7 +96,7 @@ def test_iopddl_says_what_does_not_fit(tmp_path, capsys):
     file, out = tmp_path / "over.json.gz", tmp_path / "out.json"
     file.write_bytes(gzip.compress(json.dumps(data).encode()))
     assert iopddl.main([str(file), "--work", "1e7", "--json", str(out)]) == 1
-    (row,) = json.loads(out.read_text())
+    (row,) = json.loads(out.read_text())["tables"]["instances"]
     assert row["agrees"] and row["proved"] and not row["feasible"] and row["least_peak"] == 6
     said = capsys.readouterr().out
     assert "no choice keeps the limit: the least memory found is 6 of 5; none needs less than 6" in said

@@ -175,11 +175,11 @@ def test_iopddl_reads_solves_and_checks_a_file(tmp_path, capsys):
     file, out = tmp_path / "tiny.json.gz", tmp_path / "out.json"
     file.write_bytes(gzip.compress(json.dumps(EXAMPLE).encode()))
     assert iopddl.main([str(file), "--json", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
+    (row,) = json.loads(out.read_text())["tables"]["instances"]
     assert (row["cost"], row["peak"], row["feasible"], row["proved"]) == (12, 7, True, True)
     assert row["choice"] == [0, 1, 0] and row["bound"] == 12
     assert iopddl.main([str(file), "--no-memory", "--json", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
+    (row,) = json.loads(out.read_text())["tables"]["instances"]
     assert row["cost"] == 5 and row["choice"] == [1, 1, 0]
     assert "tiny" in capsys.readouterr().out
 
