@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem bench drift lint format docs notebooks clean
+.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem results peers bench drift lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,8 +54,17 @@ ecosystem: ## functions of some thirty JAX libraries, in a virtual environment o
 	@$(MAKE) --no-print-directory VENV=$(VENV) $(VENV)/.has-ecosystem
 	$(DEVICES) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m ecosystem tests/ecosystem $(PYTEST_ARGS)
 
-bench: $(VENV)/.has-test  ## every benchmark, one table each
-	@set -e; for script in $(filter-out %/harness.py %/results.py,$(sort $(wildcard benchmarks/*.py))); do \
+results: $(VENV)/.has-test  ## the benchmarks that one machine runs in half an hour, and the tables of benchmarks/RESULTS.md
+	PYTHONPATH=. $(PY) benchmarks/results.py --run
+
+peers: override VENV := $(VENV)-peers
+peers:  ## shardfn beside scalax, haliax, Flax and plain jax.jit, in a virtual environment of their own
+	@$(MAKE) --no-print-directory VENV=$(VENV) $(VENV)/.has-peers
+	PYTHONPATH=. $(VENV)/bin/python benchmarks/peers.py --json benchmarks/results/peers.json
+	PYTHONPATH=. $(VENV)/bin/python benchmarks/results.py
+
+bench: $(VENV)/.has-test  ## every benchmark that needs no files and no further libraries, one table each
+	@set -e; for script in $(filter-out %/harness.py %/results.py %/peers.py %/iopddl.py,$(sort $(wildcard benchmarks/*.py))); do \
 	  echo "== $$script"; $(DEVICES) PYTHONPATH=. $(PY) $$script; done
 
 drift: $(VENV)/.has-test  ## what this JAX partitions otherwise than the release that benchmarks/drift.json was recorded with
