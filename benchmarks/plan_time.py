@@ -128,7 +128,9 @@ def cases() -> Iterator[Case]:
     cfg = llama.Config(
         layers=32, d_model=4096, heads=32, kv_heads=8, d_hidden=14336, vocab=128256, context=2048, batch=64
     )
-    yield Case("Llama 3 8B, 32 layers unrolled, 64 devices", functools.partial(abstract, llama.make, cfg), on(64))
+    for device in ("h100", "h200"):  # on the first one no plan of level 2 fits
+        yield Case(f"Llama 3 8B, 32 layers unrolled, 64 {device}", functools.partial(abstract, llama.make, cfg),
+                   on(64, device=f"{device}:64"))  # fmt: skip
     yield Case("explain, gpt2 of 6 layers, no devices", gpt(6), data_parallel, target=1.0, report=True)
 
 
