@@ -157,14 +157,15 @@ def measure(case: Case) -> Row:
     fn, args = case.make()
     options = case.options(args)
     whole, tracing, reading = Clock(), Clock(), Clock()
-    trace, read = call_function.trace, shardy.read_graph
-    call_function.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
+    trace, lower, read = call_function.trace_jaxpr, call_function.lower, shardy.read_graph
+    call_function.trace_jaxpr, call_function.lower = tracing.around(trace), tracing.around(lower)
+    shardy.read_graph = reading.around(read)
     try:
         function: Any = shardfn.shard(fn, **options)
         call = function.explain if case.report else function.plan
         whole.around(call)(*args)
     finally:
-        call_function.trace, shardy.read_graph = trace, read
+        call_function.trace_jaxpr, call_function.lower, shardy.read_graph = trace, lower, read
     plan = function.plan(*args)
     jax_s = tracing.spent - reading.spent
     plan_s = whole.spent - jax_s
