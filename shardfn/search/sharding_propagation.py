@@ -17,12 +17,14 @@ import numpy as np
 from shardfn.search import default_policy
 from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
+from shardfn.search.exact import label_space
 from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.filters import filtered
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.label_tables import LabelSpace, build
+from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import labelling_of
 from shardfn.search.mesh_solution import MeshSolution, Objective
+from shardfn.search.objectives import LEVELS
 from shardfn.search.problem import Answer, Proposal, SearchProblem
 from shardfn.search.resharding_costs import MeshModel, resharding_cost, shard_count
 from shardfn.solver.labelling import Array, Labelling, total_cost
@@ -45,7 +47,7 @@ def search(problem: SearchProblem) -> Answer:
         return followed
     archive = Archive(problem)
     simple = archive.evaluate(as_followed(followed))
-    for proposal in _spread(problem):
+    for proposal in _spread(problem, label_space(problem, problem.axes, archive)):
         for fewer in fewer_constraints(problem, archive.evaluate(proposal)):
             archive.evaluate(fewer)
     made, *others = archive.ranked(problem.level)
@@ -59,10 +61,13 @@ def search(problem: SearchProblem) -> Answer:
 
 
 def follow_entries(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
-    """The generator of what follows from the given shardings alone: dimension groups that follow them, and the spread."""
+    """The generator of what follows from the given shardings alone: dimension groups that follow them, and the spread at each
+    level, so that the candidates are the same at all."""
     if problem.shards_given:
         yield as_followed(default_policy.search(problem))
-        yield from _spread(problem)
+        space = label_space(problem, problem.axes, archive)
+        for level in LEVELS:
+            yield from _spread(problem.at(level), space)
 
 
 def as_followed(answer: Answer) -> Proposal:
@@ -70,24 +75,27 @@ def as_followed(answer: Answer) -> Proposal:
     return Proposal("following dimension groups", answer.axes, answer.specs)
 
 
-def _spread(problem: SearchProblem) -> Iterator[Proposal]:
-    found = spread_labels(problem)
+def _spread(problem: SearchProblem, space: LabelSpace) -> Iterator[Proposal]:
+    found = spread_labels(problem, space)
     if math.isfinite(found.solution.cost):
         yield dataclasses.replace(fully_constrained(problem, found), name="entries spread with the least resharding")
 
 
-def spread_labels(problem: SearchProblem) -> MeshSolution:
-    """A label for every node, spread from those that the given shardings decide."""
+def spread_labels(problem: SearchProblem, space: LabelSpace) -> MeshSolution:
+    """A label for every node, spread from those that the given shardings decide.
+
+    Args:
+      problem: the level, and the shardings that were given.
+      space: the choices on their mesh.
+    """
     mesh = MeshModel.on(problem.hardware, problem.axes)
-    given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    space = build(problem.graph, mesh, given, problem.results, problem.same_as, None, problem.facts, problem.inner,
-                  problem.operands)  # fmt: skip
     labels, _ = filtered(labelling_of(space, problem), space, problem.graph, mesh.sizes, problem.algorithm)
     near: dict[int, list[SharedValue]] = {}
     for join in shared_values(problem, space):
         for node in join.nodes:
             near.setdefault(node, []).append(join)
-    chosen = {space.layouts[v][0]: 0 for v, spec in given.items() if any(spec)}
+    given = (value for value, spec in zip(problem.inputs, problem.specs, strict=True) if spec and any(spec))
+    chosen = {space.layouts[value][0]: 0 for value in given}
     chosen |= {space.layouts[v][0]: 0 for v in problem.inner if len(space.layouts[v][1]) == 1}
     frontier = sorted({other for node in chosen for other in _others(near, node)} - chosen.keys())
     while frontier:

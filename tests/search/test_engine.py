@@ -41,6 +41,18 @@ def test_objective_is_no_worse_at_its_own_aim_than_the_plans_of_the_others(seed)
         assert all(rank(own.cost, problem) <= rank(other.cost, problem) for other in made)
 
 
+@pytest.mark.parametrize("seed", [7, 10])
+def test_candidates_around_entries_are_the_same_at_each_level(seed):
+    function, args, _ = random_program(seed)
+    entries = (
+        ((4, 1), *(None,) * (len(args) - 1)) if args[0].shape[0] % 4 == 0 else ((1, 4), *(None,) * (len(args) - 1))
+    )
+    problem = planned_problem(function, *args, device="cpu:8", in_strategy=entries)
+    problem = dataclasses.replace(problem, budget=100, memory_limit=math.inf)
+    found = [run(problem.at(level), GENERATORS, BASELINES) for level in (0, 1, 2)]
+    assert len({tuple(made.key for made in archive) for archive in found}) == 1
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_least_budget_is_no_worse_than_any_baseline(seed):
     problem = problem_of(seed)
