@@ -1,8 +1,8 @@
 """The exact search: for each mesh of one or two axes, and for divisions of the best into three, the best strategy of every op.
 
 The choices on a mesh are a labelling problem, solved to proven optimality where elimination can, else to a stated gap. The
-solution of the best estimate makes the first candidates, with more constraints while the partitioned program is worse than the
-estimate.
+solution of the best estimate makes the first candidates, with more constraints until the partitioned program costs what the
+estimate says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardfn.search.problem import Proposal, SearchProblem
 from shardfn.search.resharding_costs import MeshModel
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import Array, Labelling, total_cost
-from shardfn.solver.peak import Peak, least_peak
+from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, Solution, solve
 
 NEAR = 0.02
@@ -47,13 +47,12 @@ CLOSE = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
 
-def generate(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
+def generate(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
     """The generator of the exact search for an objective of the solver, which solves every mesh of one or two axes first."""
     at = problem.at(objective.level)
-    found = list[MeshSolution]()
-    for axes in sorted(meshes(problem), key=lambda axes: sum(size for _, size in axes)):
-        found += solve_mesh(at, objective, axes, archive)
-    yield from best_first(at, found, archive)
+    by_size = sorted(meshes(problem), key=lambda axes: sum(size for _, size in axes))
+    found = [solve_mesh(at, objective, axes, archive) for axes in by_size]
+    yield from best_first(at, [one for one in found if one is not None], archive)
 
 
 def three_axes(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
@@ -63,7 +62,8 @@ def three_axes(objective: Objective, problem: SearchProblem, archive: Archive) -
     found = list[MeshSolution]()
     if known and not problem.axes:
         for axes in three_axis_meshes(problem, min(known, key=lambda one: estimated_rank(at, one)), known):
-            found += solve_mesh(at, objective, axes, archive)
+            one = solve_mesh(at, objective, axes, archive)
+            found += [one] if one is not None else []
             yield None
     yield from best_first(at, found, archive)
 
@@ -145,9 +145,11 @@ def _least_peak(archive: Archive) -> float:
     return archive.best_of_each_mesh(1)[0].cost.memory.peak
 
 
-def solve_mesh(problem: SearchProblem, objective: Objective, axes: Axes, archive: Archive) -> list[MeshSolution]:
-    """The solution of an objective on one mesh; none where no label is possible."""
-    space = label_space(problem, axes, archive)
+def solve_mesh(
+    problem: SearchProblem, objective: Objective, axes: Axes, archive: Archive, chosen: Sequence[Array] | None = None
+) -> MeshSolution | None:
+    """The solution of an objective on one mesh, with labels that extend the `chosen` ones; None where no label is possible."""
+    space = label_space(problem, axes, archive, chosen)
     labels, lost = filtered(
         labelling_of(space, problem.at(objective.solved), objective.weight),
         space,
@@ -158,17 +160,12 @@ def solve_mesh(problem: SearchProblem, objective: Objective, axes: Axes, archive
     if objective.is_sharded:
         labels = with_smallest_arguments(labels, space)
     solution = with_loss(solve(labels, _part(archive), EFFORT), lost)
-    return [MeshSolution(axes, space, labels, solution, objective)] if math.isfinite(solution.cost) else []
+    return MeshSolution(axes, space, labels, solution, objective) if math.isfinite(solution.cost) else None
 
 
 def _part(archive: Archive) -> Budget:
     """The budget of one solve. What is left plays no part: a larger budget would else change the candidates."""
     return Budget(SOLVE * archive.evaluation_work, archive.budget.seconds_left, archive.budget)
-
-
-def _possible(found: MeshSolution) -> Iterator[MeshSolution]:
-    if math.isfinite(found.solution.cost):
-        yield found
 
 
 def within(found: MeshSolution, limit: float, archive: Archive) -> Iterator[MeshSolution]:
@@ -181,7 +178,8 @@ def within(found: MeshSolution, limit: float, archive: Archive) -> Iterator[Mesh
         yield dataclasses.replace(found, solution=near)
     smallest = with_smallest_arguments(found.labels, found.space)
     solution = solve(smallest, _part(archive), EFFORT)
-    yield from _possible(dataclasses.replace(found, labels=smallest, solution=solution))
+    if math.isfinite(solution.cost):
+        yield dataclasses.replace(found, labels=smallest, solution=solution)
 
 
 def _near_least_peak(labels: Labelling, archive: Archive) -> Solution | None:
@@ -190,27 +188,8 @@ def _near_least_peak(labels: Labelling, archive: Archive) -> Solution | None:
     if least is None:
         return None
     near = solve(dataclasses.replace(labels, limit=(1 + NEAR) * least.peak), _part(archive), CLOSE)
-    return near if near.feasible else _peak_solution(least, labels)
-
-
-def _peak_solution(least: Peak, labels: Labelling) -> Solution:
-    return Solution(least.choice, total_cost(labels, least.choice), -math.inf, False, False)
-
-
-def solve_division(
-    problem: SearchProblem, axes: Axes, archive: Archive, chosen: Sequence[Array] | None
-) -> MeshSolution | None:
-    """The best solution on a mesh whose axes but the last are `chosen`; None where no label is possible."""
-    space = label_space(problem, axes, archive, chosen)
-    labels = labelling_of(space, problem)
-    labels, lost = filtered(labels, space, problem.graph, tuple(size for _, size in axes), problem.algorithm)
-    labels = with_smallest_arguments(labels, space) if problem.level == 1 else labels
-    solution = with_loss(solve(labels, _part(archive), EFFORT), lost)
-    return (
-        MeshSolution(axes, space, labels, solution, Objective(problem.level, problem.level))
-        if math.isfinite(solution.cost)
-        else None
-    )
+    at_peak = Solution(least.choice, total_cost(labels, least.choice), -math.inf, False, False)
+    return near if near.feasible else at_peak
 
 
 def label_space(

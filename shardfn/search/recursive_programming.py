@@ -16,8 +16,8 @@ from shardfn.ir.model import Axes
 from shardfn.partition.resharding import divisors
 from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
-from shardfn.search.exact import solve_division
-from shardfn.search.mesh_solution import MeshSolution
+from shardfn.search.exact import solve_mesh
+from shardfn.search.mesh_solution import MeshSolution, Objective
 from shardfn.search.op_labels import FREE
 from shardfn.search.problem import Proposal, SearchProblem
 from shardfn.solver.labelling import Array
@@ -35,11 +35,12 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
 
 def divided(problem: SearchProblem, archive: Archive) -> MeshSolution | None:
     """The solution after deciding all axes one after the other; None where the given shardings leave none."""
+    objective = Objective(problem.level, problem.level, is_sharded=problem.level == 1)
     axes: Axes = problem.axes or tuple((f"x{i}", size) for i, size in enumerate(divisions(problem.devices)))
     chosen: Sequence[Array] | None = None
     found: MeshSolution | None = None
     for count in range(1, len(axes) + 1):
-        found = solve_division(problem, axes[:count], archive, chosen)
+        found = solve_mesh(problem, objective, axes[:count], archive, chosen)
         if found is None:
             return None
         decided = zip(found.space.nodes, found.solution.choice, strict=True)
