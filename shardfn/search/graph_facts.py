@@ -45,8 +45,6 @@ class GraphFacts:
     """How many ops read all of a value; readers of a slice reshard the slice."""
     read: Mapping[int, tuple[int, int]]
     """When the first and the last reader of a value run."""
-    runs: tuple[int, ...]
-    """When each op runs."""
     kernels: tuple[KernelShare, ...]
     """The kernels of each op."""
     places: tuple[LiveBuffer, ...]
@@ -122,7 +120,6 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         trips,
         readers,
         read,
-        runs,
         kernels,
         (*temporaries, *kept),
         sum(total),

@@ -10,7 +10,6 @@ Equal ops on equal layouts are computed once, so a model of many equal layers co
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -95,9 +94,6 @@ class LabelSpace:
     layouts: Mapping[int, tuple[int, Array]]
     reads: Mapping[int, tuple[int, tuple[Array, ...]]]
     intervals: tuple[UsageInterval, ...]
-    copies: tuple[UsageInterval, ...]
-    """Temporaries of resharding: gathered arguments, operands as an op reads them, partial sums. They overestimate where
-    nothing is resharded, so they count at level 1 only."""
     allowed: tuple[tuple[int, Array], ...] = ()
     """Nodes, and which of their labels are allowed: XLA computes convolutions correctly, and reads values as the user
     shards them for a function inside."""
@@ -111,8 +107,6 @@ class _OpCosts:
     made: tuple[Array, ...]
     sums: Array
     """The first five rows of `Node.sums`."""
-    partial: Array | None
-    """Bytes of the partial sums beyond the reduce-scattered result."""
 
 
 class _Builder:
@@ -134,7 +128,6 @@ class _Builder:
         self.views: dict[int, tuple[int, Array]] = {}
         self.reads: dict[int, tuple[int, tuple[Array, ...]]] = {}
         self.depth: dict[int, int] = {}
-        self.copies: list[UsageInterval] = []
         self.trips = facts.trips
         self.sizes = mesh.sizes
         self.counts: dict[int, Array] = {}
@@ -205,13 +198,6 @@ class _Builder:
             )
             rounds = (self.facts.gathers or {}).get(value, 1)
             self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, rounds)
-            first, last = self.facts.read[value]
-            self.copied(value, self.sources[value], 2 * first, 2 * last + 1)
-
-    def copied(self, value: int, source: tuple[int, Array], start: int, end: int) -> None:
-        full = self.facts.bytes[value]
-        least = full / math.prod(self.sizes)
-        self.copies.append(UsageInterval(source[0], start, end, full / self.shards(source[1]) - least))
 
     def padding(self, value: int, layouts: Array) -> Array:
         """The growth of rows that a TPU pads to whole lanes (`cost.backends.tpu`), for each layout."""
@@ -334,7 +320,7 @@ class _Builder:
                 kept = {f for f, _ in results[0]}  # the result has the others unsharded
                 pairs = [(f, dim) for f, dim in operands[lead] if f in kept]
                 work = self.followed[key] = self.one(op_labels.dims_to_factors(have, pairs, rule, self.sizes))
-            costs = self.costs_of(index, op, rule, work, work, True)
+            costs = self.costs_of(index, rule, work, work, True)
         else:
             scattered = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.mesh.scatters else 0
             node, codes = self.node(
@@ -344,18 +330,13 @@ class _Builder:
             if parts is None:
                 work, out = op_labels.decoded(codes)
                 parts = self.decoded[id(codes)] = self.one(work), self.one(out)
-            costs = self.costs_of(index, op, rule, *parts, index in self.facts.last)
+            costs = self.costs_of(index, rule, *parts, index in self.facts.last)
         target = self.nodes[node].sums[:5]
         target += costs.sums * op.trips if op.trips != 1 else costs.sums
         if index in self.facts.sums:
             target[3:] -= costs.sums[3:] * (op.trips - self.facts.sums[index])
-        at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, costs.wanted, strict=True):
             self.need(value, wanted, node, op.trips, op.name == SLICED)
-            if op.name in CONTRACTIONS and value >= len(self.graph.inputs):
-                self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
-        if costs.partial is not None:
-            self.copies.append(UsageInterval(node, 2 * at, 2 * at + 1, costs.partial))
         for value, made in zip(op.outputs, costs.made, strict=True):
             self.sources[value] = self.layouts[value] = node, made
         if self.is_first:
@@ -377,7 +358,7 @@ class _Builder:
                     break
         return table
 
-    def costs_of(self, index: int, op: Op, rule: ShardingRule, work: Array, out: Array, is_last: bool) -> _OpCosts:
+    def costs_of(self, index: int, rule: ShardingRule, work: Array, out: Array, is_last: bool) -> _OpCosts:
         key = (self.facts.kinds[index], is_last, id(work), id(out))
         found = self.op_costs.get(key)
         if found is None:
@@ -392,7 +373,6 @@ class _Builder:
         flops, moved = self.work(index, work, wanted, made)
         is_sum = np.isin(work, list(rule.reduction))
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
-        whole: Array | None = None
         if is_sum.any():
             of = [f for dim in rule.operands[0] for f in dim if f in rule.reduction] if op.name == "convolution" else []
             sums = PartialSums(work, out, is_sum, of, op.name == "dot_general", is_last)
@@ -400,8 +380,6 @@ class _Builder:
                 partial = full[value] / shard_count(np.where(is_sum & (out >= 0), -1, after), mesh.sizes)
                 parts = sums.cost(partial, mesh)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
-                more = partial - full[value] / self.shards(after)
-                whole = more if whole is None else whole + more
             parts_of = self.facts.together.get(index, 1)
             sent, sent_s = sent / parts_of, sent_s / parts_of
         if op.window_dims:
@@ -412,7 +390,7 @@ class _Builder:
         moving_s = moved / mesh.chip.memory_bytes_s
         compute_s = np.maximum(computing_s, moving_s) if op.name in CONTRACTIONS else computing_s + moving_s
         of_products = flops if op.name in CONTRACTIONS else np.zeros(len(work))
-        return _OpCosts(wanted, made, np.array([flops, of_products, compute_s, sent, sent_s]), whole)
+        return _OpCosts(wanted, made, np.array([flops, of_products, compute_s, sent, sent_s]))
 
     def work(self, index: int, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs of one run of an op on one device, and the bytes that count in all kernels it is computed in."""
@@ -490,7 +468,7 @@ def build(
         builder.need(value, have, node, 1)
     reshardings = tuple(ReshardingTable(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
     intervals = _argument_intervals(builder, facts.places)
-    return LabelSpace(tuple(builder.nodes), reshardings, builder.layouts, builder.reads, intervals, tuple(builder.copies),
+    return LabelSpace(tuple(builder.nodes), reshardings, builder.layouts, builder.reads, intervals,
                  (*_convolutions(builder), *_read_as_given(builder, operands)))  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""The objective of a level as the costs of a labelling: bytes at level 0, seconds at levels 1 and 2, where level 1 searches
-within ever less memory. `objectives` states the same for partitioned and compiled programs.
+"""The objective of a level as the costs of a labelling: bytes at level 0, seconds at levels 1 and 2. What holds less memory is
+found by a limit or the smallest shards (`exact`). `objectives` states the objective for partitioned and compiled programs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from shardfn.search.label_tables import LabelSpace, Node, ReshardingTable
 from shardfn.search.problem import SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, UsageInterval
 
-HOLDING_PASSES = 0.1
-"""Seconds charged for each argument, in passes over its memory, so that ties go to the smaller shard."""
+HOLDING_PASSES, HOLDING_SENT = 0.1, 1e-3
+"""What an argument's shard costs, so that ties go to the smaller: passes over its memory; at level 0, bytes sent per byte."""
 
 
 def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: float = 1.0) -> Labelling:
     """The labelling problem of a mesh: the cost of each label at the problem's level, and the bytes it holds.
 
-    Level 2 adds up seconds of compute and communication. So does level 1, where memory is the limit. Level 0 adds up the
-    bytes sent and what FLOPs cost at the exchange rate of `objectives.excess_bytes`, times `compute_weight`, over the
-    link's rate.
+    Levels 1 and 2 add up seconds of compute and communication. Level 0 adds up the bytes sent and what all FLOPs cost at the
+    exchange rate of `objectives.excess_bytes`, times `compute_weight`, over the link's rate.
 
     Args:
       space: the choices.
@@ -33,15 +32,14 @@ def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: floa
 
     def own(node: Node) -> np.ndarray:
         if problem.level == 0:
-            return (node.sent + bytes_per_flop * node.flops + 1e-3 * node.argument_bytes) / chip.link_bytes_s
+            return (node.sent + bytes_per_flop * node.flops + HOLDING_SENT * node.argument_bytes) / chip.link_bytes_s
         return node.sent_s + node.compute_s + HOLDING_PASSES * node.argument_bytes / chip.memory_bytes_s
 
     def between(table: ReshardingTable) -> np.ndarray:
         return table.sent_s if problem.level else table.sent / chip.link_bytes_s
 
     costs = tuple(own(node) for node in space.nodes)
-    intervals = (*space.intervals, *space.copies) if problem.level == 1 else space.intervals
-    end = max((i.end for i in intervals), default=1)
+    end = max((i.end for i in space.intervals), default=1)
     arguments = [
         UsageInterval(v, 0, end, node.argument_bytes) for v, node in enumerate(space.nodes) if node.argument_bytes.any()
     ]
@@ -50,7 +48,7 @@ def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: floa
         tuple(np.zeros(len(c)) for c in costs),
         np.zeros((len(costs), 2), np.int64),
         tuple(CostTable((table.first, table.second), between(table)) for table in space.reshardings),
-        usage_intervals=(*arguments, *intervals),
+        usage_intervals=(*arguments, *space.intervals),
     )
 
 
