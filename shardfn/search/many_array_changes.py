@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import OpConstraint, Spec
+from shardfn.ir.model import Op, OpConstraint, Spec
 from shardfn.search import baselines
 from shardfn.search.array_changes import proposal_from
 from shardfn.search.baselines import batch_arguments
 from shardfn.search.constrained import DECIDING_OPS
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import used_axes
+from shardfn.search.result_shardings import fits
 
 
 def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
@@ -37,11 +38,30 @@ def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 
         free, spec = set(sizes), []
         for n, group in zip(shape, groups[value], strict=False):
             dim = max(votes.get(group, {(): 0}).items(), key=lambda item: item[1])[0]
-            fits = free.issuperset(dim) and n % math.prod(sizes[a] for a in dim) == 0
-            spec.append(dim if fits else ())
+            is_free = free.issuperset(dim) and n % math.prod(sizes[a] for a in dim) == 0
+            spec.append(dim if is_free else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
     yield proposal_from(problem, made, specs=tuple(specs), constraints={})
+
+
+def sliced_arguments(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+    """The candidate with each open argument that the program slices before any other use sharded like the slice."""
+    partitioned = problem.partitioned_of(made)
+    inputs = partitioned.graph.arguments(len(made.specs))
+    readers: dict[int, list[Op]] = {value: [] for value in inputs}
+    for op in partitioned.graph.ops:
+        for value in set(op.inputs) & readers.keys():
+            readers[value].append(op)
+    sizes, specs = dict(made.axes), list(made.specs)
+    for i, (value, shape) in enumerate(zip(inputs, problem.shapes, strict=True)):
+        found = {partitioned.specs[op.outputs[0]][: len(shape)] for op in readers[value] if op.name == "all_slice"}
+        if problem.specs[i] is None and len(found) == 1 and all(op.name == "all_slice" for op in readers[value]):
+            (spec,) = found
+            if fits(shape, spec, sizes):
+                specs[i] = spec
+    if tuple(specs) != made.specs:
+        yield proposal_from(problem, made, specs=tuple(specs))
 
 
 def fully_sharded(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
