@@ -3,17 +3,19 @@
 A search is a list of candidate generators, one evaluator, one budget and one archive:
 
 1. `problem`: the question (`SearchProblem`), a choice (`Proposal`), an evaluated choice (`SearchCandidate`) and the answer.
-2. `engine`: generators take turns until the budget is spent. `archive`: what they found, for all objectives. `budget`: work.
-3. `GENERATORS` are the generators, in the order of their first turns: `sharding_propagation` follows the user's entries;
-   `baselines` are the plans that people write by hand; `exact` and `recursive_programming` solve a label model of the program;
-   `local_search` tries moves around the best candidates.
-4. The label model of a mesh: `label_tables` builds it from `op_labels`, `resharding_costs`, `partial_sum_costs`, `halo_costs` and
-   `kernel_costs`; `level_costs` states the objective; `filters` removes labels; `shardfn.solver` solves it. The result is a
-   `mesh_solution.MeshSolution`, and `constrained` makes proposals of it.
+2. `engine`: generators take turns until the budget is spent, or half of it in vain. `archive`: what they found, for all
+   objectives. `budget`: work.
+3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` makes the plans that people write by hand,
+   from `baselines`. Then `GENERATORS`, in the order of their first turns: `exact` solves a label model of the program, on the
+   meshes of `meshes`; `local_search` tries moves around the best candidates. `recursive_programming` is the fast search.
+4. The label model of a mesh: `label_tables` builds it from `graph_facts`, `op_labels`, `convolution_labels`, `resharding_costs`,
+   `partial_sum_costs`, `halo_costs` and `kernel_costs`; `level_costs` states the objective; `filters` removes labels;
+   `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and `constrained` makes proposals of it.
 5. The moves of local search: `fewer_constraints`, `array_changes`, `many_array_changes`, `result_shardings`.
-6. `explanation` writes the answer; `memory_limit` says why nothing keeps a limit.
+6. `objectives` ranks candidates; `explanation` writes the answer; `memory_limit` says why nothing keeps a limit.
 
-`default_policy` answers where nothing is open, and `styles` chooses among the plans of one parallel style.
+`default_policy` answers where nothing is open, `styles` where the user asks for one, and `read_as_given` keeps the shardings of
+functions inside.
 """
 
 from __future__ import annotations

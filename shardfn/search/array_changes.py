@@ -1,6 +1,6 @@
 """Moves of the local search that change the sharding of one array, or of all arrays that are alike.
 
-The label model prices each op by itself; only the partitioned program shows where propagation carries a sharding.
+The label model costs each op by itself; only the partitioned program shows where propagation carries a sharding.
 """
 
 from __future__ import annotations

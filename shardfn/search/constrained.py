@@ -32,8 +32,9 @@ def constrained(
 ) -> Generator[Proposal, None, SearchCandidate]:
     """Proposals of a mesh solution until one costs what its estimate says; returns the best.
 
-    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. The last
-    leaves the operands of matmuls and look-ups to the compiler. Local search takes more constraints away.
+    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. Then one leaves
+    the operands of matmuls and look-ups to the compiler. The last shards open results as in the solution. Local search takes more
+    constraints away.
 
     Args:
       problem: the question, at the level that the solution was solved for.

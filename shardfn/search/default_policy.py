@@ -12,6 +12,7 @@ from shardfn.ir.model import Axes, Spec
 from shardfn.search.problem import Answer, SearchProblem, figures, objective
 
 MOST_GROUPS = 8
+"""Dimension groups that are evaluated, those with the most bytes."""
 
 
 def search(problem: SearchProblem) -> Answer:

@@ -112,7 +112,7 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
 
 
 def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
-    """The generator of the fastest solutions within less memory than the best so far, on one mesh after the other.
+    """The generator of the best solutions within less memory than the least so far, on one mesh after the other.
 
     The solver's limit is scaled by what the candidates of a mesh hold, as estimates of memory are rough.
     """

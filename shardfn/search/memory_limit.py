@@ -129,12 +129,12 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
 
 def source_line(made: Mapping[int, Op], value: int) -> str:
     """The source line of the op that makes a value, or else of the nearest op before it: sums of gradients have none."""
-    level, seen = [value], {value}
-    while level:
-        ops = [made[v] for v in level if v in made]
+    front, seen = [value], {value}
+    while front:
+        ops = [made[v] for v in front if v in made]
         found = next((op.where for op in ops if op.where), "")
         if found:
             return found
-        level = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in seen]
-        seen.update(level)
+        front = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in seen]
+        seen.update(front)
     return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LEVELS = (2, 0, 1)
-"""The objectives in the order in which searches turn to them: time, communication, memory."""
+"""All objectives: time, communication, memory. The first ranks the candidates to compile."""
 
 BALANCED = 1.1
 """Work counts as balanced up to this multiple of an even share per device."""

@@ -15,7 +15,11 @@ from shardfn.ir.model import ShardingRule
 from shardfn.solver.labelling import Array
 
 MOST_LABELS = 256
+"""Labels of a node, for each mesh."""
+
 BASE = 100
+"""A factor `f` that is summed into a factor `g` has the code `(f + 1) * BASE + g`."""
+
 FREE = -99
 """A column of a label that is still to be decided."""
 NOWHERE = 64

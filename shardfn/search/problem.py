@@ -279,8 +279,8 @@ class Answer:
     source: str = "searched"
     constraints: OpConstraints = dataclasses.field(default_factory=dict)
     gap: float | None = None
-    """The part of the cost, 0 to 1, that may lie above the optimum of the label model on the meshes tried, at level 0 on its
-    own mesh. 0 is proved, None not known."""
+    """The part of the cost, 0 to 1, that may lie above the optimum of the label model on the meshes tried. 0 is proved, None not
+    known."""
     others: tuple[SearchCandidate, ...] = ()
     """The other evaluated candidates, best first."""
     runners_up: tuple[str, ...] = ()
