@@ -44,7 +44,7 @@ FOLDER = ROOT / "docs" / "gallery"
 COMPILERS = {"cpu": "jaxlib", "tpu": "libtpu", "cuda": "jax-cuda12-plugin"}
 """By JAX's name of a platform the package that its compiler is in."""
 PICTURES = {"memory": "What fills the memory of a device", "time": "What takes the time of a call"}
-MOST_ARRAYS, MOST_COLLECTIVES, MOST_DIFFERENCES = 12, 6, 8
+MOST_ARRAYS, MOST_COLLECTIVES = 12, 6
 
 
 # ---- measuring
@@ -114,7 +114,7 @@ def compiled(plan: shardfn.Plan) -> Row:
         "bytes_sent": [sum(c.total_bytes for c in side) for side in (plan.collectives, made.collectives)],
         "peak_bytes": [memory.predicted, memory.compiled],
         "matmul_flops": [found.matrix_flops.predicted, found.matrix_flops.compiled],
-        "differences": [local(text) for text in (*found.why, *made.diagnostics)],
+        "differences": [local(text) for text in found.why],
     }
 
 
@@ -257,7 +257,7 @@ def compared_part(rows: dict[str, Row]) -> Iterator[str]:
             yield f"**{where}**, compiled by {found['compiler']} in {found['cpu_s']:,.0f} CPU seconds. Per device:"
             yield "\n".join(comparison(found))
             if found["differences"] and size != "tiny":
-                yield "\n".join(f"- {text}" for text in found["differences"][:MOST_DIFFERENCES])
+                yield "\n".join(f"- {text}" for text in found["differences"])
 
 
 def comparison(found: Row) -> Iterator[str]:

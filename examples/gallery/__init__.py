@@ -41,6 +41,8 @@ class Program:
     """Positions of arguments that begin as zeros, such as an optimizer state."""
     draw: Callable[[], tuple[Any, ...]] | None = None
     """Makes the arguments where random numbers will not do."""
+    unsharded: Callable[..., Any] | None = None
+    """The function without shardings inside, where it has some."""
 
     def plan(self) -> shardfn.Plan:
         """Plan from shapes: nothing is allocated."""

@@ -10,12 +10,15 @@ import shardfn
 from benchmarks import gallery
 from examples.gallery import NAMES
 
+SLOW = {"gemma2_27b", "llama3_70b", "moe_671b", "vit_22b"}
+"""Other models and tests have programs of their kinds."""
 
-@pytest.mark.parametrize("name", NAMES)
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES])
 def test_the_tiny_size_equals_the_unsharded_function(name):
     program = importlib.import_module(f"examples.gallery.{name}").program("tiny")
     sharded = shardfn.shard(program.function, **program.options)
-    expected = jax.jit(program.function)(*program.values())
+    expected = jax.jit(program.unsharded or program.function)(*program.values())
     found = sharded(*program.values())
     assert any(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(found))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -1,0 +1,32 @@
+"""Llama 3 70B: a training step on 256 TPU v5p.
+
+The model is that of `llama3_8b.py` with 80 layers of twice the width. It is planned for three batches: one sequence for each
+chip, and 64 or 32 sequences, fewer than there are chips.
+"""
+
+import dataclasses
+
+from examples.gallery import Program, show
+from examples.gallery.llama3_8b import TINY, Config, step
+
+FULL = Config(layers=80, width=8192, heads=64, hidden=28672, context=4096, batch=256)
+BATCHES = {"full": 256, "batch-64": 64, "batch-32": 32}
+SIZES = tuple(BATCHES)
+
+
+def program(size: str) -> Program:
+    if size == "tiny":  # half as many sequences as devices
+        return step(dataclasses.replace(TINY, batch=4), None)
+    return step(dataclasses.replace(FULL, batch=BATCHES[size]), "tpu-v5p:4x8x8")
+
+
+NOTES = """
+The fewer sequences a batch has, the more the search shards the layers by tensor parallelism.
+
+libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional torus, which sends twice the bytes. The
+prediction does not model this yet, so it is too low by that factor for these arrays.
+Plans with two mesh axes do not gather over all chips.
+"""
+
+if __name__ == "__main__":
+    show(program)
