@@ -129,7 +129,7 @@ def program(size: str) -> Program:
 
 NOTES = """
 The mesh of the exchange is part of the function. The search stores the experts' weights sharded along their hidden dimension, and
-XLA reshards those of a layer to one expert a chip before each use.
+the plan reshards those of a layer to one expert a chip before each use.
 """
 
 if __name__ == "__main__":
