@@ -12,7 +12,8 @@ A search is a list of candidate generators, one evaluator, one budget and one ar
    `partial_sum_costs`, `halo_costs` and `kernel_costs`; `level_costs` states the objective; `filters` removes labels;
    `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and `constrained` makes proposals of it.
 5. The moves of local search: `fewer_constraints`, `array_changes`, `many_array_changes`, `result_shardings`.
-6. `objectives` ranks candidates; `explanation` writes the answer; `memory_limit` says why nothing keeps a limit.
+6. `objectives` ranks candidates; `explanation` writes the answer; `memory_limit` says why nothing keeps a limit;
+   `proposal_checks` says what is wrong with a proposal of a user's generator.
 
 `default_policy` answers where nothing is open, `styles` where the user asks for one, and `read_as_given` keeps the shardings of
 functions inside.
@@ -33,6 +34,7 @@ from shardfn.search import (
     exact,
     local_search,
     mesh_solution,
+    proposal_checks,
     recursive_programming,
     sharding_propagation,
     styles,
@@ -183,7 +185,8 @@ def _asked(mode: str, problem: SearchProblem) -> Answer:
     """The answer of a registered search, or of the search with a registered generator."""
     search: Any = MODES[mode]
     if len(inspect.signature(search).parameters) == 2:
-        return search_with(f"search {mode!r}", {mode: search, **LOCAL_SEARCH}, problem)
+        own = functools.partial(proposal_checks.checked, mode, search)
+        return search_with(f"search {mode!r}", {mode: own, **LOCAL_SEARCH}, problem)
     answer: object = search(problem)
     if not isinstance(answer, Answer):
         fail(ContextTypeError, f"the search {mode!r} returned {a(answer)}", where=f"search_mode = {mode!r}",

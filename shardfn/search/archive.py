@@ -60,10 +60,13 @@ class Archive:
                 self._solved[_shardings(proposal)] = proposal.solution
         if proposal.key not in self._made:
             self.budget.spend(self.evaluation_work)
-            made = self._made[proposal.key] = self.problem.candidate(proposal, generator)
-            if made.key not in self._facts:
+            made = self.problem.candidate(proposal, generator)
+            is_new = made.key not in self._facts
+            if is_new:
                 keeps = keeps_rules(self.problem.partitioned_of(made), self.problem.algorithm)
                 self._facts[made.key] = _Facts(len(self._facts), keeps)
+            self._made[proposal.key] = made  # with facts: Ctrl-C can come between any two lines
+            if is_new:
                 self._keep_best(made)
         return self._made[proposal.key]
 

@@ -33,6 +33,9 @@ WORTH = 1e-3
 PATIENCE = 0.5
 """The part of the budget after which a search ends that found no better plan for any objective."""
 
+BARREN = 1000
+"""Turns in a row without a new candidate after which a generator is over: it may yield None, or what is known, for ever."""
+
 LEAST = 3
 """Candidates that each run evaluates however short its time limit is, as far as there are any."""
 
@@ -45,6 +48,8 @@ class _Turn:
     proposals: Iterator[Proposal | None]
     in_vain: int
     """Turns since it last found a better plan for some objective; at the start its place in the list."""
+    barren: int = 0
+    """Turns since it last proposed what was not known."""
 
 
 def run(
@@ -96,7 +101,7 @@ def _take_turns(
     end = budget.spent + PATIENCE * budget.work
     while running and (len(archive) < least or not (budget.is_over or budget.spent >= end)):
         turn = min(running, key=lambda each: each.in_vain)
-        best = archive.best_ranks()
+        best, known = archive.best_ranks(), len(archive)
         try:
             proposal = next(turn.proposals)
         except StopIteration:
@@ -109,6 +114,9 @@ def _take_turns(
             _evaluate(archive, proposal, turn.name)
         if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
             turn.in_vain, end = 0, budget.spent + PATIENCE * budget.work
+        turn.barren = turn.barren + 1 if len(archive) == known else 0
+        if turn.barren == BARREN:
+            running.remove(turn)
 
 
 def _evaluate(archive: Archive, proposal: Proposal, name: str) -> None:

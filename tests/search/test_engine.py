@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn import search
-from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn import AUTO, search
+from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
+from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS, styles
 from shardfn.search.archive import Archive
 from shardfn.search.engine import LEAST, run
@@ -124,6 +125,54 @@ def test_registered_generator_gets_the_baselines_and_the_local_search():
     assert "rows_of_all" in generators and "baselines" in generators
     assert any(name.startswith("local search") for name in generators)
     assert made.cost.bytes_sent <= seen[0]
+
+
+def known_for_ever(problem, archive):
+    while True:
+        yield Proposal("rows", (("a", 8),), ((("a",),),))
+
+
+def none_for_ever(problem, archive):
+    while True:
+        yield None
+
+
+@pytest.mark.parametrize(("generator", "budget"), [(known_for_ever, "default"), (none_for_ever, 1)])
+def test_generator_that_proposes_nothing_new_for_ever_comes_to_an_end(generator, budget):
+    problem = planned_problem(jnp.negative, S((64,), jnp.float32), device="cpu:8")
+    archive = run(dataclasses.replace(problem, budget=budget), {"endless": generator}, BASELINES)
+    assert 0 < len(archive) <= LEAST
+
+
+@pytest.mark.parametrize(
+    ("proposal", "why"),
+    [
+        (Proposal("p", (("a", 16),), ((("a",), ()), ((), ()), ((), ()))), "does not name 8 devices"),
+        (Proposal("p", (("a", 8),), ((("z",), ()), ((), ()), ((), ()))), "each of the axes a can shard one dimension"),
+        (Proposal("p", (("a", 8),), ((("a",),), ((), ()), ((), ()))), "one tuple of axes for each of 2 dimensions"),
+        (Proposal("p", (("a", 8),), (((), ()),)), "1 shardings for 3 arguments"),
+        (Proposal("p", [["a", 8]], [[["a"], []], [[], []], [[], []]]), "tuples"),  # pyright: ignore
+        (Proposal("p", (("a", 8),), (((), ()),) * 3, {99: OpConstraint((), ())}), "op 99 cannot be constrained"),
+        ("rows", "a candidate is a Proposal"),
+    ],
+)
+def test_proposal_of_a_registered_generator_that_fits_no_call_is_refused(proposal, why):
+    search.register("wrong", lambda problem, archive: iter([proposal]))
+    try:
+        with pytest.raises((StrategyError, ContextTypeError), match=why):
+            shardfn.plan(two_layers, *LAYERS, device="h100:8", search_mode="wrong")
+    finally:
+        search.forget("wrong")
+
+
+def test_registered_generator_cannot_overrule_an_entry():
+    unsharded = lambda problem, archive: iter([Proposal("p", problem.axes, (((), ()),) * 3)])  # noqa: E731
+    search.register("wrong", unsharded)
+    try:
+        with pytest.raises(StrategyError, match="by an entry"):
+            shardfn.plan(two_layers, *LAYERS, device="h100:8", search_mode="wrong", in_strategy=((4, 2), AUTO, AUTO))
+    finally:
+        search.forget("wrong")
 
 
 def test_interrupt_gives_the_best_so_far():
