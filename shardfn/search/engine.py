@@ -10,7 +10,7 @@ of the first turns. The search ends with its budget, or when a part of it (`PATI
 The sequence of evaluations depends neither on the objective nor on the budget, which only ends it. So
 
 - no objective's plan is worse at its own aim than that of another objective, or than a baseline;
-- a larger budget never gives a worse plan;
+- a larger budget never gives a worse plan (a second run within a memory limit starts where the budget ended the first);
 - every machine finds the same plan.
 """
 

@@ -32,10 +32,12 @@ def answer_of(what: str, archive: Archive) -> Answer:
     elif changed:
         policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
         reason = "better than what the solver and the baselines found"
+    elif "baselines" in best.generator:
+        policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
+        reason = f"a baseline, cheaper than the plan of the solver: {start}"
     else:
-        whose = "a baseline" if best.generator.endswith("baselines") else f"a candidate of {best.generator!r}"
-        policy = f"{begin}, meshes tried: {tried}; as a program {whose} has the lower cost: {start}"
-        reason = f"{whose}, cheaper than the plan of the solver: {start}"
+        policy = f"{begin}, meshes tried: {tried}; as a program a candidate of {best.generator!r} has the lowest cost: {start}"
+        reason = f"a candidate of {best.generator!r}: {start}"
     return Answer(
         best.axes, best.specs, tuple("" if given is not None else reason for given in problem.specs), policy,
         runner_up=runner_up(best, others), constraints=best.constraints, gap=gap, others=tuple(others),

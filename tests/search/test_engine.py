@@ -15,6 +15,7 @@ from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS, styles
 from shardfn.search.archive import Archive
 from shardfn.search.engine import LEAST, run
+from shardfn.search.explanation import answer_of
 from shardfn.search.problem import Proposal
 from tests.search.problems import S, planned_problem, random_program, two_layers
 
@@ -125,6 +126,13 @@ def test_registered_generator_gets_the_baselines_and_the_local_search():
     assert "rows_of_all" in generators and "baselines" in generators
     assert any(name.startswith("local search") for name in generators)
     assert made.cost.bytes_sent <= seen[0]
+
+
+def test_policy_names_the_generator_whose_candidate_is_the_plan():
+    mine = Proposal("rows", (("a", 8),), ((("a",), ()), ((), ()), ((), ())))
+    problem = planned_problem(two_layers, *LAYERS, device="h100:8")
+    archive = run(problem, {"by_hand": lambda problem, archive: iter([mine])})
+    assert "a candidate of 'by_hand' has the lowest cost: rows" in answer_of("search", archive).policy
 
 
 def known_for_ever(problem, archive):
