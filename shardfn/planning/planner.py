@@ -56,18 +56,18 @@ def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
 def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
 
-    The best candidate without such an op takes its place where that costs less.
+    The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
     first = plan_without_workarounds(posed, answer)
     if not (wrong := wrong_ops(first.partitioned)):
         return first
     other = with_workarounds(posed.call, first, wrong)
     best = _best_correct(other.problem, _unconstrained(answer), search(other))
-    plan = plan_without_workarounds(other, best)
     candidate = correct_candidate(posed.problem, answer)
-    if candidate and objective(candidate.cost, posed.problem) < objective(plan.cost, posed.problem):
+    cost = other.problem.evaluate_answer(with_given_constraints(other, best))
+    if candidate and objective(candidate.cost, posed.problem) < objective(cost, posed.problem):
         return plan_fixed_answer(posed, _as_correct(answer, candidate))
-    return with_notes(plan, workaround_note(wrong))
+    return with_notes(plan_without_workarounds(other, best), workaround_note(wrong))
 
 
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:

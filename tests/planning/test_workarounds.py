@@ -508,3 +508,14 @@ def test_gradients_outside_on_the_mesh_around_are_right(name, axis_type):
     with jax.set_mesh(jax.make_mesh((8,), ("a",), (axis_type,))):
         sharded = shardfn.shard(function, (jax.P("a", None),))
         np.testing.assert_allclose(jax.jit(gradient(sharded))(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_limit_that_only_a_candidate_without_the_bug_keeps_is_not_refused():
+    def step(k, x):
+        grouped = lambda k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=4)  # noqa: E731
+        return k - 0.1 * jax.grad(lambda k: jnp.square(jax.nn.relu(grouped(k))).sum())(k)
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 4, 3, 3), (8, 16, 16, 16))]
+    options = {"device": "cpu:8", "level": "memory", "budget": 500}
+    limit = shardfn.plan(step, *arrays, **options).cost.memory.peak
+    assert shardfn.plan(step, *arrays, **options, memory_limit=limit).cost.memory.peak <= limit
