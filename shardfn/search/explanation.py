@@ -23,6 +23,7 @@ def answer_of(what: str, archive: Archive) -> Answer:
     solution = archive.solution_of(best)
     own = [one for one in archive.solutions if one.objective.level == problem.level]
     start, _, changed = best.name.partition(CHANGED)
+    origin = next(made.generator for made in archive if made.name == start or made is best)
     tried = _meshes_text(archive, own)
     begin = f"{what} at level {problem.level}, {len(archive)} candidates"
     gap = None if solution is None else _gap(archive, best, solution, own)
@@ -32,12 +33,12 @@ def answer_of(what: str, archive: Archive) -> Answer:
     elif changed:
         policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
         reason = "better than what the solver and the baselines found"
-    elif "baselines" in best.generator or "local search" in best.generator:  # the latter took constraints away
+    elif "baselines" in origin:
         policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
         reason = f"a baseline, cheaper than the plan of the solver: {start}"
     else:
-        policy = f"{begin}, meshes tried: {tried}; as a program a candidate of {best.generator!r} has the lowest cost: {start}"
-        reason = f"a candidate of {best.generator!r}: {start}"
+        policy = f"{begin}, meshes tried: {tried}; as a program a candidate of {origin!r} has the lowest cost: {start}"
+        reason = f"a candidate of {origin!r}: {start}"
     return Answer(
         best.axes, best.specs, tuple("" if given is not None else reason for given in problem.specs), policy,
         runner_up=runner_up(best, others), constraints=best.constraints, gap=gap, others=tuple(others),
