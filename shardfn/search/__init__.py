@@ -78,6 +78,7 @@ GENERATORS: Mapping[str, CandidateGenerator] = {
     "exact, communication": functools.partial(exact.generate, mesh_solution.COMMUNICATION),
     "local search, time": LOCAL_SEARCH["local search, time"],
     "local search, communication": LOCAL_SEARCH["local search, communication"],
+    "exact, balanced communication": functools.partial(exact.generate, mesh_solution.BALANCED_COMMUNICATION),
     "exact, memory and communication": functools.partial(exact.generate, mesh_solution.MEMORY_COMMUNICATION),
     "local search, memory": LOCAL_SEARCH["local search, memory"],
     "exact, less memory": exact.less_memory,

@@ -42,6 +42,7 @@ class Objective:
 TIME = Objective(2, 2)
 """The exact solutions, by what they are solved for."""
 COMMUNICATION = Objective(0, 0, weight=0.3)
+BALANCED_COMMUNICATION = Objective(0, 0)
 MEMORY_COMMUNICATION = Objective(1, 0, weight=10.0, is_sharded=True)
 LESS_MEMORY = Objective(1, 2)
 
