@@ -288,6 +288,7 @@ function.
 *CPU seconds* is what planning took. Times are modelled from datasheets, without overlap of compute and communication. The ratios
 are compiled over predicted: the bytes that one device sends, and its peak memory. Each page gives the reasons for differences.
 
+Each page says when it was measured: a later search may find another plan.
 `python benchmarks/gallery.py --compile --save` measures again and writes these pages; `--only NAME` does one.
 
 ```{{toctree}}
