@@ -10,7 +10,7 @@ import shardfn
 from benchmarks import gallery
 from examples.gallery import NAMES
 
-SLOW = {"gemma2_27b", "graph_network", "llama3_70b", "moe_671b", "ode_ensemble", "pair_attention", "vit_22b"}
+SLOW = {"gemma2_27b", "graph_network", "llama3_70b", "mamba", "moe_671b", "ode_ensemble", "pair_attention", "vit_22b"}
 """Other models and tests have programs of their kinds."""
 
 
