@@ -119,13 +119,15 @@ def _heights(partitioned: PartitionedProgram, regions: Sequence[int]) -> list[in
     """
     graph, outputs = partitioned.graph, set(partitioned.graph.outputs)
     loop: dict[int, int] = {}  # of a region the op that it is the body of
+    met: set[int] = set()  # regions: the walk comes back to the one around a loop
     readers: dict[int, list[int]] = {}
     heights = [0] * len(graph.ops)
     last = -1
     for i in reversed(range(len(graph.ops))):
         op, region = graph.ops[i], regions[i]
-        if last >= 0 and region not in loop and region != regions[last]:
+        if last >= 0 and region not in met and region != regions[last]:
             loop[region] = last
+        met.add(region)
         if op.name in ("while", "case"):
             last = i
         height = 0

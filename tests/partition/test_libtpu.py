@@ -244,3 +244,23 @@ def test_compiled_steps(model, layout, device):
     made, predicted = kinds(compile_plan(plan).collectives), kinds(plan.collectives)
     for kind in made.keys() | predicted.keys():
         assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind
+
+
+def test_gradient_of_a_loop_in_a_loop_is_planned():
+    """Once the walk over the ops came back from the inner loop, it never ended."""
+
+    @jax.checkpoint
+    def inner(h, x):
+        h = jnp.tanh(h @ x)
+        return h, h
+
+    @jax.checkpoint
+    def outer(x, w):
+        h, every = lax.scan(inner, x, jnp.stack([w, 2 * w]))
+        return jnp.sin(h + every.sum(0)), None
+
+    def loss(w, x):
+        return (lax.scan(outer, x, w)[0] ** 2).sum()
+
+    plan = shardfn.plan(jax.grad(loss), f32(3, 64, 64), f32(64, 64), device="tpu-v5e:2x2", style="data_parallel")
+    assert plan.kind == "data parallel over 4 devices"
