@@ -122,6 +122,8 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
         every = [one for one in archive.solutions if one.objective in (TIME, COMMUNICATION) and one.peak < math.inf]
         every.sort(key=lambda one: estimated_rank(problem.at(2), one))
         least = _least_peak(archive)
+        if not least:
+            return
         for found in every:
             if (found.axes, found.objective, least) in tried:
                 continue
@@ -134,6 +136,8 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
                     break
                 less = dataclasses.replace(found, solution=solution, objective=LESS_MEMORY)
                 made = yield from constrained(at, less, archive)
+                if not made.cost.memory.peak:
+                    return
                 limit = (1 - NEAR) * (1 - NEAR) * least / made.cost.memory.peak * less.peak
             if _least_peak(archive) < least:
                 break
