@@ -20,6 +20,7 @@ from shardfn.search.baselines import (
     ArgumentSharding,
     are_meant,
     argument_specs,
+    batch_arguments,
     is_optimizer_state,
     product_constraints,
 )
@@ -114,6 +115,19 @@ def baselines(problem: SearchProblem) -> Iterator[Proposal]:
                     leading.setdefault(bool(roles.batch), roles)
                 for roles in leading.values():
                     yield from _with_roles(wanted, problem, roles, batch, most=1)
+        for group in _other_batch_dimensions(problem, batch):
+            for roles in _roles("data_parallel", problem, (group,)):
+                yield from _with_roles(STYLES["data_parallel"], problem, roles, (group,))
+
+
+def _other_batch_dimensions(problem: SearchProblem, batch: Groups) -> Groups:
+    """Where a loop iterates over the dimension of `batch_groups`, the others of the batch: sequences in the order of time."""
+    own = batch_arguments(problem)
+    found = {g: n for i in sorted(own) for g, n in zip(problem.groups[i], problem.shapes[i], strict=True)}
+    if not any(found.get(group) in problem.graph.trip_counts for group in batch):
+        return ()
+    kept = {group for i, of in enumerate(problem.groups) if i not in own for group in of}
+    return tuple(group for group in found if group not in kept and group not in batch)
 
 
 def tensor_baselines(problem: SearchProblem) -> Iterator[Proposal]:

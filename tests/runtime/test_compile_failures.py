@@ -25,7 +25,7 @@ def _observed(x):
 
 @pytest.mark.parametrize("level", ["communication", "memory"])
 def test_shard_plan_that_does_not_compile_takes_the_next_candidate(level):
-    sharded = shard(_observed, level=level)
+    sharded = shard(_observed, level=level, search_mode="recursive_programming")
     with pytest.warns(
         UserWarning, match="XLA does not compile the plan of `_observed` that the search chose: .*test_comp"
     ):
@@ -40,14 +40,14 @@ def test_shard_plan_that_does_not_compile_takes_the_next_candidate(level):
 
 
 def test_explain_compiled_of_a_plan_that_does_not_compile_shows_the_next_candidate():
-    sharded = shard(_observed)
+    sharded = shard(_observed, search_mode="recursive_programming")
     with pytest.warns(UserWarning, match="its next candidate takes the place"):
         assert "is left out" in str(sharded.explain(X, compiled=True, detail="full"))
 
 
 def test_gradient_of_a_plan_that_does_not_compile_takes_the_next_candidate_or_says_which_function():
     def total(x, *entries):
-        return shard(_observed, entries or None)(x)[1].sum()
+        return shard(_observed, entries or None, search_mode="recursive_programming")(x)[1].sum()
 
     with pytest.warns(UserWarning, match="XLA does not compile the plan of `_observed`"):
         np.testing.assert_array_equal(jax.grad(total)(X), np.full_like(X, 2))
