@@ -17,9 +17,7 @@ import json
 import math
 import os
 import pathlib
-import platform
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,10 +25,10 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
-if __name__ == "__main__":  # before JAX is imported: eight virtual devices for the tiny sizes
-    count = "--xla_force_host_platform_device_count"
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(count)]
-    os.environ.update({"JAX_PLATFORMS": "cpu", "NPROC": "32", "XLA_FLAGS": " ".join([*flags, f"{count}=8"])})
+from benchmarks import harness
+
+if __name__ == "__main__":  # eight virtual devices for the tiny sizes
+    os.environ.update(harness.environment("cpu", 8))  # before JAX is imported
 
 import shardfn
 from examples.gallery import NAMES
@@ -140,36 +138,19 @@ def measure(name: str, with_compiler: bool, save: bool) -> Row:
                 plan.draw(kind).save(FOLDER / "images" / f"{name}-{kind}.svg")
         if size != "tiny":
             print(line(name, size, rows[size]), flush=True)
-    made = {"command": command(), "date": f"{datetime.date.today()}", "versions": versions(), "machine": machine()}
+    machine, versions = harness.machine(), harness.versions(("flax", "equinox"))
+    made = {
+        "command": harness.command(sys.argv),
+        "date": f"{datetime.date.today()}",
+        "versions": versions,
+        "machine": f"{machine['processor']}, {machine['cores']} cores",
+    }
     return {"name": name, **made, "sizes": rows}
 
 
 def sizes(module: Any) -> tuple[str, ...]:
     """The sizes of a model beside the tiny one."""
     return getattr(module, "SIZES", ("full",))
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, of JAX and of the compilers that are installed."""
-    found = {"python": platform.python_version(), "shardfn": shardfn.__version__}
-    for package in ("jax", *COMPILERS.values(), "flax", "equinox"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> str:
-    """The processor, and the cores that this process may use."""
-    info = pathlib.Path("/proc/cpuinfo")
-    named = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if "model name" in x]
-    return f"{named[0] if named else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def command() -> str:
-    """What was typed."""
-    return shlex.join(["python", "benchmarks/gallery.py", *sys.argv[1:]])
 
 
 # ---- the table
