@@ -118,12 +118,9 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
     """
     at = problem.at(1)
     tried = set[object]()
-    while True:
+    while least := _least_peak(archive):
         every = [one for one in archive.solutions if one.objective in (TIME, COMMUNICATION) and one.peak < math.inf]
         every.sort(key=lambda one: estimated_rank(problem.at(2), one))
-        least = _least_peak(archive)
-        if not least:
-            return
         for found in every:
             if (found.axes, found.objective, least) in tried:
                 continue
