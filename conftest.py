@@ -9,6 +9,7 @@ import sys
 # Before JAX is imported, and in each xdist worker too: every worker reads this file first.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ["SHARDFN_CHIPS"] = ""  # what the user measured on this machine would change every plan
 os.environ["NPROC"] = "32"  # JAX before 0.12 can deadlock with fewer threads than twice the devices
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")

@@ -2,8 +2,9 @@
 
 One table: of each family the modelled and the measured milliseconds of a step, their ratio, and the memory that was predicted
 and compiled. Nothing is sent between devices, so it is the rates of arithmetic and of memory that are held against the
-hardware. The model adds up the ops at the datasheet's rates: what it leaves out (launches, tiles that do not fill the chip)
-makes the ratio; an order of layouts needs it to be alike from one program to the next. Measured: calls one after the other
+hardware. The model adds up the ops at the rates that `python -m shardfn calibrate --save` measured on this machine, or else at
+the datasheet's, which has a column of its own. An order of layouts needs the ratio to be alike from one program to the
+next. Measured: calls one after the other
 that hand on their state, the last one waited for; the median of the rounds, after two calls that warm up.
 Run: python benchmarks/one_device.py [--platform gpu] [--size large] [--families gpt2 ...] [--rounds 7] [--json OUT]
 """
@@ -21,6 +22,8 @@ import shardfn
 from benchmarks import harness
 from examples.models.families import FAMILIES
 from shardfn.compiled.executable import read
+from shardfn.cost.devices.chips import CHIPS
+from shardfn.cost.estimate import estimate_cost
 
 ON_ONE: dict[str, dict[str, object]] = {
     "mlp": {"batch": 4096},
@@ -70,10 +73,12 @@ def measure(name: str, size: str, platform: str, rounds: int) -> dict[str, objec
     seconds(2)
     calls = max(1, min(50, int(0.3 / seconds(1))))
     took = statistics.median(seconds(calls) for _ in range(rounds))
+    preset = dataclasses.replace(plan.hardware, chip=CHIPS[plan.hardware.chip.name])
     return {
         "family": name,
         "device": plan.hardware.chip.name,
         "ops": len(plan.partitioned.graph.ops),
+        "by the datasheet ms": 1e3 * estimate_cost(plan.partitioned, preset).time_s,
         "modelled ms": 1e3 * plan.cost.time_s,
         "measured ms": 1e3 * took,
         "ratio": took / plan.cost.time_s,

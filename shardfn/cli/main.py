@@ -17,7 +17,7 @@ from shardfn import layoutfile
 from shardfn.cli import checkpoint, k8s, launch
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.devices.hardware import resolve
-from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.errors import DeviceError, ShardError, StrategyError, fail
 from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
@@ -118,14 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--device", help="CPU, GPU, TPU, or a target such as tpu-v5e:4x4")
 
     calibrate = command(
-        "calibrate", _calibrate, "measure the virtual CPU devices of this machine",
-        "Measure what one virtual CPU device does per second while all are busy. Plans for CPU devices\n"
-        "use the figures where the environment variable SHARDFN_CPU names the saved file.",
-        platform="cpu",
+        "calibrate", _calibrate, "measure the devices of this machine",
+        "Measure what one device does per second while all are busy: matmuls, memory, launches, collectives.\n"
+        "With --save, plans for such devices use the figures on this machine from then on.",
     )  # fmt: skip
     add = calibrate.add_argument
-    add("--devices", type=int, default=VIRTUAL_DEVICES, help=f"how many; {VIRTUAL_DEVICES} if left out")
-    add("--save", metavar="FILE", help="write the figures, as JSON")
+    add("--device", help="CPU, GPU or TPU; JAX's default if left out")
+    add("--devices", type=int, metavar="N", help=f"how many: all, of the CPU {VIRTUAL_DEVICES}, if left out")
+    add("--save", nargs="?", const="", metavar="FILE",
+        help="write the figures as JSON, without FILE to where plans look for them")  # fmt: skip
     checkpoint.add(commands)
     launch.add(commands)
     k8s.add(commands)
@@ -189,16 +190,28 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> None:
-    from shardfn.cost.devices.calibrate import calibrate, table
+    from shardfn.cost.devices.calibrate import calibrate
     from shardfn.cost.devices.chips import save_chip
+    from shardfn.cost.devices.hardware import CHIP_FILES, chip_file
 
-    if options.devices < 1:
+    if options.devices is not None and options.devices < 1:
         fail(StrategyError, f"--devices {options.devices} is not a number of devices", where="calibrate", fix="write 8")
-    chip = calibrate(resolve("cpu", count=options.devices).devices or ())
-    print(table(chip))
-    if options.save:
-        save_chip(chip, options.save)
-        print(f"saved: plans for CPU devices use it with SHARDFN_CPU={options.save}")
+    hardware = resolve(options.device, count=options.devices)
+    if hardware.devices is None:
+        fail(DeviceError, f"{options.device} is not here to be measured", where=f"--device {options.device}",
+             why="a target is only planned for", fix="name CPU, GPU or TPU, or leave --device out")  # fmt: skip
+    found = calibrate(hardware.devices)
+    print(found)
+    if options.save is None:
+        return
+    kind = hardware.devices[0].device_kind
+    path = options.save or chip_file(kind)
+    if not path:
+        fail(DeviceError, "there is no directory to save the figures to", where=f"{CHIP_FILES} is empty",
+             why="then plans look for no measured figures", fix="unset it, or write --save FILE")  # fmt: skip
+    save_chip(found.chip, path)
+    used = os.path.abspath(path) == os.path.abspath(chip_file(kind) or os.curdir)
+    print(f"saved: {path}" + (f"; plans for {kind} devices use it from now on" if used else ""))
 
 
 def _arguments(options: argparse.Namespace) -> tuple[Any, ...]:

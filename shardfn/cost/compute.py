@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
-from shardfn.cost.platforms import fuse
+from shardfn.cost.platforms import fuse, kernels
 from shardfn.ir.model import Graph, Op, PartitionedProgram, WindowDim, is_gpu
 from shardfn.ir.op_traits import CONTRACTIONS, EXPENSIVE, HAS_COST, OP_TRAITS, PARTIAL_READS, UNTIMED, UPDATES
 
@@ -113,41 +113,47 @@ class Work:
 def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None = None) -> Work:
     """The work of one device in one call, without collectives.
 
-    An op that runs by itself, with what is fused into it, takes the larger of its FLOPs over the chip's rate and its
-    bytes over the memory's rate (the roofline: Williams, Waterman, Patterson 2009). Matmuls run at the rate of their
-    operands' dtype, other ops at the vector units' rate. An op without a rule is charged for its bytes, and listed.
+    A kernel (`platforms.kernels`), with what is fused into its ops, takes its launch and the larger of its FLOPs over the
+    chip's rate and its bytes over the memory's rate (the roofline: Williams, Waterman, Patterson 2009). Matmuls run at the
+    rate of their operands' dtype, other ops at the vector units' rate. An op without a rule is charged for its bytes, and
+    listed.
     """
-    graph = partitioned.graph
     fusion = fusion or fuse(partitioned)
     total = moved = seconds = 0.0
     unmodelled_ops: dict[str, None] = {}
-    for i, op in enumerate(graph.ops):
-        if fusion.inside[i] is None or not has_own_time(op):
-            continue
-        if op.name not in HAS_COST:
-            unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-        count, size, once_s = once(partitioned, i, chip, fusion)
-        total += count * op.trips
-        moved += size * op.trips
-        seconds += once_s * op.trips
+    for kernel in kernels(partitioned, fusion):
+        ops = [op for i in kernel if has_own_time(op := partitioned.graph.ops[i])]
+        for op in ops:
+            if op.name not in HAS_COST:
+                unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+        if ops:
+            trips = ops[0].trips
+            count, size, once_s = once(partitioned, kernel, chip, fusion)
+            total += count * trips
+            moved += size * trips
+            seconds += (once_s + chip.launch_s) * trips
     return Work(total, moved, seconds, tuple(unmodelled_ops))
 
 
-def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: FusionPlan) -> tuple[float, float, float]:
-    """FLOPs, bytes and seconds of one run of op `number` with what is fused into it; zeros if it is fused itself or
-    has no own time.
+def once(
+    partitioned: PartitionedProgram, kernel: Sequence[int], chip: Chip, fusion: FusionPlan
+) -> tuple[float, float, float]:
+    """FLOPs, bytes and seconds of one run of the ops of a kernel with what is fused into them, without its launch; zeros if
+    they are fused themselves or have no own time.
     """
-    op, inner = partitioned.graph.ops[number], fusion.inside[number]
-    if inner is None or not has_own_time(op):
+    graph = partitioned.graph
+    own = [i for i in kernel if fusion.inside[i] is not None and has_own_time(graph.ops[i])]
+    if not own:
         return 0.0, 0.0, 0.0
     flops = time = 0.0
-    for at in (number, *inner):
-        step = partitioned.graph.ops[at]
+    for at in dict.fromkeys(n for i in own for n in (i, *(fusion.inside[i] or ()))):
+        step = graph.ops[at]
         if step.name != "add_parts":
             count = op_flops(partitioned, step)
             flops += count
-            time += count / rate(partitioned.graph, step, chip)
-    size = _bytes(partitioned, op, inner, fusion)
+            time += count / rate(graph, step, chip)
+    read = sum(size for size, _, _ in reads(partitioned, own, fusion).values())
+    size = read + sum(_written(partitioned, graph.ops[i], fusion) for i in own)
     return flops, size, max(time, size / chip.memory_bytes_s)
 
 
@@ -159,37 +165,44 @@ def has_own_time(op: Op) -> bool:
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
     """FLOP/s of an op. Special functions use an eighth of the lanes (CUDA C++ Programming Guide: 16 of 128)."""
     if op.name in CONTRACTIONS:
-        return chip.rate(graph.values[op.inputs[0]].dtype)
+        return chip.rate(graph.values[op.inputs[0]].dtype, _sums_over_rows(op))
     lanes = chip.vector_flops or chip.flops
     return lanes / 8 if op.name in EXPENSIVE else lanes
 
 
-def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: FusionPlan) -> float:
-    read = reads(partitioned, op, inner, fusion)
+def _sums_over_rows(op: Op) -> bool:
+    """Whether a matmul's operands both have the dimension that is summed before their last, as in a weight's gradient."""
+    return op.name == "dot_general" and op.rule is not None and all(op.rule.matmul_roles(s)[-1:] != [2] for s in (0, 1))
+
+
+def _written(partitioned: PartitionedProgram, op: Op, fusion: FusionPlan) -> float:
     size_of = _size_of(partitioned)
     if op.name in UPDATES and op.inputs:
-        written = 2.0 * size_of(op.inputs[UPDATES[op.name]])
-    else:
-        written = float(sum(map(size_of, op.outputs)))
-    return sum(size for size, _, _ in read.values()) + written
+        filled = (
+            0 if op.inputs[0] in fusion.stored else size_of(op.inputs[0])
+        )  # what is updated, computed in place first
+        return filled + 2.0 * size_of(op.inputs[UPDATES[op.name]])
+    return float(sum(map(size_of, op.outputs)))
 
 
 def reads(
-    partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: FusionPlan
+    partitioned: PartitionedProgram, kernel: Sequence[int], fusion: FusionPlan
 ) -> dict[int, tuple[float, Op, int]]:
-    """What an op and those fused into it read from memory, each value once: bytes, and the op and operand that read
-    the most.
+    """What the ops of a kernel and those fused into them read from memory, each value once: bytes, and the op and operand that
+    read the most.
     """
     size_of = _size_of(partitioned)
     read: dict[int, tuple[float, Op, int]] = {}
     seen: dict[int, int] = {}
-    for step in (*[partitioned.graph.ops[j] for j in inner], op):
-        if step is not op and partitioned.is_view(step):  # its reader tells how much of it is read
+    made: set[int] = set()
+    for at in (n for i in kernel for n in (*(fusion.inside[i] or ()), i)):
+        step = partitioned.graph.ops[at]
+        if fusion.inside[at] is None and partitioned.is_view(step):  # its reader tells how much of it is read
             seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
             continue
         for position, v in enumerate(step.inputs):
             v = seen.get(v, v)
-            if v not in fusion.stored:
+            if v not in fusion.stored or v in made:
                 continue
             size = size_of(v)
             if position == 0 and step.name in PARTIAL_READS:
@@ -198,6 +211,7 @@ def reads(
                 size = 0
             if v not in read or size > read[v][0]:
                 read[v] = size, step, position
+        made.update(step.outputs)
     return read
 
 

@@ -10,7 +10,7 @@ from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import CHEAP, CONTRACTIONS, EXPENSIVE, SLICES, VIEWS
 
 MAX_DUPLICATES = 16
-"""The most readers into which one op is duplicated."""
+"""The most readers into which one op is duplicated that reads an array as large as its result."""
 
 READERS = CHEAP | EXPENSIVE | SLICES
 """Ops that others can be fused into."""
@@ -224,11 +224,12 @@ class Fuser:
             return homes
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
-        if len(homes) > MAX_DUPLICATES or not all(self.can_read(r) for r in readers):
+        value = op.outputs[0]
+        is_given = bool(self.sources[value])  # else it reads nothing large, and any number of readers make it again
+        if (len(homes) > MAX_DUPLICATES and is_given) or not all(self.can_read(r) for r in readers):
             return None
         if len(homes) <= 1:
             return homes
-        value = op.outputs[0]
         return homes if value not in self.sources[value] and len(self.sources[value]) <= 1 else None
 
     @functools.cached_property

@@ -9,10 +9,15 @@ from collections.abc import Callable, Mapping
 from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.backends.cpu_fusion import CpuFuser
 from shardfn.cost.backends.gpu import on_gpu
+from shardfn.cost.backends.gpu_kernels import gpu_kernels
 from shardfn.cost.backends.tpu_fusion import TpuFuser
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import Fuser, FusionPlan
 from shardfn.ir.model import PartitionedProgram, is_gpu
+
+
+def _each_alone(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[int, ...]]:
+    return [(i,) for i, inner in enumerate(fusion.inside) if inner is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Backend:
     """How it fuses ops; `Fuser` itself has the common rules."""
     rewrite: Callable[[PartitionedProgram, Chip | None], PartitionedProgram] = lambda partitioned, _: partitioned
     """What it changes before it schedules."""
+    kernels: Callable[[PartitionedProgram, FusionPlan], list[tuple[int, ...]]] = _each_alone
+    """Which ops, each with what is fused into it, run as one."""
 
 
 _BACKENDS = {
@@ -32,7 +39,11 @@ _BACKENDS = {
     "cpu": Backend({"all-reduce": math.inf}, CpuFuser, lambda partitioned, _: on_cpu(partitioned)),
     "tpu": Backend({"all-reduce": 120 * 2**20}, TpuFuser),  # libtpu's `xla_jf_crs_combiner_threshold_in_bytes`
     # The defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like.
-    "gpu": Backend(dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7), rewrite=on_gpu),
+    "gpu": Backend(
+        dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7),
+        rewrite=on_gpu,
+        kernels=gpu_kernels,
+    ),
 }
 
 
@@ -53,3 +64,8 @@ def fuse(partitioned: PartitionedProgram) -> FusionPlan:
     A reshape is no work.
     """
     return backend_of(partitioned.platform).fuser(partitioned).fusion()
+
+
+def kernels(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[int, ...]]:
+    """The ops that run as one, each with what is fused into it, in the order of their first."""
+    return backend_of(partitioned.platform).kernels(partitioned, fusion)

@@ -241,7 +241,8 @@ def _ranks(sharding: NamedSharding, hardware: Hardware) -> tuple[int, ...] | Non
     if isinstance(mesh, AbstractMesh) or hardware.devices is None:
         return tuple(range(hardware.count))
     own = list(mesh.devices.flat)
-    if set(own) != set(hardware.devices) or sharding.memory_kind not in (None, own[0].default_memory().kind):
+    kind = sharding.memory_kind  # devices of which only a description is here have no default memory
+    if set(own) != set(hardware.devices) or (kind is not None and kind != own[0].default_memory().kind):
         return None
     return tuple(map(list(hardware.devices).index, own))
 

@@ -11,6 +11,7 @@ import dataclasses
 from shardfn.cost.compute import has_own_time, once, reads
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
+from shardfn.cost.platforms import kernels
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.op_traits import CONTRACTIONS
 
@@ -39,14 +40,14 @@ def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chi
     ops = partitioned.graph.ops
     of = {id(op): n for n, op in enumerate(ops)}
     computes, taken, written = [0] * len(ops), [[0] * len(op.inputs) for op in ops], [False] * len(ops)
-    for at, (op, inner) in enumerate(zip(ops, fusion.inside, strict=True)):
-        if inner is None or not has_own_time(op):
-            continue
-        _, size, seconds = once(partitioned, at, chip, fusion)
+    for kernel in kernels(partitioned, fusion):
+        kernel = [at for at in kernel if has_own_time(ops[at])]
+        _, size, seconds = once(partitioned, kernel, chip, fusion)
         is_slow = size < seconds * chip.memory_bytes_s  # to compute
-        written[at] = not is_slow or op.name in CONTRACTIONS
-        for n in (*inner, at):
+        for at in kernel:
+            written[at] = not is_slow or ops[at].name in CONTRACTIONS
+        for n in dict.fromkeys(n for at in kernel for n in (*(fusion.inside[at] or ()), at)):
             computes[n] += is_slow or ops[n].name in CONTRACTIONS
-        for _, step, position in reads(partitioned, op, inner, fusion).values():
+        for _, step, position in reads(partitioned, kernel, fusion).values():
             taken[of[id(step)]][position] += not is_slow or step.name in CONTRACTIONS
     return [KernelShare(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]

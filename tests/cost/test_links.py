@@ -130,25 +130,21 @@ def test_what_is_no_chip(wrong, text):
 
 
 def test_a_chip_in_a_file(tmp_path, monkeypatch):
-    path = tmp_path / "cpu.json"
+    path = tmp_path / "new" / "cpu.json"
     mine = Chip("cpu", "cpu", 1e10, 2e10, 3e9, 4e9, 5e-5, "here", dtype_flops=(("bf16", 1e9),))
     save_chip(mine, path)
     assert load_chip(path) == mine
-    monkeypatch.setenv("SHARDFN_CPU", str(path))
+    monkeypatch.setenv("SHARDFN_CHIPS", str(path.parent))
     assert resolve("cpu:16").chip == resolve("cpu").chip == mine
     assert resolve("h100:8").chip is CHIPS["h100"]
-    monkeypatch.delenv("SHARDFN_CPU")
+    monkeypatch.setenv("SHARDFN_CHIPS", "")
     assert resolve("cpu").chip is CHIPS["cpu"]
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "{}", '{"chip": {"name": "x"}}', '{"chip": 3}', '{"chip": {"nonsense": 3}}']
-)
+@pytest.mark.parametrize("text", ["", "{}", '{"chip": {"name": "x"}}', '{"chip": 3}', '{"chip": {"nonsense": 3}}'])
 def test_what_is_no_chip_file(tmp_path, monkeypatch, text):
-    path = tmp_path / "cpu.json"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setenv("SHARDFN_CPU", str(path))
+    (tmp_path / "cpu.json").write_text(text)
+    monkeypatch.setenv("SHARDFN_CHIPS", str(tmp_path))
     with pytest.raises(DeviceError, match="no chip can be read"):
         resolve("cpu")
 

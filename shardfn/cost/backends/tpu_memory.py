@@ -161,7 +161,7 @@ def _clock(schedule: Schedule, chip: Chip) -> tuple[list[float], list[bool]]:
     now, clock, gains = 0.0, [], []
     for i, op in enumerate(partitioned.graph.ops):
         over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
-        _, moved, time = once(partitioned, i, chip, schedule.fusion)
+        _, moved, time = once(partitioned, (i,), chip, schedule.fusion)
         now += (time + over) * op.trips
         clock.append(now)
         gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)

@@ -1,10 +1,13 @@
-"""What this machine's virtual CPU devices do per second, measured while all of them are busy."""
+"""What the devices of this machine do per second, measured while all of them are busy."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,115 +17,236 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardfn.cost.collectives import bytes_sent
-from shardfn.cost.devices.chips import CHIPS, Chip
-
-_SIDE = 512
-_LARGE = 2**22
-"""Elements of an array that no cache holds, on each device."""
+from shardfn.cost.collectives import COLLECTIVE_KINDS, bytes_sent
+from shardfn.cost.devices.chips import Chip, Hardware
+from shardfn.cost.devices.hardware import preset_of, torus
+from shardfn.cost.devices.links import Link, link_over
 
 
-def calibrate(devices: Sequence[Any], seconds: float = 1.0) -> Chip:
-    """One of these devices as a chip, from measurements of some seconds; the memory is the preset's.
+@dataclasses.dataclass(frozen=True)
+class MeasuredCollective:
+    """Seconds of one collective of all devices, whose operand has `operand_bytes` on each; `modelled_s` by the chip measured."""
 
-    Products of 512 x 512 matrices, a pass over 16 MiB, a chain of 256 operations on each element of 1 MiB, all-reduces of
-    4 MiB and of one number; of each, the best run in `seconds` counts.
+    kind: str
+    operand_bytes: int
+    seconds: float
+    modelled_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A chip with measured rates, and the collectives that its link rate and latency were computed from."""
+
+    chip: Chip
+    collectives: tuple[MeasuredCollective, ...]
+
+    def __str__(self) -> str:
+        chip = self.chip
+        own = "f32" if chip.platform == "cpu" else "bf16"
+        rows = [
+            (f"matmuls, {own}", chip.flops / 1e9, "GFLOP/s"),
+            *((f"matmuls, {name}", rate / 1e9, "GFLOP/s") for name, rate in chip.dtype_flops),
+            *((f"over rows, {name}", share, "of that") for name, share in chip.rows_share),
+            ("operations on elements", chip.vector_flops / 1e9, "GFLOP/s"),
+            ("memory", chip.memory_bytes_s / 1e9, "GB/s"),
+            ("a kernel's launch", chip.launch_s * 1e6, "us"),
+            ("sent over a link", chip.link_bytes_s / 1e9, "GB/s"),
+            ("an empty collective", chip.latency_s * 1e6, "us"),
+        ]
+        lines = [f"{what:<24} {figure:>10,.3g} {unit}" for what, figure, unit in rows]
+        for c in self.collectives:
+            ratio = c.seconds / c.modelled_s
+            lines.append(
+                f"{c.kind:<24} {c.seconds * 1e6:>10,.3g} us for {c.operand_bytes:,} bytes, {ratio:.2f} of the model"
+            )
+        return "\n".join([f"one device ({chip.source}), while all are busy", *lines])
+
+
+def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
+    """The rates of some devices that are here. Sizes of memory, topology, and what is not measured are the preset's.
+
+    Measured: products of square matrices, also over the rows of both, and chains of multiplications and additions, each of the
+    size from which on a larger one gains less than a tenth; passes over an array that no cache holds; kernels with nearly no
+    work; each kind of collective over all devices of one node, with little and with much to send. Each is the median of its
+    runs.
+
+    Args:
+      devices: all of one kind.
+      seconds: for which each is repeated.
     """
-    best = functools.partial(_seconds, at_most=seconds)
+    known = preset_of(devices[0].platform, devices[0].device_kind)
     mesh = Mesh(np.array(devices), ("d",))
-    count = len(devices)
-    memory_bytes_s = _REPEATS * 2 * 4 * _LARGE / best(_pass_over(mesh))
-    vector = 256 * 2**18 / best(_chain(mesh))
-    rates = {name: 3 * 2 * _SIDE**3 / best(run) for name, run in _products(mesh)}
-    latency, link = CHIPS["cpu"].latency_s, CHIPS["cpu"].link_bytes_s
-    if count > 1:
-        latency = best(_all_reduce(mesh, 1)) / _REPEATS
-        large = max(best(_all_reduce(mesh, 2**20)) / _REPEATS - latency, 1e-6)
-        link = bytes_sent("all-reduce", count, 4 * 2**20) / large
-    return dataclasses.replace(
-        CHIPS["cpu"],
-        flops=rates.pop("f32"),
-        memory_bytes_s=memory_bytes_s,
-        link_bytes_s=link,
-        latency_s=latency,
-        source=f"measured on {count} virtual devices of this machine, {os.cpu_count()} cores",
-        vector_flops=vector,
-        dtype_flops=tuple(rates.items()),
+    most = known.memory_bytes / 256
+    rates, over_rows = (
+        {name: _fastest(functools.partial(run, mesh, dtype), most, seconds) for name, dtype in _dtypes(known)}
+        for run in (_matmul, _matmul_over_rows)
     )
+    chip = dataclasses.replace(
+        known,
+        rows_share=tuple((name, min(1.0, rate / rates[name])) for name, rate in over_rows.items()),
+        flops=rates.pop("f32" if known.platform == "cpu" else "bf16"),
+        dtype_flops=tuple((dict(known.dtype_flops) | rates).items()),
+        vector_flops=_fastest(functools.partial(_chain, mesh), most, seconds),
+        memory_bytes_s=_pass_over(mesh, int(known.memory_bytes / 1024), seconds),
+        launch_s=_launch(mesh, seconds),
+        source=f"measured on {len(devices)} {devices[0].device_kind} devices of this machine, {os.cpu_count()} cores, "
+        f"{datetime.date.today()}",
+    )
+    node = devices[: chip.node or None]
+    return _with_links(chip, node, seconds) if len(node) > 1 else Calibration(chip, ())
 
 
-def table(chip: Chip) -> str:
-    """A chip's figures as text, one a line."""
-    rows = [
-        ("matmuls, f32", chip.flops / 1e9, "GFLOP/s"),
-        *((f"matmuls, {name}", rate / 1e9, "GFLOP/s") for name, rate in chip.dtype_flops),
-        ("operations on elements", chip.vector_flops / 1e9, "GFLOP/s"),
-        ("memory", chip.memory_bytes_s / 1e9, "GB/s"),
-        ("sent in an all-reduce", chip.link_bytes_s / 1e9, "GB/s"),
-        ("an empty all-reduce", chip.latency_s * 1e6, "us"),
-    ]
-    lines = [f"{what:<24} {figure:>10,.3g} {unit}" for what, figure, unit in rows]
-    return "\n".join([f"one of the devices ({chip.source}), while all are busy", *lines])
-
-
-_REPEATS = 20
+_ELEMENTS = 512 * 512
+"""Of the first array that is tried."""
+_REPEATS = 10
+_GAIN = 1.1
+"""How much faster a larger size must be for a still larger one to be tried."""
 
 
 def _seconds(run: Callable[[], Any], at_most: float) -> float:
-    """The best of up to 20 runs, after one that compiles."""
+    """The median of up to 20 runs in `at_most` seconds, after one that compiles."""
     jax.block_until_ready(run())
-    best, until = float("inf"), time.perf_counter() + at_most
-    for _ in range(20):
+    took, until = list[float](), time.perf_counter() + at_most
+    while len(took) < 20 and (not took or time.perf_counter() < until):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        best = min(best, time.perf_counter() - start)
-        if time.perf_counter() > until:
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def _fastest(measure: Callable[[int, float], tuple[float, float]], most: float, seconds: float) -> float:
+    """The rate of `measure(elements, seconds)`, which returns work and seconds: arrays grow up to `most` elements while that
+    gains much.
+    """
+    elements = _ELEMENTS
+    work, took = measure(elements, seconds)
+    rate = work / took
+    while took < seconds and 4 * elements <= most:
+        elements *= 4
+        work, took = measure(elements, seconds)
+        before, rate = rate, max(rate, work / took)
+        if rate < _GAIN * before:
             break
-    return best
+    return rate
 
 
-def _cut(mesh: Mesh, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Ones, `shape` on each device, stacked along dim 0."""
+def _random(mesh: Mesh, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Random numbers, `shape` on each device, stacked along dim 0: products of constants can be faster."""
     sharding = NamedSharding(mesh, PartitionSpec("d"))
-    return jax.jit(lambda: jnp.ones((mesh.size * shape[0], *shape[1:]), dtype), out_shardings=sharding)()
+    make = lambda: jax.random.normal(jax.random.key(0), (mesh.size * shape[0], *shape[1:])).astype(dtype)  # noqa: E731
+    return jax.jit(make, out_shardings=sharding)()
 
 
 def _each(mesh: Mesh, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> Callable[[], Any]:
     spec = PartitionSpec("d")
-    return functools.partial(jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)), x)
+    return functools.partial(jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x)
 
 
-def _products(mesh: Mesh) -> Iterator[tuple[str, Callable[[], Any]]]:
-    dtypes = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+def _one_more(
+    mesh: Mesh, steps: Callable[[int], Callable[[jax.Array], jax.Array]], x: jax.Array, seconds: float
+) -> float:
+    """Seconds of one step more: of a call with many of them and one with few."""
+    few, many = (_seconds(_each(mesh, steps(n), x), seconds) for n in (_REPEATS, 5 * _REPEATS))
+    return max(0.0, (many - few) / (4 * _REPEATS))
+
+
+def _dtypes(chip: Chip) -> Iterator[tuple[str, Any]]:
+    yield from (("f32", jnp.float32), ("bf16", jnp.bfloat16))
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
-        dtypes["f64"] = jnp.float64
-    for name, dtype in dtypes.items():
-
-        def chain(x: jax.Array) -> jax.Array:
-            return x @ (x @ (x @ x))
-
-        yield name, _each(mesh, chain, _cut(mesh, (_SIDE, _SIDE), dtype))
+        yield "f64", jnp.float64
 
 
-def _pass_over(mesh: Mesh) -> Callable[[], Any]:
-    def passes(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _REPEATS, lambda _, x: x + 1.0, x)
+def _matmul(mesh: Mesh, dtype: Any, elements: int, seconds: float) -> tuple[float, float]:
+    side = math.isqrt(elements)
+    x = _random(mesh, (side, side), dtype)
+    return 3 * 2.0 * side**3, _seconds(_each(mesh, lambda x: x @ (x @ (x @ x)), x), seconds)
 
-    return _each(mesh, passes, _cut(mesh, (_LARGE,)))
+
+def _matmul_over_rows(mesh: Mesh, dtype: Any, elements: int, seconds: float) -> tuple[float, float]:
+    side = math.isqrt(elements)
+
+    def product(x: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, x, (((0,), (0,)), ((), ())))
+
+    return 2.0 * side**3, _seconds(_each(mesh, product, _random(mesh, (side, side), dtype)), seconds)
 
 
-def _chain(mesh: Mesh) -> Callable[[], Any]:
+def _chain(mesh: Mesh, elements: int, seconds: float) -> tuple[float, float]:
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(128):
             x = x * 0.5 + 1.0
         return x
 
-    return _each(mesh, chain, _cut(mesh, (2**18,)))
+    return 256.0 * elements, _seconds(_each(mesh, chain, _random(mesh, (elements,))), seconds)
 
 
-def _all_reduce(mesh: Mesh, elements: int) -> Callable[[], Any]:
+def _pass_over(mesh: Mesh, elements: int, seconds: float) -> float:
+    def passes(count: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jax.lax.fori_loop(0, count, lambda _, x: x + 1.0, x)
+
+    took = _one_more(mesh, passes, _random(mesh, (elements,)), seconds)
+    return 2 * 4 * elements / max(took, 1e-9)
+
+
+def _launch(mesh: Mesh, seconds: float) -> float:
+    """Seconds of a kernel with nearly no work: XLA fuses no matmul with another."""
+
+    def products(count: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: functools.reduce(lambda x, _: x @ x, range(count), x)
+
+    return _one_more(mesh, products, _random(mesh, (8, 8)), seconds)
+
+
+# ---- collectives
+
+
+def _with_links(chip: Chip, devices: Sequence[Any], seconds: float) -> Calibration:
+    mesh = Mesh(np.array(devices), ("d",))
+    small = 4 * len(devices)  # one number for each device
+    large = small * int(chip.memory_bytes / (1024 * small))
+    took = {
+        (kind, size): _collective(mesh, kind, size // 4, seconds)
+        for kind in COLLECTIVE_KINDS
+        for size in (small, large)
+    }
+
+    def link(chip: Chip) -> Link:
+        hardware = Hardware(chip, chip.platform, mesh.size, topology=torus(devices) if chip.torus else ())
+        return link_over(hardware, (("d", mesh.size),), ("d",))
+
+    def modelled(link: Link, kind: str, size: int) -> float:
+        return link.seconds(kind, bytes_sent(kind, mesh.size, size))
+
+    empty, before = statistics.median(took[kind, small] for kind in COLLECTIVE_KINDS), link(chip)
+    sending = sum(max(took[kind, large] - took[kind, small], 1e-9) for kind in COLLECTIVE_KINDS)
+    expected = sum(modelled(before, kind, large) - before.latency_s for kind in COLLECTIVE_KINDS)
+    chip = dataclasses.replace(
+        chip,
+        latency_s=chip.latency_s * empty / before.latency_s,
+        link_bytes_s=chip.link_bytes_s * expected / sending,
+    )
+    after = link(chip)
+    return Calibration(chip, tuple(MeasuredCollective(*key, s, modelled(after, *key)) for key, s in took.items()))
+
+
+def _collective(mesh: Mesh, kind: str, elements: int, seconds: float) -> float:
+    """Seconds of one collective whose operand has so many elements on each device: one of several in a loop, each of which
+    waits for the one before.
+    """
+    ring = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+    run = {
+        "all-reduce": lambda x: jax.lax.psum(x, "d"),
+        "all-gather": lambda x: jax.lax.all_gather(x, "d"),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "d", tiled=True),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, "d", 0, 0, tiled=True),
+        "collective-permute": lambda x: jax.lax.ppermute(x, "d", ring),
+    }[kind]
+
     def body(_: int, x: jax.Array) -> jax.Array:
-        total = jax.lax.psum(x, "d") / mesh.size
-        return jax.lax.pcast(total, "d", to="varying")
+        result = jax.lax.optimization_barrier(run(x))
+        return jax.lax.dynamic_update_slice(x, result.reshape(-1)[:1] / mesh.size, (0,))
 
-    return _each(mesh, lambda x: jax.lax.fori_loop(0, _REPEATS, body, x), _cut(mesh, (elements,)))
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _REPEATS, body, x)
+
+    return _seconds(_each(mesh, loop, _random(mesh, (elements,))), seconds) / _REPEATS

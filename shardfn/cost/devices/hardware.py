@@ -20,8 +20,8 @@ from shardfn.cost.devices import cloud_names
 from shardfn.cost.devices.chips import CHIPS, Chip, Hardware, load_chip
 from shardfn.errors import DeviceError, Problem, a, fail
 
-CPU_FILE = "SHARDFN_CPU"
-"""Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
+CHIP_FILES = "SHARDFN_CHIPS"
+"""Environment variable: the directory of the files that `python -m shardfn calibrate --save` writes; empty for none."""
 
 _DEFAULT_CHIP = {"cpu": "cpu", "gpu": "h100", "cuda": "h100", "rocm": "h100", "tpu": "tpu-v5e"}
 """Whose figures stand for those of a device that no chip names among its `device_kinds`, by platform; the report says so."""
@@ -201,14 +201,19 @@ def _real(devices: tuple[Any, ...], mesh: Mesh | None) -> Hardware:
 
 
 def chip_of(platform: str, kind: str) -> Chip:
-    """The figures of a device that is here, by its platform and its `device_kind` in JAX; where that is not known, those of
-    another chip, whose `source` says so.
+    """The figures of a device that is here, by its platform and its `device_kind` in JAX: those that were measured on this
+    machine (`chip_file`), or else a preset; for an unknown kind those of another chip, whose `source` says so.
 
     >>> chip_of("tpu", "TPU v5 lite").name, chip_of("tpu", "TPU v5").name, chip_of("gpu", "NVIDIA H100 80GB HBM3").name
     ('tpu-v5e', 'tpu-v5p', 'h100')
     >>> chip_of("gpu", "NVIDIA L4").source
     'NVIDIA H100 SXM datasheet, for want of figures of NVIDIA L4'
     """
+    return _measured(kind) or preset_of(platform, kind)
+
+
+def preset_of(platform: str, kind: str) -> Chip:
+    """`chip_of` without what was measured."""
     known = [(name, chip) for chip in CHIPS.values() for name in chip.device_kinds if kind.startswith(name)]
     if known:
         return max(known, key=lambda row: len(row[0]))[1]
@@ -230,11 +235,25 @@ def torus(devices: Sequence[Any]) -> tuple[int, ...]:
     return dims if walk == places else ()
 
 
+def chip_file(kind: str) -> str:
+    """Where the figures of devices of a kind are, once measured on this machine; "" if the variable says: nowhere.
+
+    The variable `SHARDFN_CHIPS` names the directory. Unset, it is `shardfn/chips` where the user's settings are: below
+    `XDG_CONFIG_HOME`, or else `~/.config`.
+    """
+    settings = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser(os.path.join("~", ".config"))
+    directory = os.environ.get(CHIP_FILES, os.path.join(settings, "shardfn", "chips"))
+    return directory and os.path.join(directory, re.sub(r"[^a-z0-9.]+", "-", kind.lower()) + ".json")
+
+
+def _measured(kind: str) -> Chip | None:
+    path = chip_file(kind)
+    return _read(path, os.stat(path).st_mtime_ns) if path and os.path.exists(path) else None
+
+
 def _chip(name: str) -> Chip:
-    path = os.environ.get(CPU_FILE) if name == "cpu" else None
-    if not path:
-        return CHIPS[name]
-    return _read(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+    """A preset, or of the CPU, whose devices stand for each other, what was measured here."""
+    return (name == "cpu" and _measured(name)) or CHIPS[name]
 
 
 @functools.lru_cache
