@@ -55,6 +55,8 @@ class OpTraits:
     """XLA's CPU backend does not recompute it for several readers (JAX 0.10.2)."""
     hoisting: str = "alone"
     """How it leaves a loop that does not change its operands: `alone`, `along` with an op that needs it, or `never`."""
+    is_library: bool = False
+    """XLA leaves it to a library."""
     branches_on_cpu: bool = False
     """Its code has branches: XLA's CPU backend emits it once, for a single reader."""
 
@@ -84,7 +86,7 @@ def _view(name: str, flops: str = "none", **traits: Any) -> OpTraits:
 
 def _library(name: str, rule: str = "replicate", **traits: Any) -> OpTraits:
     """A row of an op that XLA leaves to a library; where `rule` replicates, the partitioner cannot shard it."""
-    return dataclasses.replace(OpTraits(name, name, "none", rule=rule, is_listed=True), **traits)
+    return dataclasses.replace(OpTraits(name, name, "none", rule=rule, is_listed=True, is_library=True), **traits)
 
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and", "argmax", "argmin")
@@ -128,7 +130,8 @@ OP_TRAITS = {
         # Library calls.
         _library("sort", "sort"),
         _library("top_k", gpu_rule="follow_result", sharding_rule="batch_rule"),
-        _library("fft", "replicate" if IS_BEFORE_JAX_0_12 else "follow_result", tpu_rule="follow_result"),
+        _library("fft", "replicate" if IS_BEFORE_JAX_0_12 else "follow_result", tpu_rule="follow_result",
+                 primitives=("fft",)),
         _library("cholesky", gpu_rule="follow_result"),
         _library("triangular_solve", gpu_rule="triangular_solve"),
         _library("rng_bit_generator"),
@@ -199,6 +202,7 @@ UPDATES = {name: row.updates for name, row in OP_TRAITS.items() if row.updates i
 CONSTRAINABLE = {name: frozenset(row.primitives) for name, row in OP_TRAITS.items() if row.primitives}
 """Ops that may be constrained, each with the JAX primitives that become it."""
 LISTED = _names(is_listed=True)
+LIBRARY = _names(is_library=True)
 IN_CPU_LIBRARY = _names(in_cpu_library=True)
 COMPUTED_ONCE_ON_CPU = _names(computed_once_on_cpu=True)
 BRANCHES_ON_CPU = _names(branches_on_cpu=True)

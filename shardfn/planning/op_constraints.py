@@ -19,8 +19,8 @@ Kinds = Mapping[str, frozenset[str]]
 """Kinds of ops, each with the JAX primitives that become it."""
 
 _ALSO_RESHARDED = {
-    "abs": "abs", "cosine": "cos", "dynamic_update_slice": "dynamic_update_slice", "erf": "erf", "fft": "fft",
-    "maximum": "max", "minimum": "min", "pad": "pad", "reverse": "rev", "select": "select_n", "sine": "sin", "slice": "slice",
+    "abs": "abs", "cosine": "cos", "dynamic_update_slice": "dynamic_update_slice", "erf": "erf", "maximum": "max",
+    "minimum": "min", "pad": "pad", "reverse": "rev", "select": "select_n", "sine": "sin", "slice": "slice",
     "sort": "sort",
 }  # fmt: skip
 RESHARDED: Kinds = {**CONSTRAINABLE, **{kind: frozenset({primitive}) for kind, primitive in _ALSO_RESHARDED.items()}}

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Generator, Iterator
 
 from shardfn.ir.model import Axes, Op, OpConstraint, Spec, mesh_sizes_text
-from shardfn.ir.op_traits import CONTRACTIONS
+from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
 from shardfn.search.archive import Archive
 from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
@@ -23,7 +23,7 @@ DECIDING_OPS = CONTRACTIONS | {"gather", "scatter"}
 FOLLOWING_OPS = frozenset({"add", "multiply"})
 """Ops that follow an operand's sharding and can be constrained."""
 
-CONSTRAINED_OPS = DECIDING_OPS | {"concatenate", "dynamic_slice"}
+CONSTRAINED_OPS = DECIDING_OPS | LIBRARY | {"concatenate", "dynamic_slice"}
 """Ops whose shardings are decisions of their own and that gain by a constraint; the others follow them."""
 
 

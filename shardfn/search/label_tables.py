@@ -20,6 +20,7 @@ from shardfn.cost.compute import rate
 from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
+from shardfn.partition.op_rules import follow_result, replicate, rule_for
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
 from shardfn.search.graph_facts import SLICED, GraphFacts
@@ -263,12 +264,19 @@ class _Builder:
             )
         return found
 
+    def is_whole(self, op: Op) -> bool:
+        """Whether each device computes all of an op."""
+        return rule_for(op.name, self.mesh.chip.platform) is replicate
+
     def leader(self, op: Op, rule: ShardingRule) -> int | None:
-        """The operand that an op follows: it has every factor of the result, and is made last."""
-        if op.reduced or rule.reduction or len(op.outputs) != 1:
+        """The operand that an op follows: it has every factor of the result, and is made last. It follows none where each device
+        computes all of it, or where it reads a dimension in full and the partitioner would gather that."""
+        if op.reduced or rule.reduction or len(op.outputs) != 1 or self.is_whole(op):
             return None
         operands, results = self.factor_pairs(rule)
         wanted = {f for f, _ in results[0]}
+        if wanted & rule.replicated and rule_for(op.name, self.mesh.chip.platform) is follow_result:
+            return None
         best = None
         for position, value in enumerate(op.inputs):
             if value not in self.sources or not wanted <= {f for f, _ in operands[position]}:
@@ -323,9 +331,8 @@ class _Builder:
             costs = self.costs_of(index, rule, work, work, True)
         else:
             scattered = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.mesh.scatters else 0
-            node, codes = self.node(
-                self.labels((id(rule), scattered), lambda row: op_labels.op_codes(rule, self.sizes, scattered, row))
-            )
+            make = lambda row: op_labels.op_codes(rule, self.sizes, scattered, row)  # noqa: E731
+            node, codes = self.node(self.fixed(()) if self.is_whole(op) else self.labels((id(rule), scattered), make))
             parts = self.decoded.get(id(codes))
             if parts is None:
                 work, out = op_labels.decoded(codes)

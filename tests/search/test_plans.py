@@ -211,3 +211,26 @@ def test_policy_claims_no_proof_at_level_1():
     """The cost model knows too little of memory."""
     made = shardfn.plan(lambda x, w: (x - x.mean(0)) / x.std(0) @ w, f32(64, 64), f32(64, 8), device="cpu:8", level=1)
     assert made.policy.startswith("exact search at level 1") and "proved" not in made.policy
+
+
+def transform_3d(x):
+    for axis in (-1, -2, -3):
+        x = jnp.fft.fft(x, axis=axis)
+    return x
+
+
+FLOW = S((3, 1024, 1024, 1024), jnp.complex64)
+
+
+def test_transforms_over_all_dims_reshard_by_all_to_all():
+    """A transform needs its dimension in full: which other one is sharded is a decision, before it and after it."""
+    made = shardfn.plan(lambda x: transform_3d(2.0 * transform_3d(x)), FLOW, device="tpu-v5p:2x2x4", level="time")
+    assert [c.kind for c in made.collectives] == ["all-to-all"] * 2
+    alone = shardfn.plan(lambda x: transform_3d(2.0 * transform_3d(x)), FLOW, device="tpu-v5p:1")
+    assert made.cost.flops == pytest.approx(alone.cost.flops / 16)
+
+
+def test_transforms_that_xla_replicates_are_not_gathered_again_and_again():
+    """XLA before JAX 0.12 computes a transform on each device of a GPU or CPU in full; one gather of the array is the most."""
+    made = shardfn.plan(transform_3d, FLOW, device="h100:16", level="time")
+    assert made.cost.bytes_sent <= 15 / 16 * 8 * 3 * 1024**3
