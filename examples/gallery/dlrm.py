@@ -1,13 +1,13 @@
 """DLRM: a training step of MLPerf's click model on 8 H100.
 
-26 categorical fields of Criteo's terabyte of clicks have tables of 3 to 40 million rows, 204 million in all (Naumov et al. 2019;
-sizes of MLPerf Training 1.0). Five tables are 98% of the 98 GiB. No table fits twice on a device, and a copy of all on each does not
-fit at all: the search chooses for each table whether its rows, its columns or neither are sharded. Only the rows of a batch are
-updated, by stochastic gradient descent.
+The 26 categorical fields of Criteo's terabyte of clicks have tables of 3 to 40 million rows (Naumov et al. 2019; sizes of MLPerf
+Training). Five of them are 98% of the 97 GiB, which no device holds. The search chooses for each table whether its rows, its
+columns or neither are sharded. Stochastic gradient descent updates the rows of a batch alone.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def parameters(cfg):
     vectors = len(cfg.rows) + 1
 
     def mlp(*sizes):
-        return [{"w": (before, after), "b": (after,)} for before, after in zip(sizes, sizes[1:], strict=False)]
+        return [{"w": (before, after), "b": (after,)} for before, after in itertools.pairwise(sizes)]
 
     pairs = vectors * (vectors - 1) // 2
     return {
