@@ -115,8 +115,8 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None 
 
     A kernel (`platforms.kernels`), with what is fused into its ops, takes its launch and the larger of its FLOPs over the
     chip's rate and its bytes over the memory's rate (the roofline: Williams, Waterman, Patterson 2009). Matmuls run at the
-    rate of their operands' dtype, other ops at the vector units' rate. An op without a rule is charged for its bytes, and
-    listed.
+    rate of their operands' dtype and of the precision asked for, other ops at the vector units' rate. An op without a rule
+    is charged for its bytes, and listed.
     """
     fusion = fusion or fuse(partitioned)
     total = moved = seconds = 0.0
@@ -165,7 +165,7 @@ def has_own_time(op: Op) -> bool:
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
     """FLOP/s of an op. Special functions use an eighth of the lanes (CUDA C++ Programming Guide: 16 of 128)."""
     if op.name in CONTRACTIONS:
-        return chip.rate(graph.values[op.inputs[0]].dtype, _sums_over_rows(op))
+        return chip.rate(graph.values[op.inputs[0]].dtype, op.precision, _sums_over_rows(op))
     lanes = chip.vector_flops or chip.flops
     return lanes / 8 if op.name in EXPENSIVE else lanes
 

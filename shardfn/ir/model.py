@@ -164,6 +164,8 @@ class Op:
     """The operand that it gives back as it is, as a sum with zeros does."""
     instances: int = 1
     """How many devices compute it, each on shards of its own: more than one in a `shard_map`."""
+    precision: str = ""
+    """Of a matmul or convolution, `high` or `highest` where it was asked for."""
     seen: tuple[int, ...] = ()
     """Of a loop, whose inputs are what goes in and then what its body returns: what the body sees."""
 
@@ -173,7 +175,8 @@ class Op:
         if inputs == self.inputs and outputs == self.outputs:
             return self
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.window_dims, self.site, self.combines, self.form, self.same, self.instances, self.seen)  # fmt: skip
+                  self.window_dims, self.site, self.combines, self.form, self.same, self.instances, self.precision,
+                  self.seen)  # fmt: skip
 
     @property
     def carries(self) -> list[tuple[int, int, int, int]]:

@@ -40,7 +40,7 @@ def op_by_attributes(op: Any, short: str, **rest: Any) -> Op:
       **rest: further fields.
     """
     return Op(short, (), (), trips=0, reduced=_reduced(op), convolution=_convolution(op), combines=_combines(op),
-              window_dims=_window_dims(op, short), same=_neutral(op), **rest)  # fmt: skip
+              window_dims=_window_dims(op, short), same=_neutral(op), precision=_precision(op), **rest)  # fmt: skip
 
 
 def _convolution(op: Any) -> Convolution | None:
@@ -98,6 +98,14 @@ def _reduced(op: Any) -> tuple[tuple[int, int], ...]:
     if op.name == "stablehlo.reduce":
         return tuple((0, int(d)) for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
     return ()
+
+
+def _precision(op: Any) -> str:
+    """The precision that a matmul or convolution asks for, in lower case; empty for the default one."""
+    if "precision_config" not in op.attributes:
+        return ""
+    names = {stablehlo.PrecisionAttr(each).value for each in ir.ArrayAttr(op.attributes["precision_config"])}
+    return next((name.lower() for name in ("HIGHEST", "HIGH") if name in names), "")
 
 
 def _combines(op: Any) -> str:

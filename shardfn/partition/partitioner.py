@@ -314,7 +314,7 @@ class _Partitioner(ProgramBuilder):
         kind, after = step.kind, step.after
         was = made = self.values[value]
         trips, where = op.trips if trips is None else trips, op.where
-        travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and op.name in CONTRACTIONS)
+        travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and op.name in CONTRACTIONS and not op.precision)
         if kind == "all-to-all":  # the shards are padded before the all-to-all
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
@@ -479,8 +479,8 @@ def _rotation_rule(shape: tuple[int, ...]) -> ShardingRule:
 
 
 def _wire_dtype(platform: str, kind: str, dtype: str, is_read: bool) -> str:
-    """The dtype on the wire: on CPU `bf16` as `f32`; on TPU a matmul operand as `bf16` in an all-gather or
-    collective-permute.
+    """The dtype on the wire: on CPU `bf16` as `f32`; on TPU an operand of a matmul of default precision
+    as `bf16` in an all-gather or collective-permute.
     """
     if platform == "cpu" and dtype == "bf16":
         return "f32"

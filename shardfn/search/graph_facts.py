@@ -162,8 +162,8 @@ def _kinds(
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
-        key = (op.name, id(op.rule), index in last, op.reduced, op.window_dims, len(op.inputs), kernels[index],
-               together.get(index), *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
+        key = (op.name, id(op.rule), index in last, op.reduced, op.window_dims, op.precision, len(op.inputs),
+               kernels[index], together.get(index), *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 

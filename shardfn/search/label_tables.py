@@ -420,8 +420,8 @@ class _Builder:
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:
-    """The `f32` values that products read."""
-    read = {v for op in graph.ops if op.name in CONTRACTIONS for v in op.inputs}
+    """The `f32` values that products of default precision read."""
+    read = {v for op in graph.ops if op.name in CONTRACTIONS and not op.precision for v in op.inputs}
     return frozenset(v for v in read if graph.values[v].dtype == "f32")
 
 

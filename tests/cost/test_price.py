@@ -177,3 +177,28 @@ def test_flops_of_library_ops():
     sorting = partitioned(lambda x: jnp.sort(x, axis=1), array(64, 1024), device="cpu:1")
     [op] = [op for op in sorting.graph.ops if op.name == "sort"]
     assert op_flops(sorting, op) == 64 * 1024 * 10
+
+
+@pytest.mark.parametrize(
+    ("device", "times"),
+    [("h100:1", {"high": 1, "highest": 494 / 67}), ("tpu-v5e:1", {"high": 3, "highest": 6}), ("cpu:1", {"highest": 1})],
+)
+def test_matmuls_of_a_higher_precision_take_longer(device, times):
+    """Not as TF32 on a GPU, and in more passes on a TPU."""
+
+    def product(precision):
+        return shardfn.plan(lambda x, y: jnp.matmul(x, y, precision=precision), *[array(8192, 8192)] * 2, device=device)
+
+    default = product("default").cost.compute_s
+    assert {name: product(name).cost.compute_s / default for name in times} == pytest.approx(times)
+
+
+def test_operands_of_a_matmul_of_the_highest_precision_are_gathered_as_they_are():
+    def sent(precision):
+        def chain(x, y):
+            return jnp.tanh(jnp.matmul(x, y, precision=precision))
+
+        args = [array(256, 256)] * 2
+        return shardfn.plan(chain, *args, in_strategy=((8, 1), (8, 1)), device="tpu-v5e:8").cost.bytes_sent
+
+    assert sent("highest") == 2 * sent("default") > 0

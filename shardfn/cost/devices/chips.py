@@ -39,7 +39,8 @@ class Chip:
     vector_flops: float = 0.0
     """Operations on single elements; 0 stands for `flops`."""
     dtype_flops: tuple[tuple[str, float], ...] = ()
-    """Matrix products of other element types, as (`f32`, FLOP/s); types not named run at `flops`."""
+    """Matrix products of other element types, as (`f32`, FLOP/s); types not named run at `flops`. `f32 high` and `f32 highest` are
+    those of `jax.lax.Precision`, where they differ."""
     torus: int = 0
     """Dims of the torus that the devices form; 0 where they sit behind a switch."""
     ring: int = 1
@@ -83,18 +84,20 @@ class Chip:
                  where=f"Chip({self.name!r}, node={self.node})", why="larger groups send beyond the node",
                  fix="give network_bytes_s, or leave node out")  # fmt: skip
 
-    def rate(self, dtype: str, over_rows: bool = False) -> float:
+    def rate(self, dtype: str, precision: str = "", over_rows: bool = False) -> float:
         """The matmul rate for an element type.
 
         Args:
           dtype: the element type, named as in MLIR (`f32`, `bf16`).
+          precision: `high` or `highest` of `jax.lax.Precision`; empty for the default.
           over_rows: whether both operands have the summed dimension before their last.
 
         Returns:
           FLOP/s of one device.
         """
-        share = dict(self.rows_share).get(dtype, 1.0) if over_rows else 1.0
-        return dict(self.dtype_flops).get(dtype, self.flops) * share
+        rates = dict(self.dtype_flops)
+        named = f"{dtype} {precision}" if f"{dtype} {precision}" in rates else dtype
+        return rates.get(named, self.flops) * (dict(self.rows_share).get(named, 1.0) if over_rows else 1.0)
 
     def pod(self, size: int | str) -> Hardware:
         """A number of these chips, as a target to plan for.
@@ -251,9 +254,9 @@ def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
 def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,
             link: float, network: float, kinds: tuple[str, ...], aot: dict[str, Any], fp8: bool = False,
             split_k_coarseness: int = 2, rows_share: float = 1.0) -> Chip:  # fmt: skip
-    # XLA runs f32 products as TF32 by default; int8 and fp8 at twice the rate of bf16.
+    # XLA runs f32 products as TF32, unless the highest precision is asked for; int8 and fp8 at twice the rate of bf16.
     twice = ("i8", "ui8", *(("f8E4M3FN", "f8E5M2") if fp8 else ()))
-    dtypes = (("f32", f32), ("f64", f64), *((dtype, 2 * flops) for dtype in twice))
+    dtypes = (("f32", f32), ("f32 highest", vector), ("f64", f64), *((dtype, 2 * flops) for dtype in twice))
     return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes, node=8,
                 network_bytes_s=network, device_kinds=kinds, aot_name=name, aot=tuple((_GPU_LIMITS | aot).items()),
                 split_k_coarseness=split_k_coarseness, rows_share=(("f32", rows_share),))  # fmt: skip
@@ -282,8 +285,9 @@ _BLACKWELL = {
 def _tpu(name: str, source: str, *, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
          largest: tuple[int, ...], fast: float, kinds: tuple[str, ...], aot: tuple[tuple[str, Any], ...] = ()
          ) -> Chip:  # fmt: skip
-    # f32 products run as one bf16 pass by default, so `flops` holds for them too.
-    return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), len(largest),
+    # f32 products run as one bf16 pass by default, so `flops` holds for them too; as 3 and 6 at higher precision.
+    dtypes = (("i8", int8), ("f32 high", flops / 3), ("f32 highest", flops / 6))
+    return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, dtypes, len(largest),
                 ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast,
                 sides=(1, 2, *range(4, largest[-1] + 1, 4)) if len(largest) == 3 else (1, 2, 4, 8, 16),
                 device_kinds=kinds, aot_name=name.removeprefix("tpu-"), aot=aot)  # fmt: skip
