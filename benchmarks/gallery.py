@@ -138,7 +138,7 @@ def measure(name: str, with_compiler: bool, save: bool) -> Row:
                 plan.draw(kind).save(FOLDER / "images" / f"{name}-{kind}.svg")
         if size != "tiny":
             print(line(name, size, rows[size]), flush=True)
-    machine, versions = harness.machine(), harness.versions(("flax", "equinox"))
+    machine, versions = harness.machine(), harness.versions(("flax", "equinox", "dm-haiku", "jraph", "numpyro"))
     made = {
         "command": harness.command(sys.argv),
         "date": f"{datetime.date.today()}",
