@@ -1,4 +1,4 @@
-"""Molecules with jraph: a training step of a graph network for catalysts on 16 TPU v5e.
+"""Molecules with jraph: a training step of a graph network for catalysts on 16 H100.
 
 A batch has 2,048 structures, each padded to 256 atoms and 8,192 pairs of neighbours, as in Open Catalyst 2020. jraph's
 `GraphNetwork` passes messages between neighbours and gathers them into the energy of each structure; `jax.vmap` maps it over the
@@ -77,7 +77,7 @@ def program(size: str) -> Program:
         "receivers": jax.ShapeDtypeStruct((n, cfg.pairs), jnp.int32),
         "wanted": jax.ShapeDtypeStruct((n,), jnp.float32),
     }
-    return training(loss, parameters(cfg), batch, None if size == "tiny" else "tpu-v5e:4x4", level="time")
+    return training(loss, parameters(cfg), batch, None if size == "tiny" else "h100:16", level="time")
 
 
 if __name__ == "__main__":
