@@ -1,4 +1,4 @@
-"""A diffusion U-Net: a training step of Stable Diffusion's denoiser on 64 TPU v5e.
+"""A diffusion U-Net: a training step of Stable Diffusion's denoiser on 64 H100.
 
 Residual blocks and transformers on four resolutions, connected across by skips; the transformers attend to the image and to the
 77 tokens of a text (Rombach et al. 2022). The layers are Flax Linen modules. 0.86 billion parameters predict the noise in latent
@@ -74,7 +74,6 @@ class UNet(nn.Module):
     def __call__(self, x, time, text):
         """The noise in x [batch, size, size, channels]; time [batch] is from 0 to 1, text [batch, tokens, text]."""
         cfg, types = self.cfg, {"dtype": self.cfg.dtype, "param_dtype": self.cfg.dtype}
-        residual, transformer = nn.remat(Residual), nn.remat(Transformer)
         first = cfg.widths[0]
         angles = 1000 * time[:, None] / 10_000.0 ** (jnp.arange(first // 2) / (first // 2))
         time = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(cfg.dtype)
@@ -83,18 +82,18 @@ class UNet(nn.Module):
         skips = [x]
         for level, width in enumerate(cfg.widths):
             for _ in range(cfg.blocks):
-                x = residual(cfg, width)(x, time)
-                x = transformer(cfg)(x, text) if level < cfg.attended else x
+                x = Residual(cfg, width)(x, time)
+                x = Transformer(cfg)(x, text) if level < cfg.attended else x
                 skips.append(x)
             if level < len(cfg.widths) - 1:
                 x = nn.Conv(width, (3, 3), strides=2, **types)(x)
                 skips.append(x)
-        x = residual(cfg, x.shape[-1])(x, time)
-        x = residual(cfg, x.shape[-1])(transformer(cfg)(x, text), time)
+        x = Residual(cfg, x.shape[-1])(x, time)
+        x = Residual(cfg, x.shape[-1])(Transformer(cfg)(x, text), time)
         for level, width in reversed(list(enumerate(cfg.widths))):
             for _ in range(cfg.blocks + 1):
-                x = residual(cfg, width)(jnp.concatenate([x, skips.pop()], axis=-1), time)
-                x = transformer(cfg)(x, text) if level < cfg.attended else x
+                x = Residual(cfg, width)(jnp.concatenate([x, skips.pop()], axis=-1), time)
+                x = Transformer(cfg)(x, text) if level < cfg.attended else x
             if level:
                 x = nn.Conv(width, (3, 3), **types)(jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2))
         return nn.Conv(cfg.channels, (3, 3), **types)(nn.silu(nn.GroupNorm(cfg.groups, **types)(x)))
@@ -117,7 +116,7 @@ def program(size: str) -> Program:
         "text": jax.ShapeDtypeStruct((cfg.batch, cfg.tokens, cfg.text), cfg.dtype),
     }
     params = jax.eval_shape(model.init, jax.random.key(0), image, batch["times"], batch["text"])["params"]
-    return training(loss, params, batch, None if size == "tiny" else "tpu-v5e:8x8", level="time")
+    return training(loss, params, batch, None if size == "tiny" else "h100:64", level="time", budget="fast")
 
 
 if __name__ == "__main__":
