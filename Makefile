@@ -52,7 +52,7 @@ ecosystem: override VENV := $(VENV)-ecosystem
 ecosystem: FLAGS := --xla_backend_optimization_level=0
 ecosystem: ## functions of some thirty JAX libraries, in a virtual environment of their own
 	@$(MAKE) --no-print-directory VENV=$(VENV) $(VENV)/.has-ecosystem
-	$(DEVICES) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m ecosystem tests/ecosystem $(PYTEST_ARGS)
+	$(DEVICES) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m ecosystem tests/ecosystem tests/examples/test_gallery.py $(PYTEST_ARGS)
 
 results: $(VENV)/.has-test  ## the benchmarks that one machine runs in half an hour, and the tables of benchmarks/RESULTS.md
 	PYTHONPATH=. $(PY) benchmarks/results.py --run

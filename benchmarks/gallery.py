@@ -1,9 +1,10 @@
 """Plan the models of examples/gallery at full size, and compare each plan with what XLA compiles.
 
-Run: python benchmarks/gallery.py [--only NAME ...] [--compile] [--save]
+Run: python benchmarks/gallery.py [--only NAME ...] [--compile [tiny]] [--save]
 
 `--compile` compiles each plan with its target's own compiler, which needs no device (for TPUs libtpu, for GPUs JAX's CUDA
-plugin). `--save` writes the figures and pictures to docs/gallery, and its pages from these. `--pages` only writes the pages.
+plugin); `--compile tiny` those of the tests' size alone. `--save` writes the figures and pictures to docs/gallery, and its pages
+from these. `--pages` only writes the pages.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def compiler(platform_name: str) -> str:
     return f"{package} {importlib.metadata.version(package)}"
 
 
-def measure(name: str, with_compiler: bool, save: bool) -> Row:
+def measure(name: str, compile_sizes: str, save: bool) -> Row:
     """Plan every size of a model, the tiny one first, which imports and compiles what is needed once."""
     module = importlib.import_module(f"examples.gallery.{name}")
     rows: dict[str, Row] = {}
@@ -131,7 +132,7 @@ def measure(name: str, with_compiler: bool, save: bool) -> Row:
         start = cpu_s()
         plan = program.plan()
         rows[size] = planned(plan, cpu_s() - start)
-        if with_compiler:
+        if compile_sizes in ("all", size):
             rows[size]["compiled"] = compiled(plan)
         if save and size == sizes(module)[0]:
             for kind in PICTURES:
@@ -314,7 +315,9 @@ def main() -> None:
     """Print the table; write figures, pictures and pages if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", default=list(NAMES), choices=NAMES, metavar="NAME", help="some models")
-    parser.add_argument("--compile", action="store_true", help="compile each plan too")
+    parser.add_argument(
+        "--compile", nargs="?", const="all", default="", choices=("all", "tiny"), help="compile each plan too"
+    )
     parser.add_argument("--save", action="store_true", help="write docs/gallery")
     parser.add_argument("--pages", action="store_true", help="only write the pages, from the figures of docs/gallery")
     options = parser.parse_args()

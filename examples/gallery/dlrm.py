@@ -88,5 +88,11 @@ def program(size: str) -> Program:
     return Program(train_step, arguments, None if size == "tiny" else "h100:8", options)
 
 
+NOTES = """
+The plan shards the columns of the tables and the batch. A device looks up its columns for all of the batch; one all-to-all for
+each field gives it all columns of its own part. `embedding.lookup` splits tables of uneven size by rows instead
+([embedding tables](../how-to/embedding-tables.md)).
+"""
+
 if __name__ == "__main__":
     show(program)

@@ -57,5 +57,9 @@ def program(size: str) -> Program:
     return Program(train_step, arguments, None if size == "tiny" else "tpu-v4:4x4x4", options, zeros=(2,))
 
 
+NOTES = """
+The plan at full size was not compiled.
+"""
+
 if __name__ == "__main__":
     show(program)

@@ -119,5 +119,10 @@ def program(size: str) -> Program:
     return training(loss, params, batch, None if size == "tiny" else "h100:64", level="time", budget="fast")
 
 
+NOTES = """
+The program has tens of thousands of ops, as no loop holds its layers, and a candidate takes seconds to evaluate. The plan is made
+with `budget="fast"`, and was not compiled at full size.
+"""
+
 if __name__ == "__main__":
     show(program)

@@ -92,5 +92,10 @@ def program(size: str) -> Program:
     return Program(weather, shapes(jnp.float32, list(sizes)), device, options, unsharded=plain)
 
 
+NOTES = """
+A step has four collective-permutes: two rows to each neighbour along one mesh axis, then two columns along the other, with the
+corners in them.
+"""
+
 if __name__ == "__main__":
     show(program)

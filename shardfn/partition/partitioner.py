@@ -314,7 +314,9 @@ class _Partitioner(ProgramBuilder):
         kind, after = step.kind, step.after
         was = made = self.values[value]
         trips, where = op.trips if trips is None else trips, op.where
-        travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and op.name in CONTRACTIONS and not op.precision)
+        travels = _wire_dtype(
+            self.platform, kind, was.dtype, self.is_read and op.name in CONTRACTIONS and not op.precision
+        )
         if kind == "all-to-all":  # the shards are padded before the all-to-all
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))

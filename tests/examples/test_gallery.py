@@ -10,13 +10,36 @@ import shardfn
 from benchmarks import gallery
 from examples.gallery import NAMES
 
-SLOW = {"gemma2_27b", "graph_network", "llama3_70b", "mamba", "moe_671b", "ode_ensemble", "pair_attention", "vit_22b"}
+LIBRARIES = {"mcmc": "numpyro", "molecules": "jraph", "resnet_50": "haiku"}
+"""Models of libraries that `make ecosystem` installs; elsewhere they are skipped where the library is absent."""
+SLOW = {
+    "gemma2_27b",
+    "graph_network",
+    "llama3_70b",
+    "mamba",
+    "moe_671b",
+    "ode_ensemble",
+    "pair_attention",
+    "unet",
+    "vit_22b",
+}
 """Other models and tests have programs of their kinds."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES])
+def script(name):
+    """The module of a model."""
+    if name in LIBRARIES:
+        pytest.importorskip(LIBRARIES[name])
+    return importlib.import_module(f"examples.gallery.{name}")
+
+
+def marks(name):
+    return [pytest.mark.slow] * (name in SLOW) + [pytest.mark.ecosystem] * (name in LIBRARIES)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in NAMES])
 def test_the_tiny_size_equals_the_unsharded_function(name):
-    program = importlib.import_module(f"examples.gallery.{name}").program("tiny")
+    program = script(name).program("tiny")
     sharded = shardfn.shard(program.function, **program.options)
     expected = jax.jit(program.unsharded or program.function)(*program.values())
     found = sharded(*program.values())
@@ -29,7 +52,7 @@ def test_the_tiny_size_equals_the_unsharded_function(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_shows_the_stored_figures(name):
     figures = gallery.stored([name])[0]
-    assert set(figures["sizes"]) == {"tiny", *gallery.sizes(importlib.import_module(f"examples.gallery.{name}"))}
+    assert set(figures["sizes"]) == {"tiny", *gallery.sizes(script(name))}
     assert (gallery.FOLDER / f"{name}.md").read_text(encoding="utf-8") == gallery.page(name, figures)
 
 

@@ -39,8 +39,8 @@ class Chip:
     vector_flops: float = 0.0
     """Operations on single elements; 0 stands for `flops`."""
     dtype_flops: tuple[tuple[str, float], ...] = ()
-    """Matrix products of other element types, as (`f32`, FLOP/s); types not named run at `flops`. `f32 high` and `f32 highest` are
-    those of `jax.lax.Precision`, where they differ."""
+    """Matrix products of other element types, as (`f32`, FLOP/s); types not named run at `flops`. `f32 high` and
+    `f32 highest` are those of `jax.lax.Precision`, where they differ."""
     torus: int = 0
     """Dims of the torus that the devices form; 0 where they sit behind a switch."""
     ring: int = 1
@@ -332,7 +332,8 @@ its rate are the makers' figures for dense arithmetic.
 
 GPUs: the NVLink figure of the datasheet is both directions together, half of it is one; a network card for each GPU
 (200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100, H200 or B200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
-collective; on one H100, TF32 products over the rows of both operands ran at 0.58 to 0.65 of the rate of others. TPUs: pods of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
+collective; on one H100, TF32 products over the rows of both operands ran at 0.58 to 0.65 of the rate of others. TPUs: pods
+of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
 directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about 1 µs a hop (Austin et al., "How to Scale Your
 Model", 2025); a slice of v5e or v6e is of dims that are powers of two, one of v4 or v5p of 1, 2 or whole cubes of 4x4x4 (Cloud
 TPU's lists of types); vector units: 1,024 lanes of four units (v4: two) in each
