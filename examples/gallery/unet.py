@@ -121,7 +121,8 @@ def program(size: str) -> Program:
 
 NOTES = """
 The program has tens of thousands of ops, as no loop holds its layers, and a candidate takes seconds to evaluate. The plan is made
-with `budget="fast"`, and was not compiled at full size.
+with `budget="fast"`, and was not compiled at full size. It does not fit: the activations of 2,048 images are
+kept for the gradient, which needs `nn.remat`, or half of the batch.
 """
 
 if __name__ == "__main__":
