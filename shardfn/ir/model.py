@@ -394,6 +394,16 @@ class PartitionedProgram:
         """Bytes of the elements on one device."""
         return self._locally(value)[1]
 
+    def gathered_shards(self, c: Communication) -> int | None:
+        """The shards that a collective gathers: the operand of an all-gather, or what each device writes into zeros before an
+        all-reduce. None of other collectives.
+        """
+        if c.kind == "all-gather":
+            return c.operand
+        written = self.graph.maker(c.operand, "pad") if c.kind == "all-reduce" else None
+        is_sharded = written and not set(c.axes).isdisjoint(axes_of(self.specs[written.inputs[0]]))
+        return written.inputs[0] if written and is_sharded else None
+
     def is_view(self, op: Op) -> bool:
         """Whether an op takes no work, as its result is its operand's buffer."""
         if op.name in SLICES:

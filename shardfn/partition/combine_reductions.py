@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
+from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.rebuild import ProgramBuilder, held_values, live_ops, without_unread
 
 
@@ -52,8 +53,10 @@ def _untransposed(value: int, turns: Mapping[int, Op]) -> int:
 
 
 def gpu_collectives(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """The collectives as XLA's GPU backend runs them: reductions combined, unread resharding removed."""
-    return without_unread(combine_partial_sums(partitioned))
+    """The collectives as XLA's GPU backend runs them: reductions combined, and moved out of loops; unread resharding
+    removed.
+    """
+    return all_reduces_after_loops(without_unread(combine_partial_sums(partitioned)))
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})

@@ -1,19 +1,24 @@
-"""Passes of libtpu that change a partitioned program's collectives: reduce-scatters and repeated all-gathers."""
+"""Passes of libtpu that change a partitioned program's collectives: reduce-scatters, repeated all-gathers, and all-gathers
+over all chips.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
 from shardfn.partition.combine_reductions import combine_partial_sums
+from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.rebuild import ProgramBuilder, ends, without_unread
-from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
+from shardfn.partition.tpu_padding import LANES, SUBLANES, row_major_tiled_bytes, tiled_dims
 
 
-def tpu_collectives(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """The collectives as libtpu runs them."""
-    return without_unread(repeat_distant_gathers(combine_partial_sums(partitioned)))
+def tpu_collectives(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
+    """The collectives as libtpu runs them on all chips of a torus."""
+    found = all_reduces_after_loops(without_unread(repeat_distant_gathers(combine_partial_sums(partitioned))))
+    return all_reduce_gathers(found, torus)
 
 
 def makes_reduce_scatter(
@@ -41,14 +46,57 @@ def makes_reduce_scatter(
 
 
 def never_scatters_over(torus: Sequence[int]) -> bool:
-    """Whether reductions over all devices of a torus are never scattered: a square of 4 × 4 or more, or three
-    dimensions.
+    """Whether reductions over all devices of a torus are never scattered: two of its dimensions are equal, and it is not
+    2 × 2.
 
     >>> never_scatters_over((4, 4)), never_scatters_over((2, 4)), never_scatters_over((2, 2)), never_scatters_over((2, 2, 2))
     (True, False, False, True)
+    >>> never_scatters_over((4, 8, 8)), never_scatters_over((2, 4, 8))
+    (True, False)
     """
     dims = [n for n in torus if n > 1]
-    return len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2)
+    return len({*dims}) < len(dims) and dims != [2, 2]
+
+
+FEWEST_CHIPS_FOR_REDUCED_GATHERS = 64
+"""Chips from which on libtpu all-reduces in the place of an all-gather over all of them (libtpu 0.0.42)."""
+
+MAX_REDUCED_GATHER_BYTES = 16 * 2**20
+"""Bytes of the gathered array up to which it does so on a torus of two dimensions (libtpu 0.0.42)."""
+
+
+def max_reduced_gather_bytes(torus: Sequence[int]) -> float:
+    """Bytes of the gathered array up to which libtpu all-reduces in the place of an all-gather over all chips of a torus.
+
+    Each device writes its shard into zeros. On three dimensions libtpu always does so, which sends twice the bytes. The
+    bytes are those of `row_major_tiled_bytes`. Seen in libtpu 0.0.42 on v4, v5e, v5p and v6e.
+
+    >>> [max_reduced_gather_bytes(torus) for torus in ((4, 8), (8, 8), (2, 4, 4), (4, 4, 4))]
+    [0, 16777216, 0, inf]
+    """
+    if math.prod(torus) < FEWEST_CHIPS_FOR_REDUCED_GATHERS:
+        return 0
+    return math.inf if sum(n > 1 for n in torus) > 2 else MAX_REDUCED_GATHER_BYTES
+
+
+def all_reduce_gathers(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
+    """Replace all-gathers over all chips of a torus by all-reduces, where libtpu does (`max_reduced_gather_bytes`)."""
+    most, chips = max_reduced_gather_bytes(torus), math.prod(torus)
+    builder = ProgramBuilder(partitioned)
+    sent = {c.result: c for c in partitioned.communications}
+    for op in partitioned.graph.ops:
+        c = sent.get(op.outputs[0]) if op.name == "all_gather" and most else None
+        if c and c.group_size == chips and _gathered_bytes(partitioned, c.result) <= most:
+            zeros = builder.like(c.result)
+            builder.ops.append(dataclasses.replace(op, name="pad", outputs=(zeros,)))
+            op = dataclasses.replace(op, name="all_reduce", inputs=(zeros,))
+            sent[c.result] = dataclasses.replace(c, kind="all-reduce", operand=zeros)
+        builder.ops.append(op)
+    return builder.built(sent) if len(builder.ops) > len(partitioned.graph.ops) else partitioned
+
+
+def _gathered_bytes(partitioned: PartitionedProgram, value: int) -> int:
+    return row_major_tiled_bytes(partitioned.local_shape(value), dtype_bits(partitioned.graph.values[value].dtype))
 
 
 MAX_CSE_DISTANCE = 100

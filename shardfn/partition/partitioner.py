@@ -32,7 +32,6 @@ from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
 from shardfn.partition.combine_reductions import gpu_collectives, scatter_into_addend
 from shardfn.partition.dead_carries import without_dead_carries
 from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
-from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import rule_for
 from shardfn.partition.rebuild import ProgramBuilder, live_ops
 from shardfn.partition.resharding import (
@@ -167,7 +166,7 @@ class _Partitioner(ProgramBuilder):
         )
         if self.platform == "cpu":
             return found
-        return all_reduces_after_loops(gpu_collectives(found) if is_gpu(self.platform) else tpu_collectives(found))
+        return gpu_collectives(found) if is_gpu(self.platform) else tpu_collectives(found, self.torus)
 
     def reshard_carries(self, op: Op) -> None:
         """Reshard what enters a loop, comes back from its body or leaves a branch, to the shardings of the results."""

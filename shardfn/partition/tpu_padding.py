@@ -29,6 +29,24 @@ def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
     return _tiling(shape, bits)[0]
 
 
+def row_major_tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of an array in whole tiles of its last two dimensions, as before libtpu chooses layouts.
+
+    >>> row_major_tiled_bytes((4096, 64), 32), tiled_bytes((4096, 64), 32), row_major_tiled_bytes((512, 3, 3, 512), 32)
+    (2097152, 1048576, 25165824)
+    """
+    if len(shape) < 2:
+        return tiled_bytes(shape, bits)
+    *outer, row, column = shape
+    rows = _sublanes(bits)
+    return math.prod(outer) * -(-row // rows) * rows * -(-column // LANES) * LANES * bits // 8
+
+
+def _sublanes(bits: int) -> int:
+    """The most elements along the sublanes of a tile."""
+    return SUBLANES if bits in (16, 32) else SUBLANES * max(1, 32 // bits)
+
+
 def tiled_dims(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
     """The two dimensions in the tiles of an array of rank 2 or more: along the sublanes, and along the lanes.
 
@@ -40,7 +58,7 @@ def tiled_dims(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
 
 def _tiling(shape: tuple[int, ...], bits: int) -> tuple[int, tuple[int, int]]:
     """Bytes, and the dimensions along sublanes and lanes; of equal choices the last dimensions, lanes first."""
-    most = SUBLANES if bits in (16, 32) else SUBLANES * max(1, 32 // bits)
+    most = _sublanes(bits)
     total, least, found = math.prod(shape), math.inf, (0, 0)
     for column, row in itertools.permutations(reversed(range(len(shape))), 2):
         tile = min(most, 1 << max(0, shape[row] - 1).bit_length())

@@ -58,14 +58,19 @@ def advice(plan: Plan, study: AnsweredCall) -> list[str]:
 
 def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Arrays that are gathered or resharded in every iteration of a loop, for a large share of the bytes sent."""
-    for c, sent in _alike_sent(plan.partitioned, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
+    gathered = plan.partitioned.gathered_shards
+
+    def is_wanted(c: Communication) -> bool:
+        return c.trips > 1 and (c.kind == "all-to-all" or gathered(c) is not None)
+
+    for c, sent in _alike_sent(plan.partitioned, is_wanted)[:2]:
         same = is_constant(plan.partitioned, c.operand, c.trips)
         if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
             continue
         if sent < LEAST_BYTES or sent < plan.cost.bytes_sent / (20 if same else 4):
             continue
         yield (
-            f"{c.kind} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} iterations of a loop{_at(c.where)}"
+            f"{_kind(plan.partitioned, c)} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} iterations of a loop{_at(c.where)}"
             f"{', the same array each time' if same else ''}: {_share(sent, plan)}; "
             + avoided(
                 plan,
@@ -83,7 +88,8 @@ def rematerialised(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     for c, sent in _alike_sent(partitioned, detours.__contains__)[:2]:
         if sent < plan.cost.bytes_sent / 10:
             continue
-        before, after = partitioned.shards(c.operand), partitioned.shards(detours[c])
+        shards = partitioned.gathered_shards(c)
+        before, after = (partitioned.shards(v) for v in (c.operand if shards is None else shards, detours[c]))
         gathered = "replicated" if not any(partitioned.specs[c.result]) else "gathered"
         yield (
             f"XLA has no direct resharding of {partitioned.graph.values[c.result]} from {before} to {after} for {c.cause}"
@@ -366,6 +372,11 @@ def _detours(partitioned: PartitionedProgram) -> dict[Communication, int]:
             if v in gathers and op.name == "all_slice":
                 found.setdefault(gathers[v], op.outputs[0])
     return found
+
+
+def _kind(partitioned: PartitionedProgram, c: Communication) -> str:
+    is_by_sum = c.kind == "all-reduce" and partitioned.gathered_shards(c) is not None
+    return "all-gather (as an all-reduce)" if is_by_sum else c.kind
 
 
 def _is_like(c: Communication, other: Communication) -> bool:

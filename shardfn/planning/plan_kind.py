@@ -143,7 +143,7 @@ def layouts_of(
     bit = {d.path: 1 << i for i, d in enumerate(arguments)}
     state = [d for d in weights if d.path in mirrored and not bit[d.path] & feeds]
     parameters = [d for d in weights if d not in state]
-    gathers = [c for c in partitioned.communications if c.kind == "all-gather"]
+    gathers = [c for c in partitioned.communications if partitioned.gathered_shards(c) is not None]
     return Layouts(
         axes,
         frozenset(axis for d in arguments for i, dim in enumerate(d.spec) if (d.path, i) in batch for axis in dim),

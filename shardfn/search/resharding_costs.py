@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardfn.cost.devices.chips import Chip, Hardware
-from shardfn.cost.devices.links import Link, links
+from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.cost.platforms import backend_of
 from shardfn.ir.model import Axes, OpConstraint, Spec, axes_of
-from shardfn.partition.libtpu import never_scatters_over
+from shardfn.partition.libtpu import max_reduced_gather_bytes, never_scatters_over
 from shardfn.partition.resharding import primes
 from shardfn.partition.tile_assignment import DeviceGroup
 from shardfn.solver.labelling import Array
@@ -27,23 +27,29 @@ class MeshModel:
     """The axes that labels refer to, the link of each, and the chip.
 
     `scatters`: whether the compiler makes reduce-scatters (XLA on CPU keeps an all-reduce and a slice). `narrows`:
-    whether XLA gathers an `f32` operand of a product as `bf16`. `never_scatters_over`: whether a sum over all axes is an
-    all-reduce nevertheless (`partition.libtpu.never_scatters_over`).
+    whether XLA gathers an `f32` operand of a product as `bf16`. `over_all`: the link of all axes together.
+    `never_scatters_over`: whether a sum over all axes is an all-reduce nevertheless
+    (`partition.libtpu.never_scatters_over`). `max_reduced_gather_bytes`: bytes of an array up to which a gather over all
+    axes is one too (`partition.libtpu.max_reduced_gather_bytes`).
     """
 
     axes: Axes
     links: tuple[Link, ...]
     chip: Chip
+    over_all: Link
     scatters: bool = True
     narrows: bool = False
     never_scatters_over: bool = False
+    max_reduced_gather_bytes: float = 0
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> MeshModel:
         """The model of a mesh on the hardware."""
         platform, on_tpu = hardware.platform, hardware.platform == "tpu"
-        whole = on_tpu and never_scatters_over(hardware.topology)
-        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
+        torus = hardware.topology if on_tpu else ()
+        over_all = link_over(hardware, axes, [name for name, _ in axes])
+        return cls(axes, links(hardware, axes), hardware.chip, over_all, platform != "cpu", on_tpu,
+                   never_scatters_over(torus), max_reduced_gather_bytes(torus))  # fmt: skip
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -96,10 +102,11 @@ def resharding_cost(
         place = sum(((other >= 0) & (other < column)).astype(np.int64) for other in columns)
         codes = codes * base + np.where(column < 0, 0, place + 1)
     found, inverse = _distinct((*words, codes), base ** len(columns))
-    known = _cached_costs(mesh)
+    is_reduced = share * full_bytes <= mesh.max_reduced_gather_bytes
+    known = _cached_costs(mesh, is_reduced)
     for code in found:
         if code not in known:
-            known[code] = _cost_of_code(code, mesh)
+            known[code] = _cost_of_code(code, mesh, is_reduced)
     rows = np.array([known[code] for code in found]).reshape(-1, 5)
     gathered, other, gathered_s, other_s, latency = (rows[:, n][inverse] for n in range(5))
     gathered, gathered_s = share * gathered, share * gathered_s
@@ -133,13 +140,20 @@ def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _cached_costs(mesh: MeshModel) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
+def _cached_costs(
+    mesh: MeshModel, is_reduced: bool
+) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
     """A cache of `_cost_of_code` by code, for one mesh: comparing meshes takes longer than comparing codes."""
     return {}
 
 
-def _cost_of_code(code: tuple[int, ...], mesh: MeshModel) -> tuple[float, float, float, float, float]:
-    """Per byte of a value: what a device sends in all-gathers and otherwise, the seconds of both, and the latency."""
+def _cost_of_code(
+    code: tuple[int, ...], mesh: MeshModel, is_reduced: bool
+) -> tuple[float, float, float, float, float]:
+    """Per byte of a value: what a device sends in all-gathers and otherwise, the seconds of both, and the latency.
+
+    `is_reduced`: whether a gather over all axes is an all-reduce.
+    """
     count = len(mesh.sizes)
     base, long = 2 * count + 1, _digits_of_word(2 * count + 1)
     lengths = [min(long, 2 * count - at) for at in range(0, 2 * count, long)]
@@ -149,6 +163,12 @@ def _cost_of_code(code: tuple[int, ...], mesh: MeshModel) -> tuple[float, float,
     gathered = other = gathered_s = other_s = latency = 0.0
     for kind, taken, piece in _path(tuple(digits), mesh.sizes):
         if kind == "all-gather":
+            n = math.prod(size for _, size in taken)
+            if is_reduced and n == math.prod(mesh.sizes):
+                gathered += 2 * (n - 1) * piece
+                gathered_s += 2 * (n - 1) * piece / mesh.over_all.bytes_s
+                latency += mesh.over_all.latency_s
+                continue
             for axis, size in taken:  # slow outer links first, while shards are small
                 gathered += (size - 1) * piece
                 gathered_s += (size - 1) * piece / mesh.links[axis].bytes_s

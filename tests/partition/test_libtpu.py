@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -45,12 +46,84 @@ SCATTERED = [
     ((256, 1024), 0, 32, True, (8, 8), False),
     ((256, 1024), 0, 32, True, (2, 2, 2), False),
     ((256, 1024), 0, 32, False, (2, 2, 2), True),
+    ((256, 1024), 0, 32, True, (4, 8, 8), False),  # two of three dims are equal
+    ((256, 1024), 0, 32, True, (2, 4, 8), True),
+    ((256, 1024), 0, 32, True, (4, 8, 16), True),
 ]
 
 
 @pytest.mark.parametrize(("piece", "dim", "bits", "is_whole", "torus", "expected"), SCATTERED)
 def test_which_sums_are_scattered(piece, dim, bits, is_whole, torus, expected):
     assert makes_reduce_scatter(piece, dim, bits, is_whole, torus) is expected
+
+
+# What libtpu 0.0.42 made of an array that is gathered over all chips: its shape, the dim along which it was cut, its dtype,
+# the target, and what runs.
+GATHERED = [
+    ((64, 128), 0, "float32", "tpu-v5p:4x4x4", "all-reduce"),
+    ((65536, 1024), 0, "bfloat16", "tpu-v5p:4x4x4", "all-reduce"),
+    ((1024, 8192), 1, "bfloat16", "tpu-v4:4x4x4", "all-reduce"),
+    ((8192,), 0, "float32", "tpu-v4:4x4x4", "all-reduce"),
+    ((8192, 1024), 0, "float32", "tpu-v5p:2x4x8", "all-reduce"),
+    ((8192, 1024), 0, "float32", "tpu-v5p:2x2x16", "all-reduce"),
+    ((8192, 1024), 0, "float32", "tpu-v5p:2x4x4", "all-gather"),  # 32 chips
+    ((8192, 1024), 0, "float32", "tpu-v5e:4x8", "all-gather"),
+    ((4096, 1024), 0, "float32", "tpu-v5e:8x8", "all-reduce"),  # 16 MiB
+    ((4352, 1024), 0, "float32", "tpu-v5e:8x8", "all-gather"),
+    ((8192, 1024), 0, "bfloat16", "tpu-v5e:8x8", "all-reduce"),
+    ((4096, 1024), 0, "float32", "tpu-v6e:16x16", "all-reduce"),
+    ((40960, 64), 0, "float32", "tpu-v5e:8x8", "all-gather"),  # 10 MiB, in whole tiles 20
+    ((512, 3, 3, 512), 0, "float32", "tpu-v5e:8x8", "all-gather"),
+    ((3, 3, 512, 512), 2, "float32", "tpu-v5e:8x8", "all-reduce"),
+    ((65536, 128), 0, "float32", "tpu-v5p:8x8x1", "all-gather"),  # two dims
+]
+
+
+def gathered(shape, dim, dtype, device):
+    """The plan of an array that is cut along one dim over all devices, and comes out whole."""
+    count = math.prod(map(int, device.partition(":")[2].split("x")))
+    cut = tuple(count if d == dim else 1 for d in range(len(shape)))
+    args = (jax.ShapeDtypeStruct(shape, dtype),)
+    return shardfn.plan(lambda x: 2 * x, *args, in_strategy=(cut,), out_strategy=((1,) * len(shape),), device=device)
+
+
+@pytest.mark.parametrize(("shape", "dim", "dtype", "device", "kind"), GATHERED)
+def test_gathers_over_all_chips_are_all_reduced(shape, dim, dtype, device, kind):
+    plan = gathered(shape, dim, dtype, device)
+    (found,) = plan.collectives
+    count, size = plan.hardware.count, math.prod(shape) * jnp.dtype(dtype).itemsize
+    assert (found.kind, found.group_size) == (kind, count)
+    assert found.bytes_sent == size // count * (count - 1) * (2 if kind == "all-reduce" else 1)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("shape", "dim", "dtype", "device", "kind"), GATHERED)
+def test_compiled_gathers_over_all_chips(shape, dim, dtype, device, kind):
+    pytest.importorskip("libtpu")
+    plan: Any = gathered(shape, dim, dtype, device)
+    made = compile_plan(plan)
+    assert [c.kind for c in made.collectives] == [kind]
+    assert sum(c.bytes_sent for c in made.collectives) == plan.cost.bytes_sent
+
+
+def test_gathers_over_some_chips_stay():
+    args = (jax.ShapeDtypeStruct((8192, 1024), jnp.float32),)
+    plan = shardfn.plan(lambda x: 2 * x, *args, in_strategy=((64, 1),), out_strategy=((2, 1),), device="tpu-v5p:4x4x4")
+    assert [(c.kind, c.group_size) for c in plan.collectives] == [("all-gather", 32)]
+
+
+def test_plans_name_gathers_by_all_reduce():
+    """FSDP is FSDP, and a gather in a loop is reported as one."""
+
+    def step(ws, x):
+        loss = lambda ws: (lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] ** 2).mean()  # noqa: E731
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    args = f32(8, 4096, 4096), f32(4096, 4096)
+    plan = shardfn.plan(step, *args, in_strategy=((1, 64, 1), (64, 1)), device="tpu-v5p:4x4x4")
+    assert {c.kind for c in plan.collectives} == {"all-reduce"}
+    assert plan.kind == "FSDP over 64 devices"
+    assert any(text.startswith("all-gather (as an all-reduce) of") for text in plan.diagnostics), plan.diagnostics
 
 
 def sent(fn, *args, entries, device=V5E, **options):

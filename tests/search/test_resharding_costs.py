@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardfn.cost.devices.hardware import CHIPS
+from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.devices.hardware import CHIPS, resolve
 from shardfn.partition.resharding import primes, resharding_steps
 from shardfn.search import resharding_costs
 from shardfn.search.resharding_costs import MeshModel, resharding_cost
@@ -49,3 +50,16 @@ def test_resharding_cost_of_a_table_is_that_of_each_pair(sizes):
         alone = resharding_cost(every[i : i + 1], every[j : j + 1], 1e6, on)
         assert (sent[i, j], seconds[i, j]) == (alone[0][0, 0], alone[1][0, 0])
     assert not np.diagonal(sent).any() and not np.diagonal(seconds).any()
+
+
+@pytest.mark.parametrize(("target", "size", "is_reduced"), [("tpu-v5p:4x4x4", 1e9, True), ("tpu-v5e:8x8", 1e6, True),
+                                                           ("tpu-v5e:8x8", 1e9, False), ("tpu-v5p:2x4x4", 1e6, False)])  # fmt: skip
+def test_gather_over_all_chips_costs_what_the_evaluator_says(target, size, is_reduced):
+    """On a mesh of one axis: an all-reduce sends twice the bytes of an all-gather."""
+    hardware = resolve(target)
+    on = MeshModel.on(hardware, (("a", hardware.count),))
+    sent, seconds = (cost.item() for cost in resharding_cost(np.array([[0]]), np.array([[-1]]), size, on))
+    kind = "all-reduce" if is_reduced else "all-gather"
+    share = size if is_reduced else size / hardware.count
+    assert sent == pytest.approx(bytes_sent(kind, hardware.count, int(share)), rel=1e-3)
+    assert seconds == pytest.approx(on.links[0].seconds(kind, sent))
