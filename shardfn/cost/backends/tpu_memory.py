@@ -17,7 +17,7 @@ from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.cost.schedule import Schedule
 from shardfn.ir.model import PartitionedProgram, dtype_bits
-from shardfn.partition.tpu_padding import tiled_bytes
+from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_bytes, tiled_dims
 
 MAX_STAY_RATIO = 8
 """An array stays in VMEM between accesses for as long as copying all of VMEM takes, times this: libtpu's
@@ -97,6 +97,36 @@ def table_copies(schedule: Schedule) -> list[LiveBuffer]:
         if at and size > tiled_local_bytes(partitioned, v):
             found.append(LiveBuffer((), 2 * at[0], 2 * at[-1], size))
     return found
+
+
+def gathers_over_arguments(schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]) -> list[tuple[int, LiveBuffer]]:
+    """The donated arguments that libtpu copies at the start, because an all-gather makes the result in their place.
+
+    The all-gather does not write over an argument: its result is copied there at the end. Where the shards are not whole
+    tiles, libtpu rearranges what was gathered, and the rearranged array is written there (libtpu 0.0.42).
+
+    Args:
+      schedule: the scheduled program.
+      pairs: donated arguments with the places of the results that take their buffers.
+    """
+    partitioned = schedule.partitioned
+    gathers = {op.outputs[0]: op for op in partitioned.graph.ops if op.name == "all_gather"}
+
+    def is_direct(value: int) -> bool:
+        op = gathers.get(value)
+        return op is not None and in_whole_tiles(partitioned, op.inputs[0], value)
+
+    return [(v, place) for v, place in pairs if any(map(is_direct, place.values))]
+
+
+def in_whole_tiles(partitioned: PartitionedProgram, shard: int, gathered: int) -> bool:
+    """Whether the shards of a gathered array are whole tiles of it along the gathered dimensions."""
+    shape, full = partitioned.local_shape(shard), partitioned.local_shape(gathered)
+    if len(full) < 2:
+        return True
+    row, column = tiled_dims(full, dtype_bits(partitioned.graph.values[gathered].dtype))
+    tile = {row: SUBLANES, column: LANES}
+    return all(n == m or n % tile.get(d, 1) == 0 for d, (n, m) in enumerate(zip(shape, full, strict=True)))
 
 
 def outside_fast_memory(

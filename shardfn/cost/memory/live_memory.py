@@ -12,7 +12,12 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from shardfn.cost.backends.tpu_memory import outside_fast_memory, table_copies, tiled_local_bytes
+from shardfn.cost.backends.tpu_memory import (
+    gathers_over_arguments,
+    outside_fast_memory,
+    table_copies,
+    tiled_local_bytes,
+)
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
@@ -115,7 +120,8 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
         copies, vacated = _saved(schedule, pairs)
         places, rooms = [*places, *copies], [*rooms, *vacated]
     if partitioned.platform == "tpu":
-        places = [*places, *table_copies(schedule)]
+        copies, vacated = _gathered(schedule, pairs)
+        places, rooms = [*places, *table_copies(schedule), *copies], [*rooms, *vacated]
     left = outside_fast_memory(schedule, places, donated, chip) if chip and chip.fast_bytes else places
     temporaries = _outside(left, rooms)
     most, tick = _most(temporaries)
@@ -126,6 +132,19 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
     apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in taken)
     own = [(v, size_of[v]) for v in apart.elements()]
     return LiveMemory(partitioned, list(zip(graph.inputs, arguments, strict=True)), own, temporaries, tick, estimate)
+
+
+def _gathered(
+    schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]
+) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
+    """Copies of the arguments of `gathers_over_arguments`, and what is gathered, which is made apart. Also the arguments' own
+    buffers, which are free from the start to the end."""
+    copies, vacated = [], []
+    for v, place in gathers_over_arguments(schedule, pairs):
+        last = max((i for i, reads in enumerate(schedule.fusion.reads) if v in reads), default=0)
+        copies += [LiveBuffer((), 0, 2 * last, place.bytes), place]
+        vacated.append(ReusableBuffer(place.bytes, [(0, 0), (place.end, place.end)]))
+    return copies, vacated
 
 
 def _saved(
