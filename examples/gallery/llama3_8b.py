@@ -88,7 +88,7 @@ def program(size: str) -> Program:
 
 NOTES = """
 libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional torus, which sends twice the bytes. The
-prediction does not model this yet, so it is too low by that factor for these arrays.
+prediction counts it so.
 """
 
 if __name__ == "__main__":

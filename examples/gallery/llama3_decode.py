@@ -63,8 +63,9 @@ def program(size: str) -> Program:
 
 
 NOTES = """
-The temporaries of the compiled program are as large as the cache: libtpu copies it although it is donated. The prediction counts
-no copy.
+The temporaries of the compiled program are as large as the cache. libtpu stores the cache in another layout inside the loop,
+with the batch along the sublanes of a tile in the place of the positions. It copies the cache to that layout before the loop
+and back behind it, although the cache is donated. The prediction counts no copy.
 """
 
 if __name__ == "__main__":
