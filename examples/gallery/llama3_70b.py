@@ -21,11 +21,14 @@ def program(size: str) -> Program:
 
 
 NOTES = """
-The fewer sequences a batch has, the more the search shards the layers by tensor parallelism.
+The fewer sequences a batch has, the more the search shards the layers by tensor parallelism. With one sequence for each chip,
+tensor parallelism over `t` chips sends about `(t - 1) * 80` GiB of activations, and FSDP over the others about `380 / t` GiB of
+weights and gradients: the sum is least for `t = 2`. FSDP over 32 x tensor parallel over 8 is right for an eighth of the
+sequences.
 
-libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional torus, which sends twice the bytes. The
-prediction does not model this yet, so it is too low by that factor for these arrays.
-Plans with two mesh axes do not gather over all chips.
+FSDP over all chips sends twice as much: libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional
+torus, and the prediction counts it so. ZeRO-1 fits the memory only where the weights fit twice: libtpu copies a donated array
+that an all-gather replaces.
 """
 
 if __name__ == "__main__":

@@ -69,8 +69,9 @@ def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
             continue
         if sent < LEAST_BYTES or sent < plan.cost.bytes_sent / (20 if same else 4):
             continue
+        what = f"{_kind(plan.partitioned, c)} of {plan.partitioned.graph.values[c.result]}"
         yield (
-            f"{_kind(plan.partitioned, c)} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} iterations of a loop{_at(c.where)}"
+            f"{what} in each of {c.trips} iterations of a loop{_at(c.where)}"
             f"{', the same array each time' if same else ''}: {_share(sent, plan)}; "
             + avoided(
                 plan,

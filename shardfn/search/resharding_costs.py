@@ -140,16 +140,12 @@ def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _cached_costs(
-    mesh: MeshModel, is_reduced: bool
-) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
+def _cached_costs(mesh: MeshModel, is_reduced: bool) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
     """A cache of `_cost_of_code` by code, for one mesh: comparing meshes takes longer than comparing codes."""
     return {}
 
 
-def _cost_of_code(
-    code: tuple[int, ...], mesh: MeshModel, is_reduced: bool
-) -> tuple[float, float, float, float, float]:
+def _cost_of_code(code: tuple[int, ...], mesh: MeshModel, is_reduced: bool) -> tuple[float, float, float, float, float]:
     """Per byte of a value: what a device sends in all-gathers and otherwise, the seconds of both, and the latency.
 
     `is_reduced`: whether a gather over all axes is an all-reduce.
