@@ -111,7 +111,7 @@ def watched(posed: PosedCall, say: Callable[[str], None]) -> PosedCall:
     """The call whose search tells `say` the generator at work, the candidates so far and the figures of the best."""
 
     def watch(generator: str, archive: Archive) -> None:
-        best = archive.best_of_each_mesh(posed.problem.level)[0]
+        best = archive.best(posed.problem.level)
         say(f"{generator}, {len(archive)} candidates, best: {figures(best.cost)}")
 
     return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, watch=watch))

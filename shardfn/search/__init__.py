@@ -112,7 +112,7 @@ def search_with(what: str, generators: Mapping[str, CandidateGenerator], problem
     archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators, BASELINES)
     if not len(archive):
         return default_policy.search(problem)
-    if archive.was_interrupted or all(problem.fits(archive.best_of_each_mesh(level)[0]) for level in LEVELS):
+    if archive.was_interrupted or all(problem.fits(archive.best(level)) for level in LEVELS):
         return answer_of(what, Archive(problem, archive))
     return answer_of(what, run(problem, WITHIN_LIMIT, known=archive))
 

@@ -24,6 +24,7 @@ class Archive:
     def __init__(self, problem: SearchProblem, known: Archive | None = None) -> None:
         """The archive of a problem; empty, or with what is `known` of the same problem within another memory limit."""
         self.problem = problem
+        self._at = {level: problem.at(level) for level in LEVELS}
         visits = visits_of(problem.budget, len(problem.graph.ops), len(meshes(problem)))
         self.budget = work_of(visits, problem.seconds_left)
         self.evaluation_work = VISIT * (FIXED_VISITS + len(problem.graph.ops))
@@ -37,6 +38,9 @@ class Archive:
         self._facts: dict[object, _Facts] = {} if known is None else known._facts
         self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
+        """By level and the sizes of a mesh."""
+        self._first: dict[int, SearchCandidate] = {}
+        """By level."""
         for made in self._made.values():
             self._keep_best(made)
 
@@ -80,10 +84,13 @@ class Archive:
             known = self._best.get(mesh)
             if known is None or self._order(level, made) < self._order(level, known):
                 self._best[mesh] = made
+                first = self._first.get(level)
+                if first is None or self._order(level, made) < self._order(level, first):
+                    self._first[level] = made
 
     def _order(self, level: int, made: SearchCandidate) -> tuple[object, ...]:
         facts = self._facts[made.key]
-        return not facts.keeps_rules, self.problem.at(level).rank(made), len(made.constraints), facts.number
+        return not facts.keeps_rules, self._at[level].rank(made), len(made.constraints), facts.number
 
     def ranked(self, level: int) -> list[SearchCandidate]:
         """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
@@ -94,9 +101,13 @@ class Archive:
         best = (made for (of, _), made in self._best.items() if of == level)
         return sorted(best, key=lambda made: self._order(level, made))
 
+    def best(self, level: int) -> SearchCandidate:
+        """The best candidate at a level."""
+        return self._first[level]
+
     def best_ranks(self) -> list[Rank]:
         """The rank of the best candidate at each level; none while the archive is empty."""
-        return [self.problem.at(level).rank(self.best_of_each_mesh(level)[0]) for level in LEVELS] if len(self) else []
+        return [self._at[level].rank(made) for level, made in self._first.items()]
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""

@@ -16,7 +16,9 @@ The sequence of evaluations depends neither on the objective nor on the budget, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.archive import Archive
@@ -79,7 +81,8 @@ def run(
                 if budget.seconds_left <= 0 and len(archive) >= least:
                     return archive
                 if proposal is not None:
-                    _evaluate(archive, proposal, name)
+                    with _without_collection():
+                        _evaluate(archive, proposal, name)
         least = max(least, len(archive) + 1)
         _take_turns(problem, generators, archive, least)
     except KeyboardInterrupt:
@@ -102,16 +105,17 @@ def _take_turns(
     while running and (len(archive) < least or not (budget.is_over or budget.spent >= end)):
         turn = min(running, key=lambda each: each.in_vain)
         best, known = archive.best_ranks(), len(archive)
-        try:
-            proposal = next(turn.proposals)
-        except StopIteration:
-            running.remove(turn)
-            continue
-        turn.in_vain += 1
-        if proposal is None:
-            budget.spend(VISIT * FIXED_VISITS)
-        else:
-            _evaluate(archive, proposal, turn.name)
+        with _without_collection():
+            try:
+                proposal = next(turn.proposals)
+            except StopIteration:
+                running.remove(turn)
+                continue
+            turn.in_vain += 1
+            if proposal is None:
+                budget.spend(VISIT * FIXED_VISITS)
+            else:
+                _evaluate(archive, proposal, turn.name)
         if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
             turn.in_vain, end = 0, budget.spent + PATIENCE * budget.work
         turn.barren = turn.barren + 1 if len(archive) == known else 0
@@ -123,3 +127,16 @@ def _evaluate(archive: Archive, proposal: Proposal, name: str) -> None:
     archive.evaluate(proposal, name)
     if archive.problem.watch is not None:
         archive.problem.watch(name, archive)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No search for reference cycles meanwhile: a turn makes many objects and hardly a cycle, and the search looks at all of
+    them again and again, which takes a fifth of the turn."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

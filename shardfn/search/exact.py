@@ -40,10 +40,10 @@ SOLVE = 4
 PEAK_STEPS = 40
 """Steps towards the least peak."""
 
-EFFORT = Effort(rounds=4, close=0.005)
+EFFORT = Effort(rounds=4, close=0.005, least_peak=False)
 """For meshes that elimination does not solve: a gap of 0.5 % suffices."""
 
-CLOSE = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
+CLOSE = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1, least_peak=False)
 """Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
 
@@ -88,7 +88,7 @@ def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: A
 
 def _may_beat(estimate: Rank, factor: float, archive: Archive, problem: SearchProblem) -> bool:
     """Whether an estimate, times a factor, is no worse than the best candidate."""
-    best = problem.rank(archive.best_of_each_mesh(problem.level)[0])
+    best = problem.rank(archive.best(problem.level))
     return is_no_worse(
         estimate._replace(aim=(factor * estimate.aim[0], *estimate.aim[1:]), ties=()), best._replace(ties=())
     )
@@ -143,7 +143,7 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
 
 
 def _least_peak(archive: Archive) -> float:
-    return archive.best_of_each_mesh(1)[0].cost.memory.peak
+    return archive.best(1).cost.memory.peak
 
 
 def solve_mesh(

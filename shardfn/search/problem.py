@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -248,7 +249,7 @@ class Proposal:
     constraints: OpConstraints = dataclasses.field(default_factory=dict)
     result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def key(self) -> object:
         """What tells it from other choices; the name does not."""
         constraints = tuple(sorted(self.constraints.items(), key=lambda item: item[0]))

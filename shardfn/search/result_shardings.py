@@ -22,7 +22,11 @@ def results_as_solved(problem: SearchProblem, made: SearchCandidate, found: Mesh
     spec_of = specs_of(problem, found)
     wanted = _wanted(problem, found.axes, lambda v: spec_of(v) if v in found.space.layouts else None)
     proposal = _with_results(problem, made, found.axes, wanted)
-    return proposal and SolvedProposal(**vars(proposal), solution=found)
+    if proposal is None:
+        return None
+    return SolvedProposal(
+        proposal.name, proposal.axes, proposal.specs, proposal.constraints, proposal.result_specs, solution=found
+    )
 
 
 def smallest_results(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:

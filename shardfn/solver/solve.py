@@ -45,7 +45,7 @@ class Effort:
     """How much to try without a time limit: `rounds` of `steps` passes and `neighbourhoods`, then `parts` of branch and bound.
 
     A relative gap of `close` suffices. A large problem stops after `patience` rounds without gain; one of more than `most`
-    labels x neighbours is not branched.
+    labels x neighbours is not branched. Where no labelling fits, `least_peak` asks for the least peak.
     """
 
     rounds: int = 1000
@@ -55,6 +55,7 @@ class Effort:
     patience: int = 20
     most: int = SMALL
     close: float = 0.0
+    least_peak: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ class _Run:
         known = bound
         bound = math.inf if proved and not feasible else cost if proved else min(bound, cost)
         least = None
-        if not feasible and math.isfinite(self.problem.limit):
+        if not feasible and math.isfinite(self.problem.limit) and self.effort.least_peak:
             least = least_peak(self.problem, self.last_part())
             if (
                 least is not None and least.peak <= self.problem.limit
