@@ -135,10 +135,11 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
         step = 1 / (len(parts) + 1)
         later = [0.0 if g is None else step for g in group]  # what reads its result comes after all of it
         last: dict[int, float] = {}
+        begin = next(n for n, g in enumerate(group) if g is not None)  # what stands before waits for no collective
         for _ in range(3):
             before = when.copy(), last.copy()
-            for n, g in enumerate(group):
-                at = when[n]
+            for n in range(begin, len(parts)):
+                at, g = when[n], group[n]
                 for m in needs[n]:
                     at = max(at, when[m] + later[m])
                 if g is not None:

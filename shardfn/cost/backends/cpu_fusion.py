@@ -26,6 +26,8 @@ _KEEPS = VIEWS | {"slice"}
 _AT_ROOT = frozenset({-1})
 """What reads where the op that others are computed inside writes."""
 
+_NOWHERE: frozenset[int] = frozenset()
+
 
 class CpuFuser(Fuser):
     """Fuses one graph as on a CPU."""
@@ -50,6 +52,8 @@ class CpuFuser(Fuser):
         """How often its code is written out there."""
         self.filled: set[int] = set()
         """Ops inside which another is computed."""
+        self.reading: dict[tuple[int, int], frozenset[int]] = {}
+        """What `read_at` found. It is asked when all readers of a value are settled, and finds the same each time."""
 
     def settle(self, i: int) -> None:
         """Decide where op `i` is computed; that of its readers is decided."""
@@ -116,16 +120,17 @@ class CpuFuser(Fuser):
     def read_at(self, value: int, home: int) -> frozenset[int]:
         """The ops inside `home` that each read a value at a place of their own: what has the value's shape reads it where it is
         read itself."""
-        found: frozenset[int] = frozenset()
+        found = self.reading.get((value, home))
+        if found is not None:
+            return found
+        found, shape_of = _NOWHERE, self.partitioned.local_shape
         for r in self.readers.get(value, ()):
             if r != home and home not in self.homes[r]:
                 continue
             op = self.graph.ops[r]
-            is_same = op.name == "transpose" or (
-                len(op.outputs) == 1
-                and self.partitioned.local_shape(op.outputs[0]) == self.partitioned.local_shape(value)
-            )
+            is_same = op.name == "transpose" or (len(op.outputs) == 1 and shape_of(op.outputs[0]) == shape_of(value))
             found |= self.places.get((home, r), _AT_ROOT) if is_same else {r}
+        self.reading[value, home] = found
         return found
 
     def is_too_often(self, op: Op, home: int, readers: Sequence[int]) -> bool:
