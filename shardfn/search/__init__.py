@@ -42,7 +42,7 @@ from shardfn.search import (
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator, run
 from shardfn.search.explanation import answer_of
-from shardfn.search.objectives import LEVELS
+from shardfn.search.objectives import COMMUNICATION, LEVELS, MEMORY, TIME
 from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
 
 __all__ = [
@@ -58,8 +58,6 @@ __all__ = [
     "styles",
 ]
 
-COMMUNICATION, MEMORY, TIME = 0, 1, 2
-
 BASELINES: Mapping[str, CandidateGenerator] = {
     "entries followed": sharding_propagation.follow_entries,
     "baselines": lambda problem, archive: styles.baselines(problem),
@@ -73,17 +71,15 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 }
 
 GENERATORS: Mapping[str, CandidateGenerator] = {
+    "exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME),
+    "exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT),
+    "exact, memory and communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS),
+    **LOCAL_SEARCH,
     "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
-    "exact, time": functools.partial(exact.generate, mesh_solution.TIME),
-    "exact, communication": functools.partial(exact.generate, mesh_solution.COMMUNICATION),
-    "local search, time": LOCAL_SEARCH["local search, time"],
-    "local search, communication": LOCAL_SEARCH["local search, communication"],
-    "exact, balanced communication": functools.partial(exact.generate, mesh_solution.BALANCED_COMMUNICATION),
-    "exact, memory and communication": functools.partial(exact.generate, mesh_solution.MEMORY_COMMUNICATION),
-    "local search, memory": LOCAL_SEARCH["local search, memory"],
+    "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
+    "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
+    "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT),
     "exact, less memory": exact.less_memory,
-    "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.TIME),
-    "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.COMMUNICATION),
 }
 """The generators of the default search, in the order of their first turns."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardfn.ir.model import Axes, Spec
 from shardfn.search import baselines
+from shardfn.search.objectives import MEMORY
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import strategy_of
 from shardfn.search.result_shardings import result_specs_of
@@ -39,7 +40,7 @@ def one_array_changes(problem: SearchProblem, made: SearchCandidate, first: int 
     now = {**result_specs_of(problem, made), **made.result_specs}
     rows = [_argument_rows(problem, made, (i,)) for i, _ in _open_arguments(problem)]
     for at, result in problem.open_results.items():
-        others = _ordered(made.axes, result.shape, now[at], problem.level == 1)
+        others = _ordered(made.axes, result.shape, now[at], problem.level == MEMORY)
         rows.append(map(functools.partial(_with_result, problem, made, at), others))
     order = [n % len(rows) for n in range(first, first + len(rows))]
     for turn in itertools.zip_longest(*(rows[n] for n in order)):
@@ -68,7 +69,7 @@ def _open_arguments(problem: SearchProblem) -> list[tuple[int, tuple[int, ...]]]
 
 def _argument_rows(problem: SearchProblem, made: SearchCandidate, members: tuple[int, ...]) -> Iterator[Proposal]:
     i = members[0]
-    others = _ordered(made.axes, problem.shapes[i], made.specs[i], problem.level == 1)
+    others = _ordered(made.axes, problem.shapes[i], made.specs[i], problem.level == MEMORY)
     return map(functools.partial(_with_arguments, problem, made, members), others)
 
 
@@ -93,14 +94,14 @@ def proposal_from(problem: SearchProblem, made: SearchCandidate, **changes: Any)
         "constraints": made.constraints,
         "result_specs": made.result_specs,
     }
-    other = Proposal(made.name, **{**fields, **changes})
+    other = Proposal(made.name, **{**fields, **changes}, origin=made.origin or made.generator)
     start = made.name.partition(CHANGED)[0]
     changed = changed_arrays(problem, made, other)
     return dataclasses.replace(other, name=f"{start}{CHANGED}{changed}" if changed else made.name)
 
 
 def _may_hold_less(problem: SearchProblem, other: Proposal, made: SearchCandidate) -> bool:
-    return problem.level != 1 or baselines.resident_bytes(problem, other.axes, other.specs) < made.cost.memory.peak
+    return problem.level != MEMORY or baselines.resident_bytes(problem, other.axes, other.specs) < made.cost.memory.peak
 
 
 def changed_arrays(problem: SearchProblem, start: Proposal, best: Proposal) -> str:

@@ -17,9 +17,16 @@ from shardfn.search.constrained import constrained
 from shardfn.search.filters import filtered, with_loss
 from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of, with_smallest_arguments
-from shardfn.search.mesh_solution import COMMUNICATION, LESS_MEMORY, TIME, MeshSolution, Objective, estimated_rank
+from shardfn.search.mesh_solution import (
+    LEAST_SENT,
+    LEAST_TIME,
+    LEAST_TIME_IN_LESS_MEMORY,
+    MeshSolution,
+    Objective,
+    estimated_rank,
+)
 from shardfn.search.meshes import meshes, three_axis_meshes
-from shardfn.search.objectives import Rank, is_no_worse
+from shardfn.search.objectives import MEMORY, TIME, Rank, is_no_worse
 from shardfn.search.problem import Proposal, SearchProblem
 from shardfn.search.resharding_costs import MeshModel
 from shardfn.solver.budget import Budget
@@ -72,25 +79,31 @@ def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: A
     """Proposals of solutions, those of the best estimate first. The first makes one at least; one whose estimate does not beat
     the best candidate makes no more.
 
-    Estimates count less where a candidate was better than its own.
+    Estimates count less where a candidate on the mesh of a solution, of whichever generator, was better than its estimate.
     """
     archive.solutions += found
-    factor, is_first = 1.0, True
-    for estimate, solution in sorted(((estimated_rank(problem, one), one) for one in found), key=lambda pair: pair[0]):
+    ranked = sorted(((estimated_rank(problem, one), one) for one in found), key=lambda pair: pair[0])
+    is_first = True
+    for estimate, solution in ranked:
         for proposal in constrained(problem, solution, archive):
-            if not is_first and not _may_beat(estimate, factor, archive, problem):
+            if not is_first and not _may_beat(estimate, _least_ratio(problem, ranked, archive), archive, problem):
                 break
             yield proposal
             is_first = False
-            if estimate.aim[0]:
-                factor = min(factor, problem.rank(archive.of(proposal)).aim[0] / estimate.aim[0])
 
 
-def _may_beat(estimate: Rank, factor: float, archive: Archive, problem: SearchProblem) -> bool:
-    """Whether an estimate, times a factor, is no worse than the best candidate."""
+def _least_ratio(problem: SearchProblem, ranked: Sequence[tuple[Rank, MeshSolution]], archive: Archive) -> float:
+    """The least ratio of the best candidate on a mesh to the estimate of its solution; at most 1."""
+    best = {made.axes: problem.rank(made).aim[0] for made in archive.best_of_each_mesh(problem.level)}
+    pairs = ((best[one.axes], estimate.aim[0]) for estimate, one in ranked if one.axes in best)
+    return min((cost / estimate for cost, estimate in pairs if estimate), default=1.0)
+
+
+def _may_beat(estimate: Rank, ratio: float, archive: Archive, problem: SearchProblem) -> bool:
+    """Whether an estimate, times a ratio, is no worse than the best candidate."""
     best = problem.rank(archive.best(problem.level))
     return is_no_worse(
-        estimate._replace(aim=(factor * estimate.aim[0], *estimate.aim[1:]), ties=()), best._replace(ties=())
+        estimate._replace(aim=(min(1.0, ratio) * estimate.aim[0], *estimate.aim[1:]), ties=()), best._replace(ties=())
     )
 
 
@@ -116,11 +129,11 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
 
     The solver's limit is scaled by what the candidates of a mesh hold, as estimates of memory are rough.
     """
-    at = problem.at(1)
+    at = problem.at(MEMORY)
     tried = set[object]()
     while least := _least_peak(archive):
-        every = [one for one in archive.solutions if one.objective in (TIME, COMMUNICATION) and one.peak < math.inf]
-        every.sort(key=lambda one: estimated_rank(problem.at(2), one))
+        every = [one for one in archive.solutions if one.objective in (LEAST_TIME, LEAST_SENT) and one.peak < math.inf]
+        every.sort(key=lambda one: estimated_rank(problem.at(TIME), one))
         for found in every:
             if (found.axes, found.objective, least) in tried:
                 continue
@@ -131,7 +144,7 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
                 if not solution.feasible:
                     yield None
                     break
-                less = dataclasses.replace(found, solution=solution, objective=LESS_MEMORY)
+                less = dataclasses.replace(found, solution=solution, objective=LEAST_TIME_IN_LESS_MEMORY)
                 made = yield from constrained(at, less, archive)
                 if not made.cost.memory.peak:
                     return
@@ -143,7 +156,7 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
 
 
 def _least_peak(archive: Archive) -> float:
-    return archive.best(1).cost.memory.peak
+    return archive.best(MEMORY).cost.memory.peak
 
 
 def solve_mesh(

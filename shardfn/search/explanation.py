@@ -8,6 +8,7 @@ from shardfn.ir.model import Axes, mesh_sizes_text, mesh_text
 from shardfn.search.archive import Archive
 from shardfn.search.array_changes import CHANGED
 from shardfn.search.mesh_solution import MeshSolution, estimate_holds, next_strategies
+from shardfn.search.objectives import MEMORY
 from shardfn.search.problem import Answer, SearchCandidate, runner_up
 
 
@@ -23,7 +24,7 @@ def answer_of(what: str, archive: Archive) -> Answer:
     solution = archive.solution_of(best)
     own = [one for one in archive.solutions if one.objective.level == problem.level]
     start, _, changed = best.name.partition(CHANGED)
-    origin = next(made.generator for made in archive if made.name == start or made is best)
+    origin = best.origin or best.generator
     tried = _meshes_text(archive, own)
     begin = f"{what} at level {problem.level}, {len(archive)} candidates"
     gap = None if solution is None else _gap(archive, best, solution, own)
@@ -72,7 +73,7 @@ def _gap(
     None where the solution is for another objective or not exact, or where its estimate does not hold.
     """
     problem = archive.problem
-    if solution.objective.level != problem.level or not solution.is_exact or problem.level == 1:
+    if solution.objective.level != problem.level or not solution.is_exact or problem.level == MEMORY:
         return None
     if not estimate_holds(problem, solution, best):
         return None

@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from shardfn.search.label_tables import LabelSpace, Node, ReshardingTable
+from shardfn.search.objectives import COMMUNICATION
 from shardfn.search.problem import SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, UsageInterval
 
@@ -31,7 +32,7 @@ def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: floa
     bytes_per_flop = compute_weight * problem.data_bytes * problem.devices / total if total else 0.0
 
     def own(node: Node) -> np.ndarray:
-        if problem.level == 0:
+        if problem.level == COMMUNICATION:
             return (node.sent + bytes_per_flop * node.flops + HOLDING_SENT * node.argument_bytes) / chip.link_bytes_s
         return node.sent_s + node.compute_s + HOLDING_PASSES * node.argument_bytes / chip.memory_bytes_s
 

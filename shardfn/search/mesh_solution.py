@@ -10,7 +10,7 @@ import numpy as np
 from shardfn.ir.model import Axes, Spec
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import totals
-from shardfn.search.objectives import Rank, is_no_worse, rank
+from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Rank, is_no_worse, rank
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import spec_of_label, strategy_of
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
@@ -39,12 +39,12 @@ class Objective:
     """Whether every argument is in its smallest shards."""
 
 
-TIME = Objective(2, 2)
+LEAST_TIME = Objective(TIME, TIME)
 """The exact solutions, by what they are solved for."""
-COMMUNICATION = Objective(0, 0, weight=0.3)
-BALANCED_COMMUNICATION = Objective(0, 0)
-MEMORY_COMMUNICATION = Objective(1, 0, weight=10.0, is_sharded=True)
-LESS_MEMORY = Objective(1, 2)
+LEAST_SENT = Objective(COMMUNICATION, COMMUNICATION, weight=0.3)
+LEAST_SENT_BALANCED = Objective(COMMUNICATION, COMMUNICATION)
+LEAST_SENT_IN_SMALLEST_SHARDS = Objective(MEMORY, COMMUNICATION, weight=10.0, is_sharded=True)
+LEAST_TIME_IN_LESS_MEMORY = Objective(MEMORY, TIME)
 
 
 @dataclasses.dataclass(frozen=True)

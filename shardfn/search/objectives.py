@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LEVELS = (2, 0, 1)
-"""All objectives: time, communication, memory. The first ranks the candidates to compile."""
+COMMUNICATION, MEMORY, TIME = 0, 1, 2
+"""The levels."""
+
+LEVELS = (TIME, COMMUNICATION, MEMORY)
+"""All objectives. The first ranks the candidates to compile."""
 
 BALANCED = 1.1
 """Work counts as balanced up to this multiple of an even share per device."""
@@ -22,7 +25,7 @@ def aim(level: int, *, sent: float, excess: float, time_s: float, peak: float) -
     >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64)
     (10.0,)
     """
-    return {0: (sent + excess,), 1: (peak, time_s), 2: (time_s,)}[level]
+    return {COMMUNICATION: (sent + excess,), MEMORY: (peak, time_s), TIME: (time_s,)}[level]
 
 
 class Rank(NamedTuple):
@@ -42,7 +45,7 @@ def rank(level: int, limit: float, *, sent: float, excess: float, time_s: float,
     >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64)
     Rank(over=16, aim=(8.0,), ties=(0.001,))
     """
-    ties = {0: (time_s,), 1: (), 2: (peak,)}[level]
+    ties = {COMMUNICATION: (time_s,), MEMORY: (), TIME: (peak,)}[level]
     return Rank(over(peak, limit), aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak), ties)
 
 

@@ -149,7 +149,7 @@ class SearchProblem:
         """The evaluated candidate of a proposal, in which ops read operands as the user shards them for functions inside."""
         constraints = self.as_given(proposal.axes, proposal.specs, proposal.constraints, proposal.result_specs)
         return SearchCandidate(
-            proposal.name, proposal.axes, proposal.specs, constraints, proposal.result_specs,
+            proposal.name, proposal.axes, proposal.specs, constraints, proposal.result_specs, origin=proposal.origin,
             cost=self.evaluate(proposal.axes, proposal.specs, constraints, proposal.result_specs), generator=generator,
         )  # fmt: skip
 
@@ -248,6 +248,8 @@ class Proposal:
     specs: tuple[Spec, ...]
     constraints: OpConstraints = dataclasses.field(default_factory=dict)
     result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
+    origin: str = dataclasses.field(default="", kw_only=True, compare=False)
+    """The generator of the candidate that local search began with; empty where it is no move of the local search."""
 
     @functools.cached_property
     def key(self) -> object:

@@ -18,6 +18,7 @@ from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
 from shardfn.search.exact import solve_mesh
 from shardfn.search.mesh_solution import MeshSolution, Objective
+from shardfn.search.objectives import MEMORY
 from shardfn.search.op_labels import FREE
 from shardfn.search.problem import Proposal, SearchProblem
 from shardfn.solver.labelling import Array
@@ -35,7 +36,7 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
 
 def divided(problem: SearchProblem, archive: Archive) -> MeshSolution | None:
     """The solution after deciding all axes one after the other; None where the given shardings leave none."""
-    objective = Objective(problem.level, problem.level, is_sharded=problem.level == 1)
+    objective = Objective(problem.level, problem.level, is_sharded=problem.level == MEMORY)
     axes: Axes = problem.axes or tuple((f"x{i}", size) for i, size in enumerate(divisions(problem.devices)))
     chosen: Sequence[Array] | None = None
     found: MeshSolution | None = None
