@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import math
 
 import jax
@@ -15,7 +16,10 @@ from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS, styles
 from shardfn.search.archive import Archive
 from shardfn.search.engine import LEAST, run
+from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
+from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
+from shardfn.search.meshes import meshes
 from shardfn.search.problem import Proposal
 from tests.search.problems import S, planned_problem, random_program, two_layers
 
@@ -214,3 +218,40 @@ def test_interrupt_of_a_plan_is_said_in_its_policy():
 def test_named_budgets_grow():
     sizes = [search.budget.visits_of(name, 500, 2) for name in ("fast", "default", "thorough")]
     assert sizes == sorted(sizes) and jax.device_count() == 8
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_best_of_an_archive_is_the_first_in_rank_at_each_level(seed):
+    archive = run(small(seed, 600), GENERATORS)
+    for level in (0, 1, 2):
+        assert archive.best(level) is archive.ranked(level)[0]
+
+
+def test_turns_run_without_the_search_for_reference_cycles():
+    during = []
+
+    def watching(problem, archive):
+        during.append(gc.isenabled())
+        yield None
+
+    run(small(3, 1), {"watching": watching})
+    assert during == [False] and gc.isenabled()
+
+
+@pytest.mark.parametrize("is_beaten", [False, True])
+def test_estimates_count_less_where_another_generator_beat_that_of_its_mesh(is_beaten):
+    problem = dataclasses.replace(planned_problem(two_layers, *LAYERS, device="h100:8", level=2), memory_limit=math.inf)
+    archive = Archive(problem)
+    found = [solve_mesh(problem, LEAST_TIME, axes, archive) for axes in meshes(problem)]
+    best, worst = sorted(found, key=functools.partial(estimated_rank, problem))
+    half = estimated_rank(problem, best).aim[0] / 2
+    sizes = worst.axes if is_beaten else (("a", 2), ("b", 2), ("c", 2))  # a mesh with a solution, or without
+    specs = tuple(((),) * len(shape) for shape in problem.shapes)
+    cost = dataclasses.replace(problem.evaluate(sizes, specs, {}), compute_s=half, communication_s=0.0)
+    problem.memo.costs[sizes, specs, (), ()] = cost
+    archive.evaluate(Proposal("from another generator", sizes, specs))
+    solved = set()
+    for proposal in best_first(problem, found, archive):
+        archive.evaluate(proposal)
+        solved.add(proposal.solution.axes)
+    assert solved == ({best.axes, worst.axes} if is_beaten else {best.axes})

@@ -89,3 +89,9 @@ def test_solve_with_a_close_enough_gap_bounds_the_optimum(seed):
     best, found = enumerated(problem), solve(problem, effort=Effort(rounds=2, close=0.05))
     assert found.feasible and found.gap <= 0.05 + 1e-12
     assert found.bound - 1e-9 <= best <= found.cost + 1e-9
+
+
+def test_solve_of_an_infeasible_limit_without_the_least_peak():
+    problem = labelling([[0, 1], [0, 1]], held=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4])], limit=7)
+    found = solve(problem, effort=Effort(least_peak=False))
+    assert found.proved and not found.feasible and found.least_peak is None
