@@ -174,7 +174,8 @@ class Op:
         outputs = self.outputs if outputs is None else outputs
         if inputs == self.inputs and outputs == self.outputs:
             return self
-        made = object.__new__(Op)  # each evaluation makes thousands: `__init__` of a frozen class takes ten times as long
+        # Each evaluation makes thousands, and `__init__` of a frozen class takes several times as long.
+        made = object.__new__(Op)
         vars(made).update(vars(self), inputs=inputs, outputs=outputs)
         return made
 
