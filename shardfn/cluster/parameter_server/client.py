@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import pathlib
 import secrets
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -25,9 +23,10 @@ from shardfn.cluster.parameter_server.coordinator import (
     Receipt,
     Report,
     check_job,
-    write_coordinator,
 )
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Call, Engine, InProcess, Setup, Target, Unreachable
+from shardfn.cluster.parameter_server.folders import job_folder, writing
+from shardfn.cluster.parameter_server.held import Part
 from shardfn.cluster.parameter_server.ledger import Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import (
     CHUNK_BYTES,
@@ -39,10 +38,9 @@ from shardfn.cluster.parameter_server.partition import (
     specs_of,
     split,
 )
-from shardfn.cluster.parameter_server.server import Behind, Part, new_servers, regroup, write_server
+from shardfn.cluster.parameter_server.server import Behind, regroup, write_server
 from shardfn.errors import CheckpointFileError, ClusterError, ShardError, StrategyError, fail, nearest
 from shardfn.frontend.paths import array_paths
-from shardfn.layoutfile.files import sync_folder
 
 COMPACT_EVERY = 1000
 """Updates after which the coordinator forgets those that no server needs any more."""
@@ -142,21 +140,13 @@ class ParameterServer:
         check_rules(workers, rules, staleness)
         job = Job(specs_of(params), rules)
         check_elementwise(optimizer, job.arrays)
-        place = pathlib.Path(folder) if folder is not None else _temporary_folder()
-        setup = Setup(place.resolve() / "job", optimizer, synchronous, log_bytes)
+        leaves = zip(job.arrays, jax.tree.leaves(params), strict=True)
+        arrays = {
+            spec.name: np.asarray(leaf, spec.dtype).reshape((spec.rows, *spec.row_shape)) for spec, leaf in leaves
+        }
         names = jax.tree.unflatten(jax.tree.structure(params), array_paths("", params))
-        if not setup.folder.is_dir():
-            _write_job(setup, job, params, servers, workers)
-        with contextlib.ExitStack() as on_error:
-            if engine is None:
-                engine = own = InProcess()
-                on_error.callback(lambda: own.stop(list(own.running)))  # another attempt may open the folder
-            engine.start(setup, [COORDINATOR])
-            made = cls(engine, setup, job, names, Options(chunk_bytes, compress, timeout_s))
-            check_job(made._retried("create", lambda: made._ask("job_of")), job, f"create(folder={str(folder)!r})")
-            made._retried("create", made._start_servers)
-            on_error.pop_all()
-        return made
+        setup = job_folder(folder, optimizer, job, arrays, servers, workers, log_bytes)
+        return open_job(setup, job, names, engine, Options(chunk_bytes, compress, timeout_s))
 
     def pull(
         self, names: Sequence[str] | None = None, *, ids: Mapping[str, Any] | None = None, version: int | None = None
@@ -219,12 +209,7 @@ class ParameterServer:
         """
         step, version = count("step", step), self._pulled if version is None else count("version", version)
         rows = as_rows(self.job.arrays, gradients, "push")
-        base = step if self.job.rules.synchronous else version
-        push = Push(str(worker), step, secrets.token_hex(8), base)
-        receipt, update = self._retried("push", lambda: self._send(push, rows))
-        if update is not None:
-            self._spread(update)
-        return receipt
+        return push_rows(self, rows, str(worker), step, step if self.job.rules.synchronous else version)
 
     def next_step(self, worker: str | int) -> int:
         """The step that a worker pushes next: where a worker goes on that was restarted.
@@ -383,11 +368,13 @@ class ParameterServer:
                  fix="restore the folder from a copy")  # fmt: skip
         return updates
 
-    def _send(self, push: Push, rows: Sequence[Rows]) -> tuple[Receipt, Update | None]:
+    def _send(
+        self, push: Push, rows: Sequence[Rows], row_step: tuple[int, float] | None = None
+    ) -> tuple[Receipt, Update | None]:
         epoch, servers = self._located()
         messages = split(Partition(self.job.arrays, servers), rows, self.options.chunk_bytes, self.options.compress)
         calls = [
-            Call(Target(epoch, server), "prepare", (Part(push, index, len(own), message),))
+            Call(Target(epoch, server), "prepare", (Part(push, index, len(own), message, row_step),))
             for server, own in enumerate(messages) for index, message in enumerate(own)
         ]  # fmt: skip
         answers = zip(calls, self.engine.call(calls), strict=True)
@@ -432,7 +419,7 @@ class ParameterServer:
                 raise Unreachable("a push came while the servers changed")
             folder = self.setup.path(Target(news.epoch + 1, 0)).parent
             shutil.rmtree(folder, ignore_errors=True)
-            with _writing(folder):
+            with writing(folder):
                 for index, one in enumerate(regroup(Partition(self.job.arrays, servers), saved, tokens)):
                     write_server(self.setup.path(Target(news.epoch + 1, index)), one)
             if not self._ask("switch", servers, accepted, news.epoch):
@@ -445,44 +432,65 @@ class ParameterServer:
         shutil.rmtree(self.setup.path(targets[0]).parent, ignore_errors=True)
 
 
+def open_job(setup: Setup, job: Job, names: Any, engine: Engine | None, options: Options) -> ParameterServer:
+    """Start the servers of a job whose folder is written.
+
+    Args:
+      setup: as `folders.job_folder` made it.
+      job: what does not change.
+      names: the pytree of the arrays' names.
+      engine: where servers run; `InProcess()` by default.
+      options: how the client talks.
+
+    Raises:
+      CheckpointError, CheckpointFileError, ClusterError: as of `ParameterServer.create`.
+    """
+    with contextlib.ExitStack() as on_error:
+        if engine is None:
+            engine = own = InProcess()
+            on_error.callback(lambda: own.stop(list(own.running)))  # another attempt may open the folder
+        engine.start(setup, [COORDINATOR])
+        made, where = (
+            ParameterServer(engine, setup, job, names, options),
+            f"create(folder={str(setup.folder.parent)!r})",
+        )
+        running = made._retried("create", lambda: made._ask("place"))
+        if running != setup.path(COORDINATOR):
+            fail(ClusterError, "the engine runs another job", where=where, why=f"it has the servers of {running.parent}",
+                 fix="give each job an engine of its own, with a name of its own: OnRay(name)")  # fmt: skip
+        check_job(made._retried("create", lambda: made._ask("job_of")), job, where)
+        made._retried("create", made._start_servers)
+        on_error.pop_all()
+    return made
+
+
+def push_rows(
+    server: ParameterServer,
+    rows: Sequence[Rows],
+    worker: str,
+    step: int,
+    version: int,
+    row_step: tuple[int, float] | None = None,
+) -> Receipt:
+    """Send rows, as `ParameterServer.push`.
+
+    Args:
+      server: the parameter server.
+      rows: gradients of rows; of a table also values.
+      worker: the worker's name.
+      step: its step.
+      version: the version of the parameters that they were computed from.
+      row_step: as of `Part`.
+
+    Raises:
+      ClusterError, CheckpointFileError: as of `ParameterServer.push`.
+    """
+    push = Push(worker, step, secrets.token_hex(8), version)
+    receipt, update = server._retried("push", lambda: server._send(push, rows, row_step))
+    if update is not None:
+        server._spread(update)
+    return receipt
+
+
 def _targets(epoch: int, servers: int) -> list[Target]:
     return [Target(epoch, server) for server in range(servers)]
-
-
-def _write_job(setup: Setup, job: Job, params: Any, servers: int, workers: int) -> None:
-    """Write the first snapshots, all or none: of several processes that create the same job, the first one counts."""
-    part = dataclasses.replace(setup, folder=setup.folder.with_name(f"{setup.folder.name}.{secrets.token_hex(4)}.part"))
-    leaves = zip(job.arrays, jax.tree.leaves(params), strict=True)
-    arrays = {spec.name: np.asarray(leaf, spec.dtype).reshape((spec.rows, *spec.row_shape)) for spec, leaf in leaves}
-    try:
-        with _writing(part.folder):
-            for index, saved in enumerate(new_servers(Partition(job.arrays, servers), arrays, setup.optimizer)):
-                write_server(part.path(Target(0, index)), saved)
-            write_coordinator(part.path(COORDINATOR), job, servers, workers)
-            try:
-                part.folder.rename(setup.folder)
-            except OSError:
-                if not setup.folder.is_dir():
-                    raise
-            sync_folder(setup.folder.parent)
-    finally:
-        shutil.rmtree(part.folder, ignore_errors=True)
-
-
-_FOLDERS: collections.deque[tempfile.TemporaryDirectory[str]] = collections.deque()
-"""Temporary folders, which end with the process."""
-
-
-def _temporary_folder() -> pathlib.Path:
-    _FOLDERS.append(tempfile.TemporaryDirectory(prefix="shardfn-ps-"))
-    return pathlib.Path(_FOLDERS[-1].name)
-
-
-@contextlib.contextmanager
-def _writing(folder: pathlib.Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        fail(CheckpointFileError, f"{folder} cannot be written", where=str(folder), why=str(error),
-             fix="free space, or choose another folder")  # fmt: skip

@@ -9,14 +9,14 @@ import dataclasses
 import pathlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.cluster.parameter_server import ledger as ledgers
 from shardfn.cluster.parameter_server.journal import Journal, Record, write_snapshot
 from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import ArraySpec
-from shardfn.errors import CheckpointError, CheckpointFileError, fail
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 
 MOVED, BUSY = "moved", "busy"
 """What becomes of a push while the servers change: to be sent to the new servers; to be sent again in a moment."""
@@ -27,10 +27,17 @@ FREEZE_S = 60
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What does not change: the arrays of the parameters, and the rules."""
+    """What does not change.
+
+    Attributes:
+      arrays: the arrays of the parameters.
+      rules: the rules.
+      about: of a table, what it is, as JSON values.
+    """
 
     arrays: tuple[ArraySpec, ...]
     rules: Rules
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class News(NamedTuple):
@@ -121,6 +128,10 @@ class Coordinator:
     def job_of(self) -> Job:
         """The arrays and the rules."""
         return self.job
+
+    def place(self) -> pathlib.Path:
+        """The folder of the journal."""
+        return self._journal.folder
 
     def vote(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:
         """Accept a push whose parts all servers hold. The same push again gets the same answer.
@@ -320,6 +331,11 @@ def check_job(job: Job, given: Job, where: str) -> None:
     if job.rules != given.rules:
         fail(CheckpointError, "the folder holds a job with other rules", where=where, why=f"it has {job.rules}",
              fix="create it with the same rules, or choose another folder")  # fmt: skip
+    raise_problems([
+        Problem(f"the folder holds a table with another {key}", where=where, why=f"it has {job.about.get(key)!r}, not {value!r}",
+                fix="make the table in the same way, or choose another folder")
+        for key, value in given.about.items() if job.about.get(key) != value
+    ], CheckpointError)  # fmt: skip
 
 
 def _names(job: Job) -> str:
@@ -328,14 +344,20 @@ def _names(job: Job) -> str:
 
 
 def _ledger_record(job: Job, ledger: Ledger, history: Sequence[Update]) -> Record:
-    return Record("ledger", {"arrays": [dataclasses.astuple(spec) for spec in job.arrays], "rules": dataclasses.asdict(job.rules),
-                             "ledger": ledgers.to_json(ledger), "history": list(history)})  # fmt: skip
+    fields = {
+        "arrays": [dataclasses.astuple(spec) for spec in job.arrays],
+        "rules": dataclasses.asdict(job.rules),
+        "about": dict(job.about),
+        "ledger": ledgers.to_json(ledger),
+        "history": list(history),
+    }
+    return Record("ledger", fields)
 
 
 def _replayed(records: Sequence[Record]) -> tuple[Job, Ledger, list[Update]]:
     first, *rest = records
-    arrays = tuple(ArraySpec(name, tuple(shape), dtype) for name, shape, dtype in first.fields["arrays"])
-    job = Job(arrays, Rules(**first.fields["rules"]))
+    arrays = tuple(ArraySpec(name, tuple(shape), *more) for name, shape, *more in first.fields["arrays"])
+    job = Job(arrays, Rules(**first.fields["rules"]), first.fields["about"])
     ledger = ledgers.from_json(first.fields["ledger"])
     history = [Update(number, tuple(Push(*push) for push in pushes)) for number, pushes in first.fields["history"]]
     for record in rest:

@@ -80,11 +80,19 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """An array of the parameters: its name, which is its path, its shape and its dtype's name."""
+    """An array of the parameters.
+
+    Attributes:
+      name: its name, which is its path.
+      shape: its shape.
+      dtype: its dtype's name.
+      beside: an array before it with as many rows, each of which is at the same server as this array's.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    beside: str = ""
 
     @property
     def rows(self) -> int:
@@ -113,6 +121,9 @@ class Partition:
     >>> partition = Partition((ArraySpec("b", (4,), "float32"), ArraySpec("w", (7, 4), "float32")), 2)
     >>> partition.ranges
     ({'b': (0, 4), 'w': (0, 3)}, {'w': (3, 7)})
+    >>> moments = ArraySpec("mean", (7, 4), "float32", beside="w")
+    >>> Partition((ArraySpec("w", (7, 4), "float32"), moments), 2).ranges
+    ({'w': (0, 4), 'mean': (0, 4)}, {'w': (4, 7), 'mean': (4, 7)})
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -121,18 +132,24 @@ class Partition:
     @functools.cached_property
     def ranges(self) -> tuple[dict[str, tuple[int, int]], ...]:
         """For each server the names of its arrays, with first row and the row after the last."""
-        total = sum(spec.rows * spec.row_bytes for spec in self.arrays)
+        beside = collections.Counter[str]()
+        for spec in self.arrays:
+            beside[spec.beside or spec.name] += spec.row_bytes
+        total = sum(spec.rows * beside[spec.name] for spec in self.arrays)
         found: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.servers)]
         offset = 0
         for spec in self.arrays:
+            row_bytes = beside[spec.name]
             cuts = [
-                min(max(round((total * k / self.servers - offset) / max(spec.row_bytes, 1)), 0), spec.rows)
+                min(max(round((total * k / self.servers - offset) / max(row_bytes, 1)), 0), spec.rows)
                 for k in range(self.servers)
             ] + [spec.rows]
             for own, start, stop in zip(found, cuts, cuts[1:], strict=False):
-                if start < stop:
+                if spec.beside in own:
+                    own[spec.name] = own[spec.beside]
+                elif start < stop and not spec.beside:
                     own[spec.name] = (start, stop)
-            offset += spec.rows * spec.row_bytes
+            offset += spec.rows * row_bytes
         return tuple(found)
 
     @functools.cached_property
@@ -169,7 +186,7 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
       StrategyError: a leaf is no array of numbers, or two have one path; all problems together.
 
     >>> specs_of({"w": np.zeros((2, 3), "float32")})
-    (ArraySpec(name='w', shape=(2, 3), dtype='float32'),)
+    (ArraySpec(name='w', shape=(2, 3), dtype='float32', beside=''),)
     """
     leaves, names = tree_util.tree_leaves(params), array_paths("", params)
     problems = [Problem(f"`{name}` is a {type(leaf).__name__} and no array of numbers", where="create(params)",

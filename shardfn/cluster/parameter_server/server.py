@@ -1,60 +1,30 @@
 """One server: its rows of the parameters, their optimizer state, and the parts of pushes that it was sent.
 
 A server applies updates in the order of their numbers. It learns them from whoever asks it for something, so it calls
-nobody. What it
-must not lose is in its journal: each part of a push before it is acknowledged, and now and then a snapshot of everything.
-After a restart it is the server of the last snapshot, with the parts; the updates since then are applied again.
+nobody. What it must not lose is in its journal: each part of a push before it is acknowledged, and now and then a snapshot
+of everything. After a restart it is the server of the last snapshot, with the parts; the updates since then are applied
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import tree_util
 
+from shardfn.cluster.parameter_server.held import PARAMS, Part, Slot, first_slots, held
 from shardfn.cluster.parameter_server.journal import Journal, Record, write_snapshot
 from shardfn.cluster.parameter_server.ledger import Push, Update
 from shardfn.cluster.parameter_server.partition import Partition, Request, Rows, compressed
-from shardfn.errors import CheckpointError, CheckpointFileError, fail
+from shardfn.errors import CheckpointFileError, fail
 
 LOG_RATIO, MIN_LOG_BYTES = 4, 1 << 20
 """A snapshot is made when the log has so many times the bytes of the state, so snapshots add a quarter to what is written;
 but of a tiny state not before the log has a mebibyte."""
-
-PARAMS = "params"
-
-
-class Part(NamedTuple):
-    """A message of a push to one server.
-
-    Attributes:
-      push: the push.
-      number: which of its messages to this server it is.
-      total: how many they are.
-      rows: the gradient of some of the server's rows; rows in no message have zero gradient.
-    """
-
-    push: Push
-    number: int
-    total: int
-    rows: tuple[Rows, ...]
-
-
-class Slot(NamedTuple):
-    """An array of a server's state: rows of the parameter `name` from `start` on, or a value that all servers share."""
-
-    path: str
-    name: str | None
-    start: int
-    values: np.ndarray
 
 
 class Saved(NamedTuple):
@@ -93,7 +63,7 @@ class Server:
 
     Args:
       folder: the folder of its journal, which has a snapshot.
-      optimizer: an optax optimizer.
+      optimizer: an optax optimizer, or one of `embedding` for the rows of a table.
       is_synchronous: whether training is synchronous.
       log_bytes: the length of a log that makes it start anew with a snapshot; by default after the size of the state.
 
@@ -105,20 +75,15 @@ class Server:
         self._journal = Journal(pathlib.Path(folder))
         saved = _from_records(self._journal.records)
         self._journal.records = []
-        self._update, self._is_synchronous = update_function(optimizer), is_synchronous
-        self._params = {str(slot.name): jnp.asarray(slot.values) for slot in saved.slots if slot.path == PARAMS}
+        self._is_synchronous = is_synchronous
         self._starts = {str(slot.name): slot.start for slot in saved.slots if slot.path == PARAMS}
-        by_path = {slot.path: slot.values for slot in saved.slots if slot.path != PARAMS}
         try:
-            template = jax.eval_shape(optimizer.init, self._params)
-            _check_state(template, by_path, folder)
+            self._held = held(optimizer, saved.slots, folder)
         except BaseException:
             self._journal.close()
             raise
-        self._state = tree_util.tree_map_with_path(lambda key, _: jnp.asarray(by_path[tree_util.keystr(key)]), template)
         self._version, self._snapshots = saved.version, (saved.previous, saved.version)
         self._closed = dict(saved.closed)
-        self._host: dict[str, np.ndarray] = {}
         self._parts: dict[str, dict[int, Part]] = {}
         for part in saved.parts:
             if not self._is_closed(part.push):
@@ -208,7 +173,12 @@ class Server:
     def dump(self) -> Saved:
         """The server as data."""
         with self._lock:
-            return self._saved()
+            saved = self._saved()
+            own = [
+                slot._replace(values=slot.values.copy() if slot.values.flags.writeable else slot.values)
+                for slot in saved.slots
+            ]
+            return saved._replace(slots=tuple(own))
 
     def close(self) -> None:
         """Close the journal, for another process to open it."""
@@ -220,20 +190,19 @@ class Server:
 
     def _read(self, request: Request) -> Rows:
         name, start = request.name, self._starts[request.name]
-        if name not in self._host:
-            self._host[name] = np.asarray(self._params[name])
         if request.ids is not None:
-            return Rows(name, 0, request.ids, self._host[name][request.ids - start])
-        return Rows(name, request.start, None, self._host[name][request.start - start : request.stop - start])
+            return Rows(name, 0, request.ids, self._held.read(name, request.ids - start))
+        return Rows(
+            name, request.start, None, self._held.read(name, slice(request.start - start, request.stop - start))
+        )
 
     def _advance(self, updates: Sequence[Update]) -> bool:
         for update in updates:
             if update.number > self._version + 1:
                 return False
             if update.number == self._version + 1:
-                gradients = self._sum(update)
-                self._params, self._state = self._update(self._params, self._state, gradients)
-                self._version, self._host = update.number, {}
+                self._held.apply(self._messages(update))
+                self._version = update.number
                 self._closed |= {push.worker: push.step for push in update.pushes}
                 self._parts = {token: messages for token, messages in self._parts.items()
                                if not self._is_closed(next(iter(messages.values())).push)}  # fmt: skip
@@ -242,59 +211,37 @@ class Server:
                         self._rotate()
         return True
 
-    def _sum(self, update: Update) -> dict[str, np.ndarray]:
-        total = {
-            name: np.zeros(
-                rows.shape, np.promote_types(rows.dtype, np.float32) if rows.dtype.itemsize < 4 else rows.dtype
-            )
-            for name, rows in self._params.items()
-        }
+    def _messages(self, update: Update) -> list[list[Part]]:
+        """The messages of each push of an update."""
+        found = []
         for push in update.pushes:
             messages = self._parts.get(push.token, {})
             if not messages or len(messages) < next(iter(messages.values())).total:
                 fail(CheckpointFileError, f"a part of step {push.step} of worker {push.worker} is missing",
                      where=str(self._journal.folder),
                      why="it was acknowledged, so the log is damaged", fix="restore the folder from a copy")  # fmt: skip
-            for _, part in sorted(messages.items()):
-                for rows in part.rows:
-                    start, into = self._starts[rows.name], total[rows.name]
-                    if rows.ids is not None:
-                        into[rows.ids - start] += rows.values.astype(into.dtype)
-                    else:
-                        at = rows.start - start
-                        into[at : at + len(rows.values)] += rows.values.astype(into.dtype, copy=False)
-        return {name: rows.astype(self._params[name].dtype, copy=False) for name, rows in total.items()}
+            found.append([part for _, part in sorted(messages.items())])
+        return found
 
     def _saved(self) -> Saved:
-        slots = [Slot(PARAMS, name, self._starts[name], np.asarray(rows)) for name, rows in self._params.items()]
-        for key, leaf in tree_util.tree_flatten_with_path(self._state)[0]:
-            slots.append(_state_slot(key, np.asarray(leaf), self._params, self._starts))
         parts = tuple(part for messages in self._parts.values() for part in messages.values())
-        return Saved(self._version, self._snapshots[1], self._closed, tuple(slots), parts)
+        return Saved(self._version, self._snapshots[1], self._closed, tuple(self._held.slots()), parts)
 
     def _rotate(self) -> None:
         self._journal.rotate(_to_records(self._saved()))
         self._snapshots = (self._snapshots[1], self._version)
 
 
-def new_servers(partition: Partition, params: Mapping[str, np.ndarray], optimizer: Any) -> list[Saved]:
-    """The servers before the first update.
+def new_servers(partition: Partition, params: Mapping[str, Any], optimizer: Any) -> Iterator[Saved]:
+    """The servers before the first update, one after the other.
 
     Args:
       partition: their rows.
-      params: the parameters by name, each [rows, ...].
-      optimizer: an optax optimizer.
+      params: the parameters by name, each [rows, ...]; only slices of them are read.
+      optimizer: an optax optimizer, or one of `embedding` for a table.
     """
-    found = []
     for own in partition.ranges:
-        mine = {name: params[name][start:stop] for name, (start, stop) in own.items()}
-        starts = {name: start for name, (start, _) in own.items()}
-        slots = [Slot(PARAMS, name, starts[name], rows) for name, rows in mine.items()]
-        state = optimizer.init({name: jnp.asarray(rows) for name, rows in mine.items()})
-        for key, leaf in tree_util.tree_flatten_with_path(state)[0]:
-            slots.append(_state_slot(key, np.asarray(leaf), mine, starts))
-        found.append(Saved(0, 0, {}, tuple(slots)))
-    return found
+        yield Saved(0, 0, {}, first_slots(optimizer, own, params))
 
 
 def regroup(partition: Partition, servers: Sequence[Saved], tokens: Iterable[str]) -> list[Saved]:
@@ -331,7 +278,7 @@ def regroup(partition: Partition, servers: Sequence[Saved], tokens: Iterable[str
         for server, found in (each for part in parts for rows in part.rows for each in partition.place(rows)):
             placed[server].append(found)
         for own, rows in zip(moved, placed, strict=True):
-            own.append(Part(parts[0].push, 0, 1, tuple(rows)))
+            own.append(Part(parts[0].push, 0, 1, tuple(rows), parts[0].row_step))
     first = servers[0]
     return [
         Saved(first.version, first.version, first.closed, own, tuple(parts))
@@ -349,33 +296,7 @@ def write_server(folder: pathlib.Path, saved: Saved) -> None:
     write_snapshot(folder, 1, _to_records(saved))
 
 
-@functools.lru_cache(maxsize=16)
-def update_function(optimizer: Any) -> Callable[..., Any]:
-    """The jitted update of an optimizer: parameters, state and gradients to parameters and state."""
-
-    def update(params: Any, state: Any, gradients: Any) -> Any:
-        changes, state = optimizer.update(gradients, state, params)
-        return jax.tree.map(lambda p, change: p + change.astype(p.dtype), params, changes), state
-
-    return jax.jit(update)
-
-
 # ---- a server as records
-
-
-def _state_slot(key: Any, leaf: np.ndarray, params: Mapping[str, Any], starts: Mapping[str, int]) -> Slot:
-    name = str(getattr(key[-1], "key", "")) if key else ""
-    is_of_rows = name in params and leaf.shape == params[name].shape
-    path = tree_util.keystr(key)
-    return Slot(path, name, starts[name], leaf) if is_of_rows else Slot(path, None, 0, leaf)
-
-
-def _check_state(template: Any, found: Mapping[str, np.ndarray], folder: Any) -> None:
-    wanted = {tree_util.keystr(key): leaf.shape for key, leaf in tree_util.tree_flatten_with_path(template)[0]}
-    if wanted != {path: values.shape for path, values in found.items()}:
-        fail(CheckpointError, "the folder holds the state of another optimizer", where=str(folder),
-             why=f"it has {', '.join(found) or 'no state'}; this optimizer has {', '.join(wanted) or 'no state'}",
-             fix="give the optimizer that the folder was made with")  # fmt: skip
 
 
 def _to_records(saved: Saved) -> Iterator[Record]:
@@ -388,7 +309,8 @@ def _to_records(saved: Saved) -> Iterator[Record]:
 def _part_record(part: Part) -> Record:
     rows = [[r.name, r.start, r.ids is not None] for r in part.rows]
     arrays = [array for r in part.rows for array in (r.ids, r.values) if array is not None]
-    return Record("part", {"push": part.push, "number": part.number, "total": part.total, "rows": rows}, arrays)
+    return Record("part", {"push": part.push, "number": part.number, "total": part.total, "rows": rows,
+                           "row_step": part.row_step}, arrays)  # fmt: skip
 
 
 def _from_records(records: Sequence[Record]) -> Saved:
@@ -403,5 +325,6 @@ def _from_records(records: Sequence[Record]) -> Saved:
                 Rows(name, start, next(arrays) if has_ids else None, next(arrays))
                 for name, start, has_ids in fields["rows"]
             )
-            parts.append(Part(Push(*fields["push"]), fields["number"], fields["total"], rows))
+            step = fields["row_step"]
+            parts.append(Part(Push(*fields["push"]), fields["number"], fields["total"], rows, step and tuple(step)))
     return Saved(**records[0].fields, slots=tuple(slots), parts=tuple(parts))
