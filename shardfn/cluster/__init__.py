@@ -6,7 +6,7 @@
 | `launch`, `jobs` | the processes of this machine; which there are, and what each is told |
 | `recovery`, `preemption` | `run`: a training loop that goes on from its last checkpoint; the end that SIGTERM announces |
 | `heartbeat` | `beat`: a process that hangs |
-| `parameter_server/` | `ParameterServer`: parameters on servers, for workers that come and go |
+| `parameter_server/` | `ParameterServer`: parameters on servers, for workers that come and go; `TableServers`: rows of tables |
 | `kubernetes/` | manifests of a job, and their check against a plan |
 """
 
@@ -14,12 +14,12 @@ from shardfn.cluster.group import backend, init, rank, size
 from shardfn.cluster.heartbeat import beat
 from shardfn.cluster.jobs import Process, local_job, read_rank_table
 from shardfn.cluster.launch import Outcome, launch
-from shardfn.cluster.parameter_server import ParameterServer
+from shardfn.cluster.parameter_server import ParameterServer, TableServers
 from shardfn.cluster.recovery import RunResult, run
 
 __all__ = [
-    "Outcome", "ParameterServer", "Process", "RunResult", "backend", "beat", "init", "launch", "local_job", "rank",
-    "read_rank_table", "run", "size",
+    "Outcome", "ParameterServer", "Process", "RunResult", "TableServers", "backend", "beat", "init", "launch", "local_job",
+    "rank", "read_rank_table", "run", "size",
 ]  # fmt: skip
 
 

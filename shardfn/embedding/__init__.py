@@ -5,13 +5,13 @@
 | `split`, `layouts` | `UnevenRows`, `pack`, `unpack`; splits in layout files |
 | `lookup`, `compare` | `lookup` without communication; what a split saves |
 | `table` | `Table`: fetch, update, save, restore |
-| `store`, `cache` | rows on the host, in files, on devices; a device cache of hot rows |
+| `store`, `cache`, `devices` | rows on the host, in files, on devices; a device cache of hot rows; their sharding |
 | `rowwise` | `sgd`, `adagrad`, `adam`, `lamb` of the rows of a batch |
 | `journal` | the files of incremental saves |
 | `processes` | a table of several processes: each has a share of the rows |
 | `checks` | what is wrong with options and ids |
 
-`train.step` takes tables among its parameters.
+`train.step` takes tables among its parameters. `shardfn.cluster.TableServers` keeps their rows on parameter servers.
 """
 
 from shardfn.embedding.cache import CacheCounts

@@ -1,4 +1,4 @@
-"""A cache of a table's hot rows on the device, in front of a store on the host.
+"""A cache of a table's hot rows on the device, in front of a store on the host or on servers.
 
 Rows with their moments are loaded when a batch needs them, updated on the device, and written back when the least
 frequently used of them make room. What a batch needs is never evicted by it.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardfn.embedding.store import DeviceStore, Fields, HostStore, Staged, Step, device_arrays
+from shardfn.embedding.store import BackingStore, DeviceStore, Fields, Staged, Step, device_arrays
 from shardfn.errors import StrategyError, fail
 
 
@@ -73,6 +73,12 @@ class LfuIndex:
         self.slot_of[missing], self.id_of[slots] = slots, missing
         return Placed(self.slot_of[ids], missing, evicted, evicted_slots)
 
+    def take_back(self, placed: Placed) -> None:
+        """Undo `place`, for rows that could not be loaded."""
+        self.id_of[self.slot_of[placed.missing]] = -1
+        self.slot_of[placed.missing] = -1
+        self.slot_of[placed.evicted], self.id_of[placed.evicted_slots] = placed.evicted_slots, placed.evicted
+
 
 @dataclasses.dataclass
 class CacheCounts:
@@ -80,7 +86,7 @@ class CacheCounts:
 
     Attributes:
       hits: rows that a batch found in the cache.
-      misses: rows that it loaded from the host.
+      misses: rows that it loaded.
       written_back: rows that were evicted and had changed.
     """
 
@@ -90,25 +96,35 @@ class CacheCounts:
 
 
 class CachedStore:
-    """A host store behind a cache of `slots` rows on the device.
+    """A store of all rows behind a cache of `slots` rows on the device.
 
     Args:
-      host: the store of all rows.
+      host: the store of all rows, on the host or on servers.
+      shape: its rows and width.
+      dtype: that of the rows.
       slots: rows that the cache holds.
       moments: name and first value of each moment.
       sharding: of the cache; None for the default device.
     """
 
-    def __init__(self, host: HostStore, slots: int, moments: Sequence[tuple[str, float]], sharding: Any = None):
-        rows, width = host.arrays["rows"].shape
+    def __init__(
+        self,
+        host: BackingStore,
+        shape: tuple[int, int],
+        dtype: Any,
+        slots: int,
+        moments: Sequence[tuple[str, float]],
+        sharding: Any = None,
+    ):
+        rows, width = shape
         self.host, self.counts = host, CacheCounts()
-        self.cache = DeviceStore(device_arrays((slots, width), host.arrays["rows"].dtype, None, moments, sharding))
+        self.cache = DeviceStore(device_arrays((slots, width), dtype, None, moments, sharding))
         self.index = LfuIndex(rows, slots)
         self.is_changed = np.zeros(slots, bool)
 
-    def stage(self, ids: np.ndarray) -> Staged:
+    def stage(self, ids: np.ndarray) -> Staged | None:
         """Read ahead what is not in the cache now."""
-        return self.host.stage_fields(ids[self.index.slot_of[ids] < 0], self.host.arrays)
+        return self.host.stage_all(ids[self.index.slot_of[ids] < 0])
 
     def read(self, ids: np.ndarray, staged: Staged | None = None) -> jax.Array:
         """The rows, of which the missing ones are loaded into the cache."""
@@ -119,6 +135,17 @@ class CachedStore:
         slots = self._slots(ids, None, count=False)
         self.cache.apply(step, slots, gradients)
         self.is_changed[slots] = True
+
+    def flush(self) -> int:
+        """Write back the rows that changed in the cache, which keeps them.
+
+        Returns:
+          How many they are.
+        """
+        slots = np.flatnonzero(self.is_changed)
+        self._write_back(self.index.id_of[slots], slots)
+        self.is_changed[slots] = False
+        return len(slots)
 
     def dump(self, ids: np.ndarray) -> Fields:
         """Rows and moments, from the cache where it has them."""
@@ -143,14 +170,23 @@ class CachedStore:
                  where=f"cache_rows = {len(self.index.id_of)}", why="all rows of a batch are in the cache at once",
                  fix=f"cache_rows={2 * len(ids)} or more, or smaller batches")  # fmt: skip
         placed = self.index.place(ids, count)
+        is_changed = self.is_changed[placed.evicted_slots]
+        try:
+            self._write_back(placed.evicted[is_changed], placed.evicted_slots[is_changed])
+            loaded = self.host.fields(placed.missing, staged) if len(placed.missing) else {}
+        except BaseException:  # servers may not answer
+            self.index.take_back(placed)
+            raise
         self.counts.misses += len(placed.missing)
         self.counts.hits += (len(ids) - len(placed.missing)) * count
-        is_changed = self.is_changed[placed.evicted_slots]
-        if is_changed.any():
-            self.host.load(placed.evicted[is_changed], self.cache.dump(placed.evicted_slots[is_changed]))
-            self.counts.written_back += int(is_changed.sum())
+        self.counts.written_back += int(is_changed.sum())
         if len(placed.missing):
             slots = self.index.slot_of[placed.missing]
-            self.cache.load(slots, self.host.fields(placed.missing, staged))
+            self.cache.load(slots, loaded)
             self.is_changed[slots] = False
         return placed.slots
+
+    def _write_back(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        if len(ids):
+            order = np.argsort(ids)  # slots are in any order, and a store takes sorted ids
+            self.host.load(ids[order], self.cache.dump(slots[order]))

@@ -31,12 +31,16 @@ def table_problems(
         ("seed", seed, 0),
     ):
         yield from option_problems(integer(least), name, value)
-    if store not in STORES:
-        yield Problem(f"there is no store {store!r:.40}", f"store = {store!r:.40}", fix=nearest(store, STORES))
+    is_made = not isinstance(store, str) and callable(getattr(store, "open", None))
+    if not is_made and store not in STORES:
+        fix = "shardfn.cluster.TableServers(servers=2)" if store == "servers" else nearest(store, STORES)
+        yield Problem(f"there is no store {store!r:.40}", f"store = {store!r:.40}",
+                      'stores are "device", "host", and servers as an object', fix)  # fmt: skip
     for name, value in (("cache_rows", cache_rows), ("path", path)):
-        if store == "device" and value:
-            yield Problem(f"`{name}` goes with store=\"host\"", f"{name} = {value!r:.40}",
-                          "a table on devices is in their memory", f'leave `{name}` out, or use store="host"')  # fmt: skip
+        if value and (store == "device" or (is_made and name == "path")):
+            where = "devices is in their memory" if store == "device" else "servers is in their folder"
+            yield Problem(f"`{name}` goes with store=\"host\"", f"{name} = {value!r:.40}", f"a table on {where}",
+                          f'leave `{name}` out, or use store="host"')  # fmt: skip
     on_devices = {"rows": rows} if store == "device" else {"cache_rows": cache_rows}
     for name, value in on_devices.items():
         if isinstance(value, int) and value > MOST_ON_DEVICES:
@@ -49,9 +53,9 @@ def table_problems(
     ):
         yield Problem("`strategy` must be two ints from 1", f"strategy = {strategy!r:.40}",
                       "they are the numbers of shards of rows and columns", "strategy=(8, 1)")  # fmt: skip
-    if strategy is not None and store == "host" and not cache_rows:
+    if strategy is not None and store != "device" and not cache_rows:
         yield Problem("`strategy` is of rows on devices, and there are none", f"strategy = {strategy!r:.40}",
-                      "a host store without cache has its rows on the host", "leave it out, or give cache_rows")  # fmt: skip
+                      "a host store or servers without cache have no rows there", "leave it out, or give cache_rows")  # fmt: skip
     if not isinstance(optimizer, RowOptimizer):
         yield Problem(f"the optimizer of a table is one of rows, not {a(optimizer)}", f"optimizer = {optimizer!r:.40}",
                       "only the rows of a batch are updated", "optimizer=embedding.adagrad(0.01)")  # fmt: skip

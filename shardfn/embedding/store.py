@@ -71,6 +71,51 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """What a `StoreMaker` is told of a table.
+
+    Attributes:
+      shape: rows and width.
+      dtype: that of the rows; moments are float32.
+      first: the first rows.
+      optimizer: the optimizer of rows.
+      kind: what the table is, as JSON values; two tables of one kind begin alike.
+    """
+
+    shape: tuple[int, int]
+    dtype: Any
+    first: Normal | np.ndarray
+    optimizer: RowOptimizer
+    kind: dict[str, Any]
+
+
+class Opened(NamedTuple):
+    """Rows somewhere else.
+
+    Attributes:
+      store: their store.
+      count: the number of updates so far.
+      is_new: whether they are the first rows of the table; False if somebody trained them before.
+      is_shared: whether others update them too.
+      set_count: sets the number of updates.
+    """
+
+    store: BackingStore
+    count: int
+    is_new: bool
+    is_shared: bool
+    set_count: Callable[[int], None]
+
+
+class StoreMaker(Protocol):
+    """Where a table's rows are kept, if that is none of the stores here: `shardfn.cluster.TableServers` is one."""
+
+    def open(self, table: TableSpec) -> Opened:
+        """Make the rows, or find them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
 class Normal:
     """Rows drawn from a normal distribution. A row depends on its id and the seed alone, so it need not be saved.
 
@@ -92,15 +137,66 @@ class Normal:
         """The rows of some ids, float32."""
         rows = np.empty((len(ids), self.width), np.float32)
         blocks = ids // BLOCK
-        for block in np.unique(blocks):
-            here = blocks == block
-            rows[here] = self.block(int(block))[ids[here] - block * BLOCK]
+        starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1)] if len(ids) else []
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            block = int(blocks[start])
+            rows[start:stop] = self.block(block)[ids[start:stop] - block * BLOCK]
         return rows
 
     def block(self, number: int) -> np.ndarray:
         """The rows of a block."""
         random = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, number]))
         return random.standard_normal((BLOCK, self.width), np.float32) * np.float32(self.scale)
+
+
+class BackingStore(Store, Protocol):
+    """What a cache on the device asks of the store of all rows."""
+
+    def stage_all(self, ids: np.ndarray) -> Staged | None:
+        """Read rows with their moments ahead, in another thread."""
+        ...
+
+    def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
+        """Rows and moments, or what was read ahead of them as far as it is still right."""
+        ...
+
+
+class Written:
+    """When each row was written last, so that what was read ahead can be told from what was written since.
+
+    Args:
+      rows: the number of rows.
+    """
+
+    def __init__(self, rows: int):
+        self.version = 0
+        self._last = np.zeros(rows, np.uint32)
+
+    def mark(self, ids: np.ndarray) -> None:
+        """Rows were written. Call it after the write: a read that met only some of them has an earlier version."""
+        self.version += 1
+        self._last[ids] = self.version
+
+    def up_to_date(
+        self, ids: np.ndarray, staged: Staged, read: Callable[[np.ndarray, Iterable[str]], Fields]
+    ) -> Fields:
+        """The fields that were read ahead, of which those of other ids, and rows that were written since, are read now.
+
+        Args:
+          ids: the ids that are needed.
+          staged: what was read ahead; its arrays may change.
+          read: the fields of some ids by name.
+        """
+        if not len(staged.ids):
+            return read(ids, staged.fields)
+        is_same = len(ids) == len(staged.ids) and (ids == staged.ids).all()
+        at = np.arange(len(ids)) if is_same else np.minimum(np.searchsorted(staged.ids, ids), len(staged.ids) - 1)
+        is_late = (staged.ids[at] != ids) | (self._last[ids] > staged.version)
+        fields = staged.fields if is_same else {name: rows[at] for name, rows in staged.fields.items()}
+        if is_late.any():
+            for name, rows in read(ids[is_late], fields).items():
+                fields[name][is_late] = rows
+        return fields
 
 
 class HostStore:
@@ -112,29 +208,21 @@ class HostStore:
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays = arrays
-        self._version = 0
-        self._written = np.zeros(len(arrays[ROWS]), np.uint32)  # the version of each row's last write
+        self._written = Written(len(arrays[ROWS]))
 
     def stage(self, ids: np.ndarray) -> Staged:
         """Read rows ahead."""
-        return self.stage_fields(ids, (ROWS,))
+        version = self._written.version  # before the rows: what is written meanwhile counts as later
+        return Staged(version, ids, self._fields(ids, (ROWS,)))
 
-    def stage_fields(self, ids: np.ndarray, names: Iterable[str]) -> Staged:
-        """Read rows and some moments ahead."""
-        version = self._version  # before the rows: what is written meanwhile counts as later
-        return Staged(version, ids, self._fields(ids, names))
+    def stage_all(self, ids: np.ndarray) -> Staged:
+        """Read rows and moments ahead."""
+        version = self._written.version
+        return Staged(version, ids, self._fields(ids, self.arrays))
 
     def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
         """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
-        if staged is None or not len(staged.ids):
-            return self._fields(ids, self.arrays)
-        is_same = len(ids) == len(staged.ids) and (ids == staged.ids).all()
-        at = np.arange(len(ids)) if is_same else np.minimum(np.searchsorted(staged.ids, ids), len(staged.ids) - 1)
-        is_late = (staged.ids[at] != ids) | (self._written[ids] > staged.version)
-        fields = staged.fields if is_same else {name: rows[at] for name, rows in staged.fields.items()}
-        for name, rows in self._fields(ids[is_late], fields).items():
-            fields[name][is_late] = rows
-        return fields
+        return self.dump(ids) if staged is None else self._written.up_to_date(ids, staged, self._fields)
 
     def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
         """The rows [ids, width]."""
@@ -152,8 +240,7 @@ class HostStore:
         """Set rows and moments."""
         for name, rows in fields.items():
             self.arrays[name][ids] = rows
-        self._version += 1  # after the rows: a read that met only some of them has an earlier version
-        self._written[ids] = self._version
+        self._written.mark(ids)
 
     def _fields(self, ids: np.ndarray, names: Iterable[str]) -> Fields:
         return {name: self.arrays[name][ids] for name in names}

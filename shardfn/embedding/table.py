@@ -15,27 +15,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from shardfn.cost.devices.hardware import resolve, used_here
 from shardfn.embedding import journal, rowwise
 from shardfn.embedding.cache import CacheCounts, CachedStore
 from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems
+from shardfn.embedding.devices import sharding_of
 from shardfn.embedding.processes import ProcessStore, from_first, own_share
 from shardfn.embedding.store import (
     BLOCK,
     ROWS,
+    BackingStore,
     DeviceStore,
     Fields,
     HostStore,
     Normal,
+    Opened,
     Step,
     Store,
+    StoreMaker,
+    TableSpec,
     bucket,
     device_arrays,
     fitted,
     host_arrays,
 )
-from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyError, fail, raise_problems
-from shardfn.frontend.meshes import MeshLayout
+from shardfn.errors import CheckpointError, StrategyError, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.runtime.processes import on_host, spans_processes
 from shardfn.runtime.read_ahead import read_ahead
@@ -73,10 +76,11 @@ class Table:
     Args:
       rows: the number of rows.
       width: elements of a row.
-      store: "device" keeps rows and moments on devices, "host" in host memory.
+      store: "device" keeps rows and moments on devices, "host" in host memory. `shardfn.cluster.TableServers(...)` keeps
+        them on parameter servers.
       path: with "host", a folder for memory-mapped files instead of memory. The files end with the process; `save` keeps.
-      cache_rows: with "host", rows that a cache on the device holds, the most frequently used ones. It must have room for
-        the rows of a batch. 0 is no cache.
+      cache_rows: with "host" or servers, rows that a cache on the device holds, the most frequently used ones. It must
+        have room for the rows of a batch. 0 is no cache.
       optimizer: one of `embedding.sgd`, `adagrad`, `adam`, `lamb`.
       init: the standard deviation of the first rows, or the rows themselves [rows, width].
       seed: of the first rows.
@@ -104,7 +108,7 @@ class Table:
         rows: int,
         width: int,
         *,
-        store: str = "host",
+        store: str | StoreMaker = "host",
         path: str | os.PathLike[str] | None = None,
         cache_rows: int = 0,
         optimizer: rowwise.RowOptimizer | None = None,
@@ -135,28 +139,47 @@ class Table:
             "optimizer": optimizer.name,
             "init": first,
         }
+        self._opened: Opened | None = None  # rows on servers
         held = rows if store == "device" else cache_rows
-        sharding = None if strategy is None or not held else _sharding(strategy, (held, width), device)
+        sharding = None if strategy is None or not held else sharding_of(strategy, (held, width), device)
         try:
             self._is_changed = np.full(rows, is_given)  # since the last save
             self._is_touched = np.full(rows, is_given)  # ever
             self._store = self._new_store(store, path, cache_rows, sharding)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            place = store if isinstance(store, str) else "servers"
             size = rows * width * (self.dtype.itemsize + 4 * len(optimizer.moments))
-            fail(StrategyError, f"a table of {bytes_text(size)} does not fit the memory of its {store}",
+            fail(StrategyError, f"a table of {bytes_text(size)} does not fit the memory of its {place}",
                  where=f"Table({rows}, {width}, store={store!r})", why=f"{error!s:.200}",
                  fix="use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices')  # fmt: skip
 
-    def _new_store(self, store: str, path: Any, cache_rows: int, sharding: Any) -> Store:
+    def _new_store(self, store: Any, path: Any, cache_rows: int, sharding: Any) -> Store:
         moments, share = self.optimizer.moments, own_share()
         if store == "device":
             return DeviceStore(device_arrays(self.shape, self.dtype, self._first, moments, sharding))
         (rows, width), first = self.shape, self._first
-        if share is not None:
-            rows, first = share.rows(rows), share.first(first)
-        host = HostStore(host_arrays((rows, width), self.dtype, first, moments, path))
-        own = CachedStore(host, cache_rows, moments, sharding) if cache_rows else host
+        if store != "host":
+            own, share = self._open(store, cache_rows), None
+        else:
+            if share is not None:
+                rows, first = share.rows(rows), share.first(first)
+            own = HostStore(host_arrays((rows, width), self.dtype, first, moments, path))
+        if cache_rows:
+            own = CachedStore(own, (rows, width), self.dtype, cache_rows, moments, sharding)
         return own if share is None else ProcessStore(own, share)
+
+    def _open(self, maker: StoreMaker, cache_rows: int) -> BackingStore:
+        """Rows on servers, where they may have been trained before."""
+        opened = maker.open(TableSpec(self.shape, self.dtype, self._first, self.optimizer, self._kind))
+        if opened.is_shared and cache_rows:
+            fail(StrategyError, "a cache does not go with other workers",
+                 where=f"Table(cache_rows={cache_rows}, store={maker!r})",
+                 why="they would not see what changes in the cache until it is written back",
+                 fix="cache_rows=0, or one worker")  # fmt: skip
+        self._opened, self.count = opened, opened.count
+        if opened.is_shared or not opened.is_new:  # rows that changed elsewhere are not known one by one
+            self._is_changed[:] = self._is_touched[:] = True
+        return opened.store
 
     def __repr__(self) -> str:
         return f"Table({self.shape[0]}, {self.shape[1]}, optimizer={self.optimizer.name!r})"
@@ -307,7 +330,7 @@ class Table:
 
         after = from_first(write, rest)
         self._saved = {other: saved for other, saved in self._saved.items() if other != path} | {path: after}
-        self._is_changed = np.zeros(self.shape[0], bool)
+        self._is_changed = np.full(self.shape[0], self._is_shared)
         return len(ids)
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
@@ -333,13 +356,35 @@ class Table:
             for ids in np.split(touched, range(CHUNK, len(touched), CHUNK)) if len(touched) else ():
                 moments = {n: np.full((len(ids), self.shape[1]), v, np.float32) for n, v in self.optimizer.moments}
                 self._store.load(ids, {ROWS: self._first(ids).astype(self.dtype), **moments})
-        self._is_touched[:] = self._is_changed[:] = False
+        self._is_touched[:] = self._is_changed[:] = self._is_shared
         while first is not None:
             ids, fields = first
             self._store.load(ids, {**fields, ROWS: fields[ROWS].view(self.dtype)})
             self._is_touched[ids] = True
             first = next(chunks, None)
         self.count, self._saved = manifest.count, {path: manifest}
+        if self._opened is not None:
+            self._opened.set_count(self.count)
+
+    def flush(self) -> int:
+        """Write the rows that changed in the cache to the store behind it: the servers have them then.
+
+        Returns:
+          The number of rows that were written; 0 without a cache.
+
+        Raises:
+          ClusterError: the servers do not answer. Call it again.
+
+        >>> table = Table(10, 2, cache_rows=8)
+        >>> table.update(batch := table.fetch([1, 2]), np.ones(batch.values.shape))
+        >>> table.flush()
+        2
+        """
+        own = self._own_store
+        count = own.flush() if isinstance(own, CachedStore) else 0
+        if self._opened is not None:
+            self._opened.set_count(self.count)
+        return count
 
     # ---- for `train.step`
 
@@ -415,6 +460,11 @@ class Table:
     # ---- inside
 
     @property
+    def _is_shared(self) -> bool:
+        """Whether others update the rows too."""
+        return self._opened is not None and self._opened.is_shared
+
+    @property
     def _own_store(self) -> Store:
         """That of this process."""
         return self._store.own if isinstance(self._store, ProcessStore) else self._store
@@ -448,25 +498,3 @@ class _Prepared(NamedTuple):
 
 
 tree_util.register_pytree_node(Table, lambda table: ((), table), lambda table, _: table)
-
-
-def _sharding(strategy: tuple[int, int], shape: tuple[int, int], device: Any) -> Any:
-    hardware = resolve(device)
-    if not hardware.is_here:
-        fail(StrategyError, f"a table cannot be made on {hardware.name}, which is not here", where=f"device = {device!r}",
-             why="a target is only planned for", fix=used_here(hardware) or "give a device of this machine")  # fmt: skip
-    if len(hardware.processes) > 1:
-        fail(NotAvailableError, "a table on devices, or its cache, is on those of one process", where=f"strategy = {strategy}",
-             why=f"these are of {len(hardware.processes)} processes", fix="device=jax.local_devices(); or a sharded array as "
-             "parameter, without a table")  # fmt: skip
-    numbers = tuple(map(operator.index, strategy))
-    shards = numbers[0] * numbers[1]
-    raise_problems([
-        Problem(f"{size} {what} cannot be sharded {n} ways", f"strategy = {numbers}", f"{size} is not divisible by {n}",
-                f"use {-(-size // n) * n} {what}, or other numbers of shards")
-        for size, n, what in zip(shape, numbers, ("rows", "columns"), strict=True) if size % n
-    ])  # fmt: skip
-    if hardware.count % shards:
-        fail(StrategyError, f"the table is sharded {shards} ways on {hardware.count} devices", where=f"strategy = {numbers}",
-             why="their number must be divisible by that of the shards", fix=f"name {shards} devices")  # fmt: skip
-    return MeshLayout.of_strategy(numbers, hardware.count).sharding(hardware.devices)

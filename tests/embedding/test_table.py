@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from shardfn import ShardError, embedding
+from shardfn.cluster import TableServers
 from shardfn.embedding import Table
 from shardfn.embedding.cache import LfuIndex
 from shardfn.errors import CheckpointError, CheckpointFileError
@@ -24,6 +25,8 @@ STORES = {
     "file": {"path": True},
     "cache": {"cache_rows": 24},
     "cache, columns sharded": {"cache_rows": 24, "strategy": (1, 4)},
+    "servers": {"store": "servers"},
+    "cache, servers": {"store": "servers", "cache_rows": 24},
     "device": {"store": "device"},
     "device, rows sharded": {"store": "device", "strategy": (4, 1)},
     "device, columns sharded": {"store": "device", "strategy": (1, 4)},
@@ -33,6 +36,7 @@ STORES = {
 def make(name, tmp_path, **options):
     options = {"optimizer": embedding.adagrad(0.1), "init": 0.5, **STORES[name], **options}
     options |= {"path": tmp_path / "files"} if options.get("path") else {}
+    options |= {"store": TableServers(servers=2)} if options.get("store") == "servers" else {}
     return Table(ROWS, WIDTH, device=jax.devices()[:4], **options)
 
 
@@ -148,7 +152,8 @@ def test_fetch_of_bad_ids_says_which():
 
 @pytest.mark.parametrize(
     "options",
-    [{"rows": 0}, {"store": "disk"}, {"store": "device", "cache_rows": 4}, {"strategy": (2, 1)}, {"optimizer": optax.sgd(0.1)},
+    [{"rows": 0}, {"store": "disk"}, {"store": "servers"}, {"store": TableServers(), "path": "files"}, {"store": TableServers(), "strategy": (2, 1)},
+     {"store": "device", "cache_rows": 4}, {"strategy": (2, 1)}, {"optimizer": optax.sgd(0.1)},
      {"init": np.ones((3, 2))}, {"store": "device", "strategy": (3, 1)}, {"store": "device", "strategy": (0, 1)},
      {"dtype": "int32"}, {"dtype": "floet32"}, {"init": "zeros"}, {"init": float("nan")}, {"seed": -1}, {"rows": 2**55},
      {"rows": 2**31, "store": "device"}, {"store": "device", "strategy": (8, 1), "device": "tpu-v5e:8"}],

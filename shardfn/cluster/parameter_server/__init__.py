@@ -8,22 +8,22 @@ How a push becomes durable and atomic:
    answers when that is on disk. This record is the commit: before it the push does not count, after it the push counts
    at all servers.
 3. Which pushes make which update follows from the sequence of these records (`ledger`). Servers learn the updates from
-whoever pulls,
-   and apply them in order to what they hold.
+   whoever pulls, and apply them in order to what they hold.
 
 So a push that is sent again is one record (worker and step name it), a part without a record is forgotten, and a server that
 was killed reads its snapshot and its log, and applies the updates since then again. The servers change in number by
-snapshots of new
-servers and one record of the coordinator, which ends the old ones' epoch.
+snapshots of new servers and one record of the coordinator, which ends the old ones' epoch.
 
 | module | holds |
 |---|---|
 | `client`, `checks` | `ParameterServer`: create, pull, push, save, resize; what `create` refuses |
 | `training` | `train`, the loop of a worker |
+| `tables` | `TableServers`: the rows of an `embedding.Table` |
 | `partition` | the rows of each server; splitting and putting together |
 | `ledger` | which pushes count and what they make: synchronous, with backup workers, asynchronous with bounded staleness |
 | `coordinator`, `server` | the processes, each with its journal |
-| `journal` | logs with group commit, and snapshots |
+| `held` | what a server holds, and how an update changes it: arrays, or rows of a table |
+| `journal`, `folders` | logs with group commit, and snapshots; the first ones of a job |
 | `engine`, `ray_engine` | where they run: in this process, or as Ray actors |
 """
 
@@ -31,6 +31,7 @@ from shardfn.cluster.parameter_server.client import ParameterServer, Pulled
 from shardfn.cluster.parameter_server.coordinator import Receipt, Report
 from shardfn.cluster.parameter_server.engine import InProcess
 from shardfn.cluster.parameter_server.partition import RowGradient
+from shardfn.cluster.parameter_server.tables import TableServers
 from shardfn.cluster.parameter_server.training import train
 
-__all__ = ["InProcess", "ParameterServer", "Pulled", "Receipt", "Report", "RowGradient", "train"]
+__all__ = ["InProcess", "ParameterServer", "Pulled", "Receipt", "Report", "RowGradient", "TableServers", "train"]

@@ -82,7 +82,7 @@ class ParameterServer:
 
     def __init__(self, engine: Engine, setup: Setup, job: Job, names: Any, options: Options):
         self.engine, self.setup, self.job, self.names, self.options = engine, setup, job, names, options
-        self._known = -1  # all servers are at least there, as far as this client knows; -1 before it asked
+        self._known: dict[Target, int] = {}  # servers are at least there, as far as this client knows
         self._pulled = 0
         self._place: tuple[int, int] | None = None  # epoch and number of servers
         self._is_closed = False
@@ -321,12 +321,16 @@ class ParameterServer:
     def _read(
         self, names: Sequence[str], ids: Mapping[str, np.ndarray], version: int | None
     ) -> tuple[dict[str, Any], int]:
-        news = self._news(version)
+        arrays, chunk = self.job.arrays, self.options.chunk_bytes
+        asked = requests(Partition(arrays, self._place[1]), names, ids, chunk) if self._place else []
+        known = [self._known.get(Target(self._place[0], server), -1) for server, _ in asked] if self._place else []
+        news, before = self._news(version, min(known, default=-1)), self._place
         self._place = (news.epoch, news.servers)
-        partition = Partition(self.job.arrays, news.servers)
-        asked = requests(partition, names, ids, self.options.chunk_bytes)
+        partition, updates = Partition(arrays, news.servers), news.updates
+        if self._place != before:
+            asked, updates = requests(partition, names, ids, chunk), ()
         found: list[Any] = [None] * len(asked)
-        missing, updates = list(range(len(asked))), news.updates
+        missing = list(range(len(asked)))
         while missing:
             calls = [
                 Call(Target(news.epoch, asked[i][0]), "pull", (asked[i][1], updates, self.options.compress))
@@ -340,17 +344,20 @@ class ParameterServer:
             if missing:
                 updates = self._updates_after(min(found[i].version for i in missing))
         at = min((answer.version for answer in found), default=news.version)
-        if len({server for server, _ in asked}) == news.servers:
-            self._known = at
+        if self.job.rules.synchronous:
+            self._known |= {Target(news.epoch, server): at for server, _ in asked}
+        else:
+            self._known |= {
+                Target(news.epoch, server): answer.version for (server, _), answer in zip(asked, found, strict=True)
+            }
         return gather(partition, names, ids, (rows for answer in found for rows in answer.rows)), at
 
-    def _news(self, version: int | None) -> News:
-        """The news, when an update is there."""
+    def _news(self, version: int | None, known: int) -> News:
+        """The news, when an update is there, with the updates after a known one; -1 for none."""
         deadline = time.monotonic() + self.options.timeout_s
         while True:
             left = deadline - time.monotonic()
-            since = None if self._known < 0 else self._known
-            news: News = self._ask("news", since, version, min(max(left, 0), 5))
+            news: News = self._ask("news", None if known < 0 else known, version, min(max(left, 0), 5))
             if version is None or news.version >= version:
                 return news
             if left <= 0:

@@ -1,0 +1,222 @@
+"""The rows of an `embedding.Table` on parameter servers."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardfn.cluster.parameter_server.checks import count
+from shardfn.cluster.parameter_server.client import Options, ParameterServer, open_job, push_rows
+from shardfn.cluster.parameter_server.coordinator import Job
+from shardfn.cluster.parameter_server.engine import Engine, InProcess
+from shardfn.cluster.parameter_server.folders import job_folder
+from shardfn.cluster.parameter_server.held import COUNT
+from shardfn.cluster.parameter_server.ledger import Rules
+from shardfn.cluster.parameter_server.partition import CHUNK_BYTES, ArraySpec, Rows
+from shardfn.embedding.store import ROWS, Fields, Normal, Opened, Staged, Step, TableSpec, Written
+from shardfn.errors import StrategyError, fail
+
+
+class TableServers:
+    """Keeps the rows of a table on parameter servers: `embedding.Table(rows, width, store=TableServers(...))`.
+
+    A batch pulls its rows and pushes their gradients; the servers apply the table's optimizer to these rows, and keep their
+    moments. What is promised of a push to a `ParameterServer` holds for each update of the table. Training is synchronous: an
+    update sums the gradients of all workers. With `cache_rows`, rows change in the cache on the device, and are pushed as values
+    when they leave it, at `Table.flush`, or never if the worker is killed before.
+
+    Args:
+      folder: where logs and snapshots are, as of `ParameterServer.create`. A folder with a table goes on with its rows. None
+        for a temporary folder, which ends with the process.
+      servers: the number of servers.
+      workers: the number of workers. Each makes the table, with ids and gradients of its own, and calls its methods as often
+        as the others.
+      worker: the name or number of this worker.
+      engine: where servers run, one engine for each table; `InProcess()` by default, for tests and debugging.
+      chunk_bytes: the most bytes of rows in a message.
+      timeout_s: seconds until a call gives up: on servers that do not answer, and on other workers.
+      log_bytes: as of `ParameterServer.create`.
+
+    Attributes:
+      server: the parameter server, once a table has it: to `resize(servers=...)`, `report`, `save` snapshots, and `close`.
+
+    Raises:
+      StrategyError: numbers that make no sense.
+
+    >>> from shardfn import embedding
+    >>> servers = TableServers(servers=2)
+    >>> table = embedding.Table(1000, 4, store=servers, optimizer=embedding.sgd(0.5), init=0.0)
+    >>> batch = table.fetch([7, 999])
+    >>> table.update(batch, jax.numpy.ones_like(batch.values))
+    >>> table.lookup([7]).tolist(), servers.server.report().accepted
+    ([[-0.5, -0.5, -0.5, -0.5]], 1)
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str | pathlib.Path | None = None,
+        servers: int = 1,
+        workers: int = 1,
+        worker: str | int = 0,
+        engine: Engine | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        timeout_s: float = 300,
+        log_bytes: int | None = None,
+    ):
+        self.folder, self.engine, self.worker = folder, engine, str(worker)
+        self.servers, self.workers = count("servers", servers, 1), count("workers", workers, 1)
+        self._options, self._log_bytes = Options(chunk_bytes, False, timeout_s), log_bytes
+        self._server: ParameterServer | None = None
+
+    def __repr__(self) -> str:
+        return f"TableServers(servers={self.servers}, workers={self.workers})"
+
+    @property
+    def server(self) -> ParameterServer:
+        """The parameter server."""
+        if self._server is None:
+            fail(StrategyError, "no table has these servers", where="TableServers.server", why="a table starts them",
+                 fix="embedding.Table(rows, width, store=...)")  # fmt: skip
+        return self._server
+
+    def open(self, table: TableSpec) -> Opened:
+        """Start the servers of a table, or go on with those of the folder. `embedding.Table` calls it.
+
+        Args:
+          table: what the table is.
+
+        Raises:
+          StrategyError: these servers have a table; several processes without a folder or with servers in this process.
+          CheckpointError: the folder holds another table.
+          CheckpointFileError, ClusterError: as of `ParameterServer.create`.
+        """
+        self._check()
+        moments = table.optimizer.moments
+        specs = (
+            ArraySpec(ROWS, table.shape, np.dtype(table.dtype).name),
+            *(ArraySpec(name, table.shape, "float32", beside=ROWS) for name, _ in moments),
+            ArraySpec(COUNT, (), "int64"),
+        )
+        arrays = {
+            ROWS: _First(table),
+            **{name: _Filled(value, table.shape) for name, value in moments},
+            COUNT: np.zeros(1, "int64"),
+        }
+        job = Job(specs, Rules(), table.kind)
+        setup = job_folder(self.folder, table.optimizer, job, arrays, self.servers, self.workers, self._log_bytes)
+        names = {spec.name: spec.name for spec in specs}
+        server = self._server = open_job(setup, job, names, self.engine, self._options)
+        store = _ServerStore(server, table, self.worker, server.next_step(self.worker), self.workers > 1)
+        updates = int(server.pull([COUNT], version=store.version).values[COUNT])
+        return Opened(store, updates, store.version == 0, self.workers > 1, store.set_count)
+
+    def _check(self) -> None:
+        if self._server is not None:
+            fail(StrategyError, "these servers have a table", where=f"store = {self!r}", why="each table has servers of its own",
+                 fix="make another TableServers, with another folder")  # fmt: skip
+        if jax.process_count() > 1 and (self.folder is None or isinstance(self.engine, InProcess | None)):
+            fail(StrategyError, "the servers of a table of several processes are outside them", where=f"store = {self!r}",
+                 why=f"{jax.process_count()} processes train, and all of them read the rows",
+                 fix="TableServers(folder=..., engine=OnRay(...)), the same in each process")  # fmt: skip
+
+
+class _ServerStore:
+    """A `BackingStore` of rows on servers. Of the processes of `jax.distributed`, which are one worker, the first one pushes.
+
+    Args:
+      server: the parameter server.
+      table: what the table is.
+      worker: the name of the worker.
+      version: the pushes of the worker so far.
+      is_shared: whether there are other workers, whose updates make useless what was read ahead.
+    """
+
+    def __init__(self, server: ParameterServer, table: TableSpec, worker: str, version: int, is_shared: bool):
+        self.server, self.worker, self.version, self.is_shared = server, worker, version, is_shared
+        self._ahead = copy.copy(server)  # for the thread that reads ahead
+        self._shape, self._dtype = table.shape, table.dtype
+        self._names = (ROWS, *(name for name, _ in table.optimizer.moments))
+        self._written = Written(table.shape[0])
+        self._sends = jax.process_index() == 0
+
+    def stage(self, ids: np.ndarray) -> Staged | None:
+        """Read rows ahead."""
+        return self._staged(ids, (ROWS,))
+
+    def stage_all(self, ids: np.ndarray) -> Staged | None:
+        """Read rows and moments ahead."""
+        return self._staged(ids, self._names)
+
+    def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
+        """The rows [ids, width]."""
+        found = self._pulled(ids, (ROWS,)) if staged is None else self.fields(ids, staged)
+        return found[ROWS]
+
+    def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
+        """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
+        return self.dump(ids) if staged is None else self._written.up_to_date(ids, staged, self._pulled)
+
+    def apply(self, step: Step, ids: np.ndarray, gradients: Any) -> None:
+        """Push the gradient of rows."""
+        self._push(ids, {ROWS: np.asarray(gradients)[: len(ids)]}, (step.number, step.rate))
+
+    def dump(self, ids: np.ndarray) -> Fields:
+        """Rows and moments."""
+        return self._pulled(ids, self._names)
+
+    def load(self, ids: np.ndarray, fields: Fields) -> None:
+        """Push values of rows and moments."""
+        self._push(ids, fields, None)
+
+    def set_count(self, count: int) -> None:
+        """Push the number of updates."""
+        self._deliver([Rows(COUNT, 0, None, np.array([count]))], None)
+
+    def _push(self, ids: np.ndarray, fields: Fields, step: tuple[int, float] | None) -> None:
+        self._deliver([Rows(name, 0, ids, np.asarray(rows)) for name, rows in fields.items()] if len(ids) else [], step)
+        self._written.mark(ids)
+
+    def _deliver(self, rows: list[Rows], step: tuple[int, float] | None) -> None:
+        if self._sends:
+            push_rows(self.server, rows, self.worker, self.version, self.version, step)
+        self.version += 1
+
+    def _staged(self, ids: np.ndarray, names: Iterable[str]) -> Staged | None:
+        if self.is_shared:
+            return None
+        version = self._written.version  # before the rows: what is written meanwhile counts as later
+        return Staged(version, ids, self._pulled(ids, names, self._ahead))
+
+    def _pulled(self, ids: np.ndarray, names: Iterable[str], server: ParameterServer | None = None) -> Fields:
+        if not len(ids):
+            return {name: np.empty((0, self._shape[1]), self._dtype if name == ROWS else np.float32) for name in names}
+        pulled = (server or self.server).pull(list(names), ids=dict.fromkeys(names, ids), version=self.version)
+        return pulled.values
+
+
+class _First:
+    """The first rows of a table, slice by slice."""
+
+    def __init__(self, table: TableSpec):
+        self._first, self._dtype = table.first, table.dtype
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        first = self._first
+        rows = first(np.arange(part.start, part.stop)) if isinstance(first, Normal) else first[part]
+        return np.asarray(rows, self._dtype)
+
+
+class _Filled:
+    """Rows of one value, slice by slice."""
+
+    def __init__(self, value: float, shape: tuple[int, int]):
+        self._value, self._width = value, shape[1]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return np.full((part.stop - part.start, self._width), self._value, np.float32)
