@@ -89,7 +89,8 @@ class TableSpec:
     kind: dict[str, Any]
 
 
-class Opened(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Opened:
     """Rows somewhere else.
 
     Attributes:

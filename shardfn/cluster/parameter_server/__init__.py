@@ -27,8 +27,8 @@ snapshots of new servers and one record of the coordinator, which ends the old o
 | `engine`, `ray_engine` | where they run: in this process, or as Ray actors |
 """
 
-from shardfn.cluster.parameter_server.client import ParameterServer, Pulled
-from shardfn.cluster.parameter_server.coordinator import Receipt, Report
+from shardfn.cluster.parameter_server.client import ParameterServer
+from shardfn.cluster.parameter_server.coordinator import Pulled, Receipt, Report
 from shardfn.cluster.parameter_server.engine import InProcess
 from shardfn.cluster.parameter_server.partition import RowGradient
 from shardfn.cluster.parameter_server.tables import TableServers

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,13 +19,24 @@ from shardfn.cluster.parameter_server.coordinator import (
     MOVED,
     Job,
     News,
+    Pulled,
     Receipt,
     Report,
     check_job,
 )
-from shardfn.cluster.parameter_server.engine import COORDINATOR, Call, Engine, InProcess, Setup, Target, Unreachable
+from shardfn.cluster.parameter_server.engine import (
+    COORDINATOR,
+    Call,
+    Engine,
+    InProcess,
+    Options,
+    Setup,
+    Target,
+    Unreachable,
+)
 from shardfn.cluster.parameter_server.folders import job_folder, writing
 from shardfn.cluster.parameter_server.held import Part
+from shardfn.cluster.parameter_server.journal import FolderInUse
 from shardfn.cluster.parameter_server.ledger import Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import (
     CHUNK_BYTES,
@@ -49,22 +59,6 @@ PAUSES_S = (0.005, 0.5)
 """The first and the longest pause before a call is tried again; each pause is twice the one before."""
 
 _T = TypeVar("_T")
-
-
-class Pulled(NamedTuple):
-    """Parameters, and the number of the last update that is in all of them."""
-
-    values: Any
-    version: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a client talks: as the arguments of `ParameterServer.create`."""
-
-    chunk_bytes: int = CHUNK_BYTES
-    compress: bool = False
-    timeout_s: float = 300
 
 
 class ParameterServer:
@@ -292,8 +286,10 @@ class ParameterServer:
         while True:
             try:
                 return attempt()
-            except Unreachable as error:
+            except (Unreachable, FolderInUse) as error:
                 self._place = None
+                if time.monotonic() > deadline and isinstance(error, FolderInUse):
+                    raise
                 if time.monotonic() > deadline:
                     fail(ClusterError, "the parameter servers do not answer", where=what,
                          fix="look at the servers' logs; call again",

@@ -62,6 +62,13 @@ class News(NamedTuple):
     waiting: tuple[str, ...]
 
 
+class Pulled(NamedTuple):
+    """Parameters, and the number of the last update that is in all of them."""
+
+    values: Any
+    version: int
+
+
 class Receipt(NamedTuple):
     """What became of a push.
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from shardfn.cluster.parameter_server.coordinator import Coordinator
+from shardfn.cluster.parameter_server.partition import CHUNK_BYTES
 from shardfn.cluster.parameter_server.server import Server
 from shardfn.errors import ShardError
 
@@ -65,6 +66,15 @@ class Setup:
         if to.server is None:
             return Coordinator(self.path(to))
         return Server(self.path(to), self.optimizer, self.is_synchronous, self.log_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a client talks: as the arguments of `ParameterServer.create`."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    compress: bool = False
+    timeout_s: float = 300
 
 
 class Engine(Protocol):

@@ -40,6 +40,10 @@ _HEAD = struct.Struct("<QI")
 """Bytes of the body, and its CRC-32."""
 
 
+class FolderInUse(ClusterError):
+    """Another process has the folder open; it may be about to end, as on a node that counts as dead."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """An entry of a log or of a snapshot.
@@ -135,7 +139,7 @@ class Journal:
       syncs: the number of `fsync` calls, for reports.
 
     Raises:
-      ClusterError: another process has the folder open.
+      FolderInUse: another process has the folder open.
       CheckpointFileError: the folder cannot be opened, there is no complete snapshot, or a log before the newest is
         incomplete.
     """
@@ -303,7 +307,7 @@ def _locked(folder: pathlib.Path) -> Any:
             _cannot_open(folder, error)
         if time.monotonic() > deadline:
             file.close()
-            fail(ClusterError, f"{folder} is in use", where=str(folder),
+            fail(FolderInUse, f"{folder} is in use", where=str(folder),
                  why="another process, or another parameter server of this one, has it open",
                  fix="close that one, end that process, or choose another folder")  # fmt: skip
         time.sleep(0.05)

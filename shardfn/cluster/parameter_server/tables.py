@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from shardfn.cluster.parameter_server.checks import count
-from shardfn.cluster.parameter_server.client import Options, ParameterServer, open_job, push_rows
+from shardfn.cluster.parameter_server.client import ParameterServer, open_job, push_rows
 from shardfn.cluster.parameter_server.coordinator import Job
-from shardfn.cluster.parameter_server.engine import Engine, InProcess
+from shardfn.cluster.parameter_server.engine import Engine, InProcess, Options
 from shardfn.cluster.parameter_server.folders import job_folder
 from shardfn.cluster.parameter_server.held import COUNT
 from shardfn.cluster.parameter_server.ledger import Rules
