@@ -180,7 +180,7 @@ def test_workers_in_threads_share_syncs_and_converge(tmp_path, synchronous):
 
 
 def test_pushes_that_wait_at_the_same_time_share_one_sync(tmp_path):
-    journal.write_snapshot(tmp_path, 1, [])
+    journal.write_first(tmp_path, [])
     log = journal.Journal(tmp_path)
     positions = []
     for step in range(3):

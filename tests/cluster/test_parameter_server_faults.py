@@ -5,6 +5,7 @@ The push of step s of worker w adds 1 to element w * STEPS + s, so the parameter
 
 import contextlib
 import errno
+import io
 import random
 import shutil
 
@@ -168,8 +169,32 @@ def test_a_damaged_file_is_an_error_or_without_effect(tmp_path):
             elif (found == wanted).all():
                 right += 1
             else:  # a cut end of the newest log cannot be told from a crash in a write: the worker's next push tells it
-                assert "coordinator/log-" in str(path) and (found <= wanted).all() and found.max() == 1, (path, damage)
+                assert damage == "cut" and "coordinator/log-" in str(path), (path, damage)
+                assert (found <= wanted).all() and found.max() == 1
     assert errors and right, "a damaged newest snapshot has one before it"
+
+
+def test_every_flipped_bit_of_a_newest_log_is_an_error_and_every_end_of_it_a_write_that_was_interrupted(tmp_path):
+    server = start(tmp_path)
+    for step in range(3):
+        push(server, 0, step)
+    server.close()
+    for log in sorted(tmp_path.rglob("log-000001")):
+        data = log.read_bytes()
+        ends = [end for end in range(len(data)) if journal.read_records(io.BytesIO(data[:end])).is_complete]
+        assert len(ends) == 3, "before each record"
+        for at in range(len(data)):
+            for bit in range(8):
+                flipped = data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
+                assert journal.read_records(io.BytesIO(flipped)).is_damaged
+            for rest in (b"", bytes(100)):
+                found = journal.read_records(io.BytesIO(data[:at] + rest))
+                assert not found.is_damaged and found.end == max(end for end in ends if end <= at)
+        log.write_bytes(flipped)
+        with pytest.raises(CheckpointFileError, match=f"{log.name} is damaged"):
+            journal.Journal(log.parent)
+        log.write_bytes(data)
+    assert start(tmp_path).next_step(0) == 3
 
 
 def test_zeros_at_the_end_of_a_log_are_cut_off_and_a_lost_folder_is_an_error(tmp_path):

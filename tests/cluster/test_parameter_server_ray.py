@@ -1,7 +1,6 @@
 """The parameter server on Ray: run by `make ray`, in a network of its own."""
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,10 +20,7 @@ WORKERS, STEPS = 3, 60
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))
-    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+def cluster(ray_token):
     import ray
 
     ray.init(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.cluster.parameter_server import ledger as ledgers
-from shardfn.cluster.parameter_server.journal import Journal, Record, write_snapshot
+from shardfn.cluster.parameter_server.journal import Journal, Record, write_first
 from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import ArraySpec
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
@@ -317,8 +317,7 @@ def write_coordinator(folder: pathlib.Path, job: Job, servers: int, workers: int
     Raises:
       OSError: the disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_snapshot(folder, 1, [_ledger_record(job, Ledger(servers, workers), [])])
+    write_first(folder, [_ledger_record(job, Ledger(servers, workers), [])])
 
 
 def check_job(job: Job, given: Job, where: str) -> None:

@@ -2,10 +2,12 @@
 
 A folder holds generations. Generation 7 is `snapshot-000007`, which is complete or absent, and `log-000007` with what
 happened since. The last two generations are kept, so a damaged snapshot costs nothing. Both files are sequences of records:
-the length and the CRC-32 of a body, then the body, a JSON header and the bytes of arrays. The files hold no pickles.
+the length and the CRC-32 of a body, the CRC-32 of these two, then the body, which is a JSON header and the bytes of arrays,
+and a last byte. The files hold no pickles.
 
-A record counts when `sync` returned. Records that wait together share one `fsync`. A process that is killed leaves at most
-an incomplete last record, which nobody was told of; it is cut off.
+A record counts when `sync` returned. Records that wait together share one `fsync`. A write that was interrupted leaves the
+beginning of a record, and zeros where the file grew before its bytes were on disk. Nobody was told of this record, and it is
+cut off. Anything else that is not as it was written is damage, and an error.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +38,8 @@ GENERATIONS = 2
 LOCK_WAIT_S = 30
 """Seconds to wait for a process that has the folder open, and may be about to end."""
 
-_HEAD = struct.Struct("<QI")
-"""Bytes of the body, and its CRC-32."""
+_HEAD, _HEAD_CRC, _LAST = struct.Struct("<QI"), struct.Struct("<I"), b"\n"
+"""Bytes after the head, and the CRC-32 of the body; that of the head; the last byte of a record, which is never zero."""
 
 
 class FolderInUse(ClusterError):
@@ -53,7 +55,7 @@ class Record:
       fields: JSON values by name.
       arrays: arrays that belong to it.
 
-    >>> body = b"".join(Record("sum", {"of": 2}, [np.arange(2.0)]).encode())[12:]
+    >>> body = b"".join(Record("sum", {"of": 2}, [np.arange(2.0)]).encode())[16:-1]
     >>> Record.decode(body)
     Record(kind='sum', fields={'of': 2}, arrays=[array([0., 1.])])
     """
@@ -71,7 +73,8 @@ class Record:
         crc = 0
         for part in body:
             crc = zlib.crc32(part, crc)
-        return [_HEAD.pack(sum(map(len, body)), crc), *body]
+        head = _HEAD.pack(sum(map(len, body)) + len(_LAST), crc)
+        return [head + _HEAD_CRC.pack(zlib.crc32(head)), *body, _LAST]
 
     @classmethod
     def decode(cls, body: bytes) -> Record:
@@ -91,22 +94,62 @@ END = Record("end")
 """The last record of a snapshot."""
 
 
-def read_records(file: BinaryIO) -> Iterator[tuple[Record, int]]:
-    """The records of a file up to the first that is incomplete or damaged, each with the position after it.
+class Found(NamedTuple):
+    """The records of a file.
+
+    Attributes:
+      records: those before its end, or before the first that is incomplete or damaged.
+      end: the position after them.
+      size: the size of the file.
+      is_damaged: whether what follows is not merely a write that was interrupted.
+    """
+
+    records: list[Record]
+    end: int
+    size: int
+    is_damaged: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether these are all."""
+        return self.end == self.size
+
+
+def read_records(file: BinaryIO) -> Found:
+    """The records of a file up to the first that is incomplete or damaged.
 
     Args:
       file: the file, open for bytes.
+
+    >>> import io
+    >>> data = b"".join(END.encode())
+    >>> [read_records(io.BytesIO(x)).is_damaged for x in (data, data[:-1], data + bytes(9), data.replace(b"end", b"and"))]
+    [False, False, False, True]
     """
-    end = 0
-    while len(head := file.read(_HEAD.size)) == _HEAD.size:
-        size, crc = _HEAD.unpack(head)
-        if not 0 < size <= os.fstat(file.fileno()).st_size - end:  # 0: a file that grew before its bytes were written
-            return
-        body = file.read(size)
-        if len(body) < size or zlib.crc32(body) != crc:
-            return
-        end += _HEAD.size + size
-        yield Record.decode(body), end
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    records: list[Record] = []
+    end, length = 0, _HEAD.size + _HEAD_CRC.size
+    while len(head := file.read(length)) == length:
+        count, crc = _HEAD.unpack_from(head)
+        if _HEAD_CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
+            return Found(records, end, size, not _is_zero(file))
+        if count > size - end - length:
+            return Found(records, end, size)
+        body = memoryview(file.read(count))
+        if body[-1:] != _LAST or zlib.crc32(body[:-1]) != crc:
+            return Found(records, end, size, body[-1:] != b"\0" or not _is_zero(file))
+        end += length + count
+        records.append(Record.decode(bytes(body[:-1])))
+    return Found(records, end, size)
+
+
+def _is_zero(file: BinaryIO) -> bool:
+    """Whether the rest of a file is zeros."""
+    while data := file.read(1 << 20):
+        if any(data):
+            return False
+    return True
 
 
 def write_snapshot(folder: pathlib.Path, generation: int, records: Iterable[Record]) -> None:
@@ -127,6 +170,21 @@ def write_snapshot(folder: pathlib.Path, generation: int, records: Iterable[Reco
     sync_folder(folder)
 
 
+def write_first(folder: pathlib.Path, records: Iterable[Record]) -> None:
+    """Write the first generation: an empty log and a snapshot.
+
+    Args:
+      folder: the folder, created if it is not there.
+      records: what the snapshot holds.
+
+    Raises:
+      OSError: the disk is full, or the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log-000001").touch()
+    write_snapshot(folder, 1, records)
+
+
 class Journal:
     """The durable state of one process.
 
@@ -140,8 +198,8 @@ class Journal:
 
     Raises:
       FolderInUse: another process has the folder open.
-      CheckpointFileError: the folder cannot be opened, there is no complete snapshot, or a log before the newest is
-        incomplete.
+      CheckpointFileError: the folder cannot be opened, there is no complete snapshot, or a log is damaged: nothing that
+        was acknowledged is dropped in silence.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -317,34 +375,37 @@ def _recover(folder: pathlib.Path) -> tuple[int, list[Record], int]:
     """The generation to go on with, what is in it, and the length of its log."""
     numbers = sorted({int(p.name[-6:]) for p in folder.iterdir() if re.fullmatch(r"(snapshot|log)-\d{6}", p.name)})
     for first in reversed(numbers):
-        records, length, is_complete = _read(folder / f"snapshot-{first:06}")
-        if not is_complete or not records or records[-1].kind != END.kind:
+        found = _read(folder / f"snapshot-{first:06}")
+        if found is None or not found.is_complete or not found.records or found.records[-1].kind != END.kind:
             continue
-        records, length = records[:-1], 0
+        records, length = found.records[:-1], 0
         for number in range(first, numbers[-1] + 1):
-            found, length, is_complete = _read(folder / f"log-{number:06}")
-            records += found
-            if number < numbers[-1] and not is_complete:
-                path = folder / f"log-{number:06}"
-                fail(CheckpointFileError, f"{path} is damaged", where=str(path), why="it has an end before its last record",
-                     fix="restore the folder from a copy")  # fmt: skip
+            path = folder / f"log-{number:06}"
+            found = _read(path)
+            if found is None:
+                _damaged(path, "it is missing")
+            if found.is_damaged or (number < numbers[-1] and not found.is_complete):
+                _damaged(path, f"a record at byte {found.end:,} of {found.size:,} is not as it was written")
+            records, length = records + found.records, found.end
         return numbers[-1], records, length
     fail(CheckpointFileError, f"{folder} holds no complete snapshot", where=str(folder),
          why=f"{len(numbers)} generations were looked at", fix="restore the folder from a copy")  # fmt: skip
 
 
-def _read(path: pathlib.Path) -> tuple[list[Record], int, bool]:
-    """The records of a file, their length in bytes, and whether that is all of the file."""
+def _read(path: pathlib.Path) -> Found | None:
+    """The records of a file; None if it is not there."""
     try:
         with path.open("rb") as file:
-            found = list(read_records(file))
-            length = found[-1][1] if found else 0
-            return [record for record, _ in found], length, length == os.fstat(file.fileno()).st_size
+            return read_records(file)
     except FileNotFoundError:
-        return [], 0, True
+        return None
     except OSError as error:
         fail(CheckpointFileError, f"{path} cannot be read", where=str(path), why=str(error),
              fix="restore the folder from a copy")  # fmt: skip
+
+
+def _damaged(path: pathlib.Path, why: str) -> NoReturn:
+    fail(CheckpointFileError, f"{path} is damaged", where=str(path), why=why, fix="restore the folder from a copy")
 
 
 def _cannot_open(folder: pathlib.Path, error: OSError) -> NoReturn:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardfn.cluster.parameter_server.held import PARAMS, Part, Slot, first_slots, held
-from shardfn.cluster.parameter_server.journal import Journal, Record, write_snapshot
+from shardfn.cluster.parameter_server.journal import Journal, Record, write_first
 from shardfn.cluster.parameter_server.ledger import Push, Update
 from shardfn.cluster.parameter_server.partition import Partition, Request, Rows, compressed
 from shardfn.errors import CheckpointFileError, fail
@@ -292,8 +292,7 @@ def write_server(folder: pathlib.Path, saved: Saved) -> None:
     Raises:
       OSError: the disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    write_snapshot(folder, 1, _to_records(saved))
+    write_first(folder, _to_records(saved))
 
 
 # ---- a server as records
