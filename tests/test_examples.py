@@ -33,6 +33,7 @@ SLOW = {
     "20_mixture_of_experts": "docs/how-to/mixture-of-experts.md, tests/experts",
     "23_parameter_server": "docs/how-to/parameter-server.md, tests/cluster/test_parameter_server.py",
     "a_pod_you_do_not_have": "README.md plans for as many chips",
+    "where_shards_live": "tests/cluster/test_processes.py and docs/how-to/several-hosts.md launch processes",
     "which_layout": "quick_start plans, draws and asks why for chips that are not here; docs/how-to/what-if.md",
 }
 """Scripts and notebooks that take long, each with the quick tests of what it shows."""
@@ -42,7 +43,8 @@ def test_all_are_here():
     assert [p.name[:2] for p in SCRIPTS] == [f"{i:02}" for i in range(1, len(SCRIPTS) + 1)]
     assert len(SCRIPTS) >= 8
     assert {p.stem for p in NOTEBOOKS} >= {
-        "quick_start", "which_layout", "pynative_style", "from_mindspore", "a_pod_you_do_not_have", "train_stop_continue"
+        "quick_start", "which_layout", "pynative_style", "from_mindspore", "a_pod_you_do_not_have", "train_stop_continue",
+        "where_shards_live",
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ def take_role() -> None:
     """Join the cluster in the role of the context. Of a scheduler and a server this returns never: they end with the workers.
 
     Raises:
-      ClusterError: the context is incomplete, or the scheduler does not answer.
+      ClusterError: the context is incomplete, the scheduler does not answer, or nothing says who may join the cluster.
     """
     found = {key: get_ps_context(key) for key in ("ms_role", "scheduler_ip", "scheduler_port", "worker_num")}
     if missing := [key for key, value in found.items() if value is None]:
@@ -54,6 +55,11 @@ def take_role() -> None:
              fix="set MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM and MS_SERVER_NUM")  # fmt: skip
     if ray.is_initialized():
         return
+    if not os.environ.get("RAY_AUTH_MODE"):  # `ray start` would let everybody in that reaches the port
+        fail(ClusterError, "this job does not say who may join its cluster", where="init",
+             why="whoever reaches a Ray cluster can run code there, and RAY_AUTH_MODE is not set",
+             fix="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to one file for all roles (`ray get-auth-token --generate` "
+                 "makes a token); or RAY_AUTH_MODE=disabled in a network of its own")  # fmt: skip
     address = f"{found['scheduler_ip']}:{found['scheduler_port'] + 1}"
     nodes = {
         "MS_SCHED": ["--head", f"--node-ip-address={found['scheduler_ip']}", f"--port={found['scheduler_port'] + 1}",

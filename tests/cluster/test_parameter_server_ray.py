@@ -11,9 +11,12 @@ import numpy as np
 import optax
 import pytest
 
+from shardfn import embedding
+from shardfn.cluster import TableServers
 from shardfn.cluster.parameter_server import ParameterServer, RowGradient, train
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target
-from tests.processes import ROOT, bare_environment
+from tests.embedding.test_table import ROWS, WIDTH, batches, trained
+from tests.processes import ROOT, bare_environment, launched
 
 pytestmark = pytest.mark.ray
 WORKERS, STEPS = 3, 60
@@ -131,3 +134,41 @@ def test_the_same_script_in_every_role_of_mindspore(cluster, tmp_path):
             process.kill()
     assert [process.returncode for process in processes] == [0] * 5, outputs
     assert [f"MS_WORKER {number} of 2: equal" in output for number, output in enumerate(outputs[3:])] == [True, True]
+
+
+def test_a_role_without_authentication_is_refused(ray_token):
+    own = {name: value for name, value in bare_environment().items() if not name.startswith("RAY_AUTH")}
+    own |= {"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "18118", "MS_WORKER_NUM": "1",
+            "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/cluster/roles.py"], env=own, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode and "does not say who may join its cluster" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("cache_rows", [0, 24])
+def test_a_table_whose_servers_are_killed_between_steps_loses_nothing(cluster, tmp_path, cache_rows):
+    from shardfn.cluster.parameter_server.ray_engine import OnRay
+
+    servers = TableServers(folder=tmp_path, servers=2, engine=OnRay(f"table-{cache_rows}"), timeout_s=60)
+    table, host = (
+        embedding.Table(ROWS, WIDTH, store=store, optimizer=embedding.adam(0.1), init=0.5, cache_rows=cache_rows)
+        for store in (servers, "host")
+    )
+    for round_, target in enumerate([Target(0, 0), COORDINATOR, Target(0, 1), Target(0, 0)]):
+        for each in (table, host):
+            trained(each, batches(4, seed=round_), prefetch=True)
+        os.kill(servers.server.engine.process_ids([target])[0], signal.SIGKILL)
+    np.testing.assert_array_equal(table.values(), host.values())
+    for name, rows in host.moments().items():
+        np.testing.assert_array_equal(table.moments()[name], rows)
+    servers.server.close()
+
+
+def test_the_processes_of_a_job_share_a_table_on_servers(cluster, tmp_path):
+    """One worker of two processes: both read the rows, and the first one pushes."""
+    address = cluster.get_runtime_context().gcs_address
+    done = launched("--processes", "2", "--devices-per-process", "2", "--grace", "1", str(ROOT / "tests/cluster/table_worker.py"),
+                    address, str(tmp_path), timeout=200)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("of 2, 4 devices") == 2

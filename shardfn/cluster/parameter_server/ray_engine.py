@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ WAITERS, CALLERS = 256, 16
 
 ANSWER_S = 60
 """Seconds after which a call counts as lost. A node that is cut off is declared dead by Ray after some 15."""
+
+PARENT_S = 1
+"""Seconds between looks at whether the raylet runs."""
 
 
 class OnRay:
@@ -124,10 +128,14 @@ class OnRay:
 
 
 class Host:
-    """An actor with a coordinator or a server. What is wrong with the folder is told to each caller."""
+    """An actor with a coordinator or a server. What is wrong with the folder is told to each caller.
+
+    It ends with its node: Ray leaves actors running whose raylet ended, and one that Ray replaced would keep its folder locked.
+    """
 
     def __init__(self, setup: Setup, target: Target):
         self.setup, self.target, self.hosted, self.lock = setup, target, None, threading.Lock()
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method."""
@@ -144,9 +152,14 @@ class Host:
 
     def process_id(self) -> int:
         """The process."""
-        import os
-
         return os.getpid()
+
+
+def _end_with(raylet: int) -> None:
+    """End this process when its raylet, which is its parent, has ended. What was acknowledged is on disk."""
+    while os.getppid() == raylet:
+        time.sleep(PARENT_S)
+    os._exit(1)
 
 
 @functools.cache
