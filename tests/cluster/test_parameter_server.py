@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from shardfn.cluster import ParameterServer
-from shardfn.cluster.parameter_server import RowGradient, journal, train
+from shardfn.cluster.parameter_server import InProcess, RowGradient, journal, train
 from shardfn.cluster.parameter_server.partition import ArraySpec, Partition
 from shardfn.errors import CheckpointError, ClusterError, StrategyError
 
@@ -190,6 +190,17 @@ def test_pushes_that_wait_at_the_same_time_share_one_sync(tmp_path):
         log.sync(position)
     log.close()
     assert log.syncs == 1
+
+
+def test_a_client_without_a_folder_joins_the_servers_of_its_engine_and_may_resize_them():
+    engine = InProcess()
+    first, second = (
+        ParameterServer.create(np.zeros(6, "float32"), optax.sgd(1.0), servers=2, engine=engine) for _ in "ab"
+    )
+    first.push(np.ones(6), 0, 0)
+    second.resize(servers=3)
+    first.push(np.ones(6), 0, 1)
+    assert second.setup.folder == first.setup.folder and second.pull().values.tolist() == [-2] * 6
 
 
 def test_compressed_messages_and_reads_of_some_rows():

@@ -241,7 +241,7 @@ def test_usual_mistakes(tmp_path):
     with pytest.raises(ClusterError, match="runs another job"):
         make(TableServers(folder=tmp_path / "b", engine=engine))
     with pytest.raises(ClusterError, match="runs another job"):
-        ParameterServer.create(np.zeros(3), optax.sgd(1.0), engine=engine)
+        ParameterServer.create(np.zeros(3), optax.sgd(1.0), folder=tmp_path / "b", engine=engine)
     engine.stop(list(engine.running))
     with pytest.raises(CheckpointError, match="another init"):
         Table(

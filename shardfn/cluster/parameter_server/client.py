@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import secrets
 import shutil
@@ -35,7 +36,7 @@ from shardfn.cluster.parameter_server.engine import (
     Unreachable,
 )
 from shardfn.cluster.parameter_server.folders import job_folder, writing
-from shardfn.cluster.parameter_server.held import Part
+from shardfn.cluster.parameter_server.held import Part, RowStep
 from shardfn.cluster.parameter_server.journal import FolderInUse
 from shardfn.cluster.parameter_server.ledger import Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import (
@@ -140,7 +141,7 @@ class ParameterServer:
         }
         names = jax.tree.unflatten(jax.tree.structure(params), array_paths("", params))
         setup = job_folder(folder, optimizer, job, arrays, servers, workers, log_bytes)
-        return open_job(setup, job, names, engine, Options(chunk_bytes, compress, timeout_s))
+        return open_job(setup, job, names, engine, Options(chunk_bytes, compress, timeout_s), folder is None)
 
     def pull(
         self, names: Sequence[str] | None = None, *, ids: Mapping[str, Any] | None = None, version: int | None = None
@@ -371,9 +372,7 @@ class ParameterServer:
                  fix="restore the folder from a copy")  # fmt: skip
         return updates
 
-    def _send(
-        self, push: Push, rows: Sequence[Rows], row_step: tuple[int, float] | None = None
-    ) -> tuple[Receipt, Update | None]:
+    def _send(self, push: Push, rows: Sequence[Rows], row_step: RowStep = None) -> tuple[Receipt, Update | None]:
         epoch, servers = self._located()
         messages = split(Partition(self.job.arrays, servers), rows, self.options.chunk_bytes, self.options.compress)
         calls = [
@@ -435,7 +434,9 @@ class ParameterServer:
         shutil.rmtree(self.setup.path(targets[0]).parent, ignore_errors=True)
 
 
-def open_job(setup: Setup, job: Job, names: Any, engine: Engine | None, options: Options) -> ParameterServer:
+def open_job(
+    setup: Setup, job: Job, names: Any, engine: Engine | None, options: Options, joins: bool
+) -> ParameterServer:
     """Start the servers of a job whose folder is written.
 
     Args:
@@ -444,6 +445,7 @@ def open_job(setup: Setup, job: Job, names: Any, engine: Engine | None, options:
       names: the pytree of the arrays' names.
       engine: where servers run; `InProcess()` by default.
       options: how the client talks.
+      joins: whether servers that run already are right with another folder, which their first client chose.
 
     Raises:
       CheckpointError, CheckpointFileError, ClusterError: as of `ParameterServer.create`.
@@ -457,23 +459,19 @@ def open_job(setup: Setup, job: Job, names: Any, engine: Engine | None, options:
             ParameterServer(engine, setup, job, names, options),
             f"create(folder={str(setup.folder.parent)!r})",
         )
-        running = made._retried("create", lambda: made._ask("place"))
-        if running != setup.path(COORDINATOR):
-            fail(ClusterError, "the engine runs another job", where=where, why=f"it has the servers of {running.parent}",
+        folder = made._retried("create", lambda: made._ask("place")).parent
+        if folder != setup.folder and not joins:
+            fail(ClusterError, "the engine runs another job", where=where, why=f"it has the servers of {folder}",
                  fix="give each job an engine of its own, with a name of its own: OnRay(name)")  # fmt: skip
         check_job(made._retried("create", lambda: made._ask("job_of")), job, where)
+        made.setup = dataclasses.replace(setup, folder=folder)
         made._retried("create", made._start_servers)
         on_error.pop_all()
     return made
 
 
 def push_rows(
-    server: ParameterServer,
-    rows: Sequence[Rows],
-    worker: str,
-    step: int,
-    version: int,
-    row_step: tuple[int, float] | None = None,
+    server: ParameterServer, rows: Sequence[Rows], worker: str, step: int, version: int, row_step: RowStep = None
 ) -> Receipt:
     """Send rows, as `ParameterServer.push`.
 

@@ -26,6 +26,10 @@ COUNT = "count"
 """The array of a table's job with the number of its updates."""
 
 
+RowStep = tuple[int, float] | None
+"""Of an update of rows the number of updates before it and its learning rate; None where values are set."""
+
+
 class Part(NamedTuple):
     """A message of a push to one server.
 
@@ -34,14 +38,14 @@ class Part(NamedTuple):
       number: which of its messages to this server it is.
       total: how many they are.
       rows: the gradient of some of the server's rows; rows in no message have zero gradient.
-      row_step: of a table, the number of updates before and the learning rate; None if `rows` are values to be set.
+      row_step: of a table.
     """
 
     push: Push
     number: int
     total: int
     rows: tuple[Rows, ...]
-    row_step: tuple[int, float] | None = None
+    row_step: RowStep = None
 
 
 class Slot(NamedTuple):

@@ -15,7 +15,7 @@ from shardfn.cluster.parameter_server.client import ParameterServer, open_job, p
 from shardfn.cluster.parameter_server.coordinator import Job
 from shardfn.cluster.parameter_server.engine import Engine, InProcess, Options
 from shardfn.cluster.parameter_server.folders import job_folder
-from shardfn.cluster.parameter_server.held import COUNT
+from shardfn.cluster.parameter_server.held import COUNT, RowStep
 from shardfn.cluster.parameter_server.ledger import Rules
 from shardfn.cluster.parameter_server.partition import CHUNK_BYTES, ArraySpec, Rows
 from shardfn.embedding.store import ROWS, Fields, Normal, Opened, Staged, Step, TableSpec, Written
@@ -111,7 +111,7 @@ class TableServers:
         job = Job(specs, Rules(), table.kind)
         setup = job_folder(self.folder, table.optimizer, job, arrays, self.servers, self.workers, self._log_bytes)
         names = {spec.name: spec.name for spec in specs}
-        server = self._server = open_job(setup, job, names, self.engine, self._options)
+        server = self._server = open_job(setup, job, names, self.engine, self._options, False)
         store = _ServerStore(server, table, self.worker, server.next_step(self.worker), self.workers > 1)
         updates = int(server.pull([COUNT], version=store.version).values[COUNT])
         return Opened(store, updates, store.version == 0, self.workers > 1, store.set_count)
@@ -178,11 +178,11 @@ class _ServerStore:
         """Push the number of updates."""
         self._deliver([Rows(COUNT, 0, None, np.array([count]))], None)
 
-    def _push(self, ids: np.ndarray, fields: Fields, step: tuple[int, float] | None) -> None:
+    def _push(self, ids: np.ndarray, fields: Fields, step: RowStep) -> None:
         self._deliver([Rows(name, 0, ids, np.asarray(rows)) for name, rows in fields.items()] if len(ids) else [], step)
         self._written.mark(ids)
 
-    def _deliver(self, rows: list[Rows], step: tuple[int, float] | None) -> None:
+    def _deliver(self, rows: list[Rows], step: RowStep) -> None:
         if self._sends:
             push_rows(self.server, rows, self.worker, self.version, self.version, step)
         self.version += 1
