@@ -34,7 +34,7 @@ slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
 	  -m "(slow or large or hypothesis) and not tpu and not gpu" $(PYTEST_ARGS)
 
 processes: $(VENV)/.has-test  ## the tests that start 2 and 4 processes on this machine, with time limits
-	$(DEVICES) $(PY) -m pytest -m "not slow and not large" tests/cluster tests/data/test_processes.py \
+	$(DEVICES) $(PY) -m pytest -m "not slow and not large and not ray" tests/cluster tests/data/test_processes.py \
 	  tests/checkpoint/test_processes.py $(PYTEST_ARGS)
 
 # In a network of its own: Ray listens at all addresses of a machine. NETWORK= runs it in the machine's network.
