@@ -5,7 +5,7 @@ import secrets
 
 import pytest
 
-collect_ignore = ["libraries.py", "recovering.py", "roles.py", "table_worker.py", "worker.py"]
+collect_ignore = ["libraries.py", "recovering.py", "roles.py", "table_worker.py", "tls_driver.py", "worker.py"]
 
 
 @pytest.fixture(scope="session")

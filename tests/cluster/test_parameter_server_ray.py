@@ -1,7 +1,10 @@
 """The parameter server on Ray: run by `make ray`, in a network of its own."""
 
 import os
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -134,6 +137,35 @@ def test_the_same_script_in_every_role_of_mindspore(cluster, tmp_path):
             process.kill()
     assert [process.returncode for process in processes] == [0] * 5, outputs
     assert [f"MS_WORKER {number} of 2: equal" in output for number, output in enumerate(outputs[3:])] == [True, True]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+def test_servers_and_workers_talk_by_tls_where_the_environment_says_so(ray_token, tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-subj",
+                    "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)  # fmt: skip
+    own = bare_environment() | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "RAY_USE_TLS": "1",
+                                "RAY_TLS_SERVER_CERT": str(certificate), "RAY_TLS_SERVER_KEY": str(key),
+                                "RAY_TLS_CA_CERT": str(certificate)}  # fmt: skip
+    command = [sys.executable, str(ROOT / "tests/cluster/tls_driver.py"), str(tmp_path)]
+    driver = subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    watch = threading.Timer(150, driver.kill)
+    watch.start()
+    try:
+        assert driver.stdin and driver.stdout
+        line = next((line for line in driver.stdout if line.startswith("pulled")), "")
+        assert line.startswith("pulled [0.0, 1.0, 0.0, 0.0] from "), line
+        host, port = line.split()[-1].split(":")
+        context = ssl.create_default_context(cafile=certificate)
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            assert secured.version() in ("TLSv1.2", "TLSv1.3")
+        driver.communicate("end\n", timeout=60)
+    finally:
+        watch.cancel()
+        driver.kill()
 
 
 def test_a_role_without_authentication_is_refused(ray_token):
