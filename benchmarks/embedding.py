@@ -2,9 +2,10 @@
 
 Lookups at three skews of ids: the even split is `table[ids]` with a NamedSharding, as written by hand; bytes sent are those
 of the partitioned program, bytes from the host are counted. Training: rows per second of the host store with and without
-prefetch and cache once it is warm, beside a loop written by hand (unique ids, NumPy rows, no overlap); the step sleeps as
-long as an accelerator would compute, so that the two cores do not matter. Last, the largest
-table that is trained under a limit of device memory, which holds the cache and what XLA compiled for the step.
+prefetch and cache once it is warm, and of two parameter servers in this process with their logs on disk, beside a loop
+written by hand (unique ids, NumPy rows, no overlap); the step sleeps as long as an accelerator would compute, so that the
+two cores do not matter. Last, the largest table that is trained under a limit of device memory, which holds the cache and
+what XLA compiled for the step.
 Run: python benchmarks/embedding.py [--rows 400000] [--width 32] [--batch 1024] [--rounds 60] [--device-ms 10]
      [--limit-mib 256] [--gib 1] [--platform cpu] [--json OUT]
 """
@@ -12,6 +13,7 @@ Run: python benchmarks/embedding.py [--rows 400000] [--width 32] [--batch 1024] 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import time
@@ -22,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import harness
-from shardfn import embedding
+from shardfn import cluster, embedding
 
 FIELDS = 8
 SKEWS = {"uniform": None, "zipf 1.1": 1.1, "zipf 1.5": 1.5}
@@ -127,14 +129,19 @@ def train_rows(options: argparse.Namespace) -> list[dict]:
             rows[unique] -= 0.01 * g / np.sqrt(squares[unique] + 1e-7)
         return time.perf_counter() - start
 
-    def by_table(ids, prefetch: bool, cache_rows: int, path) -> float:
-        table = embedding.Table(total, width, path=path, cache_rows=cache_rows, init=1.0)
+    def by_table(ids, prefetch: bool, cache_rows: int, path, on_servers: bool) -> float:
+        servers = cluster.TableServers(servers=2, folder=tempfile.mkdtemp(dir=folder)) if on_servers else None
+        table = embedding.Table(total, width, store=servers or "host", path=path, cache_rows=cache_rows, init=1.0)
         start = 0.0
         for number, one in enumerate(table.prefetch(ids) if prefetch else map(table.fetch, ids)):
             start = time.perf_counter() if number == len(ids) // 3 else start
             table.update(one, gradient(one.values, one.positions))
         table.lookup([0])
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        if servers is not None:
+            servers.server.close()
+            shutil.rmtree(str(servers.folder))
+        return seconds
 
     found = []
     print(f"\n{'ids':<10}{'way':<34}{'rows/s':>14}{'of by hand':>12}")
@@ -143,11 +150,13 @@ def train_rows(options: argparse.Namespace) -> list[dict]:
             random = np.random.default_rng(2)
             ids = [draw(random, skew, field_rows(total), batch) for _ in range(options.rounds)]
             ways = {"by hand": lambda ids=ids: by_hand(ids)}
-            for store, path in (("host", None), ("file", folder)):
+            for store, path in (("host", None), ("file", folder), ("servers", None)):
                 for prefetch in (False, True):
                     for cache in (0, 4 * batch * FIELDS):
                         key = f"{store}{', prefetch' * prefetch}{', cache' * bool(cache)}"
-                        ways[key] = lambda ids=ids, p=prefetch, c=cache, path=path: by_table(ids, p, c, path)
+                        ways[key] = lambda ids=ids, p=prefetch, c=cache, path=path, s=store == "servers": by_table(
+                            ids, p, c, path, s
+                        )
             counted = sum(one.size for one in ids[len(ids) // 3 :])
             seconds = {key: min(way(), way()) for key, way in ways.items()}  # the first call compiles
             for _ in range(2):  # in turns: what else the machine does meets all of them
