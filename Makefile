@@ -33,6 +33,7 @@ slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
 	$(DEVICES) HYPOTHESIS_PROFILE=slow $(PY) -m pytest -n $(WORKERS) --dist worksteal \
 	  -m "(slow or large or hypothesis) and not tpu and not gpu" $(PYTEST_ARGS)
 
+processes: FLAGS := --xla_backend_optimization_level=0
 processes: $(VENV)/.has-test  ## the tests that start 2 and 4 processes on this machine, with time limits
 	$(DEVICES) $(PY) -m pytest -m "not slow and not large and not ray" tests/cluster tests/data/test_processes.py \
 	  tests/checkpoint/test_processes.py $(PYTEST_ARGS)

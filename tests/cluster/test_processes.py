@@ -33,7 +33,7 @@ def test_an_error_of_one_process_ends_the_job_with_that_error(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)])
 def test_everything_works_in_several_processes(tmp_path, processes, devices):
-    done = run(processes, devices, "rest", tmp_path, timeout=400)
+    done = run(processes, devices, "rest", tmp_path, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"done on {devices} of {processes * devices} devices") == processes
 
