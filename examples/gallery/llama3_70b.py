@@ -27,10 +27,9 @@ weights and gradients: the sum is least for `t = 2`. FSDP over 32 x tensor paral
 sequences.
 
 FSDP over all chips sends twice as much: libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional
-torus, and the prediction has counted it so since 2026-11-26; where the figures above are older, the plan was FSDP over all chips.
-Planned again, the full batch is FSDP over 128 with batch and weights sharded together over 2: 282 GiB sent, 18.6 GiB at the peak,
-and libtpu's compile has 0.97 and 0.90 of these. ZeRO-1 fits the memory only where the weights fit twice: libtpu copies a donated array
-that an all-gather replaces.
+torus. The prediction has counted it so since 2026-11-26, and the full batch is no longer FSDP over 256: batch and weights are
+sharded together over 2 and 128, 282 GiB sent and 18.6 GiB at the peak, of which libtpu's compile has 0.97 and 0.90. ZeRO-1 fits
+the memory only where the weights fit twice: libtpu copies a donated array that an all-gather replaces.
 """
 
 if __name__ == "__main__":
