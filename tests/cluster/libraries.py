@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn.mindspore as ms
 from shardfn import ShardError, checkpoint, embedding, experts, shard, train
-from shardfn.errors import NotAvailableError
 
 FOLDER, N = pathlib.Path(sys.argv[1]), jax.device_count()
 MESH = jax.make_mesh((N,), ("data",), (AxisType.Auto,))
@@ -78,9 +77,10 @@ def tables():
     dense = lambda p, ids, y: jnp.mean((p["items"][ids].sum((1, 2)) - y) ** 2)  # noqa: E731
     np.testing.assert_allclose(packed, trained(dense, {"items": table}, ids, y, mode="stand_alone")[0], rtol=1e-5)
     assert embedding.unpack(state, {"items": split}).params["items"].shape == (64, 16)
-    one = {"items": embedding.Table(1000, 4, optimizer=embedding.sgd(0.1))}
-    raises(NotAvailableError, "runs in one process",
-           lambda: embedding.step(dense, optax.sgd(0.1), tables=one, ids={"items": 0}))  # fmt: skip
+    ours, batch = embedding.Table(64, 16, init=table, optimizer=embedding.sgd(0.1)), (ids.repeat(2, 0), y.repeat(2))
+    value, _, _ = trained(dense, {"items": ours}, *batch, ids={"items": 0}, mode="data_parallel")
+    after = table - 0.1 * jax.grad(dense)({"items": jnp.asarray(table)}, *batch)["items"]
+    np.testing.assert_allclose(value, dense({"items": after}, *batch), rtol=1e-4)
 
 
 def mixture():
