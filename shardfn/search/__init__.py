@@ -71,15 +71,17 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 }
 
 GENERATORS: Mapping[str, CandidateGenerator] = {
+    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
     "exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME),
     "exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT),
-    "exact, memory and communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS),
+    "local search, time": LOCAL_SEARCH["local search, time"],
+    "local search, communication": LOCAL_SEARCH["local search, communication"],
     "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
-    **LOCAL_SEARCH,
-    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
+    "exact, memory and communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS),
+    "local search, memory": LOCAL_SEARCH["local search, memory"],
+    "exact, less memory": exact.less_memory,
     "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
     "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT),
-    "exact, less memory": exact.less_memory,
 }
 """The generators of the default search, in the order of their first turns."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from shardfn.ir.model import Axes
@@ -39,6 +40,8 @@ class Archive:
         self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
         """By level and the sizes of a mesh."""
+        self._least: dict[tuple[int, tuple[int, ...]], float] = {}
+        """The least first figure of the level's aim, of candidates that fit and of others."""
         self._first: dict[int, SearchCandidate] = {}
         """By level."""
         for made in self._made.values():
@@ -80,7 +83,8 @@ class Archive:
 
     def _keep_best(self, made: SearchCandidate) -> None:
         for level in LEVELS:
-            mesh = level, tuple(size for _, size in made.axes)
+            mesh = level, _sizes(made.axes)
+            self._least[mesh] = min(self._at[level].rank(made).aim[0], self._least.get(mesh, math.inf))
             known = self._best.get(mesh)
             if known is None or self._order(level, made) < self._order(level, known):
                 self._best[mesh] = made
@@ -101,6 +105,12 @@ class Archive:
         best = (made for (of, _), made in self._best.items() if of == level)
         return sorted(best, key=lambda made: self._order(level, made))
 
+    def least_aim(self, level: int, axes: Axes) -> float:
+        """The least first figure of a level's aim among the candidates on a mesh, also of those beyond the memory limit;
+        infinite where there is none.
+        """
+        return self._least.get((level, _sizes(axes)), math.inf)
+
     def best(self, level: int) -> SearchCandidate:
         """The best candidate at a level."""
         return self._first[level]
@@ -116,6 +126,10 @@ class Archive:
     def solution_of(self, made: SearchCandidate) -> MeshSolution | None:
         """The solver's solution with the shardings of a candidate, whatever its constraints; None where there is none."""
         return self._solved.get(_shardings(made))
+
+
+def _sizes(axes: Axes) -> tuple[int, ...]:
+    return tuple(size for _, size in axes)
 
 
 def _shardings(made: Proposal) -> object:

@@ -14,7 +14,7 @@ VISIT = 2e4
 FIXED_VISITS = 15
 """Work of evaluating a candidate beside its ops, in visits."""
 
-MESH_VISITS, OTHER_MESHES, HALF_VISITS = 10_000, 4, 200
+MESH_VISITS, OTHER_MESHES, HALF_VISITS = 12_000, 4, 200
 """The default work of a search is at most `MESH_VISITS`, about a second, for each mesh of one or two axes and for
 `OTHER_MESHES` more, and half of that where a candidate takes `HALF_VISITS`."""
 
@@ -33,7 +33,7 @@ def visits_of(budget: str | float, ops: int, meshes: int) -> float:
       meshes: the number of meshes of one or two axes.
 
     >>> visits_of("default", 385, 2), visits_of("fast", 385, 2), visits_of(1e6, 385, 2)
-    (40000.0, 10000.0, 1000000.0)
+    (48000.0, 12000.0, 1000000.0)
     """
     if not isinstance(budget, str):
         return float(budget)

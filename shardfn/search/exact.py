@@ -93,10 +93,9 @@ def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: A
 
 
 def _least_ratio(problem: SearchProblem, ranked: Sequence[tuple[Rank, MeshSolution]], archive: Archive) -> float:
-    """The least ratio of the best candidate on a mesh to the estimate of its solution; at most 1."""
-    best = {made.axes: problem.rank(made).aim[0] for made in archive.best_of_each_mesh(problem.level)}
-    pairs = ((best[one.axes], estimate.aim[0]) for estimate, one in ranked if one.axes in best)
-    return min((cost / estimate for cost, estimate in pairs if estimate), default=1.0)
+    """The least ratio of a candidate's aim to the estimate of the solution on its mesh; at most 1."""
+    estimates = ((estimate.aim[0], archive.least_aim(problem.level, one.axes)) for estimate, one in ranked)
+    return min((least / estimate for estimate, least in estimates if estimate), default=1.0)
 
 
 def _may_beat(estimate: Rank, ratio: float, archive: Archive, problem: SearchProblem) -> bool:
