@@ -1,8 +1,8 @@
 """Cholesky: the factor of a matrix with 131,072 rows on 8 H100.
 
-The matrix has 64 GiB and fits on no device. The loop factors a panel of 2,048 columns, then subtracts its products from the
-columns behind it. XLA would factor an ordinary `jnp.linalg.cholesky` on each device alone, from a copy of the whole matrix; here
-only corners of 2,048 x 2,048 are factored so.
+The matrix has 64 GiB, so that its factorisation fits on no device. The loop factors a panel of 2,048 columns, then subtracts
+its products from the columns behind it. XLA would factor an ordinary `jnp.linalg.cholesky` on each device alone, from a copy
+of the whole matrix; here only corners of 2,048 x 2,048 are factored so.
 """
 
 import dataclasses

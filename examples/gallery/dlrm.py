@@ -1,6 +1,6 @@
 """DLRM: a training step of MLPerf's click model on 8 H100.
 
-The 26 categorical fields of Criteo's terabyte of clicks have tables of 3 to 40 million rows (Naumov et al. 2019; sizes of MLPerf
+The 26 categorical fields of Criteo's terabyte of clicks have tables of 3 to 40,000,000 rows (Naumov et al. 2019; sizes of MLPerf
 Training). Five of them are 98% of the 97 GiB, which no device holds. The search chooses for each table whether its rows, its
 columns or neither are sharded. Stochastic gradient descent updates the rows of a batch alone.
 """

@@ -80,6 +80,7 @@ class TableSpec:
       first: the first rows.
       optimizer: the optimizer of rows.
       kind: what the table is, as JSON values; two tables of one kind begin alike.
+      cache_rows: rows that a cache on the device holds before them.
     """
 
     shape: tuple[int, int]
@@ -87,6 +88,7 @@ class TableSpec:
     first: Normal | np.ndarray
     optimizer: RowOptimizer
     kind: dict[str, Any]
+    cache_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,12 +170,7 @@ class Table:
 
     def _open(self, maker: StoreMaker, cache_rows: int) -> BackingStore:
         """Rows on servers, where they may have been trained before."""
-        opened = maker.open(TableSpec(self.shape, self.dtype, self._first, self.optimizer, self._kind))
-        if opened.is_shared and cache_rows:
-            fail(StrategyError, "a cache does not go with other workers",
-                 where=f"Table(cache_rows={cache_rows}, store={maker!r})",
-                 why="they would not see what changes in the cache until it is written back",
-                 fix="cache_rows=0, or one worker")  # fmt: skip
+        opened = maker.open(TableSpec(self.shape, self.dtype, self._first, self.optimizer, self._kind, cache_rows))
         self._opened, self.count = opened, opened.count
         if opened.is_shared or not opened.is_new:  # rows that changed elsewhere are not known one by one
             self._is_changed[:] = self._is_touched[:] = True

@@ -240,7 +240,9 @@ WORTH = 0.2
 
 
 def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
-    """The fix: the best sharding of one argument that removes a collective and sends less, or that none was found."""
+    """The fix: the best sharding of one argument that removes a collective, sends less and keeps the memory limit as far as the
+    plan does, or that none was found.
+    """
     axes = {axis_name(a) for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
     sharded = sorted(
@@ -253,12 +255,12 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
         for d in few
         for spec in sorted(array_specs(d.shape, plan.axes, d.spec), key=lambda s: _distance(s, d.spec))
     ]
-    found = []
+    found, room = [], study.problem.memory_limit
     for d, spec in tries[:most]:
         partitioned = study.partitioned_with((d.path,), spec)
         if is_gone(partitioned):
             paid = estimate_cost(partitioned, plan.hardware, study.problem.donated)
-            if paid.bytes_sent < plan.cost.bytes_sent:
+            if paid.bytes_sent < plan.cost.bytes_sent and paid.memory.peak <= max(room, plan.cost.memory.peak):
                 found.append((objective(paid, study.problem), len(found), d, spec, paid))
     if not found:
         names = " or ".join(f"`{d.path}`" for d in few)

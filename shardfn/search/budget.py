@@ -15,7 +15,7 @@ FIXED_VISITS = 15
 """Work of evaluating a candidate beside its ops, in visits."""
 
 MESH_VISITS, OTHER_MESHES, HALF_VISITS = 12_000, 4, 200
-"""The default work of a search is at most `MESH_VISITS`, about a second, for each mesh of one or two axes and for
+"""The default work of a search is at most `MESH_VISITS`, a little more than a second, for each mesh of one or two axes and for
 `OTHER_MESHES` more, and half of that where a candidate takes `HALF_VISITS`."""
 
 DEFAULT = "default"

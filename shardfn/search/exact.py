@@ -93,7 +93,7 @@ def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: A
 
 
 def _least_ratio(problem: SearchProblem, ranked: Sequence[tuple[Rank, MeshSolution]], archive: Archive) -> float:
-    """The least ratio of a candidate's aim to the estimate of the solution on its mesh; at most 1."""
+    """The least ratio of a candidate's aim to the estimate of the solution on its mesh; infinite where there is no candidate."""
     estimates = ((estimate.aim[0], archive.least_aim(problem.level, one.axes)) for estimate, one in ranked)
     return min((least / estimate for estimate, least in estimates if estimate), default=1.0)
 

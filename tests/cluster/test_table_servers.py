@@ -215,6 +215,41 @@ def test_a_call_that_servers_did_not_answer_can_be_made_again(cache_rows):
     same(table, host)
 
 
+class Deaf(InProcess):
+    """While `is_deaf`, a push is accepted, and nobody hears so."""
+
+    is_deaf = False
+
+    def _call(self, one):
+        answer = super()._call(one)
+        if self.is_deaf and one.method == "vote":
+            raise Unreachable("no answer")
+        return answer
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_an_update_whose_answer_was_lost_does_not_hide_the_next_one(is_accepted):
+    engine = Deaf() if is_accepted else Silent()
+    table, host = make(TableServers(servers=2, engine=engine, timeout_s=0)), make()
+    for ids in batches()[:3]:
+        batch = table.fetch(ids)
+        engine.is_deaf = engine.is_silent = True
+        with pytest.raises(ClusterError):
+            table.update(batch, GRADIENT(batch.values, jnp.asarray(batch.positions)))
+        engine.is_deaf = engine.is_silent = False
+        table.update(batch, other := 2 * GRADIENT(batch.values, jnp.asarray(batch.positions)))
+        for gradients in (other / 2, other):
+            host.update(host.fetch(ids), gradients)
+        np.testing.assert_array_equal(table.values(), host.values())
+
+
+def test_a_folder_keeps_its_number_of_workers(tmp_path):
+    make(TableServers(folder=tmp_path)).flush()
+    with pytest.raises(StrategyError, match="the table has 1 workers, not 2"):
+        make(TableServers(folder=tmp_path, workers=2))
+    make(TableServers(folder=tmp_path))
+
+
 def test_lfu_index_takes_back_what_it_placed():
     index, draw = LfuIndex(100, 8), np.random.default_rng(0)
     for _ in range(50):
@@ -233,7 +268,8 @@ def test_usual_mistakes(tmp_path):
     with pytest.raises(StrategyError, match="`servers` cannot be"):
         TableServers(servers=0)
     with pytest.raises(StrategyError, match="does not go with other workers"):
-        make(TableServers(workers=2), cache_rows=8)
+        make(several := TableServers(workers=2), cache_rows=8)
+    make(several)  # nothing was started
     servers = TableServers(folder=tmp_path / "a", engine=(engine := InProcess()))
     make(servers)
     with pytest.raises(StrategyError, match="have a table"):

@@ -26,9 +26,13 @@ def test_figures_are_those_of_a_machine(count, monkeypatch):
     assert 1e7 < chip.vector_flops < 1e13 and 1e7 < chip.flops < 1e13
     assert 1e6 < chip.memory_bytes_s < 1e16 and 1e5 < chip.link_bytes_s < 1e13
     assert 0 < chip.latency_s < 1 and 0 <= chip.launch_s < 0.1
-    assert f"{count} cpu devices" in chip.source and (chip.name, chip.platform) == ("cpu", "cpu")
+    assert (
+        f"{count} cpu devices" in chip.source
+        and CHIPS["cpu"].source in chip.source
+        and (chip.name, chip.platform) == ("cpu", "cpu")
+    )
     assert [c.kind for c in found.collectives] == [k for k in COLLECTIVE_KINDS for _ in range(2) if count > 1]
-    assert "GFLOP/s" in str(found) and ("all-to-all" in str(found)) is (count > 1)
+    assert "GFLOP/s" in str(found) and ("all-to-all" in str(found)) is ("sent over a link" in str(found)) is (count > 1)
 
 
 @pytest.fixture

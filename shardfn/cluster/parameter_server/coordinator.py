@@ -99,6 +99,8 @@ class Report(NamedTuple):
       stale: pushes that were refused as too old, since the coordinator started.
       staleness: how many pushes had which staleness.
       syncs: `fsync` calls of the coordinator since it started.
+      servers: the number of servers.
+      workers: the number of workers.
     """
 
     updates: int
@@ -107,6 +109,8 @@ class Report(NamedTuple):
     stale: int
     staleness: dict[int, int]
     syncs: int
+    servers: int
+    workers: int
 
     @property
     def largest_staleness(self) -> int:
@@ -284,7 +288,7 @@ class Coordinator:
         with self._changed:
             found, refused = self._ledger, self._refused
             return Report(found.version, found.accepted, refused[ledgers.LATE], refused[STALE], dict(found.staleness),
-                          self._journal.syncs)  # fmt: skip
+                          self._journal.syncs, found.servers, found.workers)  # fmt: skip
 
     def close(self) -> None:
         """Close the journal, for another process to open it."""

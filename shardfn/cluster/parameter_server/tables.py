@@ -19,7 +19,7 @@ from shardfn.cluster.parameter_server.held import COUNT, RowStep
 from shardfn.cluster.parameter_server.ledger import Rules
 from shardfn.cluster.parameter_server.partition import CHUNK_BYTES, ArraySpec, Rows
 from shardfn.embedding.store import ROWS, Fields, Normal, Opened, Staged, Step, TableSpec, Written
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import ClusterError, StrategyError, fail
 
 
 class TableServers:
@@ -34,8 +34,8 @@ class TableServers:
       folder: where logs and snapshots are, as of `ParameterServer.create`. A folder with a table goes on with its rows. None
         for a temporary folder, which ends with the process.
       servers: the number of servers.
-      workers: the number of workers. Each makes the table, with ids and gradients of its own, and calls its methods as often
-        as the others.
+      workers: the number of workers; a folder with a table has the number it was made with. Each worker makes the table, with
+        ids and gradients of its own, and calls its methods as often as the others.
       worker: the name or number of this worker.
       engine: where servers run, one engine for each table; `InProcess()` by default, for tests and debugging.
       chunk_bytes: the most bytes of rows in a message.
@@ -92,11 +92,12 @@ class TableServers:
           table: what the table is.
 
         Raises:
-          StrategyError: these servers have a table; several processes without a folder or with servers in this process.
+          StrategyError: these servers have a table; several processes without a folder or with servers in this process; a
+            cache with several workers; a folder with another number of workers.
           CheckpointError: the folder holds another table.
           CheckpointFileError, ClusterError: as of `ParameterServer.create`.
         """
-        self._check()
+        self._check(table)
         moments = table.optimizer.moments
         specs = (
             ArraySpec(ROWS, table.shape, np.dtype(table.dtype).name),
@@ -112,11 +113,23 @@ class TableServers:
         setup = job_folder(self.folder, table.optimizer, job, arrays, self.servers, self.workers, self._log_bytes)
         names = {spec.name: spec.name for spec in specs}
         server = self._server = open_job(setup, job, names, self.engine, self._options, False)
+        held = server.report().workers
+        if held != self.workers:
+            server.close()
+            fail(StrategyError, f"the table has {held} workers, not {self.workers}", where=f"store = {self!r}",
+                 why="a folder goes on with the number it has: an update sums the gradients of all of them",
+                 fix=f"TableServers(workers={held}, ...); server.resize(workers={self.workers}) changes it for tables that are "
+                 "made after it")  # fmt: skip
         store = _ServerStore(server, table, self.worker, server.next_step(self.worker), self.workers > 1)
         updates = int(server.pull([COUNT], version=store.version).values[COUNT])
         return Opened(store, updates, store.version == 0, self.workers > 1, store.set_count)
 
-    def _check(self) -> None:
+    def _check(self, table: TableSpec) -> None:
+        if self.workers > 1 and table.cache_rows:
+            fail(StrategyError, "a cache does not go with other workers",
+                 where=f"Table(cache_rows={table.cache_rows}, store={self!r})",
+                 why="they would not see what changes in the cache until it is written back",
+                 fix="cache_rows=0, or one worker")  # fmt: skip
         if self._server is not None:
             fail(StrategyError, "these servers have a table", where=f"store = {self!r}", why="each table has servers of its own",
                  fix="make another TableServers, with another folder")  # fmt: skip
@@ -144,6 +157,7 @@ class _ServerStore:
         self._names = (ROWS, *(name for name, _ in table.optimizer.moments))
         self._written = Written(table.shape[0])
         self._sends = jax.process_index() == 0
+        self._failed: tuple[list[Rows], RowStep] | None = None  # a push that may have arrived, or not
 
     def stage(self, ids: np.ndarray) -> Staged | None:
         """Read rows ahead."""
@@ -183,8 +197,21 @@ class _ServerStore:
         self._written.mark(ids)
 
     def _deliver(self, rows: list[Rows], step: RowStep) -> None:
+        """Push; where the last push failed and this is not the same again, that one first: the servers tell pushes apart by
+        their number alone."""
+        if self._failed is not None and not _are_equal(self._failed, (rows, step)):
+            self._send(*self._failed)
+        self._send(rows, step)
+
+    def _send(self, rows: list[Rows], step: RowStep) -> None:
         if self._sends:
-            push_rows(self.server, rows, self.worker, self.version, self.version, step)
+            self._failed = rows, step
+            receipt = push_rows(self.server, rows, self.worker, self.version, self.version, step)
+            if not receipt.is_kept:
+                fail(ClusterError, f"an update of a table was dropped: {receipt.status}", where=f"worker {self.worker!r}",
+                     why=f"it was number {self.version}, and the servers have {receipt.version} updates",
+                     fix="all workers make the same number of calls; make the tables of all of them again")  # fmt: skip
+            self._failed = None
         self.version += 1
 
     def _staged(self, ids: np.ndarray, names: Iterable[str]) -> Staged | None:
@@ -198,6 +225,15 @@ class _ServerStore:
             return {name: np.empty((0, self._shape[1]), self._dtype if name == ROWS else np.float32) for name in names}
         pulled = (server or self.server).pull(list(names), ids=dict.fromkeys(names, ids), version=self.version)
         return pulled.values
+
+
+def _are_equal(one: tuple[list[Rows], RowStep], other: tuple[list[Rows], RowStep]) -> bool:
+    (first, step), (second, other_step) = one, other
+    return (
+        step == other_step
+        and len(first) == len(second)
+        and all(np.array_equal(a, b) for pair in zip(first, second, strict=True) for a, b in zip(*pair, strict=True))
+    )
 
 
 class _First:

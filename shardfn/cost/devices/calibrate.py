@@ -42,17 +42,19 @@ class Calibration:
 
     def __str__(self) -> str:
         chip = self.chip
-        own = "f32" if chip.platform == "cpu" else "bf16"
+        names = dict.fromkeys(name for name, _ in chip.rows_share)  # those that were measured
         rows = [
-            (f"matmuls, {own}", chip.flops / 1e9, "GFLOP/s"),
-            *((f"matmuls, {name}", rate / 1e9, "GFLOP/s") for name, rate in chip.dtype_flops),
-            *((f"over rows, {name}", share, "of that") for name, share in chip.rows_share),
+            *((f"matmuls, {name}", chip.rate(name) / 1e9, "GFLOP/s") for name in names),
+            *((f"weight gradients, {name}", chip.rate(name, over_rows=True) / 1e9, "GFLOP/s") for name in names),
             ("operations on elements", chip.vector_flops / 1e9, "GFLOP/s"),
             ("memory", chip.memory_bytes_s / 1e9, "GB/s"),
             ("a kernel's launch", chip.launch_s * 1e6, "us"),
-            ("sent over a link", chip.link_bytes_s / 1e9, "GB/s"),
-            ("an empty collective", chip.latency_s * 1e6, "us"),
         ]
+        if self.collectives:
+            rows += [
+                ("sent over a link", chip.link_bytes_s / 1e9, "GB/s"),
+                ("an empty collective", chip.latency_s * 1e6, "us"),
+            ]
         lines = [f"{what:<24} {figure:>10,.3g} {unit}" for what, figure, unit in rows]
         for c in self.collectives:
             ratio = c.seconds / c.modelled_s
@@ -65,10 +67,10 @@ class Calibration:
 def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
     """The rates of some devices that are here. Sizes of memory, topology, and what is not measured are the preset's.
 
-    Measured: products of square matrices, also over the rows of both, and chains of multiplications and additions, each of the
-    size from which on a larger one gains less than a tenth; passes over an array that no cache holds; kernels with nearly no
-    work; each kind of collective over all devices of one node, with little and with much to send. Each is the median of its
-    runs.
+    Measured: products of square matrices, also with the contracting dimension first in both as for a weight's gradient, and
+    chains of multiplications and additions, with arrays that grow while that makes them a tenth faster; passes over an array
+    that no cache holds; kernels with nearly no work; each kind of collective over all devices of one node, with little and with
+    much to send. Each is the median of its runs.
 
     Args:
       devices: all of one kind.
@@ -90,7 +92,7 @@ def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
         memory_bytes_s=_pass_over(mesh, int(known.memory_bytes / 1024), seconds),
         launch_s=_launch(mesh, seconds),
         source=f"measured on {len(devices)} {devices[0].device_kind} devices of this machine, {os.cpu_count()} cores, "
-        f"{datetime.date.today()}",
+        f"{datetime.date.today()}; the rest: {known.source}",
     )
     node = devices[: chip.node or None]
     return _with_links(chip, node, seconds) if len(node) > 1 else Calibration(chip, ())

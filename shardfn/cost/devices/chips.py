@@ -240,15 +240,17 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fail(DeviceError, "no chip can be read from the file", where=where, why=f"{type(error).__name__}: {error}",
-             fix="write it again: python -m shardfn calibrate --save FILE")  # fmt: skip
+             fix="delete the file; python -m shardfn calibrate --save writes it again")  # fmt: skip
 
 
 def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
-    """Write a chip where `load_chip` finds it. Missing directories are made."""
+    """Write a chip where `load_chip` finds it, all of it or nothing. Missing directories are made."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
+    part = f"{os.fspath(path)}.{os.getpid()}.part"
+    with open(part, "w", encoding="utf-8") as file:
         json.dump({"chip": dataclasses.asdict(chip)}, file, indent=1)
         file.write("\n")
+    os.replace(part, path)
 
 
 def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,

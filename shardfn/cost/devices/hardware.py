@@ -217,7 +217,7 @@ def preset_of(platform: str, kind: str) -> Chip:
     known = [(name, chip) for chip in CHIPS.values() for name in chip.device_kinds if kind.startswith(name)]
     if known:
         return max(known, key=lambda row: len(row[0]))[1]
-    chip = _chip(_DEFAULT_CHIP.get(platform, "cpu"))
+    chip = CHIPS[_DEFAULT_CHIP.get(platform, "cpu")]
     return (
         chip if platform == "cpu" else dataclasses.replace(chip, source=f"{chip.source}, for want of figures of {kind}")
     )
