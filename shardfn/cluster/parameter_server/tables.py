@@ -229,10 +229,12 @@ class _ServerStore:
 
 def _are_equal(one: tuple[list[Rows], RowStep], other: tuple[list[Rows], RowStep]) -> bool:
     (first, step), (second, other_step) = one, other
-    return (
-        step == other_step
-        and len(first) == len(second)
-        and all(np.array_equal(a, b) for pair in zip(first, second, strict=True) for a, b in zip(*pair, strict=True))
+    if step != other_step or [rows[:2] for rows in first] != [rows[:2] for rows in second]:
+        return False
+    return all(
+        np.array_equal(() if a.ids is None else a.ids, () if b.ids is None else b.ids)
+        and np.array_equal(a.values, b.values)
+        for a, b in zip(first, second, strict=True)
     )
 
 
