@@ -104,8 +104,12 @@ def _precision(op: Any) -> str:
     """The precision that a matmul or convolution asks for, in lower case; empty for the default one."""
     if "precision_config" not in op.attributes:
         return ""
-    names = {stablehlo.PrecisionAttr(each).value for each in ir.ArrayAttr(op.attributes["precision_config"])}
+    names = _PRECISION.findall(str(op.attributes["precision_config"]))
     return next((name.lower() for name in ("HIGHEST", "HIGH") if name in names), "")
+
+
+_PRECISION = re.compile(r"<precision (\w+)>")
+"""An attribute of StableHLO, or of CHLO for `ragged_dot`."""
 
 
 def _combines(op: Any) -> str:
