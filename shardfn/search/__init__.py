@@ -129,7 +129,7 @@ def register(name: str, search: Callable[[SearchProblem], Answer] | CandidateGen
     """Register a search or a candidate generator of your own under a name, for `search_mode` and the context.
 
     A search takes a `SearchProblem` and returns the `Answer`, which is taken as it is. A generator takes a `SearchProblem` and
-    the `Archive` of what was evaluated, and yields `Proposal`s. The baselines and the local search come with it.
+    the `Archive` of what was evaluated, and yields each `Proposal`. The baselines and the local search come with it.
 
     Args:
       name: a free identifier.
