@@ -211,6 +211,36 @@ def test_zeros_at_the_end_of_a_log_are_cut_off_and_a_lost_folder_is_an_error(tmp
         start(tmp_path)
 
 
+def test_a_snapshot_whose_folder_could_not_be_synced_is_taken_back(tmp_path, monkeypatch):
+    """It would be read without what the log before it holds from then on."""
+    journal.write_first(tmp_path, [journal.Record("first")])
+    own, whole, calls = journal.Journal(tmp_path), journal.sync_folder, []
+
+    def second_fails(folder):
+        calls.append(folder)
+        if len(calls) == 2:  # after the snapshot was renamed
+            raise OSError(errno.EIO, "no answer of the disk")
+        whole(folder)
+
+    monkeypatch.setattr(journal, "sync_folder", second_fails)
+    with pytest.raises(CheckpointFileError, match="no answer"):
+        own.rotate([journal.Record("second")])
+    monkeypatch.setattr(journal, "sync_folder", whole)
+    assert len(calls) == 2 and {path.name for path in tmp_path.glob("*-*")} == {"log-000001", "snapshot-000001"}
+    own.append(journal.Record("third"))
+    own.close()
+    assert [record.kind for record in journal.Journal(tmp_path).records] == ["first", "third"]
+
+
+def test_a_closed_journal_is_on_disk(tmp_path, monkeypatch):
+    journal.write_first(tmp_path, [])
+    own, synced = journal.Journal(tmp_path), []
+    monkeypatch.setattr(journal, "_sync", lambda file: synced.append(file.name))
+    own.append(journal.Record("last"))
+    own.close()
+    assert len(synced) == 1
+
+
 def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, monkeypatch):
     server = start(tmp_path)
     push(server, 0, 0)

@@ -12,6 +12,7 @@ cut off. Anything else that is not as it was written is damage, and an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import itertools
@@ -275,6 +276,7 @@ class Journal:
                     write_snapshot(self.folder, new, records)
                 except BaseException:
                     log.close()
+                    (self.folder / f"snapshot-{new:06}").unlink(missing_ok=True)  # first: without its log it is damage
                     log.path.unlink()
                     raise
             except OSError as error:
@@ -288,7 +290,9 @@ class Journal:
     def close(self) -> None:
         """Close the files, and let another process open them."""
         with self._writing, self._syncing:
-            self._log.close()
+            with contextlib.suppress(CheckpointFileError):  # which those who wait for it are told
+                self._log.sync()
+            self._log.file.close()
             self._lock.close()
 
     def _open(self, generation: int, length: int) -> _Log:
