@@ -3,9 +3,9 @@
 One table: of each family the modelled and the measured milliseconds of a step, their ratio, and the memory that was predicted
 and compiled. Nothing is sent between devices, so it is the rates of arithmetic and of memory that are held against the
 hardware. The model adds up the ops at the rates that `python -m shardfn calibrate --save` measured on this machine, or else at
-the datasheet's, which has a column of its own. An order of layouts needs the ratio to be alike from one program to the
-next. Measured: calls one after the other
-that hand on their state, the last one waited for; the median of the rounds, after two calls that warm up.
+the datasheet's, which has a column of its own. An order of layouts needs the ratio to be alike from one program to the next.
+Measured: calls one after the other that hand on their state, the last one waited for; the median of the rounds, after two
+calls that warm up.
 Run: python benchmarks/one_device.py [--platform gpu] [--size large] [--families gpt2 ...] [--rounds 7] [--json OUT]
 """
 

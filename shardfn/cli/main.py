@@ -205,12 +205,13 @@ def _calibrate(options: argparse.Namespace) -> None:
     if options.save is None:
         return
     kind = hardware.devices[0].device_kind
-    path = options.save or chip_file(kind)
+    place = chip_file(kind)
+    path = options.save or place
     if not path:
         fail(DeviceError, "there is no directory to save the figures to", where=f"{CHIP_FILES} is empty",
              why="then plans look for no measured figures", fix="unset it, or write --save FILE")  # fmt: skip
     save_chip(found.chip, path)
-    used = os.path.abspath(path) == os.path.abspath(chip_file(kind) or os.curdir)
+    used = place and os.path.abspath(path) == os.path.abspath(place)
     print(f"saved: {path}" + (f"; plans for {kind} devices use it from now on" if used else ""))
 
 

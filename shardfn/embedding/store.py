@@ -215,13 +215,11 @@ class HostStore:
 
     def stage(self, ids: np.ndarray) -> Staged:
         """Read rows ahead."""
-        version = self._written.version  # before the rows: what is written meanwhile counts as later
-        return Staged(version, ids, self._fields(ids, (ROWS,)))
+        return self._staged(ids, (ROWS,))
 
     def stage_all(self, ids: np.ndarray) -> Staged:
         """Read rows and moments ahead."""
-        version = self._written.version
-        return Staged(version, ids, self._fields(ids, self.arrays))
+        return self._staged(ids, self.arrays)
 
     def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
         """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
@@ -244,6 +242,10 @@ class HostStore:
         for name, rows in fields.items():
             self.arrays[name][ids] = rows
         self._written.mark(ids)
+
+    def _staged(self, ids: np.ndarray, names: Iterable[str]) -> Staged:
+        version = self._written.version  # before the rows: what is written meanwhile counts as later
+        return Staged(version, ids, self._fields(ids, names))
 
     def _fields(self, ids: np.ndarray, names: Iterable[str]) -> Fields:
         return {name: self.arrays[name][ids] for name in names}

@@ -80,7 +80,7 @@ def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
     mesh = Mesh(np.array(devices), ("d",))
     most = known.memory_bytes / 256
     rates, over_rows = (
-        {name: _fastest(functools.partial(run, mesh, dtype), most, seconds) for name, dtype in _dtypes(known)}
+        {name: _fastest(functools.partial(run, mesh, dtype), most, seconds) for name, dtype in _dtypes()}
         for run in (_matmul, _matmul_over_rows)
     )
     chip = dataclasses.replace(
@@ -152,7 +152,7 @@ def _one_more(
     return max(0.0, (many - few) / (4 * _REPEATS))
 
 
-def _dtypes(chip: Chip) -> Iterator[tuple[str, Any]]:
+def _dtypes() -> Iterator[tuple[str, Any]]:
     yield from (("f32", jnp.float32), ("bf16", jnp.bfloat16))
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         yield "f64", jnp.float64
