@@ -132,7 +132,8 @@ def _evaluate(archive: Archive, proposal: Proposal, name: str) -> None:
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
     """No search for reference cycles meanwhile: a turn makes many objects and hardly a cycle, and the search looks at all of
-    them again and again, which takes a fifth of the turn."""
+    them again and again.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

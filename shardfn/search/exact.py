@@ -93,16 +93,16 @@ def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: A
 
 
 def _least_ratio(problem: SearchProblem, ranked: Sequence[tuple[Rank, MeshSolution]], archive: Archive) -> float:
-    """The least ratio of a candidate's aim to the estimate of the solution on its mesh; infinite where there is no candidate."""
+    """The least ratio of a candidate's aim to the estimate of the solution on its mesh; at most 1."""
     estimates = ((estimate.aim[0], archive.least_aim(problem.level, one.axes)) for estimate, one in ranked)
-    return min((least / estimate for estimate, least in estimates if estimate), default=1.0)
+    return min([1.0, *(least / estimate for estimate, least in estimates if estimate)])
 
 
 def _may_beat(estimate: Rank, ratio: float, archive: Archive, problem: SearchProblem) -> bool:
     """Whether an estimate, times a ratio, is no worse than the best candidate."""
     best = problem.rank(archive.best(problem.level))
     return is_no_worse(
-        estimate._replace(aim=(min(1.0, ratio) * estimate.aim[0], *estimate.aim[1:]), ties=()), best._replace(ties=())
+        estimate._replace(aim=(ratio * estimate.aim[0], *estimate.aim[1:]), ties=()), best._replace(ties=())
     )
 
 
