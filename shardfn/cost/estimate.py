@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.compute import matrix_flops, work
@@ -42,17 +42,21 @@ def collectives(partitioned: PartitionedProgram, order: ExecutionOrder | None = 
       partitioned: the program.
       order: `lower_for_backend` of it, if known.
     """
+    return tuple(c for _, c in collectives_by_result(partitioned, order))
+
+
+def collectives_by_result(
+    partitioned: PartitionedProgram, order: ExecutionOrder | None = None
+) -> Iterator[tuple[int, Collective]]:
+    """`collectives`, each with the value that it makes."""
     groups = (order or lower_for_backend(partitioned)).groups
     sizes = collections.Counter(groups.values())
-    found = []
     for c in partitioned.communications:
         sent, together = communication_bytes(partitioned, c), sizes[groups[c.result]] if c.result in groups else 1
         shape, dtype = partitioned.local_shape(c.operand), partitioned.graph.values[c.operand].dtype
         if sent:
-            found.append(
-                Collective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
-            )
-    return tuple(found)
+            made = Collective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
+            yield c.result, made
 
 
 def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, int]]) -> float:

@@ -32,17 +32,24 @@ class Backend:
     """What it changes before it schedules."""
     kernels: Callable[[PartitionedProgram, FusionPlan], list[tuple[int, ...]]] = _each_alone
     """Which ops, each with what is fused into it, run as one."""
+    asynchronous: frozenset[str] = frozenset()
+    """The kinds of collectives that it starts early, and computes meanwhile."""
 
 
 _BACKENDS = {
     "": Backend({"all-reduce": math.inf}),
     "cpu": Backend({"all-reduce": math.inf}, CpuFuser, lambda partitioned, _: on_cpu(partitioned)),
-    "tpu": Backend({"all-reduce": 120 * 2**20}, TpuFuser),  # libtpu's `xla_jf_crs_combiner_threshold_in_bytes`
+    "tpu": Backend(
+        {"all-reduce": 120 * 2**20},  # libtpu's `xla_jf_crs_combiner_threshold_in_bytes`
+        TpuFuser,
+        asynchronous=frozenset(("all-gather", "reduce-scatter", "collective-permute")),
+    ),
     # The defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like.
     "gpu": Backend(
         dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7),
         rewrite=on_gpu,
         kernels=gpu_kernels,
+        asynchronous=frozenset(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")),
     ),
 }
 

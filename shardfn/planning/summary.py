@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import collective_s
+from shardfn.cost.platforms import backend_of
 from shardfn.frontend.options import OBJECTIVES
 from shardfn.frontend.paths import alike, layer, starred
 from shardfn.ir.model import mesh_text
@@ -36,6 +37,7 @@ def headline(plan: Plan) -> list[str]:
         f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}",
         f"work: {flops_text(cost.flops)} and {bytes_text(cost.bytes_sent)} sent per device; compute "
         f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
+        *_overlap_line(plan),
         f"objective: least {OBJECTIVES[plan.level]} (level {plan.level}); {plan.policy}",
     ]
     if plan.entries:
@@ -66,6 +68,17 @@ def fit_text(plan: Plan) -> str:
     if peak > device:
         return f"fits the limit but not the device, {bytes_text(peak - device)} too much for {plan.hardware.chip.name}: {used}"
     return f"fits with {bytes_text(limit - peak)} to spare: {used}"
+
+
+def _overlap_line(plan: Plan) -> list[str]:
+    """How long a call takes with collectives beside compute, where XLA runs some kinds of them so."""
+    if not any(c.kind in backend_of(plan.hardware.platform).asynchronous for c in plan.collectives):
+        return []
+    times = plan.overlap
+    return [
+        f"overlap: {time_text(times.expected_s)} with the collectives beside compute that XLA runs there, "
+        f"{time_text(times.full_s)} with all of them (modelled)"
+    ]
 
 
 def _largest_part(plan: Plan) -> str:

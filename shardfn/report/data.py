@@ -50,7 +50,8 @@ def plan_data(plan: Plan, transfers: Sequence[str], due: Sequence[Attribution]) 
                                        key=lambda pair: -seconds(plan, pair[0]))
         ],
         "cost": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,
-                 "communication_s": cost.communication_s, "time_s": cost.time_s, "unmodelled_ops": cost.unmodelled_ops},
+                 "communication_s": cost.communication_s, "time_s": cost.time_s, "unmodelled_ops": cost.unmodelled_ops,
+                 "overlap": dataclasses.asdict(plan.overlap)},
         "optimality_gap": plan.gap,
         "runner_up": plan.runner_up,
         "constraints": [dataclasses.asdict(c) for c in plan.constraints],

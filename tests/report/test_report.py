@@ -14,6 +14,7 @@ from shardfn.compiled.executable import read
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_memory import MemoryEstimate
+from shardfn.cost.overlap import Overlap
 from shardfn.ir.model import Collective, Communication, Graph, Op, PartitionedProgram, Value
 from shardfn.planning.decisions import Candidate, Constraint, Figures
 from shardfn.planning.plan import Decision, DimensionGroup, Plan
@@ -99,7 +100,9 @@ def made(**changes) -> Plan:
     made = dataclasses.replace(made, **changes)
     sent = tuple(Communication(c.kind, c.axes, c.group_size, OPERANDS.get(c.cause, 5), 5, c.trips, c.where, c.cause)
                  for c in made.collectives)  # fmt: skip
-    return dataclasses.replace(made, partitioned=dataclasses.replace(made.partitioned, communications=sent))
+    made = dataclasses.replace(made, partitioned=dataclasses.replace(made.partitioned, communications=sent))
+    vars(made)["overlap"] = Overlap(1.4e-5, 1.3e-5, 1.2e-5)  # in the place of that of a graph that no program has
+    return made
 
 
 OPERANDS = {"reduce": 6, "dot_general": 7, "return": 2}

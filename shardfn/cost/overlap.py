@@ -1,0 +1,163 @@
+"""How much of a call's communication can run beside its compute.
+
+`Cost.time_s` lets collectives and compute follow one another. XLA's backends for GPU and TPU start some kinds of collectives
+early and compute meanwhile. The program is a graph of kernels and collectives; a list schedule (Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969) of two machines, the cores and the links, says when each runs: as soon as what it reads
+is there and its machine is free, the first in program order of several. Loops follow one another and what is around them, as
+XLA does not move ops in or out of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+from collections.abc import Collection, Sequence
+
+from shardfn.cost.compute import has_own_time, once
+from shardfn.cost.devices.chips import Hardware
+from shardfn.cost.estimate import collective_s, collectives_by_result
+from shardfn.cost.platforms import backend_of, kernels
+from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
+from shardfn.ir.model import PartitionedProgram
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Modelled seconds of one call, by what runs beside compute."""
+
+    none_s: float
+    """No collective: the time that plans are compared by."""
+    expected_s: float
+    """The kinds of collectives that the platform's XLA backend runs beside compute (`Backend.asynchronous`)."""
+    full_s: float
+    """Every collective, as far as the data allows."""
+
+
+def overlap(partitioned: PartitionedProgram, hardware: Hardware) -> Overlap:
+    """The time of one call with no, some and all collectives beside compute.
+
+    Args:
+      partitioned: the program with its shardings and collectives.
+      hardware: what it runs on.
+    """
+    schedule = schedule_ops(lower_for_backend(partitioned, hardware.chip))
+    steps = _steps(schedule, hardware)
+    none_s = sum(step.seconds for step in steps)
+    every = frozenset(step.kind for step in steps if step.kind)
+    expected_s = min(none_s, _seconds(schedule, steps, backend_of(partitioned.platform).asynchronous))
+    return Overlap(none_s, expected_s, min(expected_s, _seconds(schedule, steps, every)))
+
+
+_BOTH = "cores", "links"
+_LOOP = "loop"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A kernel or a collective: its seconds in all runs of one call."""
+
+    at: int
+    """Its last op: where it stands."""
+    seconds: float
+    reads: frozenset[int]
+    writes: frozenset[int]
+    kind: str = ""
+    """Of a collective, or `_LOOP`."""
+
+
+def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
+    """The kernels and collectives of a program, in its order."""
+    partitioned, fusion, chip = schedule.partitioned, schedule.fusion, hardware.chip
+    ops, axes = partitioned.graph.ops, tuple(partitioned.axes.items())
+    sent = dict(collectives_by_result(partitioned, schedule))
+    found = list[_Step]()
+    for kernel in kernels(partitioned, fusion):
+        if kernel[-1] in schedule.loops:
+            continue
+        reads = frozenset(v for i in kernel for v in fusion.reads[i])
+        writes = frozenset(v for i in kernel for v in ops[i].outputs)
+        last = ops[kernel[-1]]
+        c = sent.get(last.outputs[0]) if last.outputs else None
+        if c is not None:  # on CPU some are copied into place: a kernel that reads what the collective makes
+            made = frozenset([~last.outputs[0]])
+            found.append(_Step(kernel[-1], collective_s(c, hardware, axes), reads, made, c.kind))
+            reads = made
+        _, _, once_s = once(partitioned, kernel, chip, fusion)
+        seconds = (once_s + chip.launch_s) * last.trips if any(has_own_time(ops[i]) for i in kernel) else 0.0
+        found.append(_Step(kernel[-1], seconds, reads - writes, writes))
+    return sorted(found, key=lambda step: step.at)
+
+
+def _seconds(schedule: Schedule, steps: Sequence[_Step], beside: Collection[str]) -> float:
+    """The end of the program's list schedule, in which the collectives of some kinds run beside compute."""
+    graph, reads = schedule.partitioned.graph, schedule.fusion.reads
+    inside: dict[int, list[_Step]] = collections.defaultdict(list)
+    for step in steps:
+        inside[graph.loop_of[step.at]].append(step)
+    for at in sorted(schedule.loops):  # the inner ones first
+        body = sorted(inside.pop(at, []), key=lambda step: step.at)
+        outside = frozenset(v for step in body for v in step.reads).difference(*(step.writes for step in body))
+        loop = _Step(at, _makespan(body, beside), outside.union(reads[at]), frozenset(graph.ops[at].outputs), _LOOP)
+        inside[graph.loop_of[at]].append(loop)
+    return _makespan(sorted(inside[-1], key=lambda step: step.at), beside)
+
+
+def _makespan(steps: Sequence[_Step], beside: Collection[str]) -> float:
+    """The end of a list schedule of two machines: the cores take compute, the links the collectives of the kinds `beside`, and
+    loops and other collectives take both. The first in program order of those that can start now starts.
+    """
+    made = {v: n for n, step in enumerate(steps) for v in step.writes}
+    needs = [{made[v] for v in step.reads if made.get(v, n) < n} for n, step in enumerate(steps)]
+    readers: dict[int, list[int]] = collections.defaultdict(list)
+    for n, sources in enumerate(needs):
+        for source in sources:
+            readers[source].append(n)
+    takes: list[tuple[str, ...]] = [
+        ("cores",) if not step.kind else ("links",) if step.kind in beside else _BOTH for step in steps
+    ]
+    free: dict[str, float] = dict.fromkeys(_BOTH, 0.0)
+    ready, waits = [0.0] * len(steps), list(map(len, needs))
+    queues: dict[tuple[str, ...], _Queue] = {machines: _Queue() for machines in dict.fromkeys(takes)}
+    for n, count in enumerate(waits):
+        if not count:
+            queues[takes[n]].put(n, 0.0)
+    for _ in steps:
+        starts = (
+            (*queue.first(max(free[m] for m in machines)), machines) for machines, queue in queues.items() if queue
+        )
+        start, n, machines = min(starts)
+        queues[machines].pop()
+        end = start + steps[n].seconds
+        free.update(dict.fromkeys(machines, end))
+        for reader in readers[n]:
+            waits[reader] -= 1
+            ready[reader] = max(ready[reader], end)
+            if not waits[reader]:
+                queues[takes[reader]].put(reader, ready[reader])
+    return max(free.values())
+
+
+class _Queue:
+    """Steps that wait for the same machines, by when what they read is there."""
+
+    def __init__(self) -> None:
+        self._later: list[tuple[float, int]] = []
+        self._now: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._later or self._now)
+
+    def put(self, n: int, ready: float) -> None:
+        heapq.heappush(self._later, (ready, n))
+
+    def first(self, free: float) -> tuple[float, int]:
+        """When the next step starts, and its number, once its machines are free."""
+        start = free if self._now else max(free, self._later[0][0])
+        while self._later and self._later[0][0] <= start:
+            heapq.heappush(self._now, heapq.heappop(self._later)[1])
+        return start, self._now[0]
+
+    def pop(self) -> None:
+        """Take what `first` told."""
+        heapq.heappop(self._now)

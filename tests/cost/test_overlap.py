@@ -1,0 +1,95 @@
+"""Time with collectives beside compute, against figures worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.cost.compute import work
+from shardfn.cost.overlap import _makespan, _Step, overlap
+
+from .programs import LAYERS, WEIGHTS, X_SMALL, X, array, scanned_step, step
+
+DEVICES = ("h100:8", "tpu-v5e:2x4", "cpu:8")
+
+
+def planned(fn, *args, **options):
+    return shardfn.plan(fn, *args, budget="fast", **options)
+
+
+def steps(*rows):
+    """Steps of (seconds, kind, numbers of those before that it reads)."""
+    return [_Step(n, s, frozenset(reads), frozenset([n]), kind) for n, (s, kind, reads) in enumerate(rows)]
+
+
+GATHER = "all-gather"
+
+
+@pytest.mark.parametrize(
+    ("rows", "end"),
+    [
+        # The second gather runs while the first product does.
+        ([(1, GATHER, []), (3, "", [0]), (1, GATHER, []), (3, "", [2])], 7),
+        # What needs the gather waits for it.
+        ([(1, "", []), (4, GATHER, [0]), (1, "", [1])], 6),
+        # A product that waits for nothing goes before one that waits, whatever the order of the program.
+        ([(1, "", []), (4, GATHER, [0]), (1, "", [1]), (4, "", [0])], 6),
+        # Links and cores each do one thing at a time.
+        ([(2, GATHER, []), (2, GATHER, []), (3, "", [])], 4),
+        # A kind that is not asynchronous stops the cores.
+        ([(2, "all-reduce", []), (3, "", [])], 5),
+        # A loop takes links and cores.
+        ([(2, GATHER, []), (5, "loop", []), (1, "", [])], 7),
+        ([], 0),
+    ],
+)
+def test_the_list_schedule(rows, end):
+    assert _makespan(steps(*rows), {GATHER}) == end
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("style", ["fsdp", "data_parallel"])
+@pytest.mark.parametrize(("fn", "args"), [(step, (WEIGHTS, X)), (scanned_step, (LAYERS, X_SMALL))])
+def test_the_bounds_of_a_step(fn, args, style, device):
+    plan = planned(fn, *args, device=device, style=style)
+    cost, times = plan.cost, plan.overlap
+    assert times.none_s == pytest.approx(cost.time_s)
+    assert max(cost.compute_s, cost.communication_s) <= times.full_s * (1 + 1e-9)
+    assert times.full_s <= times.expected_s <= times.none_s
+    assert (times.expected_s < times.none_s) == (device == "h100:8" or (device[:3], style) == ("tpu", "fsdp"))
+
+
+def test_nothing_overlaps_a_chain():
+    plan = planned(
+        lambda x, w: jnp.tanh(x @ w) @ w.T, X, array(256, 256), device="h100:8", in_strategy=((1, 8), (8, 1))
+    )
+    times = plan.overlap
+    assert plan.collectives and times.full_s == pytest.approx(times.none_s, rel=0.02)
+
+
+def test_a_loop_counts_once_for_each_iteration():
+    def often(x, ws):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+
+    ends = [
+        planned(often, X_SMALL, array(n, 128, 128), device="h100:8", in_strategy=((8, 1), (1, 8, 1))).overlap.expected_s
+        for n in (10, 20)
+    ]
+    assert ends[1] == pytest.approx(2 * ends[0], rel=0.1)
+
+
+def test_the_report_tells_it_where_xla_overlaps():
+    args = WEIGHTS, X
+    lines = {device: str(shardfn.explain(planned(step, *args, device=device, style="fsdp"))) for device in DEVICES}
+    assert ["overlap: " in lines[device] for device in DEVICES] == [True, True, False]
+    assert (
+        overlap(
+            planned(step, *args, device="h100:1").partitioned, planned(step, *args, device="h100:1").hardware
+        ).full_s
+        > 0
+    )
+
+
+def test_compute_is_that_of_the_cost_model():
+    plan = planned(step, WEIGHTS, X, device="h100:1")
+    assert plan.overlap.full_s == pytest.approx(work(plan.partitioned, plan.hardware.chip).seconds, rel=1e-6)
