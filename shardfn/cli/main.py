@@ -86,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         help='work of the search: "fast", "default", "thorough" or a number of ops visited',
     )
     add("--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far")
-    add("--compile-candidates", type=int, metavar="N", help="compile the N best plans and take the best compiled one")
+    add(
+        "--compile-candidates",
+        type=_number_or_word,
+        metavar="N",
+        help='compile the N best plans, or "auto", and take the best compiled one',
+    )
     add("--save", metavar="FILE", help="write the plan as a layout file (TOML); - for standard output")
 
     explain = command(
@@ -151,7 +156,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     add("--layout", metavar="FILE", help=LAYOUT)
     add("--donate", nargs="+", metavar="N", help="arguments whose memory the results reuse: 0 1, or 0,1")
     add("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
-    add("--level", type=_level, help="objective of the search: communication, memory or time (or 0, 1, 2)")
+    add("--level", type=_number_or_word, help="objective of the search: communication, memory or time (or 0, 1, 2)")
     add("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
     add("--style", metavar="NAME", help=f"the parallel style of the plan: {', '.join(STYLES)}")
     add("--detail", choices=("short", "full"), default="short",
@@ -159,7 +164,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     add("--quiet", action="store_true", help="do not print the report")
 
 
-def _level(text: str) -> int | str:
+def _number_or_word(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 

@@ -14,14 +14,29 @@ from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
 from shardfn.errors import Problem, ShardError, StrategyError, fail
 from shardfn.frontend.jax_errors import JaxError
+from shardfn.frontend.option_checks import MOST_COMPILED
 from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
+from shardfn.search.budget import affordable_compiles, visits_of
 from shardfn.search.memory_limit import unit_slip
+from shardfn.search.meshes import meshes
 from shardfn.search.objectives import LEVELS, Rank, excess_bytes, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
 from shardfn.units import bytes_text
+
+
+def count_of(problem: SearchProblem, asked: int | str) -> int:
+    """How many candidates to compile: as many as the user asks for; for "auto", where the devices are here, what a part of the
+    search's budget compiles.
+    """
+    if not isinstance(asked, str):
+        return asked
+    if not problem.hardware.is_here:
+        return 0
+    ops = len(problem.graph.ops)
+    return min(MOST_COMPILED, affordable_compiles(visits_of(problem.budget, ops, len(meshes(problem))), ops))
 
 
 def answers(problem: SearchProblem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:

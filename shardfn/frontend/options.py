@@ -38,7 +38,8 @@ class SearchOptions:
     time_limit_s: float
     budget: str | float
     """A name of `search.budget.BUDGETS`, or a number of ops visited."""
-    compile_candidates: int
+    compile_candidates: int | str
+    """How many, or "auto"."""
     algorithm: Algorithm
     search_ops: bool
     """Whether ops are searched though no argument is open: the user named a search, an objective or a style."""
@@ -50,7 +51,7 @@ class SearchOptions:
     @property
     def is_limit_strict(self) -> bool:
         """Whether a predicted peak above `memory_limit` is an error. Compiled candidates are judged by XLA's own figure."""
-        return self.compile_candidates <= 1
+        return isinstance(self.compile_candidates, str) or self.compile_candidates <= 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Options:
     search_mode: str | None = None
     style: str | None = None
     memory_limit: int | float | str | None = None
-    compile_candidates: int = 0
+    compile_candidates: int | str = 0
     time_limit: float | None = None
     budget: str | int | float = DEFAULT
     static_argnums: Any = ()

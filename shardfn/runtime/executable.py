@@ -137,8 +137,8 @@ def make_entry(
     layout = _layout_file(options, defaults)
     posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
-    is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
-    entry = best_compiled(posed, answer) if is_compiled else Entry.of(plan_search_answer(posed, answer))
+    count = candidates.count_of(posed.problem, posed.call.search.compile_candidates) if posed.problem.is_open else 0
+    entry = best_compiled(posed, answer, count) if count > 1 else Entry.of(plan_search_answer(posed, answer))
     plan = entry.plan
     if note := not_fully_used(plan, defaults.algorithm):
         warn(note)
@@ -209,8 +209,8 @@ def _compiled(entry: Callable[[], Entry]) -> Compiled:
     return compile_plan(entry().plan, entry().jitted)
 
 
-def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
-    """The best of the compiled candidates, within the memory limit first. Its first call compiles nothing again.
+def best_compiled(posed: PosedCall, answer: Answer, count: int) -> Entry:
+    """The best of `count` compiled candidates, within the memory limit first. Its first call compiles nothing again.
 
     Raises:
       StrategyError: no candidate compiles, or none keeps the memory limit.
@@ -219,7 +219,7 @@ def best_compiled(posed: PosedCall, answer: Answer) -> Entry:
     problem, bounds = posed.problem, posed.call.search
     if not problem.hardware.is_here:
         target(problem.hardware)  # raises before minutes of planning
-    entered = candidates.answers(problem, correct_answer(problem, answer), bounds.compile_candidates)
+    entered = candidates.answers(problem, correct_answer(problem, answer), count)
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:

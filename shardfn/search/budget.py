@@ -41,6 +41,27 @@ def visits_of(budget: str | float, ops: int, meshes: int) -> float:
     return BUDGETS[budget] * MESH_VISITS * (OTHER_MESHES + meshes) * each / (each + HALF_VISITS)
 
 
+COMPILE_VISITS = 30
+"""Work of compiling one op with XLA, in visits: some 3 ms of a core."""
+
+COMPILED_SHARE = 0.5
+"""The part of a search's work that compiling candidates may take where the user leaves their number to it."""
+
+
+def affordable_compiles(visits: float, ops: int) -> int:
+    """How many candidates `COMPILED_SHARE` of a search compiles; 0 where not two, as one alone is compared with none.
+
+    Args:
+      visits: the ops that the search may visit.
+      ops: the size of the program.
+
+    >>> affordable_compiles(48_000, 185), affordable_compiles(48_000, 985)
+    (4, 0)
+    """
+    count = int(COMPILED_SHARE * visits / (COMPILE_VISITS * (FIXED_VISITS + ops)))
+    return count if count > 1 else 0
+
+
 def work_of(visits: float, seconds: float) -> Budget:
     """The budget of a search, in the solver's units, which ends after a time limit too."""
     return Budget(VISIT * visits, seconds)

@@ -61,12 +61,24 @@ def test_first_call_of_the_best_compiled_candidate_compiles_nothing_again(compil
     assert planned == compiles.count("jit(only_here)") >= 3
 
 
+def test_auto_compiles_what_a_part_of_the_budget_compiles():
+    def compiled(function, *args, **options):
+        made = shardfn.plan(function, *args, compile_candidates="auto", **options)
+        told = [text for text in made.diagnostics if text.startswith("compiled ")]
+        return int(told[0].split()[1]) if told else 0
+
+    assert 2 <= compiled(mlp, X, W1, W2, budget=3_000) < compiled(mlp, X, W1, W2, budget=6_000)
+    assert not compiled(mlp, X, W1, W2, budget=300)  # it compiles one, which is compared with none
+    assert not compiled(mlp, X, W1, W2, device="tpu-v5e:2x2")  # the devices are not here
+    assert not compiled(mlp, X, W1, W2, in_strategy=((4, 1), (1, 1), (1, 1)))  # nothing is open
+
+
 def test_compile_candidates_for_a_target_is_refused():
     with pytest.raises(shardfn.ShardError, match="h100:8"):
         shardfn.plan(mlp, X, W1, W2, device="h100:8", compile_candidates=2)
 
 
-@pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
+@pytest.mark.parametrize("count", [-1, 1.5, True, "2", "automatic"])
 def test_compile_candidates_that_is_no_count_is_refused(count):
     with pytest.raises(shardfn.ShardError, match="compile_candidates"):
         shardfn.shard(mlp, compile_candidates=count)
