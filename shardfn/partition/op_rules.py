@@ -175,10 +175,10 @@ def _to_idle(
 def _indexed(
     op: ShardedOp, rows: DimFactors, written: Value, is_by_index: bool = True
 ) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
-    """gather and scatter: the sharding that touches the fewest bytes, chosen again for the axes that remain.
+    """gather and scatter: the sharding that touches the fewest bytes, the first of equals, chosen again for the axes that remain.
 
     `rows` are what is read (the result) or written (the updates). An axis can shard a dimension of all three, a
-    `window` dimension that the table shares with the rows, the rows of the `table`, or, if `is_by_index`, the `index`.
+    `window` dimension that the table shares with the rows, if `is_by_index` the `index`, or the rows of the `table`.
     An axis of the index shards all three only if it does not shard the table otherwise.
     """
     table, index = op.rule.operands[:2]
@@ -186,8 +186,8 @@ def _indexed(
     fits = {
         "all": in_table & in_index & in_rows,
         "window": (in_table & in_rows) - in_index,
-        "table": in_table - in_rows - in_index,
         "index": (in_index & in_rows) - in_table if is_by_index else set[int](),
+        "table": in_table - in_rows - in_index,
     }
     by_table, by_index = (op.by_axis(d, spec) for d, spec in zip((table, index), op.operand_specs, strict=False))
     free = {axis: dim for axis, dim in by_index.items() if by_table.get(axis, dim) in fits["all"]}

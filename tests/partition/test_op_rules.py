@@ -356,3 +356,12 @@ def test_reshape_without_elements_has_a_rule(fn, shape):
     plan = shardfn.plan(fn, x, in_strategy=(tuple(8 if n == 8 else 1 for n in shape),), device="cpu:8")
     assert plan.partitioned.graph.unruled == ()
     assert plan.cost.bytes_sent == 0
+
+
+@pytest.mark.parametrize("rows", [64, 68, 72])
+def test_a_table_is_gathered_up_to_the_rows_that_touch_as_few_bytes(rows):
+    """68 rows touch as many bytes either way: XLA gathers the table, as for fewer, and does not all-reduce what is read."""
+    lookup = shardfn.shard(lambda t, i: t[i], ((4, 1), (1, 4)), ((1, 4, 1),), device=jax.devices()[:4])
+    found = lookup.explain(f32(rows, 16), i32(8, 8), compiled=True).to_dict()["compiled"]["kinds"]
+    assert all(kind["predicted"]["bytes_sent"] == kind["compiled"]["bytes_sent"] for kind in found.values())
+    assert ("all-reduce" in found) == (rows == 72)
