@@ -219,7 +219,8 @@ class Reader:
         number = attrs[NUMBER] if NUMBER in attrs else None
         fact = self.alone.get(number)
         if fact is None:
-            fact = self.known_shardys(op, name, attrs) if number is None else self.known(op, name, attrs, number)
+            is_shardys = number is None or name.startswith("sdy.")
+            fact = (self.known_shardys if is_shardys else self.known)(op, name, attrs, number)
             if number in self.alone:
                 self.alone[number] = fact
         outputs = self.results(op, attrs, fact.results)
@@ -251,14 +252,16 @@ class Reader:
             facts[at] = found
         return found
 
-    def known_shardys(self, op: Any, name: str, attrs: Any) -> _Fact:
+    def known_shardys(self, op: Any, name: str, attrs: Any, number: Any) -> _Fact:
         """`known`, of an op of Shardy's own."""
         if "sharding" not in attrs or "sdy.sharding_rule" in attrs:
             return self.fact(op, name, attrs)
-        key = name, op.location.attr, op.operands[0].type, attrs["sharding"]
+        key = name, op.location.attr, op.operands[0].type, attrs["sharding"], number
         found = self.seen.facts.get(key)
         if found is None:
             found = self.seen.facts[key] = self.fact(op, name, attrs)
+            if number is not None:
+                self.seen.facts.setdefault(number, found)
         return found
 
     def fact(self, op: Any, name: str, attrs: Any) -> _Fact:
@@ -279,7 +282,8 @@ class Reader:
         number = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
         site = number_of(op)
         form = None if number < 0 else (number, 0)
-        made = op_by_attributes(op, short, rule=rule, where=where, site=site if site < self.count else -1, form=form)
+        is_numbered = site < self.count or name.startswith("sdy.")
+        made = op_by_attributes(op, short, rule=rule, where=where, site=site if is_numbered else -1, form=form)
         return _Fact(made, results, unruled, {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OURS = re.compile(re.escape(_HERE) + r"(?!cli[/\\])")
 _LIBRARY = re.compile(r"(site|dist)-packages[/\\]|^<frozen ")
-_FRONTEND = os.path.join(_HERE, "frontend", "")
-"""The package that calls the user's function."""
+_CALLEE = os.path.join(_HERE, "frontend", "callee.py")
+"""The module that calls the user's function, which may call others of `frontend`."""
 _RUNTIME = os.path.join(_HERE, "runtime", "")
 """The package that a call goes through where it reaches no user's function."""
 
@@ -19,7 +19,7 @@ _RUNTIME = os.path.join(_HERE, "runtime", "")
 def user_line(frames: Sequence[tuple[str, str]]) -> str:
     """`file:line` of the innermost frame in the user's function: of the user's own code, else of another library's.
 
-    The function ends at the innermost frame that calls it, in `frontend`, or else at the outermost frame of `runtime`.
+    The function ends at the innermost frame that calls it, in `frontend.callee`, or else at the outermost frame of `runtime`.
     Code that calls this library, such as a script at its `shardfn.plan`, lies outside.
 
     Args:
@@ -28,13 +28,13 @@ def user_line(frames: Sequence[tuple[str, str]]) -> str:
     Returns:
       The line; empty where the stack has none.
 
-    >>> plan, call = (_HERE + "api.py", "1"), (_FRONTEND + "callee.py", "2")
+    >>> plan, call = (_HERE + "api.py", "1"), (_CALLEE, "2")
     >>> user_line([("f.py", "3"), call, plan, ("script.py", "4")]), user_line([call, plan, ("script.py", "4")])
     ('f.py:3', '')
     """
     files = [file for file, _ in frames]
     runtime = [i for i, file in enumerate(files) if file.startswith(_RUNTIME)]
-    end = next((i for i, file in enumerate(files) if file.startswith(_FRONTEND)), runtime[-1] if runtime else None)
+    end = next((i for i, file in enumerate(files) if file == _CALLEE), runtime[-1] if runtime else None)
     inside = [f for f in frames[:end] if f[0] and not _OURS.match(f[0])]
     own = [f for f in inside if not _LIBRARY.search(f[0])]
     return ":".join((own or inside)[0]) if inside else ""

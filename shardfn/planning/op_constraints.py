@@ -20,8 +20,8 @@ Kinds = Mapping[str, frozenset[str]]
 
 _ALSO_RESHARDED = {
     "abs": "abs", "cosine": "cos", "dynamic_update_slice": "dynamic_update_slice", "erf": "erf", "maximum": "max",
-    "minimum": "min", "pad": "pad", "reverse": "rev", "select": "select_n", "sine": "sin", "slice": "slice",
-    "sort": "sort",
+    "minimum": "min", "pad": "pad", "reverse": "rev", "select": "select_n", "sharding_constraint": "sharding_constraint",
+    "sine": "sin", "slice": "slice", "sort": "sort",
 }  # fmt: skip
 RESHARDED: Kinds = {**CONSTRAINABLE, **{kind: frozenset({primitive}) for kind, primitive in _ALSO_RESHARDED.items()}}
 """The kinds whose operands and results can take a detour (`detours`): a search constrains fewer."""

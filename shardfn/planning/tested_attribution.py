@@ -182,7 +182,7 @@ def _subject(partitioned: PartitionedProgram, c: Communication) -> _Subject:
     while value in graph.makers and value not in seen:
         seen.add(value)
         op: Op = graph.ops[graph.makers[value]]
-        if op.site >= 0 or not op.inputs:
+        if (op.site >= 0 and op.name != "reshard") or not op.inputs:
             return "reduce" in c.kind, op.site
         value = op.inputs[0]
     return "reduce" in c.kind, ("input", value)
