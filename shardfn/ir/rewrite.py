@@ -253,7 +253,16 @@ def _open_cond(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> li
 def _open_checkpoint(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
     body = _function(core.ClosedJaxpr(p["jaxpr"], []), how, number)
-    return list(jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*inputs))
+    opened = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])
+    if not p["differentiated"]:
+        return list(opened(*inputs))
+    made = jax.make_jaxpr(opened)(*inputs)  # what a gradient recomputes, behind barriers
+
+    def bind(own: Any, xs: list[Any], number: int) -> list[Any]:
+        return own.primitive.bind(*xs, **{**own.params, "differentiated": True})
+
+    rules = RebindRules(lambda own, n: own.primitive.name == eqn.primitive.name and n == 0, bind, lambda own: None)
+    return _evaluate(made.jaxpr, made.consts, inputs, rules, 0)
 
 
 _OPEN: dict[str, Callable[..., list[Any]]] = {

@@ -15,7 +15,7 @@ from shardfn.frontend.trace import trace
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import OpConstraint
 from shardfn.ir.op_traits import CONSTRAINABLE
-from shardfn.ir.rewrite import equations
+from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.op_constraints import anchors
 from shardfn.search import Answer
 from shardfn.search.problem import objective
@@ -246,3 +246,12 @@ def test_constraints_beside_a_vmapped_loop_leave_its_values():
     sharded = shardfn.shard(batch, (shardfn.AUTO, (2, 4), (4, 2)), level="communication")
     assert sharded.plan(limits, x, w).constraints
     np.testing.assert_allclose(sharded(limits, x, w), jax.jit(batch)(limits, x, w), rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_gradient_recomputes_stays_behind_barriers():
+    gradient = jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum())
+    again = rebind(gradient, lambda eqn, number: eqn.primitive.name == "cos", lambda eqn, xs, number: bind_one(eqn, xs))
+    found = [eqn.params["differentiated"] for _, eqn, _ in equations(jax.make_jaxpr(again)(X).jaxpr)
+             if "differentiated" in eqn.params]  # fmt: skip
+    assert found == [True]
+    np.testing.assert_array_equal(again(X), gradient(X))
