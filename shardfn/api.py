@@ -164,7 +164,13 @@ def plan(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
 
 
 def explain(
-    fn: Callable[..., Any] | Plan, /, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any
+    fn: Callable[..., Any] | Plan,
+    /,
+    *args: Any,
+    compiled: bool = False,
+    run: bool = False,
+    detail: str = "short",
+    **kwargs: Any,
 ) -> Report:
     """The report of a call or of a plan: kind of plan, shardings and who chose them, collectives with file and line, memory.
 
@@ -172,6 +178,7 @@ def explain(
       fn: the function, a `ShardedFunction`, or a plan.
       args: the positional arguments of the call; none for a plan.
       compiled: whether to compile the call and put XLA's collectives and memory beside the predicted ones.
+      run: whether to run the call once, and report what only a run knows: the tokens of each expert (`experts.route`).
       detail: "short", or "full" for every section.
       kwargs: as in `plan`; none for a plan.
 
@@ -187,8 +194,9 @@ def explain(
     [4]
     """
     if isinstance(fn, Plan):
-        if args or kwargs:
-            given = [*map(short, args), *(f"{name}={short(value)}" for name, value in kwargs.items())]
+        if args or kwargs or run:
+            named = {**kwargs, **({"run": True} if run else {})}
+            given = [*map(short, args), *(f"{name}={short(value)}" for name, value in named.items())]
             fail(StrategyTypeError, f"the plan of `{fn.function}` takes no arguments",
                  where=f"explain(plan, {', '.join(given)})", why="a plan has its own arguments and options",
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
@@ -196,7 +204,7 @@ def explain(
     if not callable(fn):
         _not_a_function(fn, "explain", "pass the function first, and then its arguments: explain(f, x)")
     function, rest = with_options(fn, kwargs)
-    return function.explain(*args, compiled=compiled, detail=detail, **rest)
+    return function.explain(*args, compiled=compiled, run=run, detail=detail, **rest)
 
 
 def load_layout(path: str | os.PathLike[str] | LayoutFile | Plan) -> LayoutFile:

@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.notes import counted
+
+COUNTED = "tokens of each expert"
+"""What `explain(..., run=True)` counts."""
 
 
 @functools.partial(
@@ -75,6 +79,7 @@ def route(
     weights = best / jnp.sum(best, axis=-1, keepdims=True) if normalize else best
     load = jnp.sum(_one_hot(chosen, count), axis=(0, 1), dtype=jnp.int32)
     if capacity_factor is None:
+        chosen = counted(chosen, count, COUNTED)
         return Routing(chosen, weights, load, jnp.zeros((), jnp.int32), count)
     size = -(-tokens // groups)
     capacity = max(1, math.ceil(capacity_factor * k * size / count))
@@ -82,7 +87,8 @@ def route(
     ranks = jax.vmap(lambda each: ranks_of(each.T.ravel(), count).reshape(k, size).T)(padded.reshape(groups, size, k))
     kept = ranks.reshape(-1, k)[:tokens] < capacity
     dropped = jnp.sum(~kept, dtype=jnp.int32)
-    return Routing(jnp.where(kept, chosen, count), jnp.where(kept, weights, 0), load, dropped, count, capacity, groups)
+    taken = counted(jnp.where(kept, chosen, count), count, COUNTED)
+    return Routing(taken, jnp.where(kept, weights, 0), load, dropped, count, capacity, groups)
 
 
 def _top_k(probabilities: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -61,6 +61,7 @@ def plan_data(plan: Plan, transfers: Sequence[str], due: Sequence[Attribution]) 
         "diagnostics": plan.diagnostics,
         "transfers": list(transfers),
         "compiled": None,
+        "run": None,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardfn.compiled.comparison import compare
 from shardfn.compiled.executable import Compiled
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.notes import Counted
 from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import with_runners_up
 from shardfn.render.files import save_text
@@ -116,13 +117,19 @@ class Report:
         return self.json
 
 
-def make_report(plan: Plan, compiled: Compiled | None = None, transfers: Sequence[str] = ()) -> Report:
+def make_report(
+    plan: Plan,
+    compiled: Compiled | None = None,
+    transfers: Sequence[str] = (),
+    counted: Sequence[Counted] | None = None,
+) -> Report:
     """The report of a plan.
 
     Args:
       plan: the plan.
       compiled: the compiled program; the report then compares it with the prediction.
       transfers: one line for each argument that arrives with another sharding.
+      counted: what a run counted; None without a run.
     """
     plan = with_runners_up(plan)
     compared = None if compiled is None else compare(plan, compiled)
@@ -130,7 +137,9 @@ def make_report(plan: Plan, compiled: Compiled | None = None, transfers: Sequenc
     data = plan_data(plan, transfers, due)
     if compiled is not None and compared is not None:
         data["compiled"] = compiled_data(compiled, compared)
-    return Report(json.dumps(data, ensure_ascii=False), False, Subject(plan, transfers, compared, due))
+    if counted is not None:
+        data["run"] = {"counts": [each._asdict() for each in counted]}
+    return Report(json.dumps(data, ensure_ascii=False), False, Subject(plan, transfers, compared, due, counted))
 
 
 def in_detail(report: Report, detail: str) -> Report:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
+from shardfn.frontend.notes import Counted
 from shardfn.frontend.paths import alike, few, layer, starred
 from shardfn.ir.model import USER_WRITTEN, Collective, Spec, mesh_sizes_text
 from shardfn.ir.op_traits import LISTED
@@ -37,6 +38,8 @@ class Subject:
     compared: Comparison | None
     due: Sequence[Attribution]
     """What causes each collective."""
+    counted: Sequence[Counted] | None = None
+    """What a run counted; None without a run."""
     is_full: bool = False
     most: int = SHORT_ROWS
     """The most rows of a table."""
@@ -263,6 +266,25 @@ def _ran(tally: Tally) -> str:
     return number_text(tally.count) + (f", {number_text(tally.runs)} runs" if tally.runs != tally.count else "")
 
 
+def _counted(of: Subject) -> Iterable[Part]:
+    rows = [
+        (c.what, c.where, number_text(sum(c.counts)), number_text(c.left_out),
+         *(number_text(round(n)) for n in (min(c.counts), sum(c.counts) / len(c.counts), max(c.counts))),
+         str(c.counts.count(0)), _numbers(c.counts, len(c.counts) if of.is_full else SHORT_ROWS))
+        if c.counts else (c.what, c.where, "hidden", *("",) * 6)
+        for c in of.counted or ()
+    ]  # fmt: skip
+    columns = ("counted", "line", "in all", "dropped", "least", "mean", "most", "none", "each")
+    note = "of one run, in its order; hidden: inside a custom derivative rule or a shard_map"
+    yield table("Counted in a run", columns, rows, note, of.most)
+    if of.counted is not None and not rows:
+        yield Text("Counted in a run", ("nothing: the function has no `experts.route`",))
+
+
+def _numbers(counts: Sequence[int], most: int) -> str:
+    return " ".join(map(str, counts[:most])) + (" …" if len(counts) > most else "")
+
+
 _MEMORY = {"closed_over": "closed-over arrays", "together": "peak", "xla_peak": "peak by XLA's own count"}
 
 
@@ -275,7 +297,7 @@ SECTIONS: tuple[tuple[Callable[[Subject], Iterable[Part]], bool], ...] = (
     (_headline, True), (_diagnostics, True), (_mesh, True), (_processes, True), (_drawing, True), (_arrays, True),
     (_closed_over, True),
     (_collectives, True),
-    (_memory, True), (_compiled, True), (_dimension_groups, False), (_ops, False), (_constraints, False),
+    (_memory, True), (_compiled, True), (_counted, True), (_dimension_groups, False), (_ops, False), (_constraints, False),
     (_candidates, False), (_runners_up, False),
 )  # fmt: skip
 """Each section, and whether a short report has it."""

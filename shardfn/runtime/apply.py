@@ -19,6 +19,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
 from shardfn.frontend.arguments import bind
 from shardfn.frontend.callee import describe
+from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
@@ -49,12 +50,26 @@ def jitted_for_calls(plan: Plan, nested: bool = False) -> Any:
       nested: whether it is for calls inside a transformation. Results then get constraints: `out_shardings` would also
         apply to their cotangents, which may have any sharding.
     """
+    function, options = _for_calls(plan, nested)
+    return jax.jit(function, **options)
+
+
+def counted_run(plan: Plan, arrays: Sequence[Any]) -> tuple[Counted, ...]:
+    """Run a plan once, on its arrays, which are not donated, for what its function counts (`frontend.notes.counted`)."""
+    function, options = _for_calls(plan, nested=False)
+    found: list[Counted] = []
+    run = counting(function, found.append, options["static_argnums"])
+    jax.block_until_ready(jax.jit(run, **{**options, "donate_argnums": ()})(*arrays))
+    jax.effects_barrier()
+    return tuple(found)
+
+
+def _for_calls(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function and its options, as `jitted_for_calls` gives them to `jax.jit`."""
     ambient = answered_call(plan).posed.call.ambient_mesh
     if ambient is not None and (nested or ambient.explicit):
-        function, options = _on_ambient_mesh(plan, ambient, nested)
-    else:
-        function, options = _on_own_mesh(plan, nested)
-    return jax.jit(function, **options)
+        return _on_ambient_mesh(plan, ambient, nested)
+    return _on_own_mesh(plan, nested)
 
 
 def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -28,6 +28,7 @@ from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.jax_errors import JaxError
+from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
@@ -38,7 +39,7 @@ from shardfn.planning.call_function import OtherCall, closed_over_arguments, pur
 from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
-from shardfn.runtime.apply import lies_elsewhere, moved
+from shardfn.runtime.apply import counted_run, lies_elsewhere, moved
 from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.processes import check_devices, refuse_numpy
 from shardfn.runtime.progress import progress
@@ -154,12 +155,16 @@ class ShardedFunction(Generic[P, R]):
         """
         return self._entry(*self._bound(args, kwargs)).plan
 
-    def explain(self, /, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any) -> Report:
+    def explain(
+        self, /, *args: Any, compiled: bool = False, run: bool = False, detail: str = "short", **kwargs: Any
+    ) -> Report:
         """The report of a call.
 
         Args:
           args: the positional arguments, or their shapes.
           compiled: whether to compile the call and put XLA's collectives and memory beside the predicted ones.
+          run: whether to run the call once, and report what only a run knows: the tokens of each expert that `experts.route`
+            chose, and how many were dropped. Nothing is donated, and the results are left out.
           detail: "short", or "full" for every section.
           kwargs: the keyword arguments.
 
@@ -167,12 +172,13 @@ class ShardedFunction(Generic[P, R]):
           The `Report`. Print it, `save` it as a page, or use `to_dict`.
 
         Raises:
-          ShardError: all problems of the call, or a parameter of the function named `compiled` or `detail`.
-          DeviceError: `compiled` for devices that are not here.
+          ShardError: all problems of the call, or a parameter of the function named `compiled`, `run` or `detail`.
+          DeviceError: `compiled` or `run` for devices that are not here.
         """
         parameters = self.callee.signature.parameters if self.callee.signature else {}
         for name, value, is_default in (
             ("compiled", compiled, compiled is False),
+            ("run", run, run is False),
             ("detail", detail, isinstance(detail, str) and detail == "short"),
         ):
             if name in parameters and not is_default:
@@ -180,18 +186,19 @@ class ShardedFunction(Generic[P, R]):
         callee, call = self._bound(args, kwargs)
         entry = self._entry(callee, call)
         hardware = entry.plan.hardware
-        if compiled and not hardware.is_here:
-            instead = used_here(hardware)
-            fail(DeviceError, f"nothing can be compiled for {_a_target(hardware, instead)}",
-                 where="compiled = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
-                 fix="leave `compiled` out, or use .plan(...).verify(); or "
+        if (compiled or run) and not hardware.is_here:
+            instead, option = used_here(hardware), "compiled" if compiled else "run"
+            fail(DeviceError, f"nothing can be {'compiled for' if compiled else 'run on'} {_a_target(hardware, instead)}",
+                 where=f"{option} = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
+                 fix=f"leave `{option}` out, or use .plan(...).verify(); or "
                      + (instead or "give a device of this machine"))  # fmt: skip
         if compiled:
             entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
         found = read(self._lower(entry, call).compile()) if compiled else None
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
-        return in_detail(make_report(entry.plan, found, self._transfers(entry, call)), detail)
+        counted = self._counted(callee, call, entry) if run else None
+        return in_detail(make_report(entry.plan, found, self._transfers(entry, call), counted), detail)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the sharded function for a call, as `jax.jit(f).lower` does.
@@ -303,12 +310,7 @@ class ShardedFunction(Generic[P, R]):
         if call.closed_over is not None:
             call = self._placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
-                 where=", ".join(d.path for d, leaf in zip(entry.plan.inputs, leaves, strict=True)
-                                 if isinstance(leaf, jax.ShapeDtypeStruct)),
-                 why="a jax.ShapeDtypeStruct holds no data: it can be planned for",
-                 fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
+        self._refuse_shapes(entry, leaves)
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return _finish(callee, call, self._run_nested(entry, call, leaves, treedef), entry.holds_static)
@@ -335,6 +337,22 @@ class ShardedFunction(Generic[P, R]):
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
         return _finish(callee, call, result, entry.holds_static)
+
+    def _refuse_shapes(self, entry: Entry, leaves: Sequence[Any]) -> None:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
+                 where=", ".join(d.path for d, leaf in zip(entry.plan.inputs, leaves, strict=True)
+                                 if isinstance(leaf, jax.ShapeDtypeStruct)),
+                 why="a jax.ShapeDtypeStruct holds no data: it can be planned for",
+                 fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
+
+    def _counted(self, callee: Callee, call: Call, entry: Entry) -> tuple[Counted, ...]:
+        """What a run of the call counts."""
+        if call.closed_over is not None:
+            call = self._placed(callee, call, entry)
+        leaves, treedef = tree_util.tree_flatten(call.dynamic)
+        self._refuse_shapes(entry, leaves)
+        return counted_run(entry.plan, _arrays(call, entry, leaves, treedef))
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
         failed = None
