@@ -35,7 +35,8 @@ class Load:
     @property
     def imbalance(self) -> np.ndarray:
         """The load of the busiest device over the mean, float [layers]: a step waits for it. 1 is perfect balance."""
-        return self.by_device.max(1) / np.maximum(self.by_device.mean(1), 1)
+        mean = self.by_device.mean(1)
+        return np.where(mean > 0, self.by_device.max(1) / np.where(mean > 0, mean, 1), 1.0)
 
     def __str__(self) -> str:
         head = f"{'layer':>5}{'choices':>10}{'dropped':>9}{'least':>8}{'mean':>8}{'most':>8}{'idle':>6}{'busiest device':>16}"

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
 from shardfn import experts
-from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.errors import DeviceError, StrategyError, StrategyTypeError
 from shardfn.mindspore import Layout
 
 RANDOM = np.random.default_rng(0)
@@ -264,6 +264,8 @@ def test_load_is_that_of_experts_and_of_their_devices():
     found = experts.load([routing, routing], devices=4)
     np.testing.assert_array_equal(found.by_device[1], np.asarray(routing.load).reshape(4, 2).sum(1))
     assert found.imbalance[0] == found.by_device[0].max() / (32 * K / 4) and str(found).count("\n") == 2
+    few = experts.load(experts.route(jnp.eye(EXPERTS)[:1], 1), devices=EXPERTS)
+    assert few.imbalance.tolist() == [EXPERTS], "one token on one of the devices"
     for wrong, devices in [
         (routing.load, 1),
         ([], 1),
@@ -278,3 +280,49 @@ def test_load_is_that_of_experts_and_of_their_devices():
 def test_no_tokens_give_no_results(capacity_factor):
     sent = experts.dispatch(jnp.ones((0, 2)), experts.route(jnp.ones((0, 3)), k=1, capacity_factor=capacity_factor))
     assert experts.combine(sent.rows, sent).shape == (0, 2)
+
+
+def layers(params, x, layout, capacity_factor):
+    """Two layers in a loop, whose activations a gradient computes again, and the load of each."""
+
+    def layer(x, p):
+        routing = experts.route(x @ p["gate"], K, capacity_factor=capacity_factor, groups=8)
+        sent = experts.dispatch(x, routing, layout=layout)
+        return x + experts.combine(jnp.tanh(sent.rows), sent), (routing.load, routing.dropped)
+
+    return jax.lax.scan(jax.checkpoint(layer), x, params)
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_the_report_of_a_run_has_the_load_of_each_expert(capacity_factor):
+    layout = layout_of((8,), ("a",))
+    x, params = normal(32, WIDTH), {"gate": normal(2, WIDTH, EXPERTS)}
+    loss = lambda p, x: (layers(p, x, layout, capacity_factor)[0] ** 2).sum()  # noqa: E731
+    trained = lambda p, x: (jax.grad(loss)(p, x), x + 1)  # noqa: E731
+    f = shardfn.shard(trained, in_strategy=({"gate": (1, 1, 1)}, (8, 1)), donate_argnums=1)
+    report = f.explain(params, x, run=True)
+    _, (load, dropped) = layers(params, x, None, capacity_factor)
+    found = report.to_dict()["run"]["counts"]
+    assert [each["left_out"] for each in found] == dropped.tolist()
+    assert [sum(each["counts"]) for each in found] == (load.sum(1) - dropped).tolist()
+    if capacity_factor is None:
+        assert [each["counts"] for each in found] == load.tolist()
+    assert found[0]["where"].startswith("test_experts.py:") and "Counted in a run" in str(report)
+    assert not x.is_deleted(), "a run for a report donates nothing"
+    assert "callback" not in f.lower(params, x).as_text(), "it costs nothing where nobody asks"
+    assert f.explain(params, x).to_dict()["run"] is None
+
+
+def test_a_run_for_a_report_says_what_it_cannot_count():
+    route = lambda x: experts.route(x, 1).weights  # noqa: E731
+    own = jax.custom_jvp(route)
+    own.defjvp(lambda x, dx: jax.jvp(route, x, dx))
+    [found] = shardfn.explain(lambda x: own(x), jnp.ones((8, 4)), run=True).to_dict()["run"]["counts"]
+    assert found["counts"] == []
+    assert "nothing: the function has no" in str(shardfn.explain(jnp.sin, jnp.ones(8), run=True))
+    with pytest.raises(StrategyTypeError, match="a shape in the place of an array"):
+        shardfn.explain(jnp.sin, jax.ShapeDtypeStruct((8,), "float32"), run=True)
+    with pytest.raises(DeviceError, match="nothing can be run on"):
+        shardfn.explain(jnp.sin, jnp.ones(8), device="tpu-v5e:8", run=True)
+    with pytest.raises(StrategyTypeError, match="takes no arguments"):
+        shardfn.explain(shardfn.plan(jnp.sin, jnp.ones(8)), run=True)
