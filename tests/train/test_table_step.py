@@ -206,3 +206,34 @@ def test_tables_inside_other_parameters_go_with_scanned_layers_and_a_sharded_opt
         np.testing.assert_allclose(table.values(), dense["embed"]["items"], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(model["layers"][3], dense["layers"][3], rtol=1e-3, atol=1e-5)
         assert model["embed"]["items"] is table
+
+
+def test_a_step_whose_table_fails_is_finished_by_the_next_call(monkeypatch):
+    class Fails:
+        left = 2
+
+    def apply(self, ids, gradients):
+        if self.optimizer.name == "sgd" and Fails.left:
+            Fails.left -= 1
+            raise TimeoutError("the servers do not answer")
+        return whole(self, ids, gradients)
+
+    tables, other = (make_tables(optimizer=embedding.adagrad(0.1)) for _ in range(2))
+    for found in (tables, other):
+        found["groups"] = embedding.Table(10, WIDTH, optimizer=embedding.sgd(0.1), init=0.3)
+    _, _, want = run(other)
+    whole = embedding.Table.apply
+    monkeypatch.setattr(embedding.Table, "apply", apply)
+    step = train.step(loss, optax.adam(1e-2), ids=IDS)
+    state, losses = step.init(lambda: {**dense_params(), **tables}, *next(batches())), []
+    for batch in batches():
+        while True:
+            try:
+                state, value = step(state, *batch)
+                break
+            except TimeoutError:
+                pass
+        losses.append(float(value))
+    assert losses == want and not Fails.left
+    for name, table in tables.items():
+        np.testing.assert_array_equal(table.values(), other[name].values())

@@ -48,6 +48,14 @@ class _OptState(NamedTuple):
     gradients: dict[str, Any]
 
 
+class _Unfinished(NamedTuple):
+    """A step whose state is spent: from which state, its result, and the tables with ids and gradients left to update."""
+
+    state: Any
+    result: tuple[TrainState, Any]
+    updates: list[tuple[RowTable, Any, Any]]
+
+
 class TableStep(TrainStep):
     """A training step with tables, of `train.step(..., ids=...)`.
 
@@ -61,6 +69,7 @@ class TableStep(TrainStep):
         self.tables: dict[str, RowTable] = {}
         self._spent: dict[str, Any] = {}  # gradients that the tables have taken; the next step reuses their memory
         self._shardings: dict[Any, dict[str, NamedSharding]] = {}
+        self._unfinished: _Unfinished | None = None
 
     def init(self, params: Any, /, *batch: Any, **named: Any) -> TrainState:
         """Make the first state.
@@ -122,7 +131,12 @@ class TableStep(TrainStep):
 
         Raises:
           ShardError: as `TrainStep`; ids that are not in their table.
+          ClusterError: the servers of a table do not answer. Call it again with the same state: what is left of this step is
+            done then, and nothing twice.
         """
+        if self._unfinished is not None and self._unfinished.state is state:
+            return self._finished(self._unfinished)
+        self._unfinished = None
         batch = self._ordered(batch, named)
         self._see(state)
         is_fed = len(batch) == 1 and isinstance(batch[0], Fed)
@@ -136,10 +150,13 @@ class TableStep(TrainStep):
         inside = self._inside(state, rows, {path: self._memory(path, shapes[path], shardings[path]) for path in rows})
         after, out = super().__call__(inside, *fed.batch)
         self._spent = after.opt_state.gradients
-        for path, gradients in self._spent.items():
-            if gradients is not None:
-                self.tables[path].apply(fed.prepared[path].ids, gradients)
-        return self._outside(after), out
+        updates = [
+            (self.tables[path], fed.prepared[path].ids, gradients)
+            for path, gradients in self._spent.items()
+            if gradients is not None
+        ]
+        self._unfinished = _Unfinished(state, (self._outside(after), out), updates)
+        return self._finished(self._unfinished)
 
     def plan(self, state: TrainState, /, *batch: Any, **named: Any) -> Plan:
         """The plan of a step, as of `TrainStep`. `state/params/<table>` are the rows of a batch."""
@@ -158,6 +175,15 @@ class TableStep(TrainStep):
         return super().buckets(*self._shapes(state, batch, named))
 
     # ---- inside
+
+    def _finished(self, step: _Unfinished) -> tuple[TrainState, Any]:
+        """The result of a step, once its tables are updated."""
+        while step.updates:
+            table, ids, gradients = step.updates[0]
+            table.apply(ids, gradients)
+            del step.updates[0]
+        self._unfinished = None
+        return step.result
 
     def _found(self, params: Any) -> dict[str, RowTable]:
         """The tables among the parameters, each with a place of its ids."""
