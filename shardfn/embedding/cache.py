@@ -73,8 +73,9 @@ class LfuIndex:
         self.slot_of[missing], self.id_of[slots] = slots, missing
         return Placed(self.slot_of[ids], missing, evicted, evicted_slots)
 
-    def take_back(self, placed: Placed) -> None:
-        """Undo `place`, for rows that could not be loaded."""
+    def take_back(self, ids: np.ndarray, placed: Placed, count: bool = True) -> None:
+        """Undo `place(ids, count)`, which gave `placed`, for rows that could not be loaded."""
+        self.uses[ids] -= np.uint32(count)
         self.id_of[self.slot_of[placed.missing]] = -1
         self.slot_of[placed.missing] = -1
         self.slot_of[placed.evicted], self.id_of[placed.evicted_slots] = placed.evicted_slots, placed.evicted
@@ -164,18 +165,27 @@ class CachedStore:
             self.cache.load(slots[is_in], {name: rows[is_in] for name, rows in fields.items()})
             self.is_changed[slots[is_in]] = False
 
+    def check_room(self, count: int) -> None:
+        """Refuse a batch of more rows than the cache holds.
+
+        Raises:
+          StrategyError: it has more.
+        """
+        slots = len(self.index.id_of)
+        if count > slots:
+            fail(StrategyError, f"a batch touches {count:,} rows, and the cache has room for {slots:,}",
+                 where=f"cache_rows = {slots}", why="all rows of a batch are in the cache at once",
+                 fix=f"cache_rows={2 * count} or more, or smaller batches")  # fmt: skip
+
     def _slots(self, ids: np.ndarray, staged: Staged | None, count: bool = True) -> np.ndarray:
-        if len(ids) > len(self.index.id_of):
-            fail(StrategyError, f"a batch touches {len(ids):,} rows, and the cache has room for {len(self.index.id_of):,}",
-                 where=f"cache_rows = {len(self.index.id_of)}", why="all rows of a batch are in the cache at once",
-                 fix=f"cache_rows={2 * len(ids)} or more, or smaller batches")  # fmt: skip
+        self.check_room(len(ids))
         placed = self.index.place(ids, count)
         is_changed = self.is_changed[placed.evicted_slots]
         try:
             self._write_back(placed.evicted[is_changed], placed.evicted_slots[is_changed])
             loaded = self.host.fields(placed.missing, staged) if len(placed.missing) else {}
         except BaseException:  # servers may not answer
-            self.index.take_back(placed)
+            self.index.take_back(ids, placed, count)
             raise
         self.counts.misses += len(placed.missing)
         self.counts.hits += (len(ids) - len(placed.missing)) * count

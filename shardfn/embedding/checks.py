@@ -31,7 +31,7 @@ def table_problems(
         ("seed", seed, 0),
     ):
         yield from option_problems(integer(least), name, value)
-    is_made = not isinstance(store, str) and callable(getattr(store, "open", None))
+    is_made = not isinstance(store, str | os.PathLike) and callable(getattr(store, "open", None))
     if not is_made and store not in STORES:
         fix = "shardfn.cluster.TableServers(servers=2)" if store == "servers" else nearest(store, STORES)
         yield Problem(f"there is no store {store!r:.40}", f"store = {store!r:.40}",

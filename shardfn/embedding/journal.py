@@ -101,27 +101,47 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
     """
     name = f"{before.saves + 1:06}.rows"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         with atomic_file(folder / name) as opened:
             file = _Counting(opened)
             sizes = [_write_chunk(file, ids, fields) for ids, fields in chunks]
         written = RowsFile(name, len(sizes), sum(sizes), file.size, file.crc)
         files = (*(() if replace else before.files), *([written] if sizes or replace else []))
         after = Manifest(before.table, count, before.saves + 1, files)
-        with atomic_file(folder / MANIFEST) as opened:
-            opened.write(
-                json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(after)}, indent=1).encode()
-            )
+        sync_folder(folder)  # a manifest on disk names files on disk
+        _write_manifest(folder, after)
         sync_folder(folder)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a manifest may be there already, if the folder's entry could not be synced
-            there = read_manifest(folder)
-            if there is None or all(file.name != name for file in there.files):
-                (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError, CheckpointFileError):
+            _take_back(folder, before, name)
         fail(CheckpointFileError, f"the table cannot be saved in {folder}", where=f"save({str(folder)!r})", why=str(error),
              fix="free space or choose another folder; what was saved before is complete")  # fmt: skip
     _delete_others(folder, after)
     return after
+
+
+def _make_folder(folder: pathlib.Path) -> None:
+    made = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        sync_folder(each.parent)
+
+
+def _write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+    data = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
+    with atomic_file(folder / MANIFEST) as opened:
+        opened.write(json.dumps(data, indent=1).encode())
+
+
+def _take_back(folder: pathlib.Path, before: Manifest, name: str) -> None:
+    """Undo a save that failed: a manifest that names its file may be there already, if it could not be synced."""
+    there = read_manifest(folder)
+    if there is not None and there.saves > before.saves:
+        if before.saves:
+            _write_manifest(folder, before)
+        else:
+            (folder / MANIFEST).unlink()
+    (folder / name).unlink(missing_ok=True)
 
 
 def replay(folder: pathlib.Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, Fields]]:

@@ -94,7 +94,8 @@ def lookup(
     if check:
         _check_ids(split, ids)
     if isinstance(ids, np.ndarray) and not jax.config.read("jax_enable_x64"):  # JAX would wrap wider ids into the table
-        ids = np.where((ids < 0) | (ids > np.iinfo(np.int32).max), -1, ids).astype(np.int32)
+        lowest, highest = np.iinfo(np.int32).min, np.iinfo(np.int32).max  # the highest is in no part
+        ids = np.where((ids < lowest) | (ids > highest), highest, ids).astype(np.int32)
     if table.ndim == 2:
         table = split.pack(table)
     return _program(split, placed)(*map(on_devices_of, (table, ids), placed.shardings))

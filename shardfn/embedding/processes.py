@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardfn.embedding.store import BLOCK, ROWS, Fields, Normal, Staged, Step, Store, bucket
+from shardfn.embedding.cache import CachedStore
+from shardfn.embedding.store import BLOCK, ROWS, Fields, Normal, Staged, Step, Store, bucket, fitted
 from shardfn.errors import ShardError, StrategyError, fail
 
 _T = TypeVar("_T")
@@ -85,7 +86,8 @@ class ProcessStore:
 
     def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
         """The rows, in every process."""
-        _check_same(ids)
+        if isinstance(self.own, CachedStore):  # in every process the same: none waits for one that refuses
+            self.own.check_room(int(np.bincount(ids % self.share.size).max(initial=0)))
         return self._exchanged(ids, {ROWS: self.own.read(self._places(ids), staged)})[ROWS]
 
     def apply(self, step: Step, ids: np.ndarray, gradients: Any) -> None:
@@ -111,7 +113,7 @@ class ProcessStore:
         length, found = bucket(int(counts.max(initial=0))), Fields()
         for name, rows in own.items():
             rows = np.asarray(rows)[: counts[self.share.rank]]
-            padded = np.concatenate([rows, np.zeros((length - len(rows), *rows.shape[1:]), rows.dtype)])
+            padded = fitted(rows, length)
             every = np.asarray(multihost_utils.process_allgather(padded))
             found[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
             for process, count in enumerate(counts):
@@ -151,13 +153,32 @@ def from_first(make: Callable[[], _T], meanwhile: Callable[[], Any] = lambda: No
     return found
 
 
-def _check_same(ids: np.ndarray) -> None:
-    own = np.array([len(ids), zlib.crc32(ids.tobytes())], np.uint32)
+def first_other(own: np.ndarray) -> tuple[int, np.ndarray, np.ndarray] | None:
+    """The first process with other numbers than process 0, its numbers and those of process 0; None where all agree.
+
+    Every process calls it, and none returns before all did.
+
+    Args:
+      own: the numbers of this process, of one shape in all.
+
+    >>> first_other(np.array([3]))
+    """
+    if jax.process_count() == 1:
+        return None
     every = np.asarray(multihost_utils.process_allgather(own))
-    differ = np.flatnonzero((every != every[0]).any(1))
-    if len(differ):
-        fail(StrategyError, f"process {differ[0]} looks up other ids than process 0",
-             where=f"{every[differ[0], 0]} different ids, and {every[0, 0]}",
-             why="each process has a share of the rows, and sends those of the whole batch to all",
+    differ = np.flatnonzero((every != every[0]).reshape(len(every), -1).any(1))
+    return (int(differ[0]), every[differ[0]], every[0]) if len(differ) else None
+
+
+def check_same_ids(ids: np.ndarray) -> None:
+    """Refuse processes that look up other ids than process 0.
+
+    Raises:
+      StrategyError: in every process.
+    """
+    if other := first_other(np.array([len(ids), zlib.crc32(ids.tobytes())], np.uint32)):
+        process, theirs, first = other
+        fail(StrategyError, f"process {process} looks up other ids than process 0",
+             where=f"{theirs[0]} different ids, and {first[0]}", why="a table gives the rows of the whole batch to all processes",
              fix="give every process the ids of the whole batch, or one array that spans the processes: "
                  "jax.make_array_from_process_local_data")  # fmt: skip

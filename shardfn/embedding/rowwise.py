@@ -9,6 +9,7 @@ these rows; here they stay until they are touched again. The trust ratio of `lam
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,8 @@ def adagrad(learning_rate: Schedule, initial_accumulator: float = 0.1, eps: floa
 
     def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
         total = moments["sum_of_squares"] + gradients * gradients
-        step = gradients / _numpy(rows).sqrt(total + _like(eps, rows))
+        xp, is_used = _numpy(rows), total > 0
+        step = xp.where(is_used, gradients / xp.sqrt(xp.where(is_used, total + _like(eps, rows), _like(1, rows))), 0)
         return rows - _like(rate, rows) * step, {"sum_of_squares": total}
 
     return RowOptimizer("adagrad", (("sum_of_squares", initial_accumulator),), update, learning_rate)
@@ -165,7 +167,8 @@ def _adam_direction(
     xp = _numpy(rows)
     mean = _like(b1, rows) * moments["mean"] + _like(1 - b1, rows) * gradients
     squares = _like(b2, rows) * moments["mean_of_squares"] + _like(1 - b2, rows) * gradients * gradients
-    first, second = (_like(1 - b ** (count + 1), rows) for b in (b1, b2))
+    # 1 - b ** n, which float32 would round to a thousand times its precision.
+    first, second = (-xp.expm1(_like(count + 1, rows) * _like(math.log(b) if b else -math.inf, rows)) for b in (b1, b2))
     return mean / first / (xp.sqrt(squares / second) + _like(eps, rows)), {"mean": mean, "mean_of_squares": squares}
 
 

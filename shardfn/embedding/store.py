@@ -6,6 +6,7 @@ rows), `dump` and `load` (rows with their moments, for saves). Ids are sorted an
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import os
 import pathlib
@@ -202,7 +203,47 @@ class Written:
         return fields
 
 
-class HostStore:
+class ReadsOfAll(abc.ABC):
+    """The reads of a `BackingStore`, ahead or not, over one method that reads fields.
+
+    Args:
+      rows: the number of rows.
+      names: of all fields.
+    """
+
+    def __init__(self, rows: int, names: Sequence[str]):
+        self._names, self._written = tuple(names), Written(rows)
+
+    @abc.abstractmethod
+    def _fields(self, ids: np.ndarray, names: Iterable[str], is_ahead: bool = False) -> Fields:
+        """Some fields of rows; in another thread if they are read ahead."""
+
+    def stage(self, ids: np.ndarray) -> Staged | None:
+        """Read rows ahead."""
+        return self._staged(ids, (ROWS,))
+
+    def stage_all(self, ids: np.ndarray) -> Staged | None:
+        """Read rows and moments ahead."""
+        return self._staged(ids, self._names)
+
+    def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
+        """The rows [ids, width]."""
+        return (self._fields(ids, (ROWS,)) if staged is None else self.fields(ids, staged))[ROWS]
+
+    def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
+        """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
+        return self.dump(ids) if staged is None else self._written.up_to_date(ids, staged, self._fields)
+
+    def dump(self, ids: np.ndarray) -> Fields:
+        """Rows and moments."""
+        return self._fields(ids, self._names)
+
+    def _staged(self, ids: np.ndarray, names: Iterable[str]) -> Staged | None:
+        version = self._written.version  # before the rows: what is written meanwhile counts as later
+        return Staged(version, ids, self._fields(ids, names, is_ahead=True))
+
+
+class HostStore(ReadsOfAll):
     """Rows and moments as NumPy arrays, in memory or memory-mapped.
 
     Args:
@@ -210,32 +251,12 @@ class HostStore:
     """
 
     def __init__(self, arrays: dict[str, np.ndarray]):
+        super().__init__(len(arrays[ROWS]), list(arrays))
         self.arrays = arrays
-        self._written = Written(len(arrays[ROWS]))
-
-    def stage(self, ids: np.ndarray) -> Staged:
-        """Read rows ahead."""
-        return self._staged(ids, (ROWS,))
-
-    def stage_all(self, ids: np.ndarray) -> Staged:
-        """Read rows and moments ahead."""
-        return self._staged(ids, self.arrays)
-
-    def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
-        """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
-        return self.dump(ids) if staged is None else self._written.up_to_date(ids, staged, self._fields)
-
-    def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
-        """The rows [ids, width]."""
-        return self.arrays[ROWS][ids] if staged is None else self.fields(ids, staged)[ROWS]
 
     def apply(self, step: Step, ids: np.ndarray, gradients: Any) -> None:
         """Update rows and their moments."""
         self.load(ids, updated(step, self.dump(ids), np.asarray(gradients)[: len(ids)]))
-
-    def dump(self, ids: np.ndarray) -> Fields:
-        """Rows and moments."""
-        return self._fields(ids, self.arrays)
 
     def load(self, ids: np.ndarray, fields: Fields) -> None:
         """Set rows and moments."""
@@ -243,11 +264,7 @@ class HostStore:
             self.arrays[name][ids] = rows
         self._written.mark(ids)
 
-    def _staged(self, ids: np.ndarray, names: Iterable[str]) -> Staged:
-        version = self._written.version  # before the rows: what is written meanwhile counts as later
-        return Staged(version, ids, self._fields(ids, names))
-
-    def _fields(self, ids: np.ndarray, names: Iterable[str]) -> Fields:
+    def _fields(self, ids: np.ndarray, names: Iterable[str], is_ahead: bool = False) -> Fields:
         return {name: self.arrays[name][ids] for name in names}
 
 

@@ -19,7 +19,7 @@ from shardfn.embedding import journal, rowwise
 from shardfn.embedding.cache import CacheCounts, CachedStore
 from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems
 from shardfn.embedding.devices import sharding_of
-from shardfn.embedding.processes import ProcessStore, from_first, own_share
+from shardfn.embedding.processes import ProcessStore, check_same_ids, first_other, from_first, own_share
 from shardfn.embedding.store import (
     BLOCK,
     ROWS,
@@ -203,8 +203,10 @@ class Table:
           The rows, on the device.
 
         Raises:
-          StrategyError: ids that are negative or beyond the table; more different ids than `capacity` or the cache holds.
+          StrategyError: ids that are negative or beyond the table; more different ids than `capacity` or the cache holds;
+            other ids in another process.
           StrategyTypeError: ids that are no integers, or traced.
+          ClusterError: servers do not answer. Call it again.
 
         >>> Table(10, 2).fetch([3, 3, 1]).values.shape
         (8, 2)
@@ -244,6 +246,7 @@ class Table:
         Raises:
           StrategyError: a gradient of another shape.
           StrategyTypeError: a gradient that is traced.
+          ClusterError: servers do not answer. Call it again with the same: they take no update twice.
         """
         check_gradients(fetched.values.shape, gradients)
         self.apply(fetched.ids, gradients)
@@ -335,11 +338,17 @@ class Table:
           folder: the folder of the saves; of several processes each reads it.
 
         Raises:
-          CheckpointError: there is no save, or it is of another table: rows, width, dtype, optimizer or first rows differ.
+          CheckpointError: there is no save, or it is of another table: rows, width, dtype, optimizer or first rows differ;
+            processes that do not find the same saves.
           CheckpointFileError: files that are missing, truncated or changed, by name. The table is as it was then.
         """
         path = folder_of(folder, "restore")
         manifest = journal.read_manifest(path)
+        if other := first_other(np.array([manifest.saves, manifest.count] if manifest else [0, 0])):
+            process, theirs, first = other
+            fail(CheckpointError, f"process {process} finds {theirs[0]} saves, and process 0 {first[0]}",
+                 where=f"restore({str(folder)!r})", why="every process reads the saves of all",
+                 fix="give a folder that all processes see")  # fmt: skip
         if manifest is None:
             fail(CheckpointError, f"{path} holds no saved table", where=f"restore({str(folder)!r})",
                  why=f"there is no {journal.MANIFEST}", fix="give the folder that `save` was called with")  # fmt: skip
@@ -423,7 +432,7 @@ class Table:
           The rows [capacity, width].
 
         Raises:
-          StrategyError: more different ids than `capacity` or the cache holds.
+          StrategyError: more different ids than `capacity` or the cache holds; other ids in another process.
 
         >>> table = Table(10, 2)
         >>> table.rows_of(table.prepare([1, 2]), 4).shape
@@ -433,6 +442,7 @@ class Table:
         if count > capacity:
             fail(StrategyError, f"a batch touches {count:,} rows, and `capacity` is {capacity:,}",
                  where=f"capacity = {capacity}", fix=f"capacity={bucket(count)}")  # fmt: skip
+        check_same_ids(prepared.ids)
         return jnp.asarray(fitted(self._store.read(prepared.ids, prepared.staged), capacity))
 
     def apply(self, ids: np.ndarray, gradients: Any) -> None:

@@ -3,6 +3,7 @@
 
 import pathlib
 import sys
+import time
 
 from shardfn import cluster
 
@@ -56,4 +57,20 @@ for cache_rows in (0, 48):
     assert table.save(FOLDER / f"saves-{cache_rows}") == host.save(FOLDER / f"host-{cache_rows}")
     pushes = 5 if not cache_rows else 0
     assert servers.server.report().accepted == pushes, "the first process alone pushes"
+time.sleep(3 * cluster.rank())  # the first process restores, and the other makes its table later
+again = made(cluster.TableServers(folder=FOLDER / "again", engine=OnRay("again"), timeout_s=60))
+again.restore(FOLDER / "saves-0")
+np.testing.assert_array_equal(again.values(), table.values())
+for call, text in (
+    (lambda: again.fetch([cluster.rank()]), "process 1 looks up other ids than process 0"),
+    (lambda: again.restore(FOLDER / ("saves-0", "nothing")[cluster.rank()]), "process 1 finds 0 saves"),
+    (lambda: made(cluster.TableServers(folder=FOLDER / f"of-{cluster.rank()}", engine=OnRay(f"of-{cluster.rank()}"))),
+     "process 1 has other servers"),
+):  # fmt: skip
+    try:
+        call()
+    except ShardError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
 print(f"done in process {cluster.rank()} of {cluster.size()}, {jax.device_count()} devices")

@@ -254,10 +254,12 @@ def test_lfu_index_takes_back_what_it_placed():
     index, draw = LfuIndex(100, 8), np.random.default_rng(0)
     for _ in range(50):
         index.place(np.unique(draw.integers(0, 100, 6)))
-        before = index.slot_of.copy(), index.id_of.copy()
-        index.take_back(index.place(np.unique(draw.integers(0, 100, 6)), count=False))
-        np.testing.assert_array_equal(index.slot_of, before[0])
-        np.testing.assert_array_equal(index.id_of, before[1])
+        before = index.slot_of.copy(), index.id_of.copy(), index.uses.copy()
+        for count in (True, False):
+            ids = np.unique(draw.integers(0, 100, 6))
+            index.take_back(ids, index.place(ids, count), count)
+            for now, then in zip((index.slot_of, index.id_of, index.uses), before, strict=True):
+                np.testing.assert_array_equal(now, then)
 
 
 def test_usual_mistakes(tmp_path):

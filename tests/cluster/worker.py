@@ -206,7 +206,10 @@ def tables():
     alone = embedding.store.Normal(0.01, 3, 2)(np.array([0, 1, 4097, 8999]))
     np.testing.assert_array_equal(drawn, alone)
     (FOLDER / "a file").write_text("") if RANK == 0 else None
+    small = embedding.Table(50, 4, cache_rows=8)
     for call, text in ((lambda: again.fetch([RANK]), "other ids than process 0"),
+                       (lambda: small.fetch(np.arange(9) * SIZE + 1), "the cache has room for 8"),
+                       (lambda: again.restore(FOLDER / ("table-0", "nothing")[RANK > 0]), "finds 0 saves"),
                        (lambda: again.save(FOLDER / "a file" / "x"), "a file")):  # fmt: skip
         try:
             call()

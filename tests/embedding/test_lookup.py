@@ -1,5 +1,6 @@
 """Uneven tables: values and gradients equal the dense ones, without a collective in the forward pass."""
 
+import functools
 import re
 
 import jax
@@ -197,3 +198,16 @@ def test_unusable_devices_tables_and_splits_are_named():
         embedding.compare(ROWS[4], 16, (8, 8), strategy=(4, 1))
     found = jax.jit(lambda tree: embedding.unpack(tree, {"items": split}))({"items": split.pack(table)})
     np.testing.assert_array_equal(found["items"], table)
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array])
+def test_ids_below_zero_are_those_of_a_part_with_a_negative_offset(kind):
+    split, table = UnevenRows((5, 5), offsets=(-5, 0)), np.arange(1.0, 11, dtype="float32")[:, None]
+    look = functools.partial(embedding.lookup, table, strategy=(2, 1), rows=split, device=jax.devices()[:2])
+    assert look(kind([[-5, 0], [-1, 4], [-6, 5]]))[..., 0].tolist() == [[1, 6], [5, 10], [0, 0]]
+
+
+def test_ids_that_int32_does_not_hold_are_in_no_part():
+    split, table = UnevenRows((5, 5), offsets=(-5, 0)), np.ones((10, 1), "float32")
+    ids = np.array([[2**40, -(2**40)], [2**32 - 5, 2**32]])
+    assert not embedding.lookup(table, ids, strategy=(2, 1), rows=split, device=jax.devices()[:2]).any()

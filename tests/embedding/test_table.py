@@ -14,7 +14,7 @@ import pytest
 
 from shardfn import ShardError, embedding
 from shardfn.cluster import TableServers
-from shardfn.embedding import Table
+from shardfn.embedding import Table, journal
 from shardfn.embedding.cache import LfuIndex
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.processes import bare_environment
@@ -300,3 +300,59 @@ def test_saves_in_two_folders_in_turns_hold_every_row(tmp_path):
         again = Table(9, 2, init=np.zeros((9, 2), "float32"), optimizer=embedding.sgd(1.0))
         again.restore(tmp_path / folder)
         np.testing.assert_array_equal(again.values(), table.values())
+
+
+@pytest.mark.parametrize(
+    "optimizer", [embedding.adam(1.0), embedding.lamb(1.0), embedding.adagrad(1.0)], ids=lambda o: o.name
+)
+def test_optimizers_of_host_and_device_agree(optimizer, tmp_path):
+    ids = [np.arange(20).reshape(10, 2)] * 4
+    host, device = (trained(make(store, tmp_path, optimizer=optimizer), ids) for store in ("host", "device"))
+    np.testing.assert_allclose(host, device, rtol=1e-6, atol=4e-6)
+
+
+def test_adagrad_without_accumulator_leaves_elements_without_gradient():
+    optimizer, rows, g = (
+        embedding.adagrad(0.1, initial_accumulator=0.0, eps=0.0),
+        np.ones((1, 2), "float32"),
+        [[0.0, 2.0]],
+    )
+    for xp in (np, jnp):
+        found, _ = optimizer.update(
+            xp.asarray(rows), {"sum_of_squares": xp.zeros((1, 2), "float32")}, xp.asarray(g, "float32"), 0, 0.1
+        )
+        np.testing.assert_allclose(found, [[1.0, 0.9]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_save_that_could_not_be_synced_is_taken_back(failing, tmp_path, monkeypatch):
+    table, folder = make("host", tmp_path), tmp_path / "saves"
+    trained(table, batches(1))
+    table.save(folder)
+    saved, calls, sync = table.values(), [], journal.sync_folder
+
+    def fails(path):
+        calls.append(path)
+        if len(calls) == failing:
+            raise OSError("the disk is gone")
+        sync(path)
+
+    trained(table, [np.arange(ROWS)[:, None]])
+    monkeypatch.setattr(journal, "sync_folder", fails)
+    with pytest.raises(
+        CheckpointFileError, match="what was saved before is complete"
+    ):  # after the rows, or the manifest
+        table.save(folder)
+    again = make("host", tmp_path)
+    again.restore(folder)
+    np.testing.assert_array_equal(again.values(), saved)
+    assert table.save(folder) == ROWS
+    again.restore(folder)
+    np.testing.assert_array_equal(again.values(), table.values())
+
+
+def test_the_folders_of_a_first_save_are_on_disk(tmp_path, monkeypatch):
+    table, synced = make("host", tmp_path), []
+    monkeypatch.setattr(journal, "sync_folder", synced.append)
+    table.save(tmp_path / "a" / "b")
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)

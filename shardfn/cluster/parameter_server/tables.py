@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +19,8 @@ from shardfn.cluster.parameter_server.folders import job_folder
 from shardfn.cluster.parameter_server.held import COUNT, RowStep
 from shardfn.cluster.parameter_server.ledger import Rules
 from shardfn.cluster.parameter_server.partition import CHUNK_BYTES, ArraySpec, Rows
-from shardfn.embedding.store import ROWS, Fields, Normal, Opened, Staged, Step, TableSpec, Written
+from shardfn.embedding.processes import first_other
+from shardfn.embedding.store import ROWS, Fields, Normal, Opened, ReadsOfAll, Staged, Step, TableSpec
 from shardfn.errors import ClusterError, StrategyError, fail
 
 
@@ -92,8 +94,8 @@ class TableServers:
           table: what the table is.
 
         Raises:
-          StrategyError: these servers have a table; several processes without a folder or with servers in this process; a
-            cache with several workers; a folder with another number of workers.
+          StrategyError: these servers have a table; several processes without a folder, with servers in this process, or
+            with different folders; a cache with several workers; a folder with another number of workers.
           CheckpointError: the folder holds another table.
           CheckpointFileError, ClusterError: as of `ParameterServer.create`.
         """
@@ -120,7 +122,15 @@ class TableServers:
                  why="a folder goes on with the number it has: an update sums the gradients of all of them",
                  fix=f"TableServers(workers={held}, ...); server.resize(workers={self.workers}) changes it for tables that are "
                  "made after it")  # fmt: skip
-        store = _ServerStore(server, table, self.worker, server.next_step(self.worker), self.workers > 1)
+        version = server.next_step(self.worker)
+        # None goes on before all processes are here: the first one pushes, and the others count its pushes from now on.
+        if other := first_other(np.array([version, zlib.crc32(str(server.setup.folder).encode())])):
+            server.close()
+            process, theirs, first = other
+            fail(StrategyError, f"process {process} has other servers for the table than process 0", where=f"store = {self!r}",
+                 why=f"it finds {theirs[0]} updates there, and process 0 {first[0]}",
+                 fix="give all processes of the job one folder, and an engine of one name")  # fmt: skip
+        store = _ServerStore(server, table, self.worker, version, self.workers > 1)
         updates = int(server.pull([COUNT], version=store.version).values[COUNT])
         return Opened(store, updates, store.version == 0, self.workers > 1, store.set_count)
 
@@ -139,7 +149,7 @@ class TableServers:
                  fix="TableServers(folder=..., engine=OnRay(...)), the same in each process")  # fmt: skip
 
 
-class _ServerStore:
+class _ServerStore(ReadsOfAll):
     """A `BackingStore` of rows on servers. Of the processes of `jax.distributed`, which are one worker, the first one pushes.
 
     Args:
@@ -151,38 +161,16 @@ class _ServerStore:
     """
 
     def __init__(self, server: ParameterServer, table: TableSpec, worker: str, version: int, is_shared: bool):
+        super().__init__(table.shape[0], (ROWS, *(name for name, _ in table.optimizer.moments)))
         self.server, self.worker, self.version, self.is_shared = server, worker, version, is_shared
         self._ahead = copy.copy(server)  # for the thread that reads ahead
         self._shape, self._dtype = table.shape, table.dtype
-        self._names = (ROWS, *(name for name, _ in table.optimizer.moments))
-        self._written = Written(table.shape[0])
         self._sends = jax.process_index() == 0
         self._failed: tuple[list[Rows], RowStep] | None = None  # a push that may have arrived, or not
-
-    def stage(self, ids: np.ndarray) -> Staged | None:
-        """Read rows ahead."""
-        return self._staged(ids, (ROWS,))
-
-    def stage_all(self, ids: np.ndarray) -> Staged | None:
-        """Read rows and moments ahead."""
-        return self._staged(ids, self._names)
-
-    def read(self, ids: np.ndarray, staged: Staged | None = None) -> np.ndarray:
-        """The rows [ids, width]."""
-        found = self._pulled(ids, (ROWS,)) if staged is None else self.fields(ids, staged)
-        return found[ROWS]
-
-    def fields(self, ids: np.ndarray, staged: Staged | None = None) -> Fields:
-        """Rows and moments, or what was read ahead of them; rows that were written since are read again."""
-        return self.dump(ids) if staged is None else self._written.up_to_date(ids, staged, self._pulled)
 
     def apply(self, step: Step, ids: np.ndarray, gradients: Any) -> None:
         """Push the gradient of rows."""
         self._push(ids, {ROWS: np.asarray(gradients)[: len(ids)]}, (step.number, step.rate))
-
-    def dump(self, ids: np.ndarray) -> Fields:
-        """Rows and moments."""
-        return self._pulled(ids, self._names)
 
     def load(self, ids: np.ndarray, fields: Fields) -> None:
         """Push values of rows and moments."""
@@ -215,16 +203,13 @@ class _ServerStore:
         self.version += 1
 
     def _staged(self, ids: np.ndarray, names: Iterable[str]) -> Staged | None:
-        if self.is_shared:
-            return None
-        version = self._written.version  # before the rows: what is written meanwhile counts as later
-        return Staged(version, ids, self._pulled(ids, names, self._ahead))
+        return None if self.is_shared else super()._staged(ids, names)
 
-    def _pulled(self, ids: np.ndarray, names: Iterable[str], server: ParameterServer | None = None) -> Fields:
+    def _fields(self, ids: np.ndarray, names: Iterable[str], is_ahead: bool = False) -> Fields:
         if not len(ids):
             return {name: np.empty((0, self._shape[1]), self._dtype if name == ROWS else np.float32) for name in names}
-        pulled = (server or self.server).pull(list(names), ids=dict.fromkeys(names, ids), version=self.version)
-        return pulled.values
+        server = self._ahead if is_ahead else self.server
+        return server.pull(list(names), ids=dict.fromkeys(names, ids), version=self.version).values
 
 
 def _are_equal(one: tuple[list[Rows], RowStep], other: tuple[list[Rows], RowStep]) -> bool:
