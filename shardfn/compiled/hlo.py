@@ -136,7 +136,7 @@ COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "all-gather": ("all-gather", None),
     "reduce-scatter": ("reduce-scatter", None),
     "all-to-all": ("all-to-all", None),
-    "ragged-all-to-all": ("all-to-all", 1),  # an upper bound: how much of it is sent is known when it runs
+    "ragged-all-to-all": ("all-to-all", 2),  # the rows to send, and those to fill: at most the fewer of them are sent
     "collective-permute": ("collective-permute", None),
     "collective-broadcast": ("collective-permute", None),
     "send": ("collective-permute", 1),  # half of a permute that XLA took apart

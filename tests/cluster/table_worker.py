@@ -59,7 +59,7 @@ for cache_rows in (0, 48):
     assert servers.server.report().accepted == pushes, "the first process alone pushes"
 time.sleep(3 * cluster.rank())  # the first process restores, and the other makes its table later
 again = made(cluster.TableServers(folder=FOLDER / "again", engine=OnRay("again"), timeout_s=60))
-again.restore(FOLDER / "saves-0")
+again.restore(FOLDER / f"saves-{cache_rows}")
 np.testing.assert_array_equal(again.values(), table.values())
 for call, text in (
     (lambda: again.fetch([cluster.rank()]), "process 1 looks up other ids than process 0"),

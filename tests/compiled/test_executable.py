@@ -173,7 +173,8 @@ FORMS = {
     "rarer kinds": (
         """%a = f32[8,4]{1,0} parameter(0)
         %i = s32[4]{0} parameter(1)
-        %r = f32[8,4]{1,0} ragged-all-to-all(%a, %a, %i, %i, %i, /*index=5*/%i), replica_groups={{0,1,2,3}}
+        %w = f32[32,4]{1,0} parameter(2)
+        %r = f32[8,4]{1,0} ragged-all-to-all(%w, %a, %i, %i, %i, /*index=5*/%i), replica_groups={{0,1,2,3}}
         %b = f32[8,4]{1,0} collective-broadcast(%r), replica_groups=[2,4]<=[8]""",
         [("all-to-all", 4, (8, 4), "f32", 96, 1), ("collective-permute", 4, (8, 4), "f32", 128, 1)],
     ),
