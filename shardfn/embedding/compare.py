@@ -15,7 +15,7 @@ from shardfn.embedding.lookup import lookup, placement
 from shardfn.embedding.split import UnevenRows
 from shardfn.errors import StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
-from shardfn.units import bytes_text
+from shardfn.units import bytes_text, time_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,14 @@ class SplitCost:
       padding: bytes of all devices' padding.
       sent: bytes that a device sends for one lookup.
       sent_in_training: the same for a lookup and the table's gradient.
+      time_s: modelled seconds of a lookup and the table's gradient.
     """
 
     memory: int
     padding: int
     sent: int
     sent_in_training: int
+    time_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,11 @@ class Comparison:
     even: SplitCost
 
     def __str__(self) -> str:
-        rows = [f"{'split':<8}{'memory':>12}{'padding':>12}{'sent':>12}{'with gradient':>16}"]
+        rows = [f"{'split':<8}{'memory':>12}{'padding':>12}{'sent':>12}{'with gradient':>16}{'time':>12}"]
         for name, cost in (("uneven", self.uneven), ("even", self.even)):
-            texts = [bytes_text(n) for n in dataclasses.astuple(cost)]
-            rows.append(f"{name:<8}{texts[0]:>12}{texts[1]:>12}{texts[2]:>12}{texts[3]:>16}")
+            *sizes, time_s = dataclasses.astuple(cost)
+            texts = [bytes_text(n) for n in sizes]
+            rows.append(f"{name:<8}{texts[0]:>12}{texts[1]:>12}{texts[2]:>12}{texts[3]:>16}{time_text(time_s):>12}")
         return "\n".join(rows)
 
 
@@ -60,8 +63,8 @@ def compare(
 ) -> Comparison:
     """Compare an uneven split of a table with the even one, without running either.
 
-    Both lookups take ids that are sharded over fields, and give rows that are sharded alike. Bytes are those of the plan;
-    memory and padding are those of the table alone.
+    Both lookups take ids that are sharded over fields, and give rows that are sharded alike. Bytes and times are those of the
+    plan; memory and padding are those of the table alone.
 
     Args:
       split: the uneven split.
@@ -80,8 +83,8 @@ def compare(
 
     >>> found = compare(UnevenRows((10, 20, 30, 4)), 16, (8, 8), strategy=(4, 1), device="cpu:4")
     >>> print(found)
-    split         memory     padding        sent   with gradient
-    uneven      1.88 KiB     3.5 KiB         0 B             0 B
+    split         memory     padding        sent   with gradient        time
+    uneven      1.88 KiB     3.5 KiB         0 B             0 B...
     even           1 KiB         0 B       3 KiB...
     """
     if not isinstance(split, UnevenRows) or not isinstance(ids, tuple | list):
@@ -105,12 +108,12 @@ def compare(
             return y, back(y)[0]
 
         sent, both = (
-            plan(fn, table, index, in_strategy=(sharding, of_ids), out_strategy=out, device=target).cost.bytes_sent
+            plan(fn, table, index, in_strategy=(sharding, of_ids), out_strategy=out, device=target).cost
             for fn, out in ((look, (found,)), (trained, (found, sharding)))
         )
         padding = of.parts * of.longest - split.total
         memory = math.prod(sharding.shard_shape(shape)) * item
-        return SplitCost(memory, padding * width * item, int(sent), int(both))
+        return SplitCost(memory, padding * width * item, int(sent.bytes_sent), int(both.bytes_sent), both.time_s)
 
     return Comparison(
         cost(

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.experimental import checkify
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.devices.hardware import resolve
 from shardfn.embedding.split import UnevenRows
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
@@ -29,8 +30,9 @@ from shardfn.frontend.notes import noted
 from shardfn.ir.model import Spec
 from shardfn.planning.summary import FIX
 from shardfn.runtime.processes import is_traced
+from shardfn.units import bytes_text
 
-COMPARE = "see what the even split would save and send: shardfn.embedding.compare"
+COMPARE = "compare both splits, with gradients and times: shardfn.embedding.compare"
 
 
 def lookup(
@@ -177,13 +179,40 @@ def _program(split: UnevenRows, placed: Placement) -> Any:
     on_devices = jax.shard_map(on_device, mesh=placed.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def program(table: jax.Array, ids: jax.Array) -> jax.Array:
-        if split.padding:
-            memory = split.memory_text(table.shape[2], table.dtype.itemsize)
-            note = f"the table {list(table.shape)} of a lookup takes {memory};{FIX}{COMPARE}"
-            table = noted(table, note)
+        if split.parts > 1:
+            table = noted(table, _note(split, placed, table, ids))
         return on_devices(table, ids)
 
     return jax.jit(program)
+
+
+def _note(split: UnevenRows, placed: Placement, table: Any, ids: Any) -> str:
+    """What a report says of a lookup."""
+    row = table.shape[2] // math.prod(placed.mesh.shape[a] for a in placed.table[2]) * table.dtype.itemsize
+    less = (split.longest - -(-split.total // split.parts)) * row
+    saved = bytes_text(even_split_sends(split, placed, tuple(ids.shape), row))
+    memory = split.memory_text(table.shape[2], table.dtype.itemsize)
+    return (
+        f"the table {list(table.shape)} of a lookup takes {memory}; the lookup sends nothing. With the even split a device would hold "
+        f"{bytes_text(less)} less, and send about {saved} for each lookup;{FIX}{COMPARE}"
+    )
+
+
+def even_split_sends(split: UnevenRows, placed: Placement, ids: tuple[int, ...], row: int) -> int:
+    """Bytes that a device sends for a lookup in the evenly split table: XLA gathers a small table. Of a large one it gathers the
+    ids, and all-reduces the rows.
+
+    Args:
+      split: the uneven split; the even one has as many parts.
+      placed: its placement.
+      ids: the shape of the ids, [..., fields].
+      row: bytes of a row's columns on one device.
+    """
+    shards = [math.prod(placed.mesh.shape[a] for a in axes) for axes in placed.ids[:-1]]
+    found = math.prod(n // p for n, p in zip(ids, shards, strict=False)) * ids[-1]
+    of_table = bytes_sent("all-gather", split.parts, -(-split.total // split.parts) * row)
+    of_ids = bytes_sent("all-gather", split.parts, found // split.parts * np.dtype("int32").itemsize)
+    return min(of_table, of_ids + bytes_sent("all-reduce", split.parts, found * row))
 
 
 def _numbers(strategy: Any, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

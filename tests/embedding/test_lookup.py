@@ -1,6 +1,7 @@
 """Uneven tables: values and gradients equal the dense ones, without a collective in the forward pass."""
 
 import functools
+import math
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardfn
 from shardfn import ShardError, checkpoint, embedding, layoutfile, train
 from shardfn.embedding import UnevenRows
+from shardfn.embedding.lookup import even_split_sends
 
 ROWS = {1: (64,), 2: (40, 24), 4: (10, 20, 30, 4), 8: (10, 20, 1, 4, 8, 9, 7, 5)}
 COLLECTIVE = re.compile(r"(?:all|collective|reduce)-\w+")
@@ -173,6 +175,24 @@ def test_lookup_with_a_sharding_of_ones_own_mesh():
         if "lookup" in text
     ]
     assert len(told) == 1 and "[4, 30, 16]" in told[0] and split.memory_text(16) in told[0]
+    assert "would hold 896 B less, and send about 3 KiB" in told[0], "16 rows of the even split are gathered from each device"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "ids"),
+    [((4, 2), "cpu:8", (8, 8)), ((8, 1), "tpu-v5e:8", (4, 8)), (((4, 1), (2, 4)), "cpu:8", (256, 8)),
+     (((4, 1), (2, 1, 4)), "tpu-v5e:8", (4, 2, 4))],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_what_the_even_split_sends_is_what_its_plan_sends(strategy, device, ids, rows):
+    parts = (strategy if isinstance(strategy[0], int) else strategy[0])[0]
+    split = UnevenRows(tuple(rows * n for n in ROWS[parts]))
+    placed = embedding.placement(strategy, split, (split.total, 16), ids, device)
+    columns = math.prod(placed.mesh.shape[axis] for axis in placed.table[2])
+    planned = embedding.compare(split, 16, ids, strategy=strategy, device=device)
+    about = even_split_sends(split, placed, ids, 16 // columns * 4)
+    assert about == (pytest.approx(planned.even.sent, rel=0.05) if rows == 1 else planned.even.sent)
+    assert planned.uneven.sent == 0 and planned.uneven.time_s < planned.even.time_s
 
 
 @pytest.mark.parametrize("wide", [2**32 + 1, -(2**32) + 1])
