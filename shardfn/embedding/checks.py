@@ -21,7 +21,8 @@ MOST_ON_DEVICES = np.iinfo(np.int32).max
 
 
 def table_problems(
-    rows: Any, width: Any, store: Any, path: Any, cache_rows: Any, optimizer: Any, init: Any, seed: Any, dtype: Any, strategy: Any
+    *, rows: Any, width: Any, store: Any, path: Any, cache_rows: Any, optimizer: Any, init: Any, seed: Any, dtype: Any,
+    strategy: Any, device: Any
 ) -> Iterator[Problem]:  # fmt: skip
     """All problems with the arguments of a `Table`."""
     for name, value, least in (
@@ -53,6 +54,12 @@ def table_problems(
     ):
         yield Problem("`strategy` must be two ints from 1", f"strategy = {strategy!r:.40}",
                       "they are the numbers of shards of rows and columns", "strategy=(8, 1)")  # fmt: skip
+    if store == "device" and device is not None and strategy is None:
+        yield Problem("`device` goes with `strategy`", f"device = {device!r:.40}", "without one, rows are on the default device",
+                      "strategy=(1, 1), or leave `device` out")  # fmt: skip
+    if path is not None and not isinstance(path, str | os.PathLike):
+        yield Problem(f"`path` is {a(path)}", f"path = {path!r:.40}", "it is a folder for memory-mapped files", 'path="/scratch"',
+                      is_type=True)  # fmt: skip
     if strategy is not None and store != "device" and not cache_rows:
         yield Problem("`strategy` is of rows on devices, and there are none", f"strategy = {strategy!r:.40}",
                       "a host store or servers without cache have no rows there", "leave it out, or give cache_rows")  # fmt: skip
@@ -92,11 +99,7 @@ def checked_ids(ids: Any, rows: int) -> np.ndarray:
     if isinstance(ids, Tracer):
         fail(StrategyTypeError, "the ids are traced", where="fetch(ids)", why="rows are fetched on the host, before a step",
              fix="fetch outside jit, and give values and positions to the step")  # fmt: skip
-    try:
-        found = np.asarray(ids)
-    except ValueError:
-        fail(StrategyTypeError, "the ids are lists of different lengths", where=f"ids = {ids!r:.60}",
-             why="they are one array", fix="pad them, or concatenate them")  # fmt: skip
+    found = as_ids(ids)
     if found.dtype.kind not in "iu" and (found.size or found.dtype.kind != "f"):  # [] is an array of floats
         fail(StrategyTypeError, f"ids are integers, but these are {found.dtype}", where=f"ids: {found.dtype}{list(found.shape)}",
              fix="cast them: ids.astype(numpy.int64)")  # fmt: skip
@@ -106,6 +109,19 @@ def checked_ids(ids: Any, rows: int) -> np.ndarray:
         fail(StrategyError, f"{len(wrong)} ids are not in the table", where=f"ids[{', '.join(map(str, at))}] = {found[at]}",
              why=f"the table has the ids 0 to {rows - 1}", fix="correct the ids, or make a larger table")  # fmt: skip
     return found.astype(np.int64)
+
+
+def as_ids(ids: Any) -> np.ndarray:
+    """Ids as an array.
+
+    Raises:
+      StrategyTypeError: lists of different lengths.
+    """
+    try:
+        return np.asarray(ids)
+    except ValueError:
+        fail(StrategyTypeError, "the ids are lists of different lengths", where=f"ids = {ids!r:.60}",
+             why="they are one array", fix="pad them, or concatenate them")  # fmt: skip
 
 
 def check_gradients(shape: tuple[int, ...], gradients: Any) -> None:

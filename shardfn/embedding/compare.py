@@ -91,6 +91,11 @@ def compare(
         fail(StrategyTypeError, f"`compare` takes {a(split)} and {a(ids)}", where=f"split = {split!r:.40}, ids = {ids!r:.40}",
              why="it takes an `UnevenRows` and a shape", fix="compare(UnevenRows((10, 20)), 16, (8, 4), ...)")  # fmt: skip
     raise_problems(option_problems(integer(1), "width", width))
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        fail(StrategyTypeError, f"there is no dtype {dtype!r:.40}", where=f"dtype = {dtype!r:.40}", why="it is that of the table",
+             fix='dtype="float32"')  # fmt: skip
     placed = placement(strategy, split, (split.total, width), ids, device)
     of_table, of_ids = placed.shardings
     rows, _, columns = of_table.spec

@@ -99,7 +99,7 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
     Raises:
       CheckpointFileError: the disk is full, or the folder cannot be written. The earlier saves are complete.
     """
-    name = f"{before.saves + 1:06}.rows"
+    name = _name(before.saves + 1)
     try:
         _make_folder(folder)
         with atomic_file(folder / name) as opened:
@@ -118,6 +118,10 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
              fix="free space or choose another folder; what was saved before is complete")  # fmt: skip
     _delete_others(folder, after)
     return after
+
+
+def _name(save: int) -> str:
+    return f"{save:06}.rows"
 
 
 def _make_folder(folder: pathlib.Path) -> None:
@@ -142,6 +146,11 @@ def _take_back(folder: pathlib.Path, before: Manifest, name: str) -> None:
         else:
             (folder / MANIFEST).unlink()
     (folder / name).unlink(missing_ok=True)
+
+
+def later_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The rows in a folder that a first save did not write; one that was killed may have left rows without a manifest."""
+    return sorted(path for path in folder.glob("[0-9]*.rows") if path.name != _name(1))
 
 
 def replay(folder: pathlib.Path, manifest: Manifest) -> Iterator[tuple[np.ndarray, Fields]]:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.devices.hardware import resolve
+from shardfn.embedding.checks import as_ids
 from shardfn.embedding.split import UnevenRows
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, on_devices_of, partition_spec, spec_of
@@ -70,15 +71,18 @@ def lookup(
     [6.0, 24.0, 118.0, 126.0]
     """
     split = rows if isinstance(rows, UnevenRows) else UnevenRows(rows, offsets)
-    ids = ids if hasattr(ids, "dtype") else np.asarray(ids)
+    ids = ids if hasattr(ids, "dtype") else as_ids(ids)
     table = table if hasattr(table, "dtype") else np.asarray(table)
     if not jnp.issubdtype(table.dtype, np.number):
         fail(StrategyTypeError, f"the table holds {table.dtype}, no numbers", where=f"table: {table.dtype}{list(table.shape)}",
              fix="pass the table, or what `UnevenRows.pack` made of it")  # fmt: skip
-    placed = placement(strategy, split, tuple(table.shape), tuple(ids.shape), device)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         fail(StrategyTypeError, f"ids are integers, but these are {ids.dtype}", where=f"ids: {ids.dtype}{list(ids.shape)}",
              fix="cast them: ids.astype(jnp.int32)")  # fmt: skip
+    if not ids.ndim:
+        fail(StrategyError, "the ids are one number", where=f"ids = {ids!r:.40}", why="their last dimension has the fields",
+             fix="give an array [..., fields]")  # fmt: skip
+    placed = placement(strategy, split, tuple(table.shape), tuple(ids.shape), device)
     if ids.dtype.itemsize < 4:  # offsets need not fit such ids
         ids = ids.astype(np.int32)
     if (most := max(abs(n) for n in (*split.offsets, *map(sum, zip(split.offsets, split.rows, strict=True))))) > (
@@ -193,8 +197,8 @@ def _note(split: UnevenRows, placed: Placement, table: Any, ids: Any) -> str:
     saved = bytes_text(even_split_sends(split, placed, tuple(ids.shape), row))
     memory = split.memory_text(table.shape[2], table.dtype.itemsize)
     return (
-        f"the table {list(table.shape)} of a lookup takes {memory}; the lookup sends nothing. With the even split a device would hold "
-        f"{bytes_text(less)} less, and send about {saved} for each lookup;{FIX}{COMPARE}"
+        f"the table {list(table.shape)} of a lookup takes {memory}; the lookup sends nothing. With the even split a device would "
+        f"hold {bytes_text(less)} less, and send about {saved} for each lookup;{FIX}{COMPARE}"
     )
 
 

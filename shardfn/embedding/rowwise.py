@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.errors import StrategyTypeError, a, fail
+from shardfn.errors import StrategyError, StrategyTypeError, a, fail
 
 Schedule = float | Callable[[int], float]
 """A learning rate, or a function of the number of updates so far."""
@@ -54,13 +54,30 @@ class RowOptimizer:
         Raises:
           StrategyTypeError: it is no number.
         """
-        rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
-        try:
-            return float(rate)
-        except (TypeError, ValueError):
-            fail(StrategyTypeError, f"the learning rate of a table is {a(rate)}", where=f"{self.name}({rate!r:.40})",
-                 why="it is a number, or a function of the number of updates that returns one",
-                 fix=f"{self.name}(0.01), or {self.name}(lambda updates: 0.01 / (updates + 1))")  # fmt: skip
+        return _rate(self.name, self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate)
+
+
+def _rate(name: str, rate: Any) -> float:
+    try:
+        found = float(rate)
+    except (TypeError, ValueError):
+        found = math.nan
+    if isinstance(rate, str) or not math.isfinite(found):
+        fail(StrategyTypeError, f"the learning rate of a table is {rate if isinstance(rate, float) else a(rate)}",
+             where=f"{name}({rate!r:.40})", why="it is a number, or a function of the number of updates that returns one",
+             fix=f"{name}(0.01), or {name}(lambda updates: 0.01 / (updates + 1))")  # fmt: skip
+    return found
+
+
+def _check(name: str, learning_rate: Any, decays: Moments, from_zero: Moments) -> None:
+    """Refuse a rate that is no number, decays outside 0 to 1, and other numbers below 0."""
+    if not callable(learning_rate):
+        _rate(name, learning_rate)
+    for option, value in (decays | from_zero).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < (1 if option in decays else math.inf):
+            fail(StrategyError, f"`{option}` of {name} cannot be {value!r:.40}", where=f"{name}(..., {option}={value!r:.40})",
+                 why="it is a number from 0" + " to below 1" * (option in decays), fix="leave it out")  # fmt: skip
 
 
 def sgd(learning_rate: Schedule) -> RowOptimizer:
@@ -72,10 +89,15 @@ def sgd(learning_rate: Schedule) -> RowOptimizer:
     Returns:
       The optimizer.
 
+    Raises:
+      StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
+
     >>> rows, _ = sgd(0.5).update(np.ones((1, 2), "float32"), {}, np.ones((1, 2), "float32"), 0, 0.5)
     >>> rows.tolist()
     [[0.5, 0.5]]
     """
+
+    _check("sgd", learning_rate, {}, {})
 
     def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
         return rows - _like(rate, rows) * gradients, {}
@@ -94,9 +116,14 @@ def adagrad(learning_rate: Schedule, initial_accumulator: float = 0.1, eps: floa
     Returns:
       The optimizer.
 
+    Raises:
+      StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
+
     >>> adagrad(0.1).moments
     (('sum_of_squares', 0.1),)
     """
+
+    _check("adagrad", learning_rate, {}, {"initial_accumulator": initial_accumulator, "eps": eps})
 
     def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
         total = moments["sum_of_squares"] + gradients * gradients
@@ -119,9 +146,14 @@ def adam(learning_rate: Schedule, b1: float = 0.9, b2: float = 0.999, eps: float
     Returns:
       The optimizer.
 
+    Raises:
+      StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
+
     >>> adam(0.1).moments
     (('mean', 0.0), ('mean_of_squares', 0.0))
     """
+
+    _check("adam", learning_rate, {"b1": b1, "b2": b2}, {"eps": eps})
 
     def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
         direction, moments = _adam_direction(rows, moments, gradients, count, b1, b2, eps)
@@ -145,9 +177,14 @@ def lamb(
     Returns:
       The optimizer.
 
+    Raises:
+      StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
+
     >>> lamb(0.1).name
     'lamb'
     """
+
+    _check("lamb", learning_rate, {"b1": b1, "b2": b2}, {"eps": eps, "weight_decay": weight_decay})
 
     def update(rows: Any, moments: Moments, gradients: Any, count: Any, rate: Any) -> tuple[Any, Moments]:
         xp = _numpy(rows)

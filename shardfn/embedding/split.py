@@ -19,6 +19,7 @@ from jax import tree_util
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.paths import array_paths, met, unmet
+from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.runtime.processes import on_host
 from shardfn.units import bytes_text
 
@@ -165,9 +166,15 @@ class UnevenRows:
         Returns:
           The text.
 
+        Raises:
+          StrategyError, StrategyTypeError: no ints from 0.
+
         >>> print(UnevenRows((10, 20, 30, 4)).memory_text(16))
         7.5 KiB for 4 parts of 30 rows, 3.5 KiB (47%) of them padding
         """
+        raise_problems(
+            [*option_problems(integer(0), "width", width), *option_problems(integer(0), "itemsize", itemsize)]
+        )
         row = width * itemsize
         total, share = self.parts * self.longest, self.padding / (self.parts * self.longest)
         padding = f", {bytes_text(self.padding * row)} ({share:.0%}) of them padding" if self.padding else ""

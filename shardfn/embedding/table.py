@@ -38,7 +38,7 @@ from shardfn.embedding.store import (
     fitted,
     host_arrays,
 )
-from shardfn.errors import CheckpointError, StrategyError, fail, raise_problems
+from shardfn.errors import CheckpointError, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.runtime.processes import on_host, spans_processes
 from shardfn.runtime.read_ahead import read_ahead
@@ -61,6 +61,8 @@ class Fetched:
     values: jax.Array
     positions: np.ndarray
     ids: np.ndarray
+    table: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """The table."""
 
 
 class Table:
@@ -78,10 +80,11 @@ class Table:
       width: elements of a row.
       store: "device" keeps rows and moments on devices, "host" in host memory. `shardfn.cluster.TableServers(...)` keeps
         them on parameter servers.
-      path: with "host", a folder for memory-mapped files instead of memory. The files end with the process; `save` keeps.
+      path: with "host", a folder for memory-mapped files instead of memory, which then has 6 bytes for each row, 14 with a
+        cache. The files end with the process; `save` keeps.
       cache_rows: with "host" or servers, rows that a cache on the device holds, the most frequently used ones. It must
         have room for the rows of a batch. 0 is no cache.
-      optimizer: one of `embedding.sgd`, `adagrad`, `adam`, `lamb`.
+      optimizer: one of `embedding.sgd`, `adagrad`, `adam`, `lamb`; None is `adagrad(0.01)`.
       init: the standard deviation of the first rows, or the rows themselves [rows, width].
       seed: of the first rows.
       dtype: of the rows; moments are float32.
@@ -119,8 +122,8 @@ class Table:
         device: Any = None,
     ):
         optimizer = rowwise.adagrad(0.01) if optimizer is None else optimizer
-        options = rows, width, store, path, cache_rows, optimizer, init, seed, dtype, strategy
-        raise_problems(table_problems(*options))
+        raise_problems(table_problems(rows=rows, width=width, store=store, path=path, cache_rows=cache_rows, optimizer=optimizer,
+                                      init=init, seed=seed, dtype=dtype, strategy=strategy, device=device))  # fmt: skip
         rows, width, cache_rows, seed = map(operator.index, (rows, width, cache_rows, seed))
         self.shape, self.dtype, self.optimizer, self.count = (
             (rows, width),
@@ -149,9 +152,11 @@ class Table:
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             place = store if isinstance(store, str) else "servers"
             size = rows * width * (self.dtype.itemsize + 4 * len(optimizer.moments))
+            fix = "use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices'
+            if path is not None:
+                fix = "use fewer rows: which of them changed, and when, is kept in memory, 6 bytes for each row"
             fail(StrategyError, f"a table of {bytes_text(size)} does not fit the memory of its {place}",
-                 where=f"Table({rows}, {width}, store={store!r})", why=f"{error!s:.200}",
-                 fix="use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices')  # fmt: skip
+                 where=f"Table({rows}, {width}, store={store!r})", why=f"{error!s:.200}", fix=fix)  # fmt: skip
 
     def _new_store(self, store: Any, path: Any, cache_rows: int, sharding: Any) -> Store:
         moments, share = self.optimizer.moments, own_share()
@@ -233,6 +238,9 @@ class Table:
         [[1, 2], [2, 3]]
         """
         raise_problems(option_problems(integer(0), "ahead", ahead))
+        if not isinstance(batches, Iterable):
+            fail(StrategyTypeError, f"`batches` is {a(batches)}", where=f"prefetch({batches!r:.40})",
+                 why="it gives the ids of batch after batch", fix="prefetch([ids, ...]), or fetch(ids)")  # fmt: skip
         for prepared in read_ahead(lambda ids: self.prepare(ids, True), map(on_host, batches), ahead):
             yield self._fetched(prepared, capacity)
 
@@ -245,9 +253,13 @@ class Table:
 
         Raises:
           StrategyError: a gradient of another shape.
-          StrategyTypeError: a gradient that is traced.
+          StrategyTypeError: a gradient that is traced; a batch of another table.
           ClusterError: servers do not answer. Call it again with the same: they take no update twice.
         """
+        if not isinstance(fetched, Fetched) or fetched.table is not self:
+            given = "a batch of another table" if isinstance(fetched, Fetched) else a(fetched)
+            fail(StrategyTypeError, f"`update` is given {given}", where=f"update({fetched!r:.40}, ...)",
+                 why="it updates the rows that this table's `fetch` gave", fix="table.update(table.fetch(ids), g)")  # fmt: skip
         check_gradients(fetched.values.shape, gradients)
         self.apply(fetched.ids, gradients)
 
@@ -477,11 +489,15 @@ class Table:
     def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
         raise_problems(option_problems(integer(1), "capacity", capacity) if capacity is not None else ())
         count = bucket(len(prepared.ids)) if capacity is None else capacity
-        return Fetched(self.rows_of(prepared, count), prepared.positions, prepared.ids)
+        return Fetched(self.rows_of(prepared, count), prepared.positions, prepared.ids, self)
 
     def _own_save(self, path: pathlib.Path) -> journal.Manifest | None:
         """The last save in a folder, which must be of this table."""
         there = journal.read_manifest(path)
+        if there is None and (lost := journal.later_files(path)):
+            fail(CheckpointError, f"{path} holds rows of {lost[0].name}, and no {journal.MANIFEST}", where=f"save({str(path)!r})",
+                 why="they are of saves that were complete, and a new save would delete them",
+                 fix="put the manifest back, or save in another folder")  # fmt: skip
         if there is not None and there != self._saved.get(path):
             fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(path)!r})",
                  why=f"it was saved {there.saves} times, last after {there.count} updates",

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import StrategyError, StrategyTypeError, a, fail
 from shardfn.experts.exchange import Exchange
 from shardfn.experts.placement import Placement, placement
 from shardfn.experts.routing import Routing, ranks_of, starts_of
@@ -84,12 +85,19 @@ class Dispatched:
         Returns:
           [..., width_out], sharded as `rows`. Dropless rows are multiplied by `jax.lax.ragged_dot`.
 
+        Raises:
+          StrategyError: rows and matrices that do not fit each other.
+
         >>> from shardfn import experts
         >>> sent = experts.dispatch(jnp.ones((4, 2)), experts.route(jnp.eye(4, 3), k=1))
         >>> sent.dot(sent.rows, jnp.arange(6.0).reshape(3, 2, 1)).ravel().tolist()
         [1.0, 1.0, 5.0, 9.0]
         """
         self._check(weights)
+        if x.shape[:-1] != self.rows.shape[:-1] or weights.ndim != 3 or x.shape[-1] != weights.shape[1]:
+            fail(StrategyError, f"the rows {list(x.shape)} do not go with the matrices {list(weights.shape)}",
+                 where="dot(x, weights)", why=f"x has the rows that were dispatched, {list(self.rows.shape[:-1])}, and each "
+                 "matrix as many rows as x has columns", fix="pass weights [experts, width, width_out]")  # fmt: skip
         if self._how.slots is not None:
             return jnp.einsum("erw,ewv->erv", x, weights)
         at = self._how.placement
@@ -114,8 +122,8 @@ class Dispatched:
         if self._how.slots is not None:
             return values[:, None]
         at = self._how.placement
-        return _region(at, functools.partial(_spread, length=self._local_rows),
-                       (_spec(at.experts), _spec(at.experts, at.apart)), _rows_spec(self._how))(values, self.sizes)  # fmt: skip
+        return _region(at, _spread, (_spec(at.experts), _spec(at.experts, at.apart)), _rows_spec(self._how),
+                       length=self._local_rows)(values, self.sizes)  # fmt: skip
 
     def _check(self, values: jax.Array) -> None:
         """Check that there is one of `values` for each expert; another number would be clamped to the last."""
@@ -158,7 +166,7 @@ def dispatch(
     Raises:
       StrategyError: `x` and the routing have different numbers of tokens; axes that do not divide the experts; a layout
         that shards the width.
-      StrategyTypeError: a layout of another type.
+      StrategyTypeError: a layout, a routing or axes of another type.
 
     >>> from shardfn import experts
     >>> x, gate, up = jnp.ones((6, 4)), jnp.ones((4, 3)), jnp.ones((3, 4, 8))
@@ -166,7 +174,11 @@ def dispatch(
     >>> sent.rows.shape, sent.dot(sent.rows, up).shape, sent.sizes.ravel().tolist()
     ((12, 4), (12, 8), [6, 6, 0])
     """
+    _check_is(routing, Routing, "routing", "dispatch(x, routing)", "what `route` returns")
     tokens, k = routing.experts.shape
+    if getattr(x, "ndim", None) is None:
+        fail(StrategyTypeError, f"x is {a(x)}", where="dispatch(x, routing)", why="it is an array [tokens, width]",
+             fix="jnp.asarray(x)")  # fmt: skip
     if x.ndim != 2 or x.shape[0] != tokens:
         fail(StrategyError, f"x is {list(x.shape)}, and the routing is for {tokens} tokens", where="dispatch(x, routing)",
              why="each token has its own experts", fix=f"pass x as [{tokens}, width]")  # fmt: skip
@@ -179,8 +191,8 @@ def dispatch(
     how = _How(at, routing.count, k, local, _slots(routing, local, tokens))
     chosen = _padded(routing.experts, how, routing.count)
     rows, sizes, ranks = _region(
-        at, functools.partial(_dispatch, how=how), (_spec(at.sources), _spec(at.sources)),
-        (_rows_spec(how), _spec(at.experts, at.apart) if how.slots is None else None, _spec(at.sources)),
+        at, _dispatch, (_spec(at.sources), _spec(at.sources)),
+        (_rows_spec(how), _spec(at.experts, at.apart) if how.slots is None else None, _spec(at.sources)), how=how,
     )(_padded(x, how), chosen)  # fmt: skip
     return Dispatched(rows, sizes, routing, ranks[:tokens], how)
 
@@ -204,6 +216,7 @@ def combine(y: jax.Array, dispatched: Dispatched) -> jax.Array:
     >>> combine(3 * sent.rows, sent).tolist()
     [[0.0, 3.0], [6.0, 9.0], [12.0, 15.0], [18.0, 21.0]]
     """
+    _check_is(dispatched, Dispatched, "dispatched", "combine(y, dispatched)", "what `dispatch` returns")
     how, routing = dispatched._how, dispatched.routing
     if y.shape[:-1] != dispatched.rows.shape[:-1]:
         fail(StrategyError, "the experts' results do not have the rows that were dispatched",
@@ -211,9 +224,11 @@ def combine(y: jax.Array, dispatched: Dispatched) -> jax.Array:
              fix="return one result for each row, in their order")  # fmt: skip
     at, tokens = how.placement, routing.experts.shape[0]
     arrays = (_padded(routing.experts, how, how.count), _padded(routing.weights, how), _padded(dispatched.ranks, how))
-    out = _region(at, functools.partial(_combine, how=how), (_rows_spec(how), *(_spec(at.sources),) * 3),
-                  _spec(at.sources if at.alltoall else at.tokens))(y, *arrays)[:tokens]  # fmt: skip
-    return out if at.mesh is None else lax.with_sharding_constraint(out, at.sharding())
+    out = _region(at, _combine, (_rows_spec(how), *(_spec(at.sources),) * 3),
+                  _spec(at.sources if at.alltoall else at.tokens), how=how)(y, *arrays)[:tokens]  # fmt: skip
+    if at.mesh is None or (tokens % at.size(at.tokens) and not isinstance(out, Tracer)):  # an array shards evenly alone
+        return out
+    return lax.with_sharding_constraint(out, at.sharding())
 
 
 def _slots(routing: Routing, local: int, tokens: int) -> int | None:
@@ -221,8 +236,8 @@ def _slots(routing: Routing, local: int, tokens: int) -> int | None:
     if routing.capacity is None:
         return None
     group = max(1, -(-tokens // routing.groups))
-    whole = local % group == 0 or group % local == 0
-    groups = max(1, local // group) if whole else min(routing.groups, local // group + 2)
+    is_aligned = local % group == 0 or group % local == 0
+    groups = max(1, local // group) if is_aligned else min(routing.groups, local // group + 2)
     return min(local, routing.capacity * groups)
 
 
@@ -300,11 +315,34 @@ def _own(counts: jax.Array, how: _How) -> jax.Array:
 # ---- regions
 
 
-def _region(at: Placement, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function on each device's shards."""
+def _region(
+    at: Placement, function: Callable[..., Any], in_specs: Any, out_specs: Any, **static: Any
+) -> Callable[..., Any]:
+    """The function on each device's shards, compiled where the call is not."""
     if at.mesh is None:
-        return function
-    return jax.shard_map(function, mesh=at.mesh, in_specs=in_specs, out_specs=out_specs)
+        return functools.partial(function, **static)
+
+    def run(*arrays: Any) -> Any:
+        made = _compiled if not any(isinstance(x, Tracer) for x in arrays) else _sharded
+        return made(at, function, in_specs, out_specs, tuple(static.items()))(*arrays)
+
+    return run
+
+
+def _sharded(at: Placement, function: Any, in_specs: Any, out_specs: Any, static: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.shard_map(
+        functools.partial(function, **dict(static)), mesh=at.mesh, in_specs=in_specs, out_specs=out_specs
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(at: Placement, function: Any, in_specs: Any, out_specs: Any, static: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(_sharded(at, function, in_specs, out_specs, static))
+
+
+def _check_is(given: Any, kind: type, name: str, where: str, what: str) -> None:
+    if not isinstance(given, kind):
+        fail(StrategyTypeError, f"`{name}` is {a(given)}", where=where, why=f"it is {what}", fix=f"pass {what}")
 
 
 def _spec(*dims: Sequence[str]) -> PartitionSpec:

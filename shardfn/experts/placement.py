@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.meshes import mesh_and_spec
+from shardfn.frontend.value_checks import boolean, option_problems
 
 Axes = tuple[str, ...]
 
@@ -68,13 +69,22 @@ def placement(layout: Any, axes: str | Axes | None, count: int, alltoall: bool |
       StrategyError: a sharded width, unknown axes, or axes that do not divide the number of experts.
       StrategyTypeError: a layout of another type.
     """
+    if alltoall is not None:
+        raise_problems(option_problems(boolean, "alltoall", alltoall))
     if layout is None:
         return Placement(None)
     mesh, spec = mesh_and_spec(layout, 2, "layout", "an all-to-all needs named mesh axes")
     if spec[1]:
         fail(StrategyError, "`layout` must shard the tokens of x [tokens, width], and nothing else",
-             where=f"layout = {layout!r:.80}", why="a row is sent as a whole",
+             where=f"layout = {layout!r:.80}", why="a row is sent with all its columns",
              fix="reshape x to [tokens, width] and leave the width unsharded")  # fmt: skip
+    if not (
+        axes is None
+        or isinstance(axes, str)
+        or (isinstance(axes, tuple | list) and all(isinstance(x, str) for x in axes))
+    ):
+        fail(StrategyTypeError, f"`axes` is {a(axes)}", where=f"axes = {axes!r:.40}", why="it names axes of the mesh",
+             fix=f"name some of {', '.join(map(repr, mesh.shape))}")  # fmt: skip
     experts = spec[0] if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     unknown = [axis for axis in experts if axis not in mesh.shape]
     if unknown:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.notes import counted
+from shardfn.frontend.value_checks import boolean, integer, option_problems
 
 COUNTED = "tokens of each expert"
 """What `explain(..., run=True)` counts."""
@@ -69,6 +71,7 @@ def route(
     >>> found.experts.tolist(), found.load.tolist(), found.capacity, int(found.dropped)
     ([[0], [3], [2]], [2, 0, 1], 1, 1)
     """
+    _check_types(logits, k, capacity_factor, groups, normalize)
     if logits.ndim != 2:
         fail(StrategyError, f"the logits are {list(logits.shape)}", where="route(logits, ...)",
              why="they are [tokens, experts]", fix="reshape them: logits.reshape(-1, logits.shape[-1]), and x alike")  # fmt: skip
@@ -82,7 +85,7 @@ def route(
         chosen = counted(chosen, count, COUNTED)
         return Routing(chosen, weights, load, jnp.zeros((), jnp.int32), count)
     size = -(-tokens // groups)
-    capacity = max(1, math.ceil(capacity_factor * k * size / count))
+    capacity = max(1, math.ceil(min(capacity_factor * k * size / count, size)))  # a token's experts are different
     padded = jnp.pad(chosen, ((0, groups * size - tokens), (0, 0)), constant_values=count)
     ranks = jax.vmap(lambda each: ranks_of(each.T.ravel(), count).reshape(k, size).T)(padded.reshape(groups, size, k))
     kept = ranks.reshape(-1, k)[:tokens] < capacity
@@ -130,6 +133,22 @@ def starts_of(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def _one_hot(keys: jax.Array, count: int) -> jax.Array:
     return keys[..., None] == jnp.arange(count)
+
+
+def _check_types(logits: Any, k: Any, capacity_factor: Any, groups: Any, normalize: Any) -> None:
+    if not hasattr(logits, "ndim") or not jnp.issubdtype(logits.dtype, jnp.floating):
+        kind = f"{logits.dtype} numbers" if hasattr(logits, "dtype") else a(logits)
+        fail(StrategyTypeError, f"the logits are {kind}", where=f"route({logits!r:.40}, ...)",
+             why="they are a floating array [tokens, experts]", fix="jnp.asarray(logits, float)")  # fmt: skip
+    raise_problems([
+        *option_problems(integer(1), "k", k),
+        *option_problems(integer(1), "groups", groups),
+        *option_problems(boolean, "normalize", normalize),
+        *([] if capacity_factor is None or (isinstance(capacity_factor, int | float) and not isinstance(capacity_factor, bool))
+          else [Problem(f"`capacity_factor` is {a(capacity_factor)}", f"route(..., capacity_factor={capacity_factor!r:.40})",
+                        "it is a multiple of an expert's fair share", "give a number such as 1.25, or None to keep all choices",
+                        is_type=True)]),
+    ])  # fmt: skip
 
 
 def _check(tokens: int, count: int, k: int, capacity_factor: float | None, groups: int) -> None:

@@ -226,7 +226,7 @@ def lookups_of_fields(plan: Plan, study: AnsweredCall) -> Iterator[str]:
             d = plan.inputs[first.table - traced.captured]
             yield (
                 f"lookup of {first.fields} fields in `{d.path}` {list(d.shape)} at {line}: {_share(sent, plan)};{FIX}where "
-                "each field has rows of its own, shard rows and ids by fields, so that the lookup and its gradient send none of that: "
+                "each field has rows of its own, shard rows and ids by fields, so that lookup and gradient send none of that: "
                 "`shardfn.embedding.lookup`; `compare` there has the time of both splits, and the memory of the padding"
             )
 

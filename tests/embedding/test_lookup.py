@@ -175,7 +175,9 @@ def test_lookup_with_a_sharding_of_ones_own_mesh():
         if "lookup" in text
     ]
     assert len(told) == 1 and "[4, 30, 16]" in told[0] and split.memory_text(16) in told[0]
-    assert "would hold 896 B less, and send about 3 KiB" in told[0], "16 rows of the even split are gathered from each device"
+    assert "would hold 896 B less, and send about 3 KiB" in told[0], (
+        "16 rows of the even split are gathered from each device"
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,3 +233,11 @@ def test_ids_that_int32_does_not_hold_are_in_no_part():
     split, table = UnevenRows((5, 5), offsets=(-5, 0)), np.ones((10, 1), "float32")
     ids = np.array([[2**40, -(2**40)], [2**32 - 5, 2**32]])
     assert not embedding.lookup(table, ids, strategy=(2, 1), rows=split, device=jax.devices()[:2]).any()
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"), [([[1, 2], [3]], "different lengths"), ("abc", "ids are integers"), (3, "the ids are one number")]
+)
+def test_ids_that_are_none_are_named(ids, text):
+    with pytest.raises(ShardError, match=text):
+        embedding.lookup(np.ones((64, 2)), ids, strategy=(4, 2), rows=ROWS[4])

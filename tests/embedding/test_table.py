@@ -1,6 +1,7 @@
 """Tables of which a step sees a batch's rows: equal to dense training wherever the rows are, and safe to save."""
 
 import os
+import pathlib
 import resource
 import signal
 import subprocess
@@ -356,3 +357,35 @@ def test_the_folders_of_a_first_save_are_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "sync_folder", synced.append)
     table.save(tmp_path / "a" / "b")
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: Table(10, 4).update(Table(100, 4).fetch([5]), np.ones((8, 4))), "a batch of another table"),
+        (lambda: Table(10, 4).update("x", np.ones(3)), "`update` is given a str"),
+        (lambda: Table(10, 4, path=5), "`path` is an int"),
+        (lambda: Table(10, 4, store="device", device="cpu"), "`device` goes with `strategy`"),
+        (lambda: Table(10, 4, store=pathlib.Path("x")), "there is no store"),
+        (lambda: next(Table(10, 4).prefetch(5)), "`batches` is an int"),
+        (lambda: embedding.sgd("x"), "the learning rate of a table is a str"),
+        (lambda: embedding.sgd(float("nan")), "the learning rate of a table is nan"),
+        (lambda: embedding.adam(0.1, b1=2), "`b1` of adam cannot be 2"),
+        (lambda: embedding.adagrad(0.1, initial_accumulator=-1), "`initial_accumulator` of adagrad cannot be -1"),
+    ],
+)
+def test_usual_mistakes_are_named(call, text):
+    with pytest.raises(ShardError, match=text):
+        call()
+
+
+def test_save_refuses_a_folder_whose_manifest_is_gone(tmp_path):
+    table, folder = make("host", tmp_path), tmp_path / "saves"
+    for _ in range(2):
+        trained(table, batches(1))
+        table.save(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds rows of 000002\.rows, and no manifest"):
+        make("host", tmp_path).save(folder)
+    (folder / "000002.rows").unlink()  # as a first save leaves it that was killed before its manifest
+    make("host", tmp_path).save(folder)

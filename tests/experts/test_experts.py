@@ -326,3 +326,46 @@ def test_a_run_for_a_report_says_what_it_cannot_count():
         shardfn.explain(jnp.sin, jnp.ones(8), device="tpu-v5e:8", run=True)
     with pytest.raises(StrategyTypeError, match="takes no arguments"):
         shardfn.explain(shardfn.plan(jnp.sin, jnp.ones(8)), run=True)
+
+
+X8, R8 = jnp.ones((8, 4)), jnp.eye(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: experts.route(R8, k=2.0), "`k` cannot be 2.0"),
+        (lambda: experts.route(R8, k=True), "`k` cannot be True"),
+        (lambda: experts.route(R8, 1, capacity_factor="a"), "`capacity_factor` is a str"),
+        (lambda: experts.route(R8, 1, groups="a"), "`groups` cannot be 'a'"),
+        (lambda: experts.route(R8, 1, normalize="x"), "`normalize` cannot be 'x'"),
+        (lambda: experts.route([[1.0, 2.0]], 1), "the logits are a list"),
+        (lambda: experts.dispatch(X8, None), "`routing` is None"),
+        (lambda: experts.dispatch([[1.0]], experts.route(R8, 1)), "x is a list"),
+        (lambda: experts.dispatch(X8, experts.route(R8, 1), alltoall="no"), "`alltoall` cannot be 'no'"),
+        (lambda: experts.dispatch(X8, experts.route(jnp.eye(8), 1), layout=layout_of((8,), ("a",)), axes=5), "`axes` is an int"),
+        (lambda: experts.combine(X8, experts.route(R8, 1)), "`dispatched` is a Routing"),
+        (lambda: (d := experts.dispatch(X8, experts.route(R8, 1))).dot(d.rows, jnp.ones((3, 5, 2))), "do not go with the matrices"),
+        (lambda: experts.load_balance(experts.route(R8, 1), R8), "the routing is"),
+        (lambda: experts.load_balance(R8[:5], experts.route(R8, 1)), "the logits are [5, 3]"),
+        (lambda: experts.router_z(R8[0]), "the logits are [3]"),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_named(call, text):
+    with pytest.raises((StrategyError, StrategyTypeError), match=re.escape(text)):
+        call()
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0, float("inf"), 1e9])
+def test_eager_calls_take_any_number_of_tokens(capacity_factor):
+    x, logits = normal(5, WIDTH), normal(5, EXPERTS)
+    routing = experts.route(logits, K, capacity_factor=capacity_factor)
+    sent = experts.dispatch(x, routing, layout=layout_of((4,), ("a",)))
+    alone = experts.dispatch(x, routing)
+    np.testing.assert_allclose(experts.combine(sent.rows, sent), experts.combine(alone.rows, alone), rtol=1e-5)
+    assert routing.capacity is None or routing.capacity <= 5
+
+
+def test_losses_of_no_tokens_are_zero():
+    logits = jnp.ones((0, 3))
+    assert experts.load_balance(logits, experts.route(logits, 1)) == experts.router_z(logits) == 0
