@@ -181,20 +181,48 @@ def test_every_flipped_bit_of_a_newest_log_is_an_error_and_every_end_of_it_a_wri
     server.close()
     for log in sorted(tmp_path.rglob("log-000001")):
         data = log.read_bytes()
-        ends = [end for end in range(len(data)) if journal.read_records(io.BytesIO(data[:end])).is_complete]
-        assert len(ends) == 3, "before each record"
+        ends = [end for end in range(len(data) + 1) if journal.read_records(io.BytesIO(data[:end])).is_complete]
+        assert len(ends) == 4, "before each record, and at the end"
         for at in range(len(data)):
             for bit in range(8):
                 flipped = data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
-                assert journal.read_records(io.BytesIO(flipped)).is_damaged
-            for rest in (b"", bytes(100)):
-                found = journal.read_records(io.BytesIO(data[:at] + rest))
-                assert not found.is_damaged and found.end == max(end for end in ends if end <= at)
-        log.write_bytes(flipped)
+                found = journal.read_records(io.BytesIO(flipped))
+                if at + 1 in ends:  # the last byte of a record: what the record says has its checksum
+                    assert found.is_complete and len(found.records) == 3
+                else:
+                    assert found.is_damaged
+            found = journal.read_records(io.BytesIO(data[:at]))
+            assert not found.is_damaged and found.end == max(end for end in ends if end <= at)
+        log.write_bytes(data[:20] + bytes([data[20] ^ 1]) + data[21:])
         with pytest.raises(CheckpointFileError, match=f"{log.name} is damaged"):
             journal.Journal(log.parent)
         log.write_bytes(data)
     assert start(tmp_path).next_step(0) == 3
+
+
+def test_zeros_from_a_sector_on_are_a_write_that_was_interrupted_and_other_zeros_are_damage(tmp_path):
+    journal.write_first(tmp_path, [])
+    own = journal.Journal(tmp_path)
+    for size in (100, 3000, 100):
+        own.append(journal.Record("part", {}, [np.full(size, 7, np.uint8)]))
+    own.close()
+    data = (tmp_path / "log-000001").read_bytes()
+    ends = [end for end in range(len(data) + 1) if journal.read_records(io.BytesIO(data[:end])).is_complete]
+    for at in range(len(data)):
+        begin = max(end for end in ends if end <= at)
+        stop = min(end for end in ends if end > at)
+        found = journal.read_records(io.BytesIO(data[:at] + bytes(len(data) - at)))
+        if at == stop - 1:
+            assert found.end == stop, "the last byte is lost, and nothing that the record says"
+            continue
+        assert found.end == begin
+        if at == begin or at % journal.SECTOR == 0:
+            assert not found.is_damaged
+        elif data[at - 1] and at // journal.SECTOR == (stop - 1) // journal.SECTOR:
+            assert found.is_damaged, "no sector of this record is all zero"
+    damaged = bytearray(data)
+    damaged[ends[1] + 200] ^= 1  # in the second record, while the third one was not written
+    assert journal.read_records(io.BytesIO(damaged[: ends[2]] + bytes(5000))).is_damaged
 
 
 def test_zeros_at_the_end_of_a_log_are_cut_off_and_a_lost_folder_is_an_error(tmp_path):

@@ -6,8 +6,8 @@ the length and the CRC-32 of a body, the CRC-32 of these two, then the body, whi
 and a last byte. The files hold no pickles.
 
 A record counts when `sync` returned. Records that wait together share one `fsync`. A write that was interrupted leaves the
-beginning of a record, and zeros where the file grew before its bytes were on disk. Nobody was told of this record, and it is
-cut off. Anything else that is not as it was written is damage, and an error.
+beginning of a record, and zeros where the file grew before its sectors were on disk. Nobody was told of this record, and it is
+cut off. Anything else that is not as it was written is damage, and an error: also zeros that begin inside a sector.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ LOCK_WAIT_S = 30
 """Seconds to wait for a process that has the folder open, and may be about to end."""
 
 _HEAD, _HEAD_CRC, _LAST = struct.Struct("<QI"), struct.Struct("<I"), b"\n"
-"""Bytes after the head, and the CRC-32 of the body; that of the head; the last byte of a record, which is never zero."""
+"""Bytes after the head, and the CRC-32 of the body; that of the head; the last byte of a record, which is never zero, so that
+zeros at the end of a body do not look like sectors that were not written."""
+
+SECTOR = 512
+"""Bytes that a disk writes together or not at all."""
 
 
 class FolderInUse(ClusterError):
@@ -134,23 +138,31 @@ def read_records(file: BinaryIO) -> Found:
     while len(head := file.read(length)) == length:
         count, crc = _HEAD.unpack_from(head)
         if _HEAD_CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
-            return Found(records, end, size, not _is_zero(file))
+            return Found(records, end, size, not _is_unwritten(file, end))
         if count > size - end - length:
             return Found(records, end, size)
         body = memoryview(file.read(count))
-        if body[-1:] != _LAST or zlib.crc32(body[:-1]) != crc:
-            return Found(records, end, size, body[-1:] != b"\0" or not _is_zero(file))
+        if zlib.crc32(body[:-1]) != crc:
+            return Found(records, end, size, not _is_unwritten(file, end))
         end += length + count
         records.append(Record.decode(bytes(body[:-1])))
     return Found(records, end, size)
 
 
-def _is_zero(file: BinaryIO) -> bool:
-    """Whether the rest of a file is zeros."""
+def _is_unwritten(file: BinaryIO, start: int) -> bool:
+    """Whether a write was interrupted: all is zero from where a record starts, or from a sector that was read of it.
+
+    Args:
+      file: the file, at the place up to which the record was read.
+      start: where the record starts.
+    """
+    stop = file.tell()
+    at = written = file.seek(start)
     while data := file.read(1 << 20):
-        if any(data):
-            return False
-    return True
+        if kept := len(data.rstrip(b"\0")):
+            written = at + kept
+        at += len(data)
+    return written == start or -(-written // SECTOR) * SECTOR < stop
 
 
 def write_snapshot(folder: pathlib.Path, generation: int, records: Iterable[Record]) -> None:
@@ -316,8 +328,7 @@ class _Log:
         if self.fault is not None:
             _cannot_write(self.path, self.fault)
         try:
-            for buffer in record.encode():
-                _write(self.file, buffer)
+            _write(self.file, b"".join(record.encode()))  # at once, so that a sector has all of its bytes or none
         except OSError as error:
             try:
                 self.file.truncate(self.end)
