@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn.cluster import ParameterServer
+from shardfn.cluster import ParameterServer, TableServers
 from shardfn.cluster.parameter_server import InProcess, RowGradient, journal, train
 from shardfn.cluster.parameter_server.partition import ArraySpec, Partition
 from shardfn.errors import CheckpointError, ClusterError, StrategyError
@@ -265,6 +265,12 @@ def test_partition_is_balanced_to_a_row():
         (lambda s: s.push({"w": RowGradient([[0]], [1.0])}, 0, 0), "does not fit"),
         (lambda s: s.push({"w": np.array(["a", "b"])}, 0, 0), "cannot be added"),
         (lambda s: s.push({"w": np.ones(2) * 1j}, 0, 0), "cannot be added"),
+        (lambda s: s.push({"w": np.array([np.nan, 1.0])}, 0, 0), "1 of 2 values are NaN or infinite"),
+        (lambda s: s.push({"w": RowGradient([0], [np.inf])}, 0, 0), "not finite"),
+        (lambda s: s.push(np.ones(3), 0, 0), "one array without a name"),
+        (lambda s: s.push({"w": np.ones(2)}, None, 0), "`worker` cannot be None"),
+        (lambda s: s.next_step(""), "`worker` cannot be ''"),
+        (lambda s: s.pull(version=-3), "`version` cannot be -3"),
         (lambda s: s.pull(["v"]), "no array `v`"),
         (lambda s: s.pull(ids={"w": [-1]}), "outside the array"),
         (lambda s: s.pull(ids={"w": [0.5]}), "do not fit"),
@@ -273,7 +279,11 @@ def test_partition_is_balanced_to_a_row():
         (lambda s: s.push({}, 0, -1), "`step` cannot be -1"),
         (lambda s: s.resize(servers=0), "`servers` cannot be 0"),
         (lambda s: s.resize(workers=0), "`workers` cannot be 0"),
+        (lambda s: ParameterServer.create({}, optax.sgd(1.0)), "no parameters"),
         (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), staleness=3), "no staleness"),
+        (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), folder=3, engine="ray", chunk_bytes=0, timeout_s="1", log_bytes=-1,
+                                          synchronous="no", compress="int8"), "(?s)^7 problems"),
+        (lambda s: TableServers(engine=InProcess, timeout_s=float("nan")), "(?s)`engine` cannot be.*`timeout_s` cannot be nan"),
         (lambda s: ParameterServer.create(np.ones(2), optax.sgd(1.0), backup_workers=1), "wait for no worker"),
         (lambda s: ParameterServer.create(np.ones(2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))), "each element alone"),
         (lambda s: ParameterServer.create(np.ones(2), optax.lamb(1.0)), "each element alone"),

@@ -1,8 +1,9 @@
-"""What `ParameterServer.create` refuses: optimizers that are not elementwise, and numbers that make no sense."""
+"""What `ParameterServer.create` refuses: optimizers that are not elementwise, and options that make no sense."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,8 +14,8 @@ from jax import tree_util
 
 from shardfn.cluster.parameter_server.ledger import Rules
 from shardfn.cluster.parameter_server.partition import ArraySpec
-from shardfn.errors import StrategyError, fail, raise_problems
-from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.errors import Problem, StrategyError, fail, raise_problems
+from shardfn.frontend.value_checks import boolean, clipped, integer, option_problems
 
 
 def check_elementwise(optimizer: Any, arrays: Sequence[ArraySpec] = ()) -> None:
@@ -87,6 +88,51 @@ def count(name: str, value: Any, low: int = 0) -> int:
     """
     raise_problems(option_problems(integer(low), name, value))
     return int(value)
+
+
+def check_worker(worker: Any) -> None:
+    """Refuse what names no worker: two workers of one name would take each other's pushes for their own.
+
+    Raises:
+      StrategyError: it is neither a number nor a text.
+    """
+    if not (isinstance(worker, str) and worker) and not _is_int(worker):
+        fail(StrategyError, f"`worker` cannot be {clipped(worker)}", where=f"worker = {clipped(worker)}",
+             why="pushes are told apart by the worker's name", fix="give each worker a number or a name of its own")  # fmt: skip
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_options(folder: Any, engine: Any, chunk_bytes: Any, timeout_s: Any, log_bytes: Any, **switches: Any) -> None:
+    """Refuse options that have no meaning.
+
+    Args:
+      folder: as of `ParameterServer.create`.
+      engine: the same.
+      chunk_bytes: the same.
+      timeout_s: the same.
+      log_bytes: the same.
+      **switches: what is True or False, by name.
+
+    Raises:
+      StrategyError: all that is wrong.
+    """
+    is_path = folder is None or isinstance(folder, str | os.PathLike)
+    is_engine = engine is None or (hasattr(engine, "call") and not isinstance(engine, type))
+    is_time = (isinstance(timeout_s, float) or _is_int(timeout_s)) and timeout_s >= 0
+    raise_problems([
+        *(p for name, value in switches.items() for p in option_problems(boolean, name, value)),
+        *option_problems(integer(1), "chunk_bytes", chunk_bytes),
+        *option_problems(integer(0), "log_bytes", 0 if log_bytes is None else log_bytes),
+        *(Problem(f"`{name}` cannot be {clipped(value)}", where=f"{name} = {clipped(value)}", why=why, fix=fix)
+          for name, value, fits, why, fix in (
+              ("folder", folder, is_path, "it is no path", "give a str or a pathlib.Path, or None for a temporary folder"),
+              ("engine", engine, is_engine, "it runs no servers", "give InProcess() or OnRay(name), or leave it out"),
+              ("timeout_s", timeout_s, is_time, "it is no number of seconds", "give seconds, 0 or more"),
+          ) if not fits),
+    ])  # fmt: skip
 
 
 def check_rules(workers: int, rules: Rules, staleness: Any = None) -> None:

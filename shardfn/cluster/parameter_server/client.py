@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from shardfn.cluster.parameter_server.checks import check_elementwise, check_rules, count
+from shardfn.cluster.parameter_server.checks import check_elementwise, check_options, check_rules, check_worker, count
 from shardfn.cluster.parameter_server.coordinator import (
     BUSY,
     MOVED,
@@ -129,6 +129,7 @@ class ParameterServer:
           CheckpointFileError: the folder is damaged, or cannot be written.
           ClusterError: another process has the folder open.
         """
+        check_options(folder, engine, chunk_bytes, timeout_s, log_bytes, synchronous=synchronous, compress=compress)
         servers, workers = count("servers", servers, 1), count("workers", workers, 1)
         bound = 4 * workers if staleness is None else count("staleness", staleness)
         rules = Rules(synchronous, count("backup_workers", backup_workers), 0 if synchronous else bound)
@@ -144,12 +145,16 @@ class ParameterServer:
         return open_job(setup, job, names, engine, Options(chunk_bytes, compress, timeout_s), folder is None)
 
     def pull(
-        self, names: Sequence[str] | None = None, *, ids: Mapping[str, Any] | None = None, version: int | None = None
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        ids: Mapping[str, Any] | None = None,
+        version: int | None = None,
     ) -> Pulled:
         """Read parameters. In synchronous training all arrays have one version. In asynchronous training some may be newer.
 
         Args:
-          names: the paths of arrays; None for all.
+          names: the paths of arrays, or one path; None for all.
           ids: rows to read of some arrays, int[n] each, instead of all rows.
           version: the number of an update to wait for: in synchronous training the worker's step.
 
@@ -162,6 +167,8 @@ class ParameterServer:
           CheckpointFileError: files of the servers are damaged.
         """
         known = {spec.name: spec for spec in self.job.arrays}
+        names = [names] if isinstance(names, str) else names
+        version = None if version is None else count("version", version)
         for name in [*(names or ()), *(ids or ())]:
             if name not in known:
                 fail(StrategyError, f"there is no array `{name}`", where="pull", why="the servers do not hold it",
@@ -197,11 +204,12 @@ class ParameterServer:
           What became of it. Compute a "stale" push again, with the same step, from new parameters.
 
         Raises:
-          StrategyError: gradients that do not fit, or a step that is no count.
+          StrategyError: gradients that do not fit or are not finite, or a step that is no count.
           ClusterError: a push of the worker is missing before it, or the answers did not come within `timeout_s`. The push
             may count or not; send it again.
           CheckpointFileError: the disk is full, and the push does not count; or files are damaged.
         """
+        check_worker(worker)
         step, version = count("step", step), self._pulled if version is None else count("version", version)
         rows = as_rows(self.job.arrays, gradients, "push")
         return push_rows(self, rows, str(worker), step, step if self.job.rules.synchronous else version)
@@ -216,8 +224,10 @@ class ParameterServer:
           The step. In synchronous training it is the version of the parameters.
 
         Raises:
+          StrategyError: the worker has no name.
           ClusterError: the answer did not come within `timeout_s`.
         """
+        check_worker(worker)
         return self._retried("next_step", lambda: self._ask("next_step", str(worker)))
 
     def save(self) -> int:

@@ -194,6 +194,9 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
                 for name, leaf in zip(names, leaves, strict=True) if not _is_number(leaf)]  # fmt: skip
     problems += [Problem(f"two arrays are `{name}`", where="create(params)", why="servers tell them apart by their paths",
                          fix="rename one") for name, count in collections.Counter(names).items() if count > 1]  # fmt: skip
+    if not names:
+        problems.append(Problem("there are no parameters", where="create(params)", why="servers hold arrays of numbers",
+                                fix="give a pytree with arrays"))  # fmt: skip
     raise_problems(problems)
     return tuple(ArraySpec(name, tuple(np.shape(leaf)), jnp.result_type(leaf).name)
                  for name, leaf in zip(names, leaves, strict=True))  # fmt: skip
@@ -213,7 +216,7 @@ def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
       where: the call, for messages.
 
     Raises:
-      StrategyError: unknown names, or shapes that do not fit; all problems together.
+      StrategyError: unknown names, shapes that do not fit, or values that are not finite; all problems together.
     """
 
     def is_leaf(node: Any) -> bool:
@@ -227,7 +230,8 @@ def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
     found, problems = [], []
     for name, leaf in zip(names, leaves, strict=True):
         if name not in known:
-            problems.append(Problem(f"there is no array `{name}`", where=where, why="the servers do not hold it",
+            what = f"there is no array `{name}`" if name else "the gradients are one array without a name"
+            problems.append(Problem(what, where=where, why="the servers do not hold it",
                                     fix=nearest(name, known)))  # fmt: skip
         elif (fault := _fault(known[name], leaf)) is not None:
             problems.append(dataclasses.replace(fault, where=where))
@@ -245,7 +249,7 @@ def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
         ids, shape = np.asarray(leaf.ids), np.shape(leaf.values)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or shape != (len(ids), *spec.row_shape):
             return Problem(f"the row gradient of `{spec.name}` does not fit",
-                           fix=f"give ids int[n] and values [n, {spec.row_shape}]",
+                           fix=f"give ids int[n] and values [{', '.join(['n', *map(str, spec.row_shape)])}]",
                            why=f"its ids are {ids.dtype}{list(ids.shape)} and its values {list(shape)}")  # fmt: skip
         if len(ids) and not 0 <= ids.min() <= ids.max() < spec.rows:
             return Problem(f"the row gradient of `{spec.name}` has ids outside the array",
@@ -256,11 +260,15 @@ def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
         )
     elif getattr(leaf, "dtype", None) == jax.dtypes.float0:  # JAX's gradient of an array of ints: none
         return None
-    dtype = np.asarray(leaf.values if isinstance(leaf, RowGradient) else leaf).dtype
-    if not _sums(dtype, spec.dtype):
+    values = np.asarray(leaf.values if isinstance(leaf, RowGradient) else leaf)
+    if not _sums(values.dtype, spec.dtype):
         return Problem(f"the gradient of `{spec.name}` cannot be added to it",
-                       why=f"it is {dtype}, and the array {spec.dtype}",
+                       why=f"it is {values.dtype}, and the array {spec.dtype}",
                        fix="give real numbers")  # fmt: skip
+    if bad := values.size - np.count_nonzero(np.isfinite(values)):
+        return Problem(f"the gradient of `{spec.name}` is not finite",
+                       why=f"{bad} of {values.size} values are NaN or infinite, and would be in the parameters for good",
+                       fix="push zeros for this batch, or numpy.nan_to_num of the gradient")  # fmt: skip
     return None
 
 

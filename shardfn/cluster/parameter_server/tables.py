@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardfn.cluster.parameter_server.checks import count
+from shardfn.cluster.parameter_server.checks import check_options, check_worker, count
 from shardfn.cluster.parameter_server.client import ParameterServer, open_job, push_rows
 from shardfn.cluster.parameter_server.coordinator import Job
 from shardfn.cluster.parameter_server.engine import Engine, InProcess, Options
@@ -48,7 +48,7 @@ class TableServers:
       server: the parameter server, once a table has it: to `resize(servers=...)`, `report`, `save` snapshots, and `close`.
 
     Raises:
-      StrategyError: numbers that make no sense.
+      StrategyError: options that make no sense.
 
     >>> from shardfn import embedding
     >>> servers = TableServers(servers=2)
@@ -71,6 +71,8 @@ class TableServers:
         timeout_s: float = 300,
         log_bytes: int | None = None,
     ):
+        check_options(folder, engine, chunk_bytes, timeout_s, log_bytes)
+        check_worker(worker)
         self.folder, self.engine, self.worker = folder, engine, str(worker)
         self.servers, self.workers = count("servers", servers, 1), count("workers", workers, 1)
         self._options, self._log_bytes = Options(chunk_bytes, False, timeout_s), log_bytes
