@@ -54,7 +54,8 @@ def _launch(options: argparse.Namespace) -> None:
     if options.ranktable:
         job = read_rank_table(options.ranktable)
     else:
-        job = local_job(options.processes, options.devices_per_process, (options.hosts or LOCAL).split(","))
+        given = LOCAL if options.hosts is None else options.hosts
+        job = local_job(options.processes, options.devices_per_process, [host.strip() for host in given.split(",")])
     hosts = list(dict.fromkeys(process.host for process in job))
     if len(hosts) > 1 and options.host is None:
         print("\n".join(_commands(options, hosts)))
@@ -71,12 +72,12 @@ def _launch(options: argparse.Namespace) -> None:
         fail(ClusterError, f"a job cannot have {least} processes at least", where=f"--min-processes {least}",
              why=f"it has {len(job)} processes on {len(hosts)} host{'s'[: len(hosts) != 1]}, and a launcher leaves out those of "
                  "its own host", fix=f"write 1 to {len(job)}; leave it out with several hosts")  # fmt: skip
-    port = options.port or (PORT if len(hosts) > 1 else None)
+    port = PORT if options.port is None and len(hosts) > 1 else options.port
     logs = options.logs or tempfile.mkdtemp(prefix="shardfn-launch-")
     command = [sys.executable, options.script, *options.arguments]
     outcome = launch(
         command, _as_local(job, hosts), logs, host=LOCAL if len(hosts) == 1 else host, port=port,
-        retries=max(0, options.retries), min_processes=least, heartbeat_s=options.heartbeat, grace_s=options.grace,
+        retries=options.retries, min_processes=least, heartbeat_s=options.heartbeat, grace_s=options.grace,
     )  # fmt: skip
     if outcome.status:
         print(f"{outcome}\nlogs: {outcome.logs}", file=sys.stderr)
@@ -96,5 +97,7 @@ def _commands(options: argparse.Namespace, hosts: Sequence[str]) -> list[str]:
     ]  # fmt: skip
     rest = ["--port", str(options.port or PORT), "--retries", str(options.retries)]
     rest += [] if options.heartbeat is None else ["--heartbeat", f"{options.heartbeat:g}"]
+    rest += [] if options.grace == GRACE_S else ["--grace", f"{options.grace:g}"]
+    rest += [] if options.logs is None else ["--logs", options.logs]
     rest += [options.script, *options.arguments]
     return [shlex.join(["python", "-m", "shardfn", "launch", "--host", host, *said, *rest]) for host in hosts]

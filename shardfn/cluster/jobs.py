@@ -42,7 +42,7 @@ def local_job(processes: int, devices: int = 1, hosts: Sequence[str] = (LOCAL,))
       The processes of the job.
 
     Raises:
-      ClusterError: a number below 1.
+      ClusterError: a number below 1, or hosts that are empty or there twice.
 
     >>> [p.devices for p in local_job(2, devices=2)]
     [(0, 1), (2, 3)]
@@ -51,6 +51,9 @@ def local_job(processes: int, devices: int = 1, hosts: Sequence[str] = (LOCAL,))
         if value < 1:
             fail(ClusterError, f"a job cannot have {value} {name}", where=f"--{name} {value}", why="it has one at least",
                  fix=f"write --{name} 1, or more")  # fmt: skip
+    if not hosts or "" in hosts or len({*hosts}) < len(hosts):
+        fail(ClusterError, "these are not the hosts of a job", where=f"--hosts {','.join(hosts)}",
+             why="each host is there once, by its address", fix="write --hosts 10.0.0.1,10.0.0.2, or leave it out")  # fmt: skip
     return tuple(
         Process(at * processes + i, host, tuple(range(i * devices, (i + 1) * devices)))
         for at, host in enumerate(hosts)

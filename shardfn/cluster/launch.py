@@ -18,11 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from shardfn.cluster.environment import LOOPBACK
 from shardfn.cluster.heartbeat import FOLDER, silent
 from shardfn.cluster.jobs import LOCAL, Process, variables, without
+from shardfn.errors import ClusterError, Problem, fail, raise_problems
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. JAX's preemption notifier catches SIGTERM, so that many processes need the second."""
+MAX_S = threading.TIMEOUT_MAX
+"""The longest time to wait for something."""
 SILENT = 124
 """The exit status of a job in which a process sent no heartbeat, that of `timeout`."""
 LAST_LINES = 20
@@ -91,6 +95,10 @@ def launch(
     Returns:
       How the last attempt ended.
 
+    Raises:
+      ClusterError: a number that makes no sense, no process of the job is on this host, or something listens at the port.
+      OSError: the log files cannot be written.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as logs:
     ...     print(launch([sys.executable, "-c", "print('here')"], (Process(0),), logs))
@@ -99,12 +107,19 @@ def launch(
     """
     stream: IO[str] = sys.stdout if out is None else out
     outcome, job = Outcome(0), tuple(job)
+    _check(job, host, port, retries, heartbeat_s, grace_s)
     with _signals() as events:
         for attempt in range(1, retries + 2):
             folder = pathlib.Path(logs) / f"attempt-{attempt}"
             folder.mkdir(parents=True, exist_ok=True)
+            if port is not None and job[0].host == host:
+                _check_free(host, port)
             running = _Attempt(command, job, host, port or free_port(), folder, stream, events)
-            found = running.outcome(grace_s, heartbeat_s)
+            try:
+                found = running.outcome(grace_s, heartbeat_s)
+            except BaseException:
+                running.end()
+                raise
             outcome = dataclasses.replace(found, attempts=attempt, logs=pathlib.Path(logs))
             if found.status == 0 or found.rank is None:
                 break
@@ -124,6 +139,45 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOCAL, 0))
         return probe.getsockname()[1]
+
+
+def _check(
+    job: Sequence[Process], host: str, port: int | None, retries: int, heartbeat_s: float | None, grace_s: float
+) -> None:
+    """Refuse numbers that make no sense, and a job of which no process is on this host.
+
+    Raises:
+      ClusterError: what is wrong, all together.
+    """
+    wanted = [
+        ("port", port, port is None or 1 <= port <= 65535, "1 to 65535"),
+        ("retries", retries, retries >= 0, "0 or more"),
+        ("heartbeat", heartbeat_s, heartbeat_s is None or 0 < heartbeat_s < MAX_S, "seconds, more than 0"),
+        ("grace", grace_s, 0 <= grace_s < MAX_S, "seconds, 0 or more"),
+    ]
+    problems = [Problem(f"`{name}` cannot be {value}", where=f"launch: {name}", why="the job could not be watched over",
+                        fix=f"give {words}") for name, value, fits, words in wanted if not fits]  # fmt: skip
+    hosts = list(dict.fromkeys(process.host for process in job))
+    if host not in hosts:
+        problems.append(Problem(f"no process of the job is on {host}", where="launch: host",
+                                why=f"the processes are on {', '.join(hosts) or 'no host'}",
+                                fix="give one of their hosts"))  # fmt: skip
+    raise_problems(problems, ClusterError)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse a port at which something listens: gRPC shares it, and each of two jobs would take the other's processes.
+
+    Raises:
+      ClusterError: it is in use.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind((LOCAL if LOOPBACK.fullmatch(host) else "", port))
+        except OSError as error:
+            fail(ClusterError, f"port {port} is in use", where=f"launch: port {port}", why=str(error),
+                 fix="give another port, the same on all hosts; on one machine leave it out for a free one")  # fmt: skip
 
 
 class _Attempt:
@@ -152,8 +206,15 @@ class _Attempt:
                 self._thread(self._read, process.rank, f"[{process.rank:>{width}}] ", log)
                 self._thread(self._wait, process.rank)
         except BaseException:
-            self._end(set(self.children), 0)
+            self.end()
             raise
+
+    def end(self) -> None:
+        """End all at once."""
+        for child in self.children.values():
+            _signal_group(child, signal.SIGKILL)
+        for child in self.children.values():
+            child.wait()
 
     def outcome(self, grace_s: float, heartbeat_s: float | None) -> Outcome:
         """Wait until all have ended well, or end them."""
@@ -209,10 +270,7 @@ class _Attempt:
             except queue.Empty:
                 break
             left.discard(rank)
-        for child in self.children.values():
-            _signal_group(child, signal.SIGKILL)
-        for child in self.children.values():
-            child.wait()
+        self.end()
         while left:  # the next attempt starts with an empty queue
             left.discard(self.events.get()[0])
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from shardfn.cli.main import main
 from shardfn.cluster import launch, local_job
+from shardfn.errors import ClusterError
 from tests.processes import ROOT, bare_environment
 
 STUBBORN = (
@@ -105,7 +107,7 @@ def test_launch_with_heartbeats_ends_a_job_whose_process_falls_silent(tmp_path):
     assert (outcome.status, outcome.rank) == (124, 1) and "process 1 was silent" in str(outcome)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_launch_that_is_ended_ends_its_processes(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(f"import os\nprint(os.getpid(), flush=True)\n{STUBBORN}\n")
@@ -123,12 +125,50 @@ def test_launch_that_is_ended_ends_its_processes(tmp_path, number):
     assert not is_alive(pid)
 
 
+def test_launch_at_the_port_of_another_job_starts_nothing(tmp_path):
+    """JAX's coordinators share a port: the processes of one job would join, and end, the other one."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"port {port} is in use"):
+            run(f"open({str(tmp_path / 'started')!r}, 'w')", tmp_path / "logs", port=port)
+    assert not (tmp_path / "started").exists()
+    assert run("", tmp_path / "logs", port=port)[0].status == 0
+
+
+@pytest.mark.parametrize("options", [{"job": ()}, {"job": local_job(2), "host": "10.0.0.9"}])
+def test_launch_of_a_job_without_a_process_here_says_so(tmp_path, options):
+    with pytest.raises(ClusterError, match="no process of the job is on"):
+        launch([sys.executable, "-c", ""], logs=tmp_path, **options)
+
+
+def test_launch_that_fails_itself_ends_its_processes(tmp_path):
+    """Such as where the heartbeats cannot be read."""
+    ready = tmp_path / "ready"
+    code = f"import os, pathlib; pathlib.Path({str(ready)!r}).write_text(str(os.getpid())); {STUBBORN}"
+
+    def fails(*_):
+        while not ready.exists() or not ready.read_text():
+            time.sleep(0.01)
+        raise OSError("no answer of the disk")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no answer"):
+        patch.setattr(sys.modules["shardfn.cluster.launch"], "silent", fails)
+        run(code, tmp_path, processes=1, heartbeat_s=0.1)
+    assert not is_alive(int(ready.read_text()))
+
+
 def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
-    assert main(["launch", "--processes", "2", "--hosts", "a,b", "train.py", "--steps", "3"]) == 0
+    assert main(["launch", "--processes", "2", "--hosts", "a, b", "train.py", "--steps", "3"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == ("python -m shardfn launch --host a --processes 2 --devices-per-process 1 --hosts a,b --port 8476 "
                      "--retries 0 train.py --steps 3")  # fmt: skip
     assert second == first.replace("--host a", "--host b")
+    options = ["--heartbeat", "60", "--grace", "20", "--logs", "/shared/logs"]
+    assert main(["launch", "--processes", "2", "--hosts", "a,b", *options, "train.py"]) == 0
+    assert f"{' '.join(options)} train.py" in capsys.readouterr().out, "every option is passed on"
     table = tmp_path / "table.json"
     servers = [{"server_id": h, "device": [{"device_id": "0", "rank_id": str(i)}]} for i, h in enumerate("ab")]
     table.write_text(json.dumps({"server_list": servers}))
@@ -144,6 +184,13 @@ def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
         (["--processes", "2", "--hosts", "a,b", "--host", "c", "x.py"], "c is not a host of the job"),
         (["--ranktable", "no.json", "x.py"], "no.json"),
         (["--processes", "2", "--min-processes", "3", __file__], "--min-processes 3"),
+        (["--processes", "2", "--port", "0", __file__], "`port` cannot be 0"),
+        (
+            ["--processes", "2", "--port", "70000", "--retries", "-1", "--heartbeat", "nan", "--grace", "-1", __file__],
+            "4 problems",
+        ),
+        (["--processes", "2", "--hosts", "a,,b", "x.py"], "not the hosts of a job"),
+        (["--processes", "2", "--hosts", "a,a", "x.py"], "not the hosts of a job"),
     ],
 )
 def test_command_line_says_what_is_wrong(arguments, text, capsys):
