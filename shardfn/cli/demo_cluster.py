@@ -1,6 +1,6 @@
 """`python -m shardfn demo --cluster`: two processes train, one is killed; the job goes on without it, then with it again.
 
-The processes run this file too: `python -m shardfn.cli.demo_cluster FOLDER STEPS`.
+The processes run this file too: `python -m shardfn.cli.demo_cluster FOLDER STEPS [KILLED_AT]`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KILLED_AT, WITHOUT, STEPS, EVERY = 13, 20, 30, 5
 PROCESSES, DEVICES = 2, 4
 TOLERANCE = 1e-3
 """On fewer devices sums have another order, so losses differ by rounding."""
-PAUSE_S = 0.1
-"""After each step, for the eye."""
+PAUSE_S, WAIT_S = 0.1, 600
+"""After each step, for the eye; for the signal that ends process 1."""
 
 
 # ---- what each process runs
@@ -42,8 +42,11 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((jax.nn.gelu(x @ params["up"]) @ params["down"] - y) ** 2)
 
 
-def train_up_to(folder: pathlib.Path, steps: int) -> None:
-    """Train with `cluster.run`; process 0 prints each step and appends `[step, loss, seconds]` to a file."""
+def train_up_to(folder: pathlib.Path, steps: int, killed_at: int = 0) -> None:
+    """Train with `cluster.run`; process 0 prints each step and appends `[step, loss, seconds]` to a file.
+
+    After the step `killed_at`, process 1 waits to be killed, so that all runs of the demo show the same on any machine.
+    """
     cluster.init()
     x = np.random.default_rng(0).normal(size=(480, 32)).astype("float32")
     y = np.sin(x[:, :4]).sum(1)
@@ -70,7 +73,7 @@ def train_up_to(folder: pathlib.Path, steps: int) -> None:
             print(f"step {step:>2}  loss {number:.6f}  {'#' * round(20 * number)}")
             with open(folder / "losses.jsonl", "a") as file:
                 print(json.dumps([step, number, time.time()]), file=file)
-        time.sleep(PAUSE_S)
+        time.sleep(WAIT_S if cluster.rank() == 1 and step == killed_at else PAUSE_S)
 
     cluster.run(make_step, batches, folder / "checkpoints", steps=steps, every=EVERY, after_step=after_step)
 
@@ -111,7 +114,7 @@ def _job(
     folder.mkdir(exist_ok=True)
     watch = _Watch(show, killed_at)
     outcome = cluster.launch(
-        [sys.executable, "-m", "shardfn.cli.demo_cluster", str(folder), str(steps)],
+        [sys.executable, "-m", "shardfn.cli.demo_cluster", str(folder), str(steps), str(killed_at or 0)],
         cluster.local_job(processes, devices), folder / f"logs-{steps}", retries=1, min_processes=1, grace_s=1,
         out=cast(IO[str], watch),
     )  # fmt: skip
@@ -150,4 +153,4 @@ def run(show: Callable[[Any], None] = print) -> bool:
 
 
 if __name__ == "__main__":
-    train_up_to(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+    train_up_to(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))
