@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from shardfn.checkpoint.contents import Contents
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
 from shardfn.cluster.heartbeat import beat
 from shardfn.cluster.preemption import STATUS, notices
-from shardfn.errors import CheckpointError, CheckpointFileError, StrategyError, fail, raise_problems
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
 
 DAMAGED = "damaged"
@@ -91,7 +91,7 @@ def run(
       CheckpointError: the checkpoint is of another model.
       CheckpointFileError: no checkpoint can be read; or one cannot be written, and earlier ones are whole.
       ExtraError: the packages of the extra `checkpoint` are not installed.
-      StrategyError: `steps`, `every` or `keep` is no count; the data end before the run, or have no position where those of
+      StrategyError: an argument is not what it should be; the data end before the run, or have no position where those of
         the checkpoint had one; the step does not fit the devices.
       SystemExit: SIGTERM came, and the checkpoint is written.
 
@@ -110,15 +110,28 @@ def run(
     (None, 2, 4)
     """
     counts = {"steps": steps, "every": every, "keep": keep}
-    raise_problems([p for name, value in counts.items() for p in option_problems(integer(1), name, value)])
-    if key is not None and not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)  # of `jax.random.PRNGKey`, which looks like a part of the batch
+    problems = [p for name, value in counts.items() for p in option_problems(integer(1), name, value)]
+    called = (
+        ("make_step", make_step, "a function (devices) -> (step, params)"),
+        ("after_step", after_step or print, "a function (steps, value), or None"),
+        ("say", say, "a function of a text, such as print"),
+    )
+    problems += [
+        Problem(f"`{name}` is {a(value)}", where=f"run({name}=...)", why="it is called", fix=f"give {words}")
+        for name, value, words in called if not callable(value)
+    ]  # fmt: skip
+    raise_problems(problems)
+    key = _as_key(key)
     say = say if jax.process_index() == 0 else lambda _: None
     folder = absolute_path(checkpoint_dir)
     placed = list(jax.devices() if devices is None else devices)
     batches: Any = data(placed) if callable(data) else data
+    if not isinstance(batches, Iterable):
+        fail(StrategyError, f"`data` is {a(batches)}, and no batches", where="run(data=...)",
+             why="each step takes the next batch",
+             fix="give a data.load, another iterable, or a function (devices) -> batches")  # fmt: skip
     iterator = iter(batches)
-    step, state = make_step(placed)
+    step, state = _pair(make_step(placed), "make_step(devices)", "(step, params)")
     if hasattr(step, "init"):
         state = step.init(state, *_arguments(getattr(batches, "shapes", ())), *_key_of(key, 0))
     first, is_new = 0, _of_process_0(len(checkpoint.steps(folder))) == 0
@@ -138,7 +151,7 @@ def run(
             if i > first:  # the first step compiles, which takes as long as it takes
                 beat()
             before = value
-            state, value = step(state, *batch, *_key_of(key, i))
+            state, value = _pair(step(state, *batch, *_key_of(key, i)), "step(state, *batch)", "(state, value)")
             jax.block_until_ready(before)  # the devices have the next step already
             if after_step is not None:
                 after_step(i + 1, value)
@@ -151,6 +164,25 @@ def run(
                 say(f"ends with a checkpoint of step {i + 1}, because SIGTERM came")
                 raise SystemExit(STATUS)
     return RunResult(state, value, max(first, steps), None if is_new else first)
+
+
+def _as_key(key: Any) -> Any:
+    """A PRNG key of the new kind: one of `jax.random.PRNGKey` looks like a part of the batch."""
+    if key is None or (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        return key
+    try:
+        return jax.random.wrap_key_data(key)
+    except (TypeError, ValueError) as error:
+        fail(StrategyError, f"`key` is {a(key)}, and no PRNG key", where="run(key=...)",
+             why=str(error).split("\n")[0], fix="give jax.random.key(0)")  # fmt: skip
+
+
+def _pair(found: Any, call: str, wanted: str) -> tuple[Any, Any]:
+    if not isinstance(found, tuple) or len(found) != 2:
+        what = f"{len(found)} values" if isinstance(found, tuple) else a(found)
+        fail(StrategyError, f"{call} returns {what}", where="run(make_step)", why=f"it returns {wanted}",
+             fix=f"return {wanted}")  # fmt: skip
+    return found
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:

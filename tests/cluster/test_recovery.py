@@ -150,3 +150,23 @@ def test_run_that_gets_sigterm_saves_and_ends(tmp_path, uninterrupted):
     assert ended.value.code == 143 and checkpoint.steps(tmp_path) == (3,)
     assert "SIGTERM" in drill.said[-1] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert drill.until(5).resumed_from == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"steps": 0, "keep": True, "after_step": 3, "make_step": None}, "(?s)^4 problems.*`make_step` is None"),
+        ({"make_step": lambda devices: make_step(devices)[0]}, r"make_step\(devices\) returns an? "),
+        (
+            {"make_step": lambda devices: (lambda state, *batch: state, jnp.zeros(4))},
+            r"step\(state, \*batch\) returns an? ",
+        ),
+        ({"data": 5}, "`data` is an int, and no batches"),
+        ({"key": 3}, "`key` is an int, and no PRNG key"),
+    ],
+)
+def test_run_with_wrong_arguments_says_what_is_wrong(tmp_path, change, match):
+    arguments = {"make_step": make_step, "data": batches, "checkpoint_dir": tmp_path, "steps": 2, **change}
+    with pytest.raises(StrategyError, match=match):
+        cluster.run(**arguments)
+    assert not list(tmp_path.iterdir())
