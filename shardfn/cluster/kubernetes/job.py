@@ -12,7 +12,8 @@ from typing import Any
 from shardfn.cluster.kubernetes.files import read
 from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.targets import share
-from shardfn.errors import ClusterError, Problem, a, fail, nearest, raise_problems
+from shardfn.errors import ClusterError, Problem, fail, nearest, raise_problems
+from shardfn.frontend.value_checks import clipped
 from shardfn.layoutfile import read_layout
 
 MAX_NAME = 40
@@ -22,7 +23,13 @@ MAX_PLAN = 1 << 20
 RAY = "2.60.0"
 """The Ray of the image, if the job does not say it."""
 
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAME = re.compile(rf"(?=.{{1,{MAX_NAME}}}$)[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_CLAIM = re.compile(r"(?=.{1,253}$)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+_LABEL = re.compile(r"([a-z0-9]([-.a-z0-9]{,251}[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]{,61}[A-Za-z0-9])?")
+_VALUE = re.compile(r"([A-Za-z0-9]([-._A-Za-z0-9]{,61}[A-Za-z0-9])?)?")
+_VARIABLE = re.compile(r"[-._A-Za-z][-._A-Za-z0-9]*")
+"""Names as Kubernetes takes them: of objects, namespaces, claims, labels and their values, variables."""
 
 _SET = {
     "pod": {"restartPolicy": "retries = 3 starts the job again"},
@@ -160,8 +167,8 @@ def job_of(data: Mapping[str, Any], where: str = "job") -> Job:
     for key, value in found.items():
         test, wanted, example = KEYS[key]
         if not test(value):
-            problems.append(Problem(f"`{key}` is not {wanted}", f"{where}: {key} = {str(value)[:60]!r}",
-                                    f"it is {a(value)}", f"write {key} = {example}"))  # fmt: skip
+            problems.append(Problem(f"`{key}` is not {wanted}", f"{where}: {key}", f"it is {clipped(value)}",
+                                    f"write {key} = {example}"))  # fmt: skip
     problems += [
         Problem(
             f"`{key}` has the field {field}",
@@ -224,8 +231,8 @@ def _quantity(value: Any) -> bool:
     return isinstance(value, str) and amount(value) is not None
 
 
-def _name(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_NAME and bool(_NAME.fullmatch(value))
+def _like(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
 
 
 def _mapping(value: Any) -> bool:
@@ -246,20 +253,23 @@ def _storage(value: Any) -> bool:
         texts
         and {"path", "claim"} <= set(value)
         and value["path"].startswith("/")
+        and bool(_CLAIM.fullmatch(value["claim"]))
         and _quantity(value.get("size", "1"))
     )
 
 
 def _labels(value: Any) -> bool:
-    return _mapping(value) and all(isinstance(v, str) for v in value.values())
+    return _mapping(value) and all(
+        isinstance(v, str) and _LABEL.fullmatch(k) and _VALUE.fullmatch(v) for k, v in value.items()
+    )
 
 
 def _variables(value: Any) -> bool:
-    return _mapping(value) and all(isinstance(v, str | Mapping) for v in value.values())
+    return _mapping(value) and all(isinstance(v, str | Mapping) and _VARIABLE.fullmatch(k) for k, v in value.items())
 
 
 KEYS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
-    "name": (_name, f"lower case letters, digits and -, at most {MAX_NAME}, a letter first", '"gpt"'),
+    "name": (_like(_NAME), f"lower case letters, digits and -, at most {MAX_NAME}, a letter first", '"gpt"'),
     "image": (_text, "a container image", '"registry.example.com/gpt:1"'),
     "script": (_text, "the path of a script", '"train.py"'),
     "arguments": (_texts, "a list of texts", '["--steps", "100"]'),
@@ -268,18 +278,18 @@ KEYS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "devices": (_number(1), "a number from 1", "4"),
     "device": (_text, "a target or a kind of devices", '"tpu-v5e:4x4"'),
     "plan": (_text, "the path of a layout file", '"step.toml"'),
-    "storage": (_storage, "a path and a claim, as texts, with or without size and storage_class",
+    "storage": (_storage, "an absolute path and the name of a claim, with or without size and storage_class",
                 '{ path = "/checkpoints", claim = "gpt" }'),
     "retries": (_number(0), "a number from 0", "3"),
     "servers": (_number(0), "a number from 0", "2"),
-    "namespace": (_text, "a name", '"training"'),
+    "namespace": (_like(_NAMESPACE), "lower case letters, digits and -, at most 63", '"training"'),
     "cpu": (_quantity, "a quantity, as text", '"8"'),
     "memory": (_quantity, "a quantity, as text", '"64Gi"'),
     "deadline_s": (_number(1), "a number of seconds", "86400"),
     "ttl_s": (_number(0), "a number of seconds", "3600"),
     "ray": (_text, "a version of Ray", f'"{RAY}"'),
-    "labels": (_labels, "a table of texts", '{ "kueue.x-k8s.io/queue-name" = "training" }'),
-    "env": (_variables, "a table of texts, or of valueFrom", '{ XLA_FLAGS = "..." }'),
+    "labels": (_labels, "a table of texts that Kubernetes takes as labels", '{ "kueue.x-k8s.io/queue-name" = "training" }'),
+    "env": (_variables, "a table of names with texts, or with valueFrom", '{ XLA_FLAGS = "..." }'),
     "pod": (_fields(nodeSelector=dict, containers=list, volumes=list),
             "a table of fields of PodSpec", '{ serviceAccountName = "trainer" }'),
     "container": (_fields(volumeMounts=list, resources=dict), "a table of fields of Container", '{ imagePullPolicy = "Always" }'),

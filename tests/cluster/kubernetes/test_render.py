@@ -189,6 +189,13 @@ def test_a_kind_that_does_not_fit(name, kind, says):
 DESCRIPTION = {"name": "gpt", "image": "gpt:1", "script": "train.py"}
 
 
+STORAGE = "`storage` is not an absolute path and the name of a claim, with or without size and storage_class"
+ENV, LABELS = (
+    "`env` is not a table of names with texts, or with valueFrom",
+    "`labels` is not a table of texts that Kubernetes takes as labels",
+)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -197,9 +204,14 @@ DESCRIPTION = {"name": "gpt", "image": "gpt:1", "script": "train.py"}
         ({"processes": True}, "`processes` is not a number from 1"),
         ({"retries": -1}, "`retries` is not a number from 0"),
         ({"memory": "64 GiB"}, "`memory` is not a quantity, as text"),
-        ({"storage": {"path": "checkpoints", "claim": "a"}}, "`storage` is not a path and a claim, as texts, with or without size and storage_class"),
-        ({"storage": {"claim": "a"}}, "`storage` is not a path and a claim, as texts, with or without size and storage_class"),
-        ({"env": {"A": 1}}, "`env` is not a table of texts, or of valueFrom"),
+        ({"storage": {"path": "checkpoints", "claim": "a"}}, STORAGE),
+        ({"storage": {"claim": "a"}}, STORAGE),
+        ({"storage": {"path": "/checkpoints", "claim": "My Claim"}}, STORAGE),
+        ({"env": {"A": 1}}, ENV),
+        ({"env": {"A B": "1"}}, ENV),
+        ({"labels": {"a b": "c"}}, LABELS),
+        ({"labels": {"a/b": "c d"}}, LABELS),
+        ({"namespace": "My"}, "`namespace` is not lower case letters, digits and -, at most 63"),
         ({"image": ""}, "`image` is not a container image"),
         ({"device": "tpu-v5e:4x4", "processes": 3}, "3 processes with 5 devices each are not the 16 of tpu-v5e:4x4"),
         ({"command": ["a"]}, "the job has a script and a command"),
