@@ -1,7 +1,7 @@
 """What does a job lose when something fails, and when does it go on? One table, a row for each kind of failure.
 
 Two processes train with `cluster.run` under `cluster.launch`, with a checkpoint every 4 steps. A row holds how many steps were
-taken again, how often the job went on from another step than that of the newest whole checkpoint, how many checkpoints were
+taken again, how often the job went on from another step than that of the newest complete checkpoint, how many checkpoints were
 damaged after the failure, how many losses differed from those of an uninterrupted run (bit by bit), and the seconds from the
 failure to the next step.
 

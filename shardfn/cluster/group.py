@@ -66,7 +66,7 @@ def init(
                  why=f"this process is number {jax.process_index()} of {jax.process_count()}",
                  fix="call init once, or leave its arguments out")  # fmt: skip
         return
-    if (found is not None and found.count == 1) or (found is None and not _start_detected(timeout_s)):
+    if (found is not None and found.count == 1) or (found is None and not _start_detected(devices, timeout_s)):
         return
     if found is not None:
         _start(found, devices, timeout_s)
@@ -107,7 +107,7 @@ def backend() -> str:
 
 
 def _start(found: Membership, devices: Sequence[int] | None, timeout_s: int) -> None:
-    options: dict[str, Any] = {} if devices is None else {"local_device_ids": list(devices)}
+    options = _local(devices)
     if found.index == 0 and BIND not in os.environ and LOOPBACK.fullmatch(found.coordinator or ""):
         options["coordinator_bind_address"] = found.coordinator  # JAX would listen at all addresses of the machine
     try:
@@ -122,12 +122,16 @@ def _start(found: Membership, devices: Sequence[int] | None, timeout_s: int) -> 
              fix="give init(coordinator, processes, process), or set JAX_NUM_PROCESSES and JAX_PROCESS_ID too")  # fmt: skip
 
 
-def _start_detected(timeout_s: int) -> bool:
+def _local(devices: Sequence[int] | None) -> dict[str, Any]:
+    return {} if devices is None else {"local_device_ids": list(devices)}
+
+
+def _start_detected(devices: Sequence[int] | None, timeout_s: int) -> bool:
     """Start the group that JAX detects; whether there is one."""
     is_launched = any(_is_several(os.environ.get(name, "")) for name in _OTHER_LAUNCHERS)
     try:
         with _explained():
-            jax.distributed.initialize(initialization_timeout=timeout_s)
+            jax.distributed.initialize(initialization_timeout=timeout_s, **_local(devices))
     except ClusterError:  # this process uses its devices already, which a group of one may do
         if is_launched:
             raise

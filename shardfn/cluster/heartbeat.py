@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import time
@@ -21,22 +22,34 @@ def beat() -> None:
     >>> beat()
     """
     if folder := os.environ.get(FOLDER):
-        path = pathlib.Path(folder, str(process_index(os.environ) or 0))
+        path = _file(folder)
         try:
             os.utime(path)
         except FileNotFoundError:
             path.touch()
 
 
+def rest() -> None:
+    """Tell the launcher that no step is taken for a while, such as before an evaluation. The next `beat` ends the rest.
+
+    >>> rest()
+    """
+    if folder := os.environ.get(FOLDER):
+        _file(folder).unlink(missing_ok=True)
+
+
+def _file(folder: str) -> pathlib.Path:
+    return pathlib.Path(folder, str(process_index(os.environ) or 0))
+
+
 def silent(folder: pathlib.Path, running: Iterable[int], limit_s: float) -> int | None:
     """The process that has been silent longest, if that is longer than `limit_s` seconds.
 
-    A process counts from its first heartbeat: starting and compiling take as long as they take.
+    A process counts from its first heartbeat: starting and compiling take as long as they take. While it rests it does not.
     """
     last = {}
     for rank in running:
-        path = folder / str(rank)
-        if path.exists():
-            last[rank] = path.stat().st_mtime
+        with contextlib.suppress(FileNotFoundError):
+            last[rank] = (folder / str(rank)).stat().st_mtime
     rank = min(last, key=lambda r: last[r], default=None)
     return rank if rank is not None and time.time() - last[rank] > limit_s else None

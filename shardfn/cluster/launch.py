@@ -38,12 +38,13 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-      status: the exit status: 0, or that of the first process that failed; 128 and its number for a signal; 124 for a
-        process that sent no heartbeat.
+      status: the exit status: 0, or that of the first process that failed; 128 and its number for a signal, also one to the
+        launcher; 124 for a process that sent no heartbeat.
       rank: which process failed first; None if none did.
       last_lines: what that process printed last.
       attempts: how many times the job was started.
       logs: the directory with a file for each process of each attempt.
+      is_silent: whether the process sent no heartbeat.
     """
 
     status: int
@@ -51,12 +52,13 @@ class Outcome:
     last_lines: tuple[str, ...] = ()
     attempts: int = 1
     logs: pathlib.Path | None = None
+    is_silent: bool = False
 
     def __str__(self) -> str:
         if self.rank is None:
             return "interrupted" if self.status else "every process ended well"
         ended = f"by signal {self.status - 128}" if self.status > 128 else f"with exit status {self.status}"
-        what = "was silent, and the job was ended" if self.status == SILENT else f"ended first, {ended}"
+        what = "was silent, and the job was ended" if self.is_silent else f"ended first, {ended}"
         last = [f"  {line}" for line in self.last_lines]
         return "\n".join([f"process {self.rank} {what}; its last lines:", *(last or ["  (none)"])])
 
@@ -218,13 +220,13 @@ class _Attempt:
 
     def outcome(self, grace_s: float, heartbeat_s: float | None) -> Outcome:
         """Wait until all have ended well, or end them."""
-        left, status, first = set(self.children), 0, None
+        left, status, first, is_silent = set(self.children), 0, None, False
         while left and not status:
             try:
                 rank, code = self.events.get(timeout=None if heartbeat_s is None else heartbeat_s / 4)
             except queue.Empty:
                 first = silent(self.heartbeats, left, heartbeat_s or 0)
-                status = 0 if first is None else SILENT
+                is_silent, status = first is not None, 0 if first is None else SILENT
                 continue
             if rank is None:  # a signal to the launcher
                 status = 128 + code
@@ -232,11 +234,11 @@ class _Attempt:
             left.discard(rank)
             if code:
                 status, first = (code if code > 0 else 128 - code), rank
-        if status:
-            self._end(left, grace_s)
+        if status and (told := self._end(left, grace_s)):
+            status, first, is_silent = 128 + told, None, False
         for reader in self.readers:  # a grandchild may keep the stream open
             reader.join(timeout=2)
-        return Outcome(status, first, tuple(self.last[first]) if first is not None else ())
+        return Outcome(status, first, tuple(self.last[first]) if first is not None else (), is_silent=is_silent)
 
     def _thread(self, run: Any, *args: Any) -> None:
         thread = threading.Thread(target=run, args=args, daemon=True)
@@ -259,20 +261,26 @@ class _Attempt:
                 with self.lock:
                     _say(self.out, prefix + text)
 
-    def _end(self, left: set[int], grace_s: float) -> None:
-        """End the processes that are left, and what all have started."""
+    def _end(self, left: set[int], grace_s: float) -> int:
+        """End the processes that are left, and what all have started; the signal to the launcher that came meanwhile, or 0."""
+        told = 0
         for rank in left:
             _signal_group(self.children[rank], signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while left and (rest := deadline - time.monotonic()) > 0:
-            try:
-                rank, _ = self.events.get(timeout=rest)
-            except queue.Empty:
-                break
-            left.discard(rank)
+            with contextlib.suppress(queue.Empty):
+                told = self._seen(left, self.events.get(timeout=rest)) or told
         self.end()
         while left:  # the next attempt starts with an empty queue
-            left.discard(self.events.get()[0])
+            told = self._seen(left, self.events.get()) or told
+        return told
+
+    @staticmethod
+    def _seen(left: set[int], event: tuple[int | None, int]) -> int:
+        """Take a process that has ended out of those that are left; of a signal to the launcher its number."""
+        rank, code = event
+        left.discard(-1 if rank is None else rank)
+        return code if rank is None else 0
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:

@@ -1,4 +1,4 @@
-"""`run`: a training loop that goes on from its last whole checkpoint, on the devices that are there."""
+"""`run`: a training loop that goes on from its last complete checkpoint, on the devices that are there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import Contents
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
-from shardfn.cluster.heartbeat import beat
+from shardfn.cluster.heartbeat import beat, rest
 from shardfn.cluster.preemption import STATUS, notices
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.value_checks import integer, option_problems
@@ -58,7 +58,7 @@ def run(
     after_step: Callable[[int, Any], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> RunResult:
-    """Train up to a step, from the last whole checkpoint where there is one.
+    """Train up to a step, from the last complete checkpoint where there is one.
 
     A job that was killed runs the same program again, and its losses continue as if nothing had happened: state, data, key and
     step are those of the checkpoint. On the same devices they are equal bit by bit. On more or fewer devices the step is
@@ -89,7 +89,7 @@ def run(
 
     Raises:
       CheckpointError: the checkpoint is of another model.
-      CheckpointFileError: no checkpoint can be read; or one cannot be written, and earlier ones are whole.
+      CheckpointFileError: no checkpoint can be read; or one cannot be written, and earlier ones are complete.
       ExtraError: the packages of the extra `checkpoint` are not installed.
       StrategyError: an argument is not what it should be; the data end before the run, or have no position where those of
         the checkpoint had one; the step does not fit the devices.
@@ -109,18 +109,7 @@ def run(
     >>> first.resumed_from, rest.resumed_from, int(rest.state.step)
     (None, 2, 4)
     """
-    counts = {"steps": steps, "every": every, "keep": keep}
-    problems = [p for name, value in counts.items() for p in option_problems(integer(1), name, value)]
-    called = (
-        ("make_step", make_step, "a function (devices) -> (step, params)"),
-        ("after_step", after_step or print, "a function (steps, value), or None"),
-        ("say", say, "a function of a text, such as print"),
-    )
-    problems += [
-        Problem(f"`{name}` is {a(value)}", where=f"run({name}=...)", why="it is called", fix=f"give {words}")
-        for name, value, words in called if not callable(value)
-    ]  # fmt: skip
-    raise_problems(problems)
+    _check(steps, every, keep, make_step, after_step, say)
     key = _as_key(key)
     say = say if jax.process_index() == 0 else lambda _: None
     folder = absolute_path(checkpoint_dir)
@@ -138,7 +127,7 @@ def run(
     if not is_new:
         is_free = jax.tree.map(lambda leaf: isinstance(leaf, jax.Array) and not leaf.committed, state)
         state = jax.tree.map(_described, state)  # the arrays' memory is free before others are restored
-        first, state, progress, contents = _last_whole(folder, state, say)
+        first, state, progress, contents = _last_complete(folder, state, say)
         state = jax.tree.map(lambda leaf, free: _uncommitted(leaf) if free else leaf, state, is_free)
         key = _go_on(iterator, first, progress, key)
         before, now = _places(contents.devices, contents.processes), _places(len(placed), jax.process_count())
@@ -159,11 +148,32 @@ def run(
             if (i + 1) % every == 0 or i + 1 == steps or is_told:
                 saving = checkpoint.save(folder, saved(), step=i + 1, keep=keep, background=True)
                 if i + 1 == steps or is_told:
+                    rest()  # the last checkpoint, and what the program does after it, take as long as they take
                     saving.wait()
             if is_told and i + 1 < steps:
                 say(f"ends with a checkpoint of step {i + 1}, because SIGTERM came")
                 raise SystemExit(STATUS)
     return RunResult(state, value, max(first, steps), None if is_new else first)
+
+
+def _check(steps: Any, every: Any, keep: Any, make_step: Any, after_step: Any, say: Any) -> None:
+    """Refuse numbers that are no counts, and what cannot be called.
+
+    Raises:
+      StrategyError: all that is wrong.
+    """
+    counts = {"steps": steps, "every": every, "keep": keep}
+    problems = [p for name, value in counts.items() for p in option_problems(integer(1), name, value)]
+    called = (
+        ("make_step", make_step, "a function (devices) -> (step, params)"),
+        ("after_step", after_step or print, "a function (steps, value), or None"),
+        ("say", say, "a function of a text, such as print"),
+    )
+    problems += [
+        Problem(f"`{name}` is {a(value)}", where=f"run({name}=...)", why="it is called", fix=f"give {words}")
+        for name, value, words in called if not callable(value)
+    ]  # fmt: skip
+    raise_problems(problems)
 
 
 def _as_key(key: Any) -> Any:
@@ -251,7 +261,9 @@ def _go_on(iterator: Iterator[Any], steps: int, progress: np.ndarray, key: Any) 
 # ---- the last checkpoint that every process can read
 
 
-def _last_whole(folder: pathlib.Path, like: Any, say: Callable[[str], None]) -> tuple[int, Any, np.ndarray, Contents]:
+def _last_complete(
+    folder: pathlib.Path, like: Any, say: Callable[[str], None]
+) -> tuple[int, Any, np.ndarray, Contents]:
     """Restore the newest step that all processes can read, and put newer ones aside.
 
     Raises:

@@ -74,6 +74,18 @@ def test_init_after_jax_has_started_says_so(monkeypatch):
         cluster.init()
 
 
+def test_init_passes_the_devices_on_to_a_group_that_jax_detects(monkeypatch):
+    said = []
+
+    def initialize(**options):
+        said.append(options)
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    cluster.init(local_devices=[1])
+    assert said == [{"initialization_timeout": 300, "local_device_ids": [1]}]
+
+
 def test_rank_table_gives_each_device_a_process(tmp_path):
     devices = lambda first: [{"device_id": str(i), "device_ip": "1.1.1.1", "rank_id": str(first + i)} for i in range(2)]  # noqa: E731
     servers = [{"server_id": "b", "device": devices(2)}, {"server_id": "a", "device": devices(0)}]

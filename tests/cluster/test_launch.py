@@ -160,6 +160,35 @@ def test_launch_that_fails_itself_ends_its_processes(tmp_path):
     assert not is_alive(int(ready.read_text()))
 
 
+def test_launch_that_is_told_to_end_while_it_ends_an_attempt_starts_no_other_one(tmp_path):
+    """Process 0 fails, process 1 ends slowly, and SIGTERM comes in between."""
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        f"ready = pathlib.Path({str(tmp_path)!r}, 'ready')\n"
+        "if os.environ['RANK_ID'] == '0':\n"
+        "    while not ready.exists(): time.sleep(0.01)\n"
+        "    sys.exit(3)\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: os.kill({os.getpid()}, signal.SIGTERM))\n"  # during the grace period
+        "ready.touch()\n"
+        "while True: time.sleep(0.01)"
+    )
+    outcome, _ = run(code, tmp_path / "logs", retries=3, grace_s=1.0)
+    assert (outcome.status, outcome.rank, outcome.attempts) == (143, None, 1) and str(outcome) == "interrupted"
+
+
+def test_a_process_that_rests_is_not_silent(tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import time\n"
+        "from shardfn.cluster.heartbeat import beat, rest\n"
+        "beat(); rest(); time.sleep(2)"
+    )
+    assert run(code, tmp_path / "rests", processes=1, heartbeat_s=0.8)[0].status == 0
+    assert run(code + "; beat(); time.sleep(60)", tmp_path / "again", processes=1, heartbeat_s=0.8)[0].is_silent
+    outcome, _ = run("raise SystemExit(124)", tmp_path / "own", processes=1, heartbeat_s=0.4)
+    assert outcome.status == 124 and "ended first, with exit status 124" in str(outcome), "its own exit status"
+
+
 def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
     assert main(["launch", "--processes", "2", "--hosts", "a, b", "train.py", "--steps", "3"]) == 0
     first, second = capsys.readouterr().out.splitlines()

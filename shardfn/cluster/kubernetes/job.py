@@ -158,6 +158,21 @@ def job_of(data: Mapping[str, Any], where: str = "job") -> Job:
          why:   a process runs one command
          fix:   write script = "train.py", or command = ["python", "train.py"]
     """
+    raise_problems(_problems(data, where), ClusterError)
+    found = dict(data)
+    script, arguments, plan = found.pop("script", None), found.pop("arguments", ()), found.pop("plan", None)
+    command = ("python", script, *arguments) if script else found["command"]
+    storage = Storage(**found.pop("storage")) if "storage" in found else None
+    read_plan = _plan(plan, where) if plan else {}
+    found = read_plan | found
+    device = found.pop("device", "cpu")
+    processes, devices = share(device, found.pop("processes", None), found.pop("devices", None))
+    return Job(**{**found, "command": tuple(command), "storage": storage, "device": device, "processes": processes,
+                  "devices": devices})  # fmt: skip
+
+
+def _problems(data: Mapping[str, Any], where: str) -> list[Problem]:
+    """What is wrong with the keys of a description."""
     problems = [
         Problem(f"a job has no key `{key}`", f"{where}: {key}", f"the keys are {', '.join(KEYS)}", nearest(key, KEYS))
         for key in data
@@ -192,16 +207,7 @@ def job_of(data: Mapping[str, Any], where: str = "job") -> Job:
     elif "command" in found and "arguments" in found:
         problems.append(Problem("the job has a command and arguments", where, "arguments are those of a script",
                                 "write them into the command"))  # fmt: skip
-    raise_problems(problems, ClusterError)
-    script, arguments, plan = found.pop("script", None), found.pop("arguments", ()), found.pop("plan", None)
-    command = ("python", script, *arguments) if script else found["command"]
-    storage = Storage(**found.pop("storage")) if "storage" in found else None
-    read_plan = _plan(plan, where) if plan else {}
-    found = read_plan | found
-    device = found.pop("device", "cpu")
-    processes, devices = share(device, found.pop("processes", None), found.pop("devices", None))
-    return Job(**{**found, "command": tuple(command), "storage": storage, "device": device, "processes": processes,
-                  "devices": devices})  # fmt: skip
+    return problems
 
 
 def _plan(name: str, where: str) -> dict[str, Any]:

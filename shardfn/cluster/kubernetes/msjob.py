@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardfn.cluster.kubernetes.job import Job, job_of
+from shardfn.cluster.kubernetes.pods import COMPLETION_INDEX
 from shardfn.cluster.kubernetes.targets import RESOURCES
 from shardfn.errors import ClusterError, Problem, fail, nearest, raise_problems
 
 GROUP = "mindspore.gitee.com"
 SCHEDULER, SERVER, WORKER = TYPES = ("Scheduler", "PS", "Worker")
+_NAMES = {kind.lower(): kind for kind in TYPES}
 CONTAINER, PORT = "mindspore", "msjob-port"
 """The names that the operator gives to the container that trains and to the scheduler's port."""
 RETRIES = 6
 """Restarts where neither the job nor its restart policy bounds them: the default of a Kubernetes Job."""
-
-_COMPLETION_INDEX = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
 
 
 def is_msjob(document: Mapping[str, Any]) -> bool:
@@ -70,9 +70,12 @@ def _translated(document: Mapping[str, Any], where: str) -> tuple[Job, tuple[str
     }
     others = [c for c in worker["template"]["spec"]["containers"] if c is not own]
     count, servers = worker["replicas"], replicas[SERVER]["replicas"] if SERVER in replicas else 0
-    device, devices, asked = _devices(own, where)
+    device, devices, beside = _devices(own, where)
+    requests, limits = beside.get("requests", {}), beside.get("limits", {})
+    asked = {"cpu": requests.get("cpu", limits.get("cpu")), "memory": limits.get("memory")}
+    asked = {key: str(value) for key, value in asked.items() if value is not None}
     group = {} if servers else {
-        "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": str(count), "RANK_SIZE": str(count), "RANK_ID": _COMPLETION_INDEX,
+        "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": str(count), "RANK_SIZE": str(count), "RANK_ID": COMPLETION_INDEX,
     }  # fmt: skip
     metadata = document.get("metadata") or {}
     data: dict[str, Any] = {
@@ -81,10 +84,9 @@ def _translated(document: Mapping[str, Any], where: str) -> tuple[Job, tuple[str
         "processes": count, "devices": devices, "device": device, "servers": servers,
         "retries": 0 if worker.get("restartPolicy", "Never") == "Never" else policy.get("backoffLimit", RETRIES),
         "deadline_s": policy.get("activeDeadlineSeconds"), "ttl_s": policy.get("ttlSecondsAfterFinished"),
-        "env": group | {e["name"]: e["valueFrom"] if "valueFrom" in e else str(e.get("value", ""))
-                        for e in own.get("env", ())},
+        "env": group | {e["name"]: _value(e) for e in own.get("env") or ()},
         "pod": {**pod, **({"containers": others} if others else {})},
-        "container": _rest(own), **asked,
+        "container": {**_rest(own), **({"resources": beside} if beside else {})}, **asked,
     }  # fmt: skip
     job = job_of({key: value for key, value in data.items() if value is not None}, where)
     return job, tuple(_notes(spec, replicas, job))
@@ -100,62 +102,66 @@ def _replicas(spec: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     if not isinstance(given, Mapping) or not given:
         fail(ClusterError, "MSJobSpec is not valid", where=f"{where}: spec.msReplicaSpecs", why="it names no replicas",
              fix="write msReplicaSpecs with a Worker, and what else the job needs: Scheduler, PS")  # fmt: skip
-    names = {kind.lower(): kind for kind in TYPES}
-    found: dict[str, dict[str, Any]] = {}
-    problems: list[Problem] = []
-
-    def wrong(what: str, at: str, why: str, fix: str) -> None:
-        problems.append(Problem(what, f"{where}: spec.msReplicaSpecs{at}", why, fix))
-
-    schedulers = sum(str(key).lower() == SCHEDULER.lower() for key in given)
-    for key, value in given.items():
-        kind, at = names.get(str(key).lower()), f".{key}"
-        if kind is None:
-            wrong(f"there is no replica type {key}", at, f"the types are {', '.join(TYPES)}", nearest(key, TYPES))
-            continue
-        template = value.get("template") if isinstance(value, Mapping) else None
-        pod = template.get("spec") if isinstance(template, Mapping) else None
-        containers = pod.get("containers") if isinstance(pod, Mapping) else None
-        if not isinstance(containers, list) or not containers or not all(isinstance(c, Mapping) for c in containers):
-            wrong(f"MSJobSpec is not valid: containers definition expected in {kind}", at, "its pods have no containers",
-                  f"write template.spec.containers, with one named {CONTAINER}")  # fmt: skip
-            continue
-        if not all(c.get("image") for c in containers):
-            wrong(f"MSJobSpec is not valid: Image is undefined in the container of {kind}", at,
-                  "every container is made from an image", "write image")  # fmt: skip
-        if all(c.get("name") != CONTAINER for c in containers):
-            wrong(f"MSJobSpec is not valid: There is no container named {CONTAINER} in {kind}", at,
-                  "that one trains, and others help it", f"name it {CONTAINER}")  # fmt: skip
-        replicas = value.get("replicas", 1)
-        if type(replicas) is not int or replicas < 1:
-            wrong(
-                f"the number of replicas of {kind} is {replicas}",
-                f"{at}.replicas",
-                "it is a number from 1",
-                "write 1, or more",
-            )
-        elif kind == SCHEDULER and replicas > 1:
-            schedulers = max(schedulers, replicas)
-        found[kind] = {**value, "replicas": replicas}
-    if schedulers > 1:
-        wrong(
-            f"MSJobSpec is not valid: {schedulers} Scheduler found",
-            "",
-            "one scheduler connects all others",
-            "leave one",
-        )
-    if WORKER not in {names.get(str(key).lower()) for key in given}:
-        wrong("the MSJob has no Worker", "", "a scheduler and parameter servers train nothing", "write a Worker")
+    found = {_NAMES.get(str(key).lower(), ""): value for key, value in given.items()}
+    problems = [problem for key, value in given.items() for problem in _replica_problems(key, value, where)]
+    counts = [_count(value) for key, value in given.items() if _NAMES.get(str(key).lower()) == SCHEDULER]
+    if (schedulers := max(len(counts), *(count for count in counts if type(count) is int), 0)) > 1:
+        problems.append(Problem(f"MSJobSpec is not valid: {schedulers} Scheduler found", f"{where}: spec.msReplicaSpecs",
+                                "one scheduler connects all others", "leave one"))  # fmt: skip
+    if WORKER not in found:
+        problems.append(Problem("the MSJob has no Worker", f"{where}: spec.msReplicaSpecs",
+                                "a scheduler and parameter servers train nothing", "write a Worker"))  # fmt: skip
     raise_problems(problems, ClusterError)
-    return found
+    return {kind: {**value, "replicas": _count(value)} for kind, value in found.items()}
 
 
-def _devices(own: Mapping[str, Any], where: str) -> tuple[str, int, dict[str, str]]:
-    """What a worker asks for: the kind of its devices, their number, and the processors and memory beside them."""
+def _count(replica: Any) -> Any:
+    return replica.get("replicas", 1) if isinstance(replica, Mapping) else 1
+
+
+def _replica_problems(key: Any, value: Any, where: str) -> Iterator[Problem]:
+    """What is wrong with the replicas of one type."""
+    kind, at = _NAMES.get(str(key).lower()), f"{where}: spec.msReplicaSpecs.{key}"
+    if kind is None:
+        yield Problem(f"there is no replica type {key}", at, f"the types are {', '.join(TYPES)}", nearest(key, TYPES))
+        return
+    template = value.get("template") if isinstance(value, Mapping) else None
+    pod = template.get("spec") if isinstance(template, Mapping) else None
+    containers = pod.get("containers") if isinstance(pod, Mapping) else None
+    if not isinstance(containers, list) or not containers or not all(isinstance(c, Mapping) for c in containers):
+        yield Problem(f"MSJobSpec is not valid: containers definition expected in {kind}", at, "its pods have no containers",
+                      f"write template.spec.containers, with one named {CONTAINER}")  # fmt: skip
+        return
+    if not all(c.get("image") for c in containers):
+        yield Problem(f"MSJobSpec is not valid: Image is undefined in the container of {kind}", at,
+                      "every container is made from an image", "write image")  # fmt: skip
+    if all(c.get("name") != CONTAINER for c in containers):
+        yield Problem(f"MSJobSpec is not valid: There is no container named {CONTAINER} in {kind}", at,
+                      "that one trains, and others help it", f"name it {CONTAINER}")  # fmt: skip
+    count = _count(value)
+    if type(count) is not int or count < 1:
+        yield Problem(f"the number of replicas of {kind} is {count}", f"{at}.replicas", "it is a number from 1",
+                      "write 1, or more")  # fmt: skip
+
+
+def _value(variable: Mapping[str, Any]) -> Any:
+    """The value of a variable; empty where YAML has none."""
+    given = variable.get("value")
+    return variable.get("valueFrom") or ("" if given is None else str(given))
+
+
+def _devices(own: Mapping[str, Any], where: str) -> tuple[str, int, dict[str, Any]]:
+    """What a worker asks for: the kind of its devices, their number, and the requests and limits beside them."""
     given = own.get("resources") or {}
     asked = {**(given.get("requests") or {}), **(given.get("limits") or {})}
-    beside = {key: str(asked[key]) for key in ("cpu", "memory") if key in asked}
     kinds = {resource: kind for kind, resource in RESOURCES.items()}
+    beside = {
+        part: {name: value for name, value in values.items() if name not in kinds}
+        if isinstance(values, Mapping)
+        else values
+        for part, values in given.items()
+    }
+    beside = {part: values for part, values in beside.items() if values}
     for resource, number in asked.items():
         if resource in kinds:
             return kinds[resource], int(number), beside

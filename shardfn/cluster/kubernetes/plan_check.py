@@ -11,6 +11,7 @@ from typing import Any
 from shardfn.cluster.environment import COUNT
 from shardfn.cluster.kubernetes.msjob import is_msjob, translate
 from shardfn.cluster.kubernetes.quantity import amount
+from shardfn.cluster.kubernetes.ray import SERVER
 from shardfn.cluster.kubernetes.targets import ACCELERATOR, GPU, RESOURCES, TOPOLOGY, target, topology
 from shardfn.cost.devices.chips import CHIPS, Hardware
 from shardfn.cost.devices.cloud_names import CHIP_NAMES
@@ -155,6 +156,8 @@ def _trainjob_groups(
 def _ray_groups(job: Mapping[str, Any], _: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
     spec = job["spec"]["rayClusterSpec"] if job["kind"] == "RayJob" else job["spec"]
     for group in spec.get("workerGroupSpecs", ()):
+        if f'"{SERVER}"' in (group.get("rayStartParams") or {}).get("resources", "").replace("\\", ""):
+            continue  # parameter servers, which no plan counts
         yield group.get("replicas", 0) * group.get("numOfHosts", 1), group["template"]["spec"]
 
 

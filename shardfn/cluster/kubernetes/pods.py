@@ -14,7 +14,7 @@ PORT = 8476
 PLAN_FOLDER = "/etc/shardfn"
 """Where every process finds the plan of its job."""
 _OWN = ("image", "name", "command", "env", "resources", "volumeMounts")
-_COMPLETION_INDEX = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+COMPLETION_INDEX = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
 
 
 def variables(job: Job) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def group_variables(job: Job, coordinator: str) -> dict[str, Any]:
     >>> group_variables(Job("a", "a:1", ("a",), processes=4), "a-workers-0-0.a")["JAX_COORDINATOR_ADDRESS"]
     'a-workers-0-0.a:8476'
     """
-    return {COORDINATOR: f"{coordinator}:{PORT}", COUNT: str(job.processes), INDEX: _COMPLETION_INDEX}
+    return {COORDINATOR: f"{coordinator}:{PORT}", COUNT: str(job.processes), INDEX: COMPLETION_INDEX}
 
 
 def env(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def plan_claim(job: Job) -> str:
     return f"{job.name}-plan"
 
 
-def _pieces(job: Job) -> Iterable[tuple[str, str, dict[str, Any], bool]]:
+def _mounted(job: Job) -> Iterable[tuple[str, str, dict[str, Any], bool]]:
     """Each volume: its name, its path in the container, its source, whether it is only read."""
     if job.storage:
         yield "checkpoints", job.storage.path, {"persistentVolumeClaim": {"claimName": job.storage.claim}}, False
@@ -132,8 +132,8 @@ def _pieces(job: Job) -> Iterable[tuple[str, str, dict[str, Any], bool]]:
 
 def _mounts(job: Job) -> list[dict[str, Any]]:
     return [{"name": name, "mountPath": path} | ({"readOnly": True} if is_read else {})
-            for name, path, _, is_read in _pieces(job)]  # fmt: skip
+            for name, path, _, is_read in _mounted(job)]  # fmt: skip
 
 
 def _volumes(job: Job) -> list[dict[str, Any]]:
-    return [{"name": name, **source} for name, _, source, _ in _pieces(job)]
+    return [{"name": name, **source} for name, _, source, _ in _mounted(job)]

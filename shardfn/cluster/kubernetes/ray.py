@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from typing import Any
@@ -64,7 +65,9 @@ def cluster_spec(job: Job) -> dict[str, Any]:
 
 
 def _container(job: Job, name: str, has_devices: bool) -> dict[str, Any]:
-    values = variables(job) | ({} if has_devices else {"JAX_PLATFORMS": "cpu"})
+    values = (
+        variables(job) if has_devices else variables(dataclasses.replace(job, devices=1)) | {"JAX_PLATFORMS": "cpu"}
+    )
     return container(job, name, values, runs=False, has_devices=has_devices)
 
 

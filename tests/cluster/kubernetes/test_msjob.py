@@ -113,3 +113,35 @@ def own(replicas):
 )
 def test_what_its_operator_says_is_wrong(edit, says):
     assert refusal(translate, edited(edit), "msjob.yaml").problems[0].what == says
+
+
+def test_requests_limits_and_variables_are_kept():
+    given = {"requests": {"cpu": 1, "memory": "8Gi", "ephemeral-storage": "1Gi"},
+             "limits": {"cpu": 4, "memory": "16Gi", "nvidia.com/gpu": 2, "hugepages-2Mi": "1Gi"}}  # fmt: skip
+
+    def edit(replicas):
+        own(replicas).update(
+            resources=given, env=[{"name": "A", "value": None}, {"name": "B"}, {"name": "C", "value": "1"}]
+        )
+
+    job, _ = translate(edited(edit))
+    assert (job.device, job.devices, job.cpu, job.memory, job.env) == (
+        "gpu",
+        2,
+        "1",
+        "16Gi",
+        {"A": "", "B": "", "C": "1"},
+    )
+    [made] = render(job)
+    assert faults(made) == []
+    workers, servers = made["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    limits = {**given["limits"], "nvidia.com/gpu": "2"}
+    assert workers["template"]["spec"]["containers"][0]["resources"] == {
+        "requests": given["requests"],
+        "limits": limits,
+    }
+    assert "nvidia.com/gpu" not in servers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    job, _ = translate(edited(lambda replicas: own(replicas).update(resources={"requests": {"memory": "8Gi"}})))
+    [made] = render(job)
+    asked = made["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]
+    assert asked == {"requests": {"memory": "8Gi"}}, "a request is no limit"

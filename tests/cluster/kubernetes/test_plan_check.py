@@ -139,3 +139,14 @@ def test_the_container_with_the_devices_counts():
     before, pod = allocation([made]), made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod["containers"].insert(0, {"name": "log", "image": "log:1", "env": None})
     assert allocation([made]) == before
+
+
+@pytest.mark.parametrize("kind", ["rayjob", "raycluster"])
+def test_parameter_servers_are_no_devices_of_a_plan(kind, plan, checked):
+    for job, devices in (
+        (Job("a", "a:1", ("a",), 1, 8, "gpu", servers=10), 8),
+        (Job("a", "a:1", ("a",), 2, 4, servers=4), 8),
+    ):
+        found = allocation(render(job, kind))
+        assert (found.processes, found.devices, found.platform) == (job.processes, job.devices, job.device)
+        assert f"{job.devices} devices ({job.device})" in checked(render(job, kind), plan("", {"a": devices}))
