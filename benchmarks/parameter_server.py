@@ -1,17 +1,15 @@
 """What does a parameter server on Ray cost and stand: steps per second, drills with killed processes, MB per second?
 
 Training: four workers predict the next character of a text (a small network, Adam). Each step also sleeps as long as an
-accelerator
-would compute, so that the cores of this machine do not matter. Synchronous and asynchronous training beside all-reduce
-over four processes
-with Gloo; then with one worker five times as slow, and with one worker killed halfway. The killed all-reduce job starts
-again from its
-last checkpoint, with `shardfn.cluster.launch`. A step is four gradients. Times begin when all workers are warm.
+accelerator would compute, so that the cores of this machine do not matter. Synchronous and asynchronous training beside
+all-reduce over four processes with Gloo; then with one worker five times as slow, and with one worker killed halfway. The
+killed all-reduce job starts again from its last checkpoint, with `shardfn.cluster.launch`. A step is four gradients. Times
+begin when all workers are warm.
 Drills: a server, the coordinator, a worker or the driver gets SIGKILL while four workers push one-hot gradients, so the
 parameters say how often each push was applied; workers write down each push that was acknowledged.
 Bytes: 100 MB pushed and pulled, beside an array that Ray alone sends to an actor and back.
-Run in a network of its own, since Ray listens at all addresses:
-unshare --map-root-user --net sh -c 'ip link set lo up && python benchmarks/parameter_server.py'
+Ray listens on the loopback address only.
+Run: python benchmarks/parameter_server.py
      [--steps 100] [--device-ms 20] [--drills 5] [--mb 100] [--only training,drills,bytes] [--json OUT]
 """
 
@@ -34,6 +32,7 @@ os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray stays on the loopback address
 
 import jax
 import jax.numpy as jnp

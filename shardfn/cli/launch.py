@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from shardfn.cluster.environment import LOOPBACK
 from shardfn.cluster.jobs import LOCAL, Process, local_job, read_rank_table
 from shardfn.cluster.launch import GRACE_S, launch
 from shardfn.errors import ClusterError, fail
@@ -23,7 +24,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "launch", help="start several processes of a script on this machine, and end all with the first failure",
         description="Start the processes of a job on this machine. The script calls shardfn.cluster.init() first.\n"
-        "With several hosts and without --host, print the command for each.",
+        "With --hosts and without --host, print the command for each.",
         epilog="example: python -m shardfn launch --processes 2 --devices-per-process 4 train.py --steps 100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -57,7 +58,7 @@ def _launch(options: argparse.Namespace) -> None:
         given = LOCAL if options.hosts is None else options.hosts
         job = local_job(options.processes, options.devices_per_process, [host.strip() for host in given.split(",")])
     hosts = list(dict.fromkeys(process.host for process in job))
-    if len(hosts) > 1 and options.host is None:
+    if options.host is None and (len(hosts) > 1 or (options.hosts and not LOOPBACK.fullmatch(hosts[0]))):
         print("\n".join(_commands(options, hosts)))
         return
     host = options.host or hosts[0]

@@ -98,8 +98,8 @@ def launch(
       How the last attempt ended.
 
     Raises:
-      ClusterError: a number that makes no sense, no process of the job is on this host, or something listens at the port.
-      OSError: the log files cannot be written.
+      ClusterError: a number that makes no sense, no process of the job is on this host, something listens at the port, or
+        the log files cannot be written.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as logs:
@@ -113,7 +113,11 @@ def launch(
     with _signals() as events:
         for attempt in range(1, retries + 2):
             folder = pathlib.Path(logs) / f"attempt-{attempt}"
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                fail(ClusterError, f"{folder} cannot be made", where=f"launch: logs {os.fspath(logs)}", why=str(error),
+                     fix="give a directory that this user may write to")  # fmt: skip
             if port is not None and job[0].host == host:
                 _check_free(host, port)
             running = _Attempt(command, job, host, port or free_port(), folder, stream, events)

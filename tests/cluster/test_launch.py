@@ -195,6 +195,8 @@ def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
     assert first == ("python -m shardfn launch --host a --processes 2 --devices-per-process 1 --hosts a,b --port 8476 "
                      "--retries 0 train.py --steps 3")  # fmt: skip
     assert second == first.replace("--host a", "--host b")
+    assert main(["launch", "--processes", "2", "--hosts", "10.0.0.1", "train.py"]) == 0
+    assert "--host 10.0.0.1 " in capsys.readouterr().out, "also of one host, which may be another machine"
     options = ["--heartbeat", "60", "--grace", "20", "--logs", "/shared/logs"]
     assert main(["launch", "--processes", "2", "--hosts", "a,b", *options, "train.py"]) == 0
     assert f"{' '.join(options)} train.py" in capsys.readouterr().out, "every option is passed on"
@@ -219,6 +221,7 @@ def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
             "4 problems",
         ),
         (["--processes", "2", "--hosts", "a,,b", "x.py"], "not the hosts of a job"),
+        (["--processes", "2", "--logs", __file__, __file__], "attempt-1 cannot be made"),
         (["--processes", "2", "--hosts", "a,a", "x.py"], "not the hosts of a job"),
     ],
 )

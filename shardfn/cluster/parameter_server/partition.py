@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
+from jax.core import Tracer
 
 from shardfn.errors import Problem, nearest, raise_problems
 from shardfn.frontend.paths import array_paths
@@ -222,6 +223,9 @@ def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
     def is_leaf(node: Any) -> bool:
         return isinstance(node, RowGradient)
 
+    if tree is None:
+        raise_problems([Problem("the gradients are None", where=where, why="this may be a function without a return",
+                                fix="give a pytree of gradients; {} where all are zero")])  # fmt: skip
     known = {spec.name: spec for spec in specs}
     leaves = tree_util.tree_leaves(tree, is_leaf=is_leaf)
     names = array_paths(
@@ -245,6 +249,9 @@ def as_rows(specs: Sequence[ArraySpec], tree: Any, where: str) -> list[Rows]:
 
 
 def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
+    if isinstance(leaf, Tracer) or isinstance(getattr(leaf, "values", None), Tracer):
+        return Problem(f"the gradient of `{spec.name}` is traced", why="inside jit and grad there are no values to send",
+                       fix="push what a jitted function returns")  # fmt: skip
     if isinstance(leaf, RowGradient):
         ids, shape = np.asarray(leaf.ids), np.shape(leaf.values)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or shape != (len(ids), *spec.row_shape):
@@ -265,11 +272,19 @@ def _fault(spec: ArraySpec, leaf: Any) -> Problem | None:
         return Problem(f"the gradient of `{spec.name}` cannot be added to it",
                        why=f"it is {values.dtype}, and the array {spec.dtype}",
                        fix="give real numbers")  # fmt: skip
-    if bad := values.size - np.count_nonzero(np.isfinite(values)):
+    if bad := values.size - np.count_nonzero(np.isfinite(_as_held(values, spec.dtype))):
         return Problem(f"the gradient of `{spec.name}` is not finite",
-                       why=f"{bad} of {values.size} values are NaN or infinite, and would be in the parameters for good",
+                       why=f"{bad} of {values.size} values are NaN or infinite as {spec.dtype}, and would stay in the parameters",
                        fix="push zeros for this batch, or numpy.nan_to_num of the gradient")  # fmt: skip
     return None
+
+
+def _as_held(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Values in the dtype in which a server adds them to an array."""
+    if not jnp.issubdtype(dtype, np.inexact):
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(dtype, copy=False)
 
 
 def _sums(dtype: Any, into: Any) -> bool:
