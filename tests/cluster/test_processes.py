@@ -1,11 +1,14 @@
 """Two and four processes on this machine, on loopback: what works in one process works in several."""
 
 import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.processes import launched
+from shardfn.cluster.launch import free_port
+from tests.processes import ROOT, bare_environment, launched
 
 WORKER = str(pathlib.Path(__file__).with_name("worker.py"))
 
@@ -91,3 +94,30 @@ def test_a_job_that_gets_sigterm_saves_in_all_processes_and_ends(tmp_path):
     _, printed = recovered(tmp_path, "term", "4", retries=1, grace=20)
     step = printed.partition("ends with a checkpoint of step ")[2].partition(",")[0]
     assert 4 < int(step) < 9 and f"goes on from step {step}, saved on 4 devices" in printed
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
+def test_init_finds_the_group_that_another_launcher_says(launcher):
+    """The variables that `srun` and `mpirun` set; JAX reads them. Neither program runs here."""
+    port = free_port()
+    said = {"JAX_COORDINATOR_PORT": port, "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}", "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": ROOT}  # fmt: skip
+    of_rank = {
+        "slurm": lambda rank: {"SLURM_JOB_ID": 7, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2, "SLURM_STEP_NUM_TASKS": 2,
+                               "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_NODES": 1},
+        "openmpi": lambda rank: {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": 2,
+                                 "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
+    }[launcher]  # fmt: skip
+    code = "from shardfn import cluster; cluster.init(); import jax; print(cluster.rank(), cluster.size(), jax.device_count())"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                         env=bare_environment() | {name: str(value) for name, value in (said | of_rank(rank)).items()})
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        found = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert found == ["0 2 2", "1 2 2"]
