@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn.cluster.parameter_server import InProcess, ParameterServer, RowGradient, journal
+from shardfn.cluster.parameter_server import InProcess, ParameterServer, RowGradient, folders, journal
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable
 from shardfn.errors import CheckpointFileError, ClusterError
 
@@ -317,6 +317,113 @@ def test_a_failed_sync_is_told_and_a_restart_decides(tmp_path, monkeypatch):
     for target in list(server.engine.running):
         server.engine.restart(target)
     assert push(server, 0, 0).is_kept and counts(server).sum() == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda s: push(s, 0, 0), lambda s: s.pull(), lambda s: s.next_step(0), lambda s: s.resize(workers=3), lambda s: s.resize(servers=3)],
+    ids=["push", "pull", "next_step", "workers", "servers"],
+)  # fmt: skip
+def test_a_coordinator_whose_sync_fails_tells_nobody_what_is_not_on_disk(tmp_path, monkeypatch, call):
+    server, whole = start(tmp_path), journal._sync
+
+    def fail(file):
+        if "/coordinator/" in file.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(file)
+
+    monkeypatch.setattr(journal, "_sync", fail)
+    with pytest.raises(CheckpointFileError, match="No space left"):
+        push(server, 1, 0)
+    with pytest.raises(CheckpointFileError, match="No space left"):
+        call(server)
+    monkeypatch.undo()
+    server.engine.restart(COORDINATOR)
+    assert server.next_step(1) == 0, "what was not synced is gone"
+    call(server)
+
+
+def test_a_restart_loses_what_was_not_synced(tmp_path):
+    journal.write_first(tmp_path, [])
+    own = journal.Journal(tmp_path)
+    own.append(journal.Record("synced"))
+    own.sync(own.position())
+    own.append(journal.Record("not synced"))
+    own.lose_power()
+    assert [record.kind for record in journal.Journal(tmp_path).records] == ["synced"]
+
+
+class Closing(InProcess):
+    """A server is stopped between the look for it and a call of it, as other clients do at the end of a resize."""
+
+    methods: tuple[str, ...] = ()
+
+    def _call(self, one):
+        if one.method not in self.methods:
+            return super()._call(one)
+        self.methods = ()
+        closed = self.running[one.to]
+        self.stop([one.to])
+        return getattr(closed, one.method)(*one.args)
+
+
+@pytest.mark.parametrize("method", ["prepare"])
+def test_a_server_that_is_closed_under_a_call_is_asked_again(tmp_path, method):
+    engine = Closing()
+    server = start(tmp_path, engine, timeout_s=5)
+    push(server, 0, 0)
+    engine.methods = (method,)
+    push(server, 0, 1)
+    server.save()
+    assert not engine.methods and counts(server)[0].tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_closed_journal_writes_nothing_into_a_folder_that_another_may_have_open(tmp_path):
+    journal.write_first(tmp_path, [])
+    own = journal.Journal(tmp_path)
+    own.close()
+    own.close()
+    other, files = journal.Journal(tmp_path), sorted(tmp_path.iterdir())
+    for call in (lambda: own.append(journal.Record("x")), lambda: own.rotate([])):
+        with pytest.raises(journal.JournalClosed):
+            call()
+    assert sorted(tmp_path.iterdir()) == files
+    other.close()
+
+
+def test_two_snapshots_are_kept_also_after_a_kill_in_a_rotation(tmp_path, monkeypatch):
+    job, killed = tmp_path / "job", tmp_path / "killed"
+    journal.write_first(job, [journal.Record("1")])
+    own = journal.Journal(job)
+    own.append(journal.Record("x"))
+    own.rotate([journal.Record("1"), journal.Record("x")])
+    own.append(journal.Record("y"))
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write_snapshot", lambda *_: shutil.copytree(job, killed))
+        own.rotate([])
+    own = journal.Journal(killed)
+    assert [record.kind for record in own.records] == ["1", "x", "y"] and own.generation == 3
+    own.append(journal.Record("z"))
+    own.rotate([journal.Record("4")])
+    own.close()
+    newest = killed / "snapshot-000004"
+    newest.write_bytes(newest.read_bytes()[:-2] + b"??")
+    assert [record.kind for record in journal.Journal(killed).records] == ["1", "x", "y", "z"]
+
+
+def test_new_folders_are_on_disk_before_a_push_counts_there(tmp_path, monkeypatch):
+    whole, seen = journal.sync_folder, {}
+
+    def sync_folder(folder):
+        seen[folder] = {path.name for path in folder.iterdir()}
+        whole(folder)
+
+    monkeypatch.setattr(journal, "sync_folder", sync_folder)
+    monkeypatch.setattr(folders, "sync_folder", sync_folder)
+    server = start(tmp_path / "jobs/one")
+    server.resize(servers=3)
+    for folder in (folder for folder in tmp_path.rglob("*") if folder.is_dir()):
+        assert folder.name in seen[folder.parent], folder
 
 
 def test_servers_that_do_not_answer_are_told_by_name(tmp_path):

@@ -37,7 +37,7 @@ from shardfn.cluster.parameter_server.engine import (
 )
 from shardfn.cluster.parameter_server.folders import job_folder, writing
 from shardfn.cluster.parameter_server.held import Part, RowStep
-from shardfn.cluster.parameter_server.journal import FolderInUse
+from shardfn.cluster.parameter_server.journal import FolderInUse, JournalClosed
 from shardfn.cluster.parameter_server.ledger import Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import (
     CHUNK_BYTES,
@@ -297,7 +297,7 @@ class ParameterServer:
         while True:
             try:
                 return attempt()
-            except (Unreachable, FolderInUse) as error:
+            except (Unreachable, FolderInUse, JournalClosed) as error:
                 self._place = None
                 if time.monotonic() > deadline and isinstance(error, FolderInUse):
                     raise

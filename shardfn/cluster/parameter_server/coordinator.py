@@ -294,6 +294,10 @@ class Coordinator:
         """Close the journal, for another process to open it."""
         self._journal.close()
 
+    def lose_power(self) -> None:
+        """End as with the machine, for drills."""
+        self._journal.lose_power()
+
     def _add(self, kind: str, fields: dict[str, Any]) -> Update | None:
         self._journal.append(Record(kind, fields))
         self._ledger, update = _CHANGES[kind](self._ledger, self.job.rules, fields)

@@ -133,10 +133,11 @@ class InProcess:
                     self.running.pop(target).close()
 
     def restart(self, target: Target) -> None:
-        """Start the coordinator or a server from its journal, as after its process was killed."""
+        """Start the coordinator or a server from its journal, as after its machine lost power: what was not synced is gone."""
         with self._starting:
             assert self._setup is not None
-            self.stop([target])
+            if target in self.running:
+                self.running.pop(target).lose_power()
             self.running[target] = self._setup.make(target)
 
     def call(self, calls: Sequence[Call]) -> list[Any]:

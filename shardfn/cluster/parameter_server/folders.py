@@ -14,6 +14,7 @@ from typing import Any
 
 from shardfn.cluster.parameter_server.coordinator import Job, write_coordinator
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Setup, Target
+from shardfn.cluster.parameter_server.journal import make_folder
 from shardfn.cluster.parameter_server.partition import Partition
 from shardfn.cluster.parameter_server.server import new_servers, write_server
 from shardfn.errors import CheckpointFileError, fail
@@ -82,13 +83,13 @@ def _temporary_folder() -> pathlib.Path:
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path) -> Iterator[None]:
-    """Make a folder and write in it.
+    """Make a folder as `make_folder` does, and write in it.
 
     Raises:
       CheckpointFileError: the disk is full, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         yield
     except OSError as error:
         fail(CheckpointFileError, f"{folder} cannot be written", where=str(folder), why=str(error),

@@ -1,7 +1,8 @@
 """Durable state: a log of records with group commit, and snapshots that start the log anew.
 
 A folder holds generations. Generation 7 is `snapshot-000007`, which is complete or absent, and `log-000007` with what
-happened since. The last two generations are kept, so a damaged snapshot costs nothing. Both files are sequences of records:
+happened since. The last two snapshots are kept, with all logs since the older one, so a damaged snapshot costs nothing. Both
+files are sequences of records:
 the length and the CRC-32 of a body, the CRC-32 of these two, then the body, which is a JSON header and the bytes of arrays,
 and a last byte. The files hold no pickles.
 
@@ -33,9 +34,6 @@ import numpy as np
 from shardfn.errors import CheckpointFileError, ClusterError, fail
 from shardfn.layoutfile.files import atomic_file, sync_folder
 
-GENERATIONS = 2
-"""Generations that are kept: the newest, and the one to fall back to."""
-
 LOCK_WAIT_S = 30
 """Seconds to wait for a process that has the folder open, and may be about to end."""
 
@@ -49,6 +47,10 @@ SECTOR = 512
 
 class FolderInUse(ClusterError):
     """Another process has the folder open; it may be about to end, as on a node that counts as dead."""
+
+
+class JournalClosed(ClusterError):
+    """The journal was closed. Whoever opened it again, or took its place, answers the same call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,17 +185,32 @@ def write_snapshot(folder: pathlib.Path, generation: int, records: Iterable[Reco
     sync_folder(folder)
 
 
+def make_folder(folder: pathlib.Path) -> None:
+    """Make a folder and those above it, with their names on disk.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      OSError: the disk is full, or it cannot be made.
+    """
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def write_first(folder: pathlib.Path, records: Iterable[Record]) -> None:
     """Write the first generation: an empty log and a snapshot.
 
     Args:
-      folder: the folder, created if it is not there.
+      folder: the folder, made as `make_folder` does.
       records: what the snapshot holds.
 
     Raises:
       OSError: the disk is full, or the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / "log-000001").touch()
     write_snapshot(folder, 1, records)
 
@@ -209,6 +226,8 @@ class Journal:
       bytes: bytes of the newest log.
       syncs: the number of `fsync` calls, for reports.
 
+    Methods raise `JournalClosed` after `close`.
+
     Raises:
       FolderInUse: another process has the folder open.
       CheckpointFileError: the folder cannot be opened, there is no complete snapshot, or a log is damaged: nothing that
@@ -218,10 +237,11 @@ class Journal:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
         self.syncs = 0
+        self._is_closed = False
         self._writing, self._syncing = threading.Lock(), threading.Lock()
         self._lock = _locked(folder)
         try:
-            self.generation, self.records, length = _recover(folder)
+            self._snapshot, self.generation, self.records, length = _recover(folder)
             self._log = self._open(self.generation, length)
             for part in folder.glob(".*.part"):  # of a snapshot that was killed
                 part.unlink(missing_ok=True)
@@ -246,6 +266,7 @@ class Journal:
           CheckpointFileError: the disk is full. The log is as it was before.
         """
         with self._writing:
+            self._check_open()
             self._log.append(record)
 
     def sync(self, position: tuple[_Log, int]) -> None:
@@ -262,6 +283,7 @@ class Journal:
             return
         with self._syncing:
             if log.synced < end:
+                self._check_open()
                 self.syncs += 1
                 log.sync()
 
@@ -280,6 +302,7 @@ class Journal:
           CheckpointFileError: the disk is full. The earlier generation goes on.
         """
         with self._writing, self._syncing:
+            self._check_open()
             old, new = self._log, self.generation + 1
             old.sync()
             try:
@@ -293,19 +316,36 @@ class Journal:
                     raise
             except OSError as error:
                 _cannot_write(self.folder, error)
-            self._log, self.generation = log, new
             old.close()
             for path in self.folder.glob("*-[0-9]*"):
-                if int(path.name.rpartition("-")[2]) <= new - GENERATIONS:
+                if int(path.name.rpartition("-")[2]) < self._snapshot:
                     path.unlink(missing_ok=True)
+            self._log, self.generation, self._snapshot = log, new, new
 
     def close(self) -> None:
         """Close the files, and let another process open them."""
         with self._writing, self._syncing:
-            with contextlib.suppress(CheckpointFileError):  # which those who wait for it are told
-                self._log.sync()
-            self._log.file.close()
-            self._lock.close()
+            if not self._is_closed:
+                with contextlib.suppress(CheckpointFileError):  # calls that wait for this sync raise it
+                    self._log.sync()
+                self._release()
+
+    def lose_power(self) -> None:
+        """End as with the machine: what no `fsync` wrote is gone. For drills."""
+        with self._writing, self._syncing:
+            if not self._is_closed:
+                os.truncate(self._log.path, self._log.synced)
+                self._release()
+
+    def _release(self) -> None:
+        self._is_closed = True
+        self._log.file.close()
+        self._lock.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            fail(JournalClosed, f"{self.folder} was closed", where=str(self.folder),
+                 why="its server was stopped or started again", fix="call again")  # fmt: skip
 
     def _open(self, generation: int, length: int) -> _Log:
         log = _Log(self.folder / f"log-{generation:06}", length)
@@ -386,8 +426,8 @@ def _locked(folder: pathlib.Path) -> Any:
         time.sleep(0.05)
 
 
-def _recover(folder: pathlib.Path) -> tuple[int, list[Record], int]:
-    """The generation to go on with, what is in it, and the length of its log."""
+def _recover(folder: pathlib.Path) -> tuple[int, int, list[Record], int]:
+    """The newest complete snapshot, the newest generation, the records since the snapshot, and the length of the last log."""
     numbers = sorted({int(p.name[-6:]) for p in folder.iterdir() if re.fullmatch(r"(snapshot|log)-\d{6}", p.name)})
     for first in reversed(numbers):
         found = _read(folder / f"snapshot-{first:06}")
@@ -402,7 +442,7 @@ def _recover(folder: pathlib.Path) -> tuple[int, list[Record], int]:
             if found.is_damaged or (number < numbers[-1] and not found.is_complete):
                 _damaged(path, f"a record at byte {found.end:,} of {found.size:,} is not as it was written")
             records, length = records + found.records, found.end
-        return numbers[-1], records, length
+        return first, numbers[-1], records, length
     fail(CheckpointFileError, f"{folder} holds no complete snapshot", where=str(folder),
          why=f"{len(numbers)} generations were looked at", fix="restore the folder from a copy")  # fmt: skip
 

@@ -135,11 +135,14 @@ class Host:
 
     def __init__(self, setup: Setup, target: Target):
         self.setup, self.target, self.hosted, self.lock = setup, target, None, threading.Lock()
+        self.has_ended = False
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method."""
         with self.lock:
+            if self.has_ended:
+                raise Unreachable(f"{self.target} was stopped")
             if self.hosted is None:
                 self.hosted = self.setup.make(self.target)
         return getattr(self.hosted, method)(*args)
@@ -147,6 +150,7 @@ class Host:
     def end(self) -> None:
         """Close the journal."""
         with self.lock:
+            self.has_ended = True
             if self.hosted is not None:
                 self.hosted.close()
 

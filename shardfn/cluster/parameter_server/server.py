@@ -185,6 +185,10 @@ class Server:
         with self._lock:
             self._journal.close()
 
+    def lose_power(self) -> None:
+        """End as with the machine, for drills."""
+        self._journal.lose_power()
+
     def _is_closed(self, push: Push) -> bool:
         return push.step < self._version if self._is_synchronous else push.step <= self._closed.get(push.worker, -1)
 
