@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from shardfn.cluster.parameter_server import InProcess, ParameterServer, RowGradient, folders, journal
-from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable
+from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable, targets_of
 from shardfn.errors import CheckpointFileError, ClusterError
 
 WORKERS, STEPS = 2, 6
@@ -298,7 +298,7 @@ def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, mo
     wanted = counts(server)
     assert wanted.max() == 1 and wanted[0, :3].sum() == 3
     server.engine.restart(COORDINATOR)
-    server.engine.restart(Target(*server._place[:1], 0))
+    server.engine.restart(targets_of(server._place)[0])
     np.testing.assert_array_equal(counts(server), wanted)
 
 
@@ -367,7 +367,7 @@ class Closing(InProcess):
         return getattr(closed, one.method)(*one.args)
 
 
-@pytest.mark.parametrize("method", ["prepare"])
+@pytest.mark.parametrize("method", ["prepare", "snapshot"])
 def test_a_server_that_is_closed_under_a_call_is_asked_again(tmp_path, method):
     engine = Closing()
     server = start(tmp_path, engine, timeout_s=5)
@@ -431,5 +431,5 @@ def test_servers_that_do_not_answer_are_told_by_name(tmp_path):
     target = Target(0, 1)
     server.engine.stop([target])
     server.engine.start = lambda *_: None
-    with pytest.raises(ClusterError, match="server=1"):
+    with pytest.raises(ClusterError, match="epoch-0/server-1 does not run"):
         push(server, 0, 0)

@@ -222,7 +222,7 @@ class Deaf(InProcess):
 
     def _call(self, one):
         answer = super()._call(one)
-        if self.is_deaf and one.method == "vote":
+        if self.is_deaf and one.method == "commit":
             raise Unreachable("no answer")
         return answer
 

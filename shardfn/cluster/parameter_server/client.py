@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import pathlib
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from shardfn.cluster.parameter_server.coordinator import (
     BUSY,
     MOVED,
     Job,
-    News,
+    LedgerStatus,
     Pulled,
     Receipt,
     Report,
@@ -34,11 +33,13 @@ from shardfn.cluster.parameter_server.engine import (
     Setup,
     Target,
     Unreachable,
+    ask,
+    targets_of,
 )
-from shardfn.cluster.parameter_server.folders import job_folder, writing
-from shardfn.cluster.parameter_server.held import Part, RowStep
+from shardfn.cluster.parameter_server.folders import job_folder
 from shardfn.cluster.parameter_server.journal import FolderInUse, JournalClosed
-from shardfn.cluster.parameter_server.ledger import Push, Rules, Update
+from shardfn.cluster.parameter_server.ledger import Place, Push, Rules, Update
+from shardfn.cluster.parameter_server.live_servers import advance_all, enter, retire, updates_after
 from shardfn.cluster.parameter_server.partition import (
     CHUNK_BYTES,
     Partition,
@@ -49,8 +50,10 @@ from shardfn.cluster.parameter_server.partition import (
     specs_of,
     split,
 )
-from shardfn.cluster.parameter_server.server import Behind, regroup, write_server
-from shardfn.errors import CheckpointFileError, ClusterError, ShardError, StrategyError, fail, nearest
+from shardfn.cluster.parameter_server.resize import change_servers
+from shardfn.cluster.parameter_server.server import Behind
+from shardfn.cluster.parameter_server.server_state import Part, RowStep
+from shardfn.errors import CheckpointFileError, ClusterError, StrategyError, fail, nearest
 from shardfn.frontend.paths import array_paths
 
 COMPACT_EVERY = 1000
@@ -79,7 +82,8 @@ class ParameterServer:
         self.engine, self.setup, self.job, self.names, self.options = engine, setup, job, names, options
         self._known: dict[Target, int] = {}  # servers are at least there, as far as this client knows
         self._pulled = 0
-        self._place: tuple[int, int] | None = None  # epoch and number of servers
+        self._place: Place | None = None  # the live servers, as far as this client knows
+        self._is_running = False  # as far as this client knows
         self._is_closed = False
 
     @classmethod
@@ -262,7 +266,8 @@ class ParameterServer:
             if update is not None:
                 self._spread(update)
         if servers is not None:
-            self._retried("resize", lambda: self._move(servers))
+            client = secrets.token_hex(8)
+            self._retried("resize", lambda: self._move(servers, client))
 
     def report(self) -> Report:
         """What happened so far: updates, pushes that count, pushes that were late or stale, and the staleness of each.
@@ -279,14 +284,15 @@ class ParameterServer:
         """Stop the servers. `create` with the same folder goes on."""
         if self._is_closed:
             return
-        news: News = self._retried("close", lambda: self._ask("news"))
-        self.engine.stop([*_targets(news.epoch, news.servers), COORDINATOR])
+        place = self._retried("close", lambda: self._ask("status")).place
+        retire(self.engine, self.setup, place)
+        self.engine.stop([*targets_of(place), COORDINATOR])
         self._is_closed = True
 
     # ---- one attempt of each
 
     def _ask(self, method: str, *args: Any) -> Any:
-        return self.engine.call([Call(COORDINATOR, method, args)])[0]
+        return ask(self.engine, method, *args)
 
     def _retried(self, what: str, attempt: Callable[[], _T]) -> _T:
         """The result of the first attempt that is answered."""
@@ -297,9 +303,11 @@ class ParameterServer:
         while True:
             try:
                 return attempt()
-            except (Unreachable, FolderInUse, JournalClosed) as error:
-                self._place = None
-                if time.monotonic() > deadline and isinstance(error, FolderInUse):
+            except (Unreachable, FolderInUse, JournalClosed, CheckpointFileError) as error:
+                if isinstance(error, CheckpointFileError) and not self._is_retired():
+                    raise
+                self._is_running = False
+                if time.monotonic() > deadline and isinstance(error, FolderInUse | CheckpointFileError):
                     raise
                 if time.monotonic() > deadline:
                     fail(ClusterError, "the parameter servers do not answer", where=what,
@@ -308,140 +316,106 @@ class ParameterServer:
             self.engine.pause(pause)
             pause = min(2 * pause, PAUSES_S[1])
 
-    def _start_servers(self) -> None:
-        news: News = self._ask("news")
+    def _is_retired(self) -> bool:
+        """Whether the servers that this client knows are not live any more, so that their errors say nothing."""
         try:
-            self.engine.start(self.setup, _targets(news.epoch, news.servers))
-        except CheckpointFileError as error:
-            if self._ask("news").epoch == news.epoch:
-                raise
-            raise Unreachable("the servers changed meanwhile, and the folder of those is gone") from error
-        self._place = (news.epoch, news.servers)
+            return self._place is not None and self._ask("status").place != self._place
+        except (Unreachable, FolderInUse, JournalClosed):
+            return True  # not known: the call is tried again
 
-    def _located(self) -> tuple[int, int]:
-        """The epoch and the number of servers."""
-        if self._place is None:
-            self._start_servers()
-        assert self._place is not None
-        return self._place
+    def _live(self, status: LedgerStatus | None = None) -> Place:
+        """The live servers, which run: those of a status; by default those that this client knows."""
+        if status is None and self._place is not None and self._is_running:
+            return self._place
+        place = (status or self._ask("status")).place
+        if place != self._place or not self._is_running:
+            enter(self.engine, self.setup, place)
+            self._place, self._is_running = place, True
+        return place
 
     def _read(
         self, names: Sequence[str], ids: Mapping[str, np.ndarray], version: int | None
     ) -> tuple[dict[str, Any], int]:
         arrays, chunk = self.job.arrays, self.options.chunk_bytes
-        asked = requests(Partition(arrays, self._place[1]), names, ids, chunk) if self._place else []
-        known = [self._known.get(Target(self._place[0], server), -1) for server, _ in asked] if self._place else []
-        news, before = self._news(version, min(known, default=-1)), self._place
-        self._place = (news.epoch, news.servers)
-        partition, updates = Partition(arrays, news.servers), news.updates
-        if self._place != before:
+        before = self._place
+        asked = requests(Partition(arrays, before.servers), names, ids, chunk) if before else []
+        known = [self._known.get(targets_of(before)[server], -1) for server, _ in asked] if before else []
+        status = self._status(version, min(known, default=-1))
+        place, updates = self._live(status), status.updates
+        partition, targets = Partition(arrays, place.servers), targets_of(place)
+        if place != before:
             asked, updates = requests(partition, names, ids, chunk), ()
         found: list[Any] = [None] * len(asked)
         missing = list(range(len(asked)))
         while missing:
-            calls = [
-                Call(Target(news.epoch, asked[i][0]), "pull", (asked[i][1], updates, self.options.compress))
-                for i in missing
-            ]
+            calls = [Call(targets[asked[i][0]], "pull", (asked[i][1], updates, self.options.compress)) for i in missing]
             for i, answer in zip(missing, self.engine.call(calls), strict=True):
                 found[i] = answer
             newest = max(answer.version for answer in found) if self.job.rules.synchronous else 0
-            least = max(news.version, newest)
+            least = max(status.version, newest)
             missing = [i for i, answer in enumerate(found) if isinstance(answer, Behind) or answer.version < least]
             if missing:
-                updates = self._updates_after(min(found[i].version for i in missing))
-        at = min((answer.version for answer in found), default=news.version)
-        if self.job.rules.synchronous:
-            self._known |= {Target(news.epoch, server): at for server, _ in asked}
-        else:
-            self._known |= {
-                Target(news.epoch, server): answer.version for (server, _), answer in zip(asked, found, strict=True)
-            }
+                updates = updates_after(self.engine, self.setup, min(found[i].version for i in missing))
+        at = min((answer.version for answer in found), default=status.version)
+        for (server, _), answer in zip(asked, found, strict=True):
+            self._known[targets[server]] = at if self.job.rules.synchronous else answer.version
         return gather(partition, names, ids, (rows for answer in found for rows in answer.rows)), at
 
-    def _news(self, version: int | None, known: int) -> News:
-        """The news, when an update is there, with the updates after a known one; -1 for none."""
+    def _status(self, version: int | None, known: int) -> LedgerStatus:
+        """The status, when an update is there, with the updates after a known one; -1 for none."""
         deadline = time.monotonic() + self.options.timeout_s
         while True:
             left = deadline - time.monotonic()
-            news: News = self._ask("news", None if known < 0 else known, version, min(max(left, 0), 5))
-            if version is None or news.version >= version:
-                return news
+            status: LedgerStatus = self._ask("status", None if known < 0 else known, version, min(max(left, 0), 5))
+            if version is None or status.version >= version:
+                return status
             if left <= 0:
-                here = f"pushes of {', '.join(news.waiting)} are there" if news.waiting else "no push is there"
+                workers = ", ".join(push.worker for push in status.waiting)
+                here = f"pushes of {workers} are there" if workers else "no push is there"
                 fail(ClusterError, f"update {version} did not come", where=f"pull(version={version})",
-                     why=f"after {self.options.timeout_s:g} s the version is {news.version}; for the next update {here}, "
-                         f"of {news.workers} workers",
+                     why=f"after {self.options.timeout_s:g} s the version is {status.version}; for the next update {here}, "
+                         f"of {status.workers} workers",
                      fix="restart the workers that are gone, or change their number: resize(workers=...)")  # fmt: skip
 
-    def _updates_after(self, version: int) -> tuple[Update, ...]:
-        updates = self._ask("news", version).updates
-        if updates and updates[0].number > version + 1:
-            fail(CheckpointFileError, f"update {version + 1} is not in the ledger", where=str(self.setup.folder),
-                 why=f"a server is at version {version}, and the ledger begins with {updates[0].number}",
-                 fix="restore the folder from a copy")  # fmt: skip
-        return updates
-
     def _send(self, push: Push, rows: Sequence[Rows], row_step: RowStep = None) -> tuple[Receipt, Update | None]:
-        epoch, servers = self._located()
-        messages = split(Partition(self.job.arrays, servers), rows, self.options.chunk_bytes, self.options.compress)
+        place = self._live()
+        messages = split(
+            Partition(self.job.arrays, place.servers), rows, self.options.chunk_bytes, self.options.compress
+        )
         calls = [
-            Call(Target(epoch, server), "prepare", (Part(push, index, len(own), message, row_step),))
-            for server, own in enumerate(messages) for index, message in enumerate(own)
+            Call(target, "prepare", (Part(push, index, len(own), message, row_step),))
+            for target, own in zip(targets_of(place), messages, strict=True) for index, message in enumerate(own)
         ]  # fmt: skip
         answers = zip(calls, self.engine.call(calls), strict=True)
-        if len({call.to for call, is_complete in answers if is_complete}) < servers:
+        if len({call.to for call, is_complete in answers if is_complete}) < place.servers:
             raise Unreachable("a server was started again between two messages")
-        receipt, update = self._ask("vote", push, epoch)
+        receipt, update = self._ask("commit", push, place.epoch)
         if receipt.status in (MOVED, BUSY):
             raise Unreachable("the servers change")
         return receipt, update
 
     def _spread(self, update: Update) -> None:
         """Tell the servers of an update, so that they work on it before somebody pulls. If it gets lost, a pull tells them."""
-        with contextlib.suppress(Unreachable, CheckpointFileError):  # the push counts already
-            targets = _targets(*self._located())
-            self.engine.tell([Call(target, "advance", ((update,),)) for target in targets])
+        with contextlib.suppress(Unreachable, JournalClosed, CheckpointFileError):  # the push counts already
+            place = self._live()
+            targets = targets_of(place)
+            self.engine.notify([Call(target, "advance", ((update,),)) for target in targets])
             if update.number % COMPACT_EVERY == 0:
-                self._ask("compact", min(self.engine.call([Call(target, "oldest") for target in targets])))
+                oldest = min(self.engine.call([Call(target, "oldest") for target in targets]))
+                self._ask("compact", oldest, place.epoch)
 
     def _save(self) -> int:
-        version, targets = self._advance_all()
-        self._ask("compact", min(self.engine.call([Call(target, "snapshot") for target in targets])))
+        place = self._live(self._ask("status"))
+        version = advance_all(self.engine, self.setup, place)
+        oldest = min(self.engine.call([Call(target, "snapshot") for target in targets_of(place)]))
+        self._ask("compact", oldest, place.epoch)
         return version
 
-    def _advance_all(self) -> tuple[int, list[Target]]:
-        """Bring all servers to the last update."""
-        news: News = self._ask("news")
-        targets = _targets(news.epoch, news.servers)
-        versions = self.engine.call([Call(target, "advance", ((),)) for target in targets])
-        updates = self._updates_after(min(versions))
-        self.engine.call([Call(target, "advance", (updates,)) for target in targets])
-        return news.version, targets
-
-    def _move(self, servers: int) -> None:
-        news: News = self._ask("news")
-        if news.servers == servers:
-            return
-        tokens = self._ask("freeze")
-        try:
-            accepted, (version, targets) = self._ask("news").accepted, self._advance_all()
-            saved = self.engine.call([Call(target, "dump") for target in targets])
-            if {one.version for one in saved} != {version}:
-                raise Unreachable("a push came while the servers changed")
-            folder = self.setup.path(Target(news.epoch + 1, 0)).parent
-            shutil.rmtree(folder, ignore_errors=True)
-            with writing(folder):
-                for index, one in enumerate(regroup(Partition(self.job.arrays, servers), saved, tokens)):
-                    write_server(self.setup.path(Target(news.epoch + 1, index)), one)
-            if not self._ask("switch", servers, accepted, news.epoch):
-                raise Unreachable("a push came while the servers changed")
-        except ShardError:
-            self._ask("thaw")
-            raise
-        self._start_servers()
-        self.engine.stop(targets)
-        shutil.rmtree(self.setup.path(targets[0]).parent, ignore_errors=True)
+    def _move(self, servers: int, client: str) -> None:
+        place = self._live(self._ask("status"))
+        if place.servers != servers:
+            change_servers(self.engine, self.setup, place, Partition(self.job.arrays, servers), client)
+            self._live(self._ask("status"))
 
 
 def open_job(
@@ -475,7 +449,7 @@ def open_job(
                  fix="give each job an engine of its own, with a name of its own: OnRay(name)")  # fmt: skip
         check_job(made._retried("create", lambda: made._ask("job_of")), job, where)
         made.setup = dataclasses.replace(setup, folder=folder)
-        made._retried("create", made._start_servers)
+        made._retried("create", made._live)
         on_error.pop_all()
     return made
 
@@ -501,7 +475,3 @@ def push_rows(
     if update is not None:
         server._spread(update)
     return receipt
-
-
-def _targets(epoch: int, servers: int) -> list[Target]:
-    return [Target(epoch, server) for server in range(servers)]

@@ -1,12 +1,16 @@
-"""The coordinator: the one log that says which pushes count. It holds no gradients.
+"""The coordinator: the one log that says which pushes count, and which servers are live. It holds no gradients.
 
-A push counts from the moment that its record is on disk. Nothing is told to anybody before: all answers wait for the log.
+A push counts from the moment that its record is on disk. All answers wait for the log, so no client learns of a record before.
+
+A change of servers holds a lease, which keeps pushes back. Any record ends the lease: so the client that still has it knows
+that nothing changed since it began.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +18,15 @@ from typing import Any, NamedTuple
 
 from shardfn.cluster.parameter_server import ledger as ledgers
 from shardfn.cluster.parameter_server.journal import Journal, Record, write_first
-from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Push, Rules, Update
+from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Place, Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import ArraySpec
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 
 MOVED, BUSY = "moved", "busy"
 """What becomes of a push while the servers change: to be sent to the new servers; to be sent again in a moment."""
 
-FREEZE_S = 60
-"""Seconds after which a change of servers that did not come to its end holds up nothing any more."""
+LEASE_S = 60
+"""Seconds after which a change of servers that did not renew its lease keeps back neither pushes nor other changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,26 +44,40 @@ class Job:
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class News(NamedTuple):
-    """What a client needs to know.
+class LedgerStatus(NamedTuple):
+    """What a client needs to know of the ledger.
 
     Attributes:
       version: the number of the last update.
-      epoch: how many times the servers changed.
-      servers: the number of servers.
+      place: which servers are live.
       workers: the number of workers.
-      accepted: the number of accepted pushes.
+      waiting: the accepted pushes that are in no update yet.
       updates: updates after the one that was asked for.
-      waiting: the workers whose pushes for the next update are here.
     """
 
     version: int
-    epoch: int
-    servers: int
+    place: Place
     workers: int
-    accepted: int
-    updates: tuple[Update, ...]
-    waiting: tuple[str, ...]
+    waiting: tuple[Push, ...]
+    updates: tuple[Update, ...] = ()
+
+
+class Lease(NamedTuple):
+    """The right to change the servers.
+
+    Attributes:
+      token: names the lease, and the folder of the new servers.
+      status: the ledger, which does not change while the lease is held.
+    """
+
+    token: str
+    status: LedgerStatus
+
+
+class _Holder(NamedTuple):
+    client: str
+    token: str
+    until: float  # of time.monotonic
 
 
 class Pulled(NamedTuple):
@@ -133,7 +151,7 @@ class Coordinator:
         self.job, self._ledger, self._history = _replayed(self._journal.records)
         self._journal.records = []
         self._refused = {ledgers.LATE: 0, STALE: 0}
-        self._frozen_until = 0.0
+        self._lease: _Holder | None = None
         self._changed = threading.Condition()
 
     def job_of(self) -> Job:
@@ -144,7 +162,7 @@ class Coordinator:
         """The folder of the journal."""
         return self._journal.folder
 
-    def vote(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:
+    def commit(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:
         """Accept a push whose parts all servers hold. The same push again gets the same answer.
 
         Args:
@@ -156,26 +174,27 @@ class Coordinator:
 
         Raises:
           ClusterError: a push of this worker is missing before it.
-          CheckpointFileError: the disk is full. The push does not count.
+          CheckpointFileError: the log could not be written, and the push does not count; or it could not be synced, and a
+            restart decides whether it counts.
         """
         update = None
         with self._changed:
             if epoch != self._ledger.epoch:
                 return Receipt(MOVED, self._ledger.version), None
             if ledgers.is_new(self._ledger, self.job.rules, push):
-                if time.monotonic() < self._frozen_until:
+                if self._is_leased():
                     return Receipt(BUSY, self._ledger.version), None
                 update = self._add("push", {"push": push})
             staleness = self._ledger.version - (update is not None) - push.version
-            status = ledgers.APPLIED if update else ledgers.judge(self._ledger, self.job.rules, push)
+            status = ledgers.APPLIED if update else ledgers.status_of(self._ledger, self.job.rules, push)
             if status in self._refused:
                 self._refused[status] += 1
             receipt = Receipt(status, self._ledger.version, staleness)
         self._flush()
         return receipt, update
 
-    def news(self, since: int | None = None, version: int | None = None, timeout_s: float = 0) -> News:
-        """What there is to know.
+    def status(self, since: int | None = None, version: int | None = None, timeout_s: float = 0) -> LedgerStatus:
+        """The status of the ledger.
 
         Args:
           since: the number of an update, to get those after it that are not forgotten.
@@ -183,7 +202,7 @@ class Coordinator:
           timeout_s: how long to wait, in seconds.
 
         Returns:
-          The news, whether or not the update came.
+          The status, whether or not the update came.
 
         Raises:
           CheckpointFileError: there never was an update `since`.
@@ -191,16 +210,15 @@ class Coordinator:
         with self._changed:
             if version is not None:
                 self._changed.wait_for(lambda: self._ledger.version >= version, timeout_s)
-            found = self._ledger
+            found = self._status()
             first = found.version - len(self._history)
             if since is not None and since > found.version:
                 fail(CheckpointFileError, f"update {since} is not in the ledger", where=str(self._journal.folder),
                      why=f"a server has applied it, and the ledger ends with {found.version}, so its log is damaged",
                      fix="restore the folder from a copy")  # fmt: skip
             updates = () if since is None else tuple(self._history[max(since - first, 0) :])
-            waiting = tuple(push.worker for push in found.waiting)
         self._flush()
-        return News(found.version, found.epoch, found.servers, found.workers, found.accepted, updates, waiting)
+        return found._replace(updates=updates)
 
     def next_step(self, worker: str) -> int:
         """The step that a worker pushes next, also after it was restarted.
@@ -223,63 +241,91 @@ class Coordinator:
           The update for which now enough workers pushed.
 
         Raises:
-          CheckpointFileError: the disk is full. The number is the former one.
+          CheckpointFileError: the log could not be written, and the number is the former one; or it could not be synced, and
+            a restart decides which number it is.
         """
         with self._changed:
             update = self._add("workers", {"workers": workers})
         self._flush()
         return update
 
-    def freeze(self) -> tuple[str, ...]:
-        """Accept no new push for a while, so that the servers can be changed.
-
-        Returns:
-          The attempts whose parts are in no update yet.
-        """
-        with self._changed:
-            self._frozen_until = time.monotonic() + FREEZE_S
-            tokens = tuple(push.token for push in self._ledger.waiting)
-        self._flush()
-        return tokens
-
-    def thaw(self) -> None:
-        """Accept pushes again, with the servers so far."""
-        with self._changed:
-            self._frozen_until = 0.0
-
-    def switch(self, servers: int, accepted: int, epoch: int) -> bool:
-        """Go over to other servers, whose first snapshots are on disk.
+    def lease(self, client: str, epoch: int) -> Lease | None:
+        """Give a client the right to change the servers, and keep pushes back while it has it. A former lease of it ends.
 
         Args:
-          servers: their number.
-          accepted: the number of accepted pushes that the new servers know.
-          epoch: the epoch of the servers so far.
+          client: names the client.
+          epoch: the epoch of the servers that it wants to change.
 
         Returns:
-          Whether the new servers are the servers now; False if a push was accepted meanwhile.
-
-        Raises:
-          CheckpointFileError: the disk is full. The servers are the former ones.
+          The lease, for `LEASE_S`; None while another client has one, or where the epoch is another.
         """
         with self._changed:
-            self._frozen_until = 0.0
-            if (self._ledger.accepted, self._ledger.epoch) != (accepted, epoch):
-                return False
-            self._add("servers", {"servers": servers})
+            is_taken = self._lease is not None and self._lease.client != client and self._is_leased()
+            if is_taken or epoch != self._ledger.epoch:
+                return None
+            self._lease = _Holder(client, secrets.token_hex(8), time.monotonic() + LEASE_S)
+            lease = Lease(self._lease.token, self._status())
         self._flush()
-        return True
+        return lease
 
-    def compact(self, oldest: int) -> None:
+    def renew(self, token: str) -> bool:
+        """Extend a lease to `LEASE_S` from now.
+
+        Returns:
+          Whether the client has it; False if it ran out, and something changed since.
+        """
+        with self._changed:
+            if self._lease is None or self._lease.token != token:
+                return False
+            self._lease = self._lease._replace(until=time.monotonic() + LEASE_S)
+            return True
+
+    def release(self, token: str) -> bool:
+        """End a lease.
+
+        Returns:
+          Whether the servers of this change will never be live: they are not, and there is no such lease any more.
+        """
+        with self._changed:
+            if self._lease is not None and self._lease.token == token:
+                self._lease = None
+            is_unused = self._ledger.token != token
+        self._flush()
+        return is_unused
+
+    def switch(self, token: str, servers: int) -> bool:
+        """Make the servers of a change live, whose first snapshots are on disk.
+
+        Args:
+          token: that of the lease.
+          servers: their number.
+
+        Returns:
+          Whether they are live; False if the client has no lease any more.
+
+        Raises:
+          CheckpointFileError: the log could not be written, and the servers are the former ones; or it could not be synced,
+            and a restart decides which are live.
+        """
+        with self._changed:
+            if self._lease is not None and self._lease.token == token:
+                self._add("servers", {"servers": servers, "token": token})
+            is_live = self._ledger.token == token
+        self._flush()
+        return is_live
+
+    def compact(self, oldest: int, epoch: int) -> None:
         """Forget updates that no server needs any more, and start the log anew.
 
         Args:
           oldest: the oldest version that a server may fall back to.
+          epoch: the epoch of the servers; those of a later one may need other updates, so nothing is forgotten.
 
         Raises:
           CheckpointFileError: the disk is full.
         """
         with self._changed:
-            if self._journal.bytes:
+            if self._journal.bytes and epoch == self._ledger.epoch:
                 self._history = [update for update in self._history if update.number > oldest]
                 self._journal.rotate([_ledger_record(self.job, self._ledger, self._history)])
 
@@ -300,11 +346,19 @@ class Coordinator:
 
     def _add(self, kind: str, fields: dict[str, Any]) -> Update | None:
         self._journal.append(Record(kind, fields))
+        self._lease = None
         self._ledger, update = _CHANGES[kind](self._ledger, self.job.rules, fields)
         if update is not None:
             self._history.append(update)
         self._changed.notify_all()
         return update
+
+    def _status(self) -> LedgerStatus:
+        found = self._ledger
+        return LedgerStatus(found.version, found.place, found.workers, found.waiting)
+
+    def _is_leased(self) -> bool:
+        return self._lease is not None and time.monotonic() < self._lease.until
 
     def _flush(self) -> None:
         """Wait until all that was decided so far is on disk."""
@@ -314,7 +368,7 @@ class Coordinator:
 _CHANGES = {
     "push": lambda ledger, rules, fields: ledgers.accept(ledger, rules, Push(*fields["push"])),
     "workers": lambda ledger, rules, fields: ledgers.resize_workers(ledger, rules, fields["workers"]),
-    "servers": lambda ledger, rules, fields: (ledgers.resize_servers(ledger, fields["servers"]), None),
+    "servers": lambda ledger, rules, fields: (ledgers.resize_servers(ledger, **fields), None),
 }
 """What a record of the log does."""
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from shardfn.cluster.parameter_server.coordinator import Coordinator
+from shardfn.cluster.parameter_server.ledger import Place
 from shardfn.cluster.parameter_server.partition import CHUNK_BYTES
 from shardfn.cluster.parameter_server.server import Server
 from shardfn.errors import ShardError
@@ -24,13 +25,30 @@ class Unreachable(Exception):
 
 
 class Target(NamedTuple):
-    """A server of an epoch; the coordinator, where `server` is None."""
+    """A server of a place; the coordinator, where `server` is None.
+
+    >>> Target(0, 1).name, Target(2, 0, "c0ffee").name, COORDINATOR.name
+    ('epoch-0/server-1', 'epoch-2-c0ffee/server-0', 'coordinator')
+    """
 
     epoch: int = 0
     server: int | None = None
+    token: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name, which is that of its folder."""
+        if self.server is None:
+            return "coordinator"
+        return f"epoch-{self.epoch}{'-' if self.token else ''}{self.token}/server-{self.server}"
 
 
 COORDINATOR = Target()
+
+
+def targets_of(place: Place) -> list[Target]:
+    """The servers of a place."""
+    return [Target(place.epoch, server, place.token) for server in range(place.servers)]
 
 
 class Call(NamedTuple):
@@ -59,7 +77,7 @@ class Setup:
 
     def path(self, to: Target) -> pathlib.Path:
         """The folder of a journal."""
-        return self.folder / ("coordinator" if to.server is None else f"epoch-{to.epoch}/server-{to.server}")
+        return self.folder / to.name
 
     def make(self, to: Target) -> Coordinator | Server:
         """Start the coordinator or a server from its journal."""
@@ -96,13 +114,18 @@ class Engine(Protocol):
         """
         ...
 
-    def tell(self, calls: Sequence[Call]) -> None:
+    def notify(self, calls: Sequence[Call]) -> None:
         """Call methods whose answers do not matter."""
         ...
 
     def pause(self, seconds: float) -> None:
         """Wait before a call is tried again."""
         ...
+
+
+def ask(engine: Engine, method: str, *args: Any) -> Any:
+    """Call a method of the coordinator."""
+    return engine.call([Call(COORDINATOR, method, args)])[0]
 
 
 class InProcess:
@@ -144,7 +167,7 @@ class InProcess:
         """Call methods, one after the other."""
         return [self._call(one) for one in calls]
 
-    def tell(self, calls: Sequence[Call]) -> None:
+    def notify(self, calls: Sequence[Call]) -> None:
         """Call methods."""
         for one in calls:
             with contextlib.suppress(Unreachable, ShardError):  # what is wrong there, a pull says
@@ -157,7 +180,7 @@ class InProcess:
     def _call(self, one: Call) -> Any:
         running = self.running.get(one.to)
         if running is None:
-            raise Unreachable(f"{one.to} does not run")
+            raise Unreachable(f"{one.to.name} does not run")
         # A message is a copy: the caller may change its arrays.
         args = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, one.args)
         return getattr(running, one.method)(*args)

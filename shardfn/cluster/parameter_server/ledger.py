@@ -1,9 +1,8 @@
 """Which pushes count, and which updates they make: pure functions of the sequence of accepted pushes.
 
 A push is named by its worker and step. The ledger accepts each name once. An update is a set of accepted pushes whose
-gradients are
-summed: in synchronous training those of one step, as soon as enough workers pushed it; in asynchronous training each one alone.
-Updates are numbered from 1, and the version is the number of the last one.
+gradients are summed: in synchronous training those of one step, as soon as enough workers pushed it; in asynchronous training
+each one alone. Updates are numbered from 1, and the version is the number of the last one.
 """
 
 from __future__ import annotations
@@ -57,6 +56,20 @@ class Update(NamedTuple):
     pushes: tuple[Push, ...]
 
 
+class Place(NamedTuple):
+    """Which servers are live: those that the ledger names.
+
+    Attributes:
+      epoch: how many times the servers changed.
+      servers: the number of servers.
+      token: names the change that made them; "" for the first ones.
+    """
+
+    epoch: int
+    servers: int
+    token: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ledger:
     """What the accepted pushes amount to.
@@ -70,6 +83,7 @@ class Ledger:
       steps: the last accepted step of each worker.
       waiting: accepted pushes that are in no update yet.
       staleness: how many pushes had which staleness, in asynchronous training.
+      token: as of `Place`.
     """
 
     servers: int
@@ -80,6 +94,12 @@ class Ledger:
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
     waiting: tuple[Push, ...] = ()
     staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    token: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Which servers are live."""
+        return Place(self.epoch, self.servers, self.token)
 
     def next_step(self, rules: Rules, worker: str) -> int:
         """The step that a worker pushes next."""
@@ -87,7 +107,7 @@ class Ledger:
         return max(own, self.version) if rules.synchronous else own
 
 
-def judge(ledger: Ledger, rules: Rules, push: Push) -> str:
+def status_of(ledger: Ledger, rules: Rules, push: Push) -> str:
     """What becomes of a push that arrives: WAITING for one to accept, or why it counts already or not at all.
 
     Args:
@@ -100,10 +120,10 @@ def judge(ledger: Ledger, rules: Rules, push: Push) -> str:
 
     >>> ledger, rules = Ledger(servers=1, workers=2), Rules()
     >>> ledger, _ = accept(ledger, rules, Push("a", 0, "x", 0))
-    >>> judge(ledger, rules, Push("b", 0, "y", 0)), judge(ledger, rules, Push("a", 0, "z", 0)), ledger.version
+    >>> status_of(ledger, rules, Push("b", 0, "y", 0)), status_of(ledger, rules, Push("a", 0, "z", 0)), ledger.version
     ('waiting', 'waiting', 0)
     >>> ledger, update = accept(ledger, rules, Push("b", 0, "y", 0))
-    >>> ledger.version, [push.worker for push in update.pushes], judge(ledger, rules, Push("a", 0, "z", 0))
+    >>> ledger.version, [push.worker for push in update.pushes], status_of(ledger, rules, Push("a", 0, "z", 0))
     (1, ['a', 'b'], 'applied')
     """
     if push.step <= ledger.steps.get(push.worker, -1):
@@ -124,9 +144,9 @@ def is_new(ledger: Ledger, rules: Rules, push: Push) -> bool:
     """Whether a push is to be accepted.
 
     Raises:
-      ClusterError: as `judge`.
+      ClusterError: as `status_of`.
     """
-    return push.step > ledger.steps.get(push.worker, -1) and judge(ledger, rules, push) == WAITING
+    return push.step > ledger.steps.get(push.worker, -1) and status_of(ledger, rules, push) == WAITING
 
 
 def accept(ledger: Ledger, rules: Rules, push: Push) -> tuple[Ledger, Update | None]:
@@ -150,9 +170,9 @@ def resize_workers(ledger: Ledger, rules: Rules, workers: int) -> tuple[Ledger, 
     return _with_update(dataclasses.replace(ledger, workers=workers), rules)
 
 
-def resize_servers(ledger: Ledger, servers: int) -> Ledger:
-    """The ledger with another number of servers, in a new epoch."""
-    return dataclasses.replace(ledger, servers=servers, epoch=ledger.epoch + 1)
+def resize_servers(ledger: Ledger, servers: int, token: str) -> Ledger:
+    """The ledger with other servers, in a new epoch. The token names the change that made them."""
+    return dataclasses.replace(ledger, servers=servers, epoch=ledger.epoch + 1, token=token)
 
 
 def to_json(ledger: Ledger) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Which server holds which rows of which array, and how gradients are split and parameters put together.
 
-All arrays lie end to end in the order of their names, and each server holds an equal part of the bytes, in complete rows. So a
-server holds at most one range of rows of an array, and small arrays stay together.
+The arrays are in the order of their names, one after the other, and each server holds an equal share of the bytes, in complete
+rows. So a server holds at most one range of rows of an array, and small arrays stay together.
 """
 
 from __future__ import annotations
@@ -42,6 +42,18 @@ class Rows(NamedTuple):
     start: int
     ids: np.ndarray | None
     values: np.ndarray
+
+    def between(self, start: int, stop: int) -> Rows | None:
+        """Those of a range of rows; None if there are none.
+
+        >>> Rows("w", 4, None, np.arange(3)).between(5, 9), Rows("w", 4, None, np.arange(3)).between(0, 4)
+        (Rows(name='w', start=5, ids=None, values=array([1, 2])), None)
+        """
+        if self.ids is None:
+            low, high = max(start - self.start, 0), min(stop - self.start, len(self.values))
+            return Rows(self.name, self.start + low, None, self.values[low:high]) if low < high else None
+        low, high = np.searchsorted(self.ids, [start, stop])
+        return Rows(self.name, 0, self.ids[low:high], self.values[low:high]) if low < high else None
 
 
 class RowGradient(NamedTuple):
@@ -87,13 +99,13 @@ class ArraySpec:
       name: its name, which is its path.
       shape: its shape.
       dtype: its dtype's name.
-      beside: an array before it with as many rows, each of which is at the same server as this array's.
+      colocated_with: an array before it with as many rows, each of which is at the same server as this array's.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    beside: str = ""
+    colocated_with: str = ""
 
     @property
     def rows(self) -> int:
@@ -122,7 +134,7 @@ class Partition:
     >>> partition = Partition((ArraySpec("b", (4,), "float32"), ArraySpec("w", (7, 4), "float32")), 2)
     >>> partition.ranges
     ({'b': (0, 4), 'w': (0, 3)}, {'w': (3, 7)})
-    >>> moments = ArraySpec("mean", (7, 4), "float32", beside="w")
+    >>> moments = ArraySpec("mean", (7, 4), "float32", colocated_with="w")
     >>> Partition((ArraySpec("w", (7, 4), "float32"), moments), 2).ranges
     ({'w': (0, 4), 'mean': (0, 4)}, {'w': (4, 7), 'mean': (4, 7)})
     """
@@ -133,22 +145,22 @@ class Partition:
     @functools.cached_property
     def ranges(self) -> tuple[dict[str, tuple[int, int]], ...]:
         """For each server the names of its arrays, with first row and the row after the last."""
-        beside = collections.Counter[str]()
+        row_bytes_of = collections.Counter[str]()
         for spec in self.arrays:
-            beside[spec.beside or spec.name] += spec.row_bytes
-        total = sum(spec.rows * beside[spec.name] for spec in self.arrays)
+            row_bytes_of[spec.colocated_with or spec.name] += spec.row_bytes
+        total = sum(spec.rows * row_bytes_of[spec.name] for spec in self.arrays)
         found: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.servers)]
         offset = 0
         for spec in self.arrays:
-            row_bytes = beside[spec.name]
-            cuts = [
+            row_bytes = row_bytes_of[spec.name]
+            bounds = [
                 min(max(round((total * k / self.servers - offset) / max(row_bytes, 1)), 0), spec.rows)
                 for k in range(self.servers)
             ] + [spec.rows]
-            for own, start, stop in zip(found, cuts, cuts[1:], strict=False):
-                if spec.beside in own:
-                    own[spec.name] = own[spec.beside]
-                elif start < stop and not spec.beside:
+            for own, start, stop in zip(found, bounds, bounds[1:], strict=False):
+                if spec.colocated_with in own:
+                    own[spec.name] = own[spec.colocated_with]
+                elif start < stop and not spec.colocated_with:
                     own[spec.name] = (start, stop)
             offset += spec.rows * row_bytes
         return tuple(found)
@@ -167,14 +179,8 @@ class Partition:
     def place(self, rows: Rows) -> Iterator[tuple[int, Rows]]:
         """The part of some rows that each server holds, with the server."""
         for server, start, stop in self.owners(rows.name):
-            if rows.ids is None:
-                low, high = max(start - rows.start, 0), min(stop - rows.start, len(rows.values))
-                if low < high:
-                    yield server, Rows(rows.name, rows.start + low, None, rows.values[low:high])
-            else:
-                low, high = np.searchsorted(rows.ids, [start, stop])
-                if low < high:
-                    yield server, Rows(rows.name, 0, rows.ids[low:high], rows.values[low:high])
+            if (own := rows.between(start, stop)) is not None:
+                yield server, own
 
 
 def specs_of(params: Any) -> tuple[ArraySpec, ...]:
@@ -187,7 +193,7 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
       StrategyError: a leaf is no array of numbers, or two have one path; all problems together.
 
     >>> specs_of({"w": np.zeros((2, 3), "float32")})
-    (ArraySpec(name='w', shape=(2, 3), dtype='float32', beside=''),)
+    (ArraySpec(name='w', shape=(2, 3), dtype='float32', colocated_with=''),)
     """
     leaves, names = tree_util.tree_leaves(params), array_paths("", params)
     problems = [Problem(f"`{name}` is a {type(leaf).__name__} and no array of numbers", where="create(params)",

@@ -44,8 +44,7 @@ class OnRay:
     """The engine on Ray. `ray.init` comes first; it may be given to other actors and tasks.
 
     The actors are detached: they outlive the process that made them, until `ParameterServer.close`. A driver that was
-    killed calls
-    `ParameterServer.create` with the same folder and goes on.
+    killed calls `ParameterServer.create` with the same folder, and resumes.
 
     Args:
       name: the job's name, one for each folder.
@@ -96,7 +95,7 @@ class OnRay:
                 f"{', '.join(sorted({self._actor_name(one.to) for one in calls}))}: {_first_line(error)}"
             ) from error
 
-    def tell(self, calls: Sequence[Call]) -> None:
+    def notify(self, calls: Sequence[Call]) -> None:
         """Call methods, and do not wait."""
         for one in calls:
             with contextlib.suppress(Unreachable, RayError):
@@ -122,9 +121,7 @@ class OnRay:
         return self._handles[target]
 
     def _actor_name(self, target: Target) -> str:
-        return f"{self.name}/" + (
-            "coordinator" if target.server is None else f"epoch-{target.epoch}/server-{target.server}"
-        )
+        return f"{self.name}/{target.name}"
 
 
 class Host:
@@ -142,7 +139,7 @@ class Host:
         """Call a method."""
         with self.lock:
             if self.has_ended:
-                raise Unreachable(f"{self.target} was stopped")
+                raise Unreachable(f"{self.target.name} was stopped")
             if self.hosted is None:
                 self.hosted = self.setup.make(self.target)
         return getattr(self.hosted, method)(*args)

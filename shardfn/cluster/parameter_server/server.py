@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardfn.cluster.parameter_server.held import PARAMS, Part, Slot, first_slots, held
 from shardfn.cluster.parameter_server.journal import Journal, Record, write_first
 from shardfn.cluster.parameter_server.ledger import Push, Update
 from shardfn.cluster.parameter_server.partition import Partition, Request, Rows, compressed
+from shardfn.cluster.parameter_server.server_state import PARAMS, Part, Slot, first_slots, server_state
 from shardfn.errors import CheckpointFileError, fail
 
 LOG_RATIO, MIN_LOG_BYTES = 4, 1 << 20
@@ -27,20 +27,20 @@ LOG_RATIO, MIN_LOG_BYTES = 4, 1 << 20
 but of a tiny state not before the log has a mebibyte."""
 
 
-class Saved(NamedTuple):
+class ServerData(NamedTuple):
     """A server as data.
 
     Attributes:
       version: its version.
       previous: the version of the snapshot before.
-      closed: the last step of each worker whose parts are not needed any more.
+      retired_steps: the last step of each worker whose parts are not needed any more.
       slots: the arrays.
       parts: the parts of pushes that are in none of its updates.
     """
 
     version: int
     previous: int
-    closed: Mapping[str, int]
+    retired_steps: Mapping[str, int]
     slots: tuple[Slot, ...]
     parts: tuple[Part, ...] = ()
 
@@ -78,15 +78,15 @@ class Server:
         self._is_synchronous = is_synchronous
         self._starts = {str(slot.name): slot.start for slot in saved.slots if slot.path == PARAMS}
         try:
-            self._held = held(optimizer, saved.slots, folder)
+            self._state = server_state(optimizer, saved.slots, folder)
         except BaseException:
             self._journal.close()
             raise
         self._version, self._snapshots = saved.version, (saved.previous, saved.version)
-        self._closed = dict(saved.closed)
+        self._retired_steps = dict(saved.retired_steps)
         self._parts: dict[str, dict[int, Part]] = {}
         for part in saved.parts:
-            if not self._is_closed(part.push):
+            if not self._is_retired(part.push):
                 self._parts.setdefault(part.push.token, {})[part.number] = part
         size = sum(slot.values.nbytes for slot in saved.slots)
         self._log_bytes = max(LOG_RATIO * size, MIN_LOG_BYTES) if log_bytes is None else log_bytes
@@ -105,7 +105,7 @@ class Server:
           CheckpointFileError: the disk is full.
         """
         with self._lock:
-            if self._is_closed(part.push):
+            if self._is_retired(part.push):
                 return True
             if part.number not in self._parts.get(part.push.token, {}):
                 self._journal.append(_part_record(part))
@@ -170,15 +170,18 @@ class Server:
         """The oldest version that the server may fall back to, and whose later updates it may need again."""
         return self._snapshots[0]
 
-    def dump(self) -> Saved:
-        """The server as data."""
+    def portion(self, ranges: Mapping[str, tuple[int, int]], tokens: Container[str]) -> ServerData:
+        """A part of the server as data, for another server.
+
+        Args:
+          ranges: the rows of the other one: first row and the row after the last, by array.
+          tokens: the attempts whose messages are needed.
+        """
         with self._lock:
-            saved = self._saved()
-            own = [
-                slot._replace(values=slot.values.copy() if slot.values.flags.writeable else slot.values)
-                for slot in saved.slots
-            ]
-            return saved._replace(slots=tuple(own))
+            found = portion(self._data(), ranges, tokens)
+            # Of arrays that the next update changes, the rows as they are now.
+            slots = (s._replace(values=s.values.copy() if s.values.flags.writeable else s.values) for s in found.slots)
+            return found._replace(slots=tuple(slots))
 
     def close(self) -> None:
         """Close the journal, for another process to open it."""
@@ -189,15 +192,17 @@ class Server:
         """End as with the machine, for drills."""
         self._journal.lose_power()
 
-    def _is_closed(self, push: Push) -> bool:
-        return push.step < self._version if self._is_synchronous else push.step <= self._closed.get(push.worker, -1)
+    def _is_retired(self, push: Push) -> bool:
+        return (
+            push.step < self._version if self._is_synchronous else push.step <= self._retired_steps.get(push.worker, -1)
+        )
 
     def _read(self, request: Request) -> Rows:
         name, start = request.name, self._starts[request.name]
         if request.ids is not None:
-            return Rows(name, 0, request.ids, self._held.read(name, request.ids - start))
+            return Rows(name, 0, request.ids, self._state.read(name, request.ids - start))
         return Rows(
-            name, request.start, None, self._held.read(name, slice(request.start - start, request.stop - start))
+            name, request.start, None, self._state.read(name, slice(request.start - start, request.stop - start))
         )
 
     def _advance(self, updates: Sequence[Update]) -> bool:
@@ -205,11 +210,11 @@ class Server:
             if update.number > self._version + 1:
                 return False
             if update.number == self._version + 1:
-                self._held.apply(self._messages(update))
+                self._state.apply(self._messages(update))
                 self._version = update.number
-                self._closed |= {push.worker: push.step for push in update.pushes}
+                self._retired_steps |= {push.worker: push.step for push in update.pushes}
                 self._parts = {token: messages for token, messages in self._parts.items()
-                               if not self._is_closed(next(iter(messages.values())).push)}  # fmt: skip
+                               if not self._is_retired(next(iter(messages.values())).push)}  # fmt: skip
                 if self._journal.bytes > self._log_bytes:
                     with contextlib.suppress(CheckpointFileError):  # the log goes on, and the next update tries again
                         self._rotate()
@@ -227,16 +232,16 @@ class Server:
             found.append([part for _, part in sorted(messages.items())])
         return found
 
-    def _saved(self) -> Saved:
+    def _data(self) -> ServerData:
         parts = tuple(part for messages in self._parts.values() for part in messages.values())
-        return Saved(self._version, self._snapshots[1], self._closed, tuple(self._held.slots()), parts)
+        return ServerData(self._version, self._snapshots[1], self._retired_steps, tuple(self._state.slots()), parts)
 
     def _rotate(self) -> None:
-        self._journal.rotate(_to_records(self._saved()))
+        self._journal.rotate(_to_records(self._data()))
         self._snapshots = (self._snapshots[1], self._version)
 
 
-def new_servers(partition: Partition, params: Mapping[str, Any], optimizer: Any) -> Iterator[Saved]:
+def new_servers(partition: Partition, params: Mapping[str, Any], optimizer: Any) -> Iterator[ServerData]:
     """The servers before the first update, one after the other.
 
     Args:
@@ -245,52 +250,70 @@ def new_servers(partition: Partition, params: Mapping[str, Any], optimizer: Any)
       optimizer: an optax optimizer, or one of `embedding` for a table.
     """
     for own in partition.ranges:
-        yield Saved(0, 0, {}, first_slots(optimizer, own, params))
+        yield ServerData(0, 0, {}, first_slots(optimizer, own, params))
 
 
-def regroup(partition: Partition, servers: Sequence[Saved], tokens: Iterable[str]) -> list[Saved]:
-    """The servers of another partition with the same state.
+def portion(saved: ServerData, ranges: Mapping[str, tuple[int, int]], tokens: Container[str]) -> ServerData:
+    """What a server has of the rows of another one.
 
     Args:
-      partition: the rows of the new servers.
-      servers: the servers so far, all of one version.
-      tokens: the attempts whose parts are needed.
+      saved: the server.
+      ranges: the rows of the other one: first row and the row after the last, by array.
+      tokens: the attempts whose messages are needed.
 
-    >>> from shardfn.cluster.parameter_server.partition import ArraySpec
-    >>> saved = Saved(3, 0, {}, (Slot("params", "w", 0, np.arange(4.0)),))
-    >>> [slot.values.tolist()
-    ...  for new in regroup(Partition((ArraySpec("w", (4,), "float32"),), 2), [saved], []) for slot in new.slots]
-    [[0.0, 1.0], [2.0, 3.0]]
+    >>> saved = ServerData(3, 0, {}, (Slot("params", "w", 0, np.arange(4.0)),))
+    >>> [slot.values.tolist() for slot in portion(saved, {"w": (2, 9)}, ()).slots]
+    [[2.0, 3.0]]
     """
-    pieces: list[dict[tuple[str, str], list[Rows]]] = [{} for _ in range(partition.servers)]
-    shared: dict[str, Slot] = {}
-    for slot in (slot for saved in servers for slot in saved.slots):
+
+    def own(rows: Rows) -> Rows | None:
+        return rows.between(*ranges.get(rows.name, (0, 0)))
+
+    slots: list[Slot] = []
+    for slot in saved.slots:
         if slot.name is None:
-            shared[slot.path] = slot
-            continue
-        for server, rows in partition.place(Rows(slot.name, slot.start, None, slot.values)):
-            pieces[server].setdefault((slot.path, slot.name), []).append(rows)
-    slots = [
-        (*(Slot(path, name, min(r.start for r in rows), np.concatenate([r.values for r in sorted(rows, key=lambda r: r.start)]))
-           for (path, name), rows in own.items()), *shared.values())
-        for own in pieces
-    ]  # fmt: skip
-    kept = {token: [part for saved in servers for part in saved.parts if part.push.token == token] for token in tokens}
-    moved: list[list[Part]] = [[] for _ in range(partition.servers)]
-    for parts in kept.values():
-        placed: list[list[Rows]] = [[] for _ in range(partition.servers)]
-        for server, found in (each for part in parts for rows in part.rows for each in partition.place(rows)):
-            placed[server].append(found)
-        for own, rows in zip(moved, placed, strict=True):
-            own.append(Part(parts[0].push, 0, 1, tuple(rows), parts[0].row_step))
-    first = servers[0]
-    return [
-        Saved(first.version, first.version, first.closed, own, tuple(parts))
-        for own, parts in zip(slots, moved, strict=True)
-    ]
+            slots.append(slot)
+        elif (rows := own(Rows(slot.name, slot.start, None, slot.values))) is not None:
+            slots.append(Slot(slot.path, slot.name, rows.start, rows.values))
+    parts = tuple(
+        part._replace(rows=tuple(rows for each in part.rows if (rows := own(each)) is not None))
+        for part in saved.parts
+        if part.push.token in tokens
+    )
+    return saved._replace(slots=tuple(slots), parts=parts)
 
 
-def write_server(folder: pathlib.Path, saved: Saved) -> None:
+def joined(portions: Sequence[ServerData]) -> ServerData:
+    """The server of all portions of its rows.
+
+    Args:
+      portions: what each server has of them, all of one version.
+
+    >>> halves = [ServerData(3, 0, {}, (Slot("params", "w", at, np.arange(2.0)),)) for at in (2, 0)]
+    >>> joined(halves).slots
+    (Slot(path='params', name='w', start=0, values=array([0., 1., 0., 1.])),)
+    """
+    shared = {slot.path: slot for each in portions for slot in each.slots if slot.name is None}
+    rows: dict[tuple[str, str], list[Slot]] = {}
+    parts: dict[str, list[Part]] = {}
+    for each in portions:
+        for slot in each.slots:
+            if slot.name is not None:
+                rows.setdefault((slot.path, slot.name), []).append(slot)
+        for part in each.parts:
+            parts.setdefault(part.push.token, []).append(part)
+    slots = []
+    for (path, name), own in rows.items():
+        own.sort(key=lambda slot: slot.start)
+        slots.append(Slot(path, name, own[0].start, np.concatenate([slot.values for slot in own])))
+    messages = (
+        own[0]._replace(number=0, total=1, rows=tuple(r for part in own for r in part.rows)) for own in parts.values()
+    )
+    first = portions[0]
+    return ServerData(first.version, first.version, first.retired_steps, (*slots, *shared.values()), tuple(messages))
+
+
+def write_server(folder: pathlib.Path, saved: ServerData) -> None:
     """Write the first snapshot of a server.
 
     Raises:
@@ -302,8 +325,10 @@ def write_server(folder: pathlib.Path, saved: Saved) -> None:
 # ---- a server as records
 
 
-def _to_records(saved: Saved) -> Iterator[Record]:
-    yield Record("server", {"version": saved.version, "previous": saved.previous, "closed": dict(saved.closed)})
+def _to_records(saved: ServerData) -> Iterator[Record]:
+    yield Record(
+        "server", {"version": saved.version, "previous": saved.previous, "retired_steps": dict(saved.retired_steps)}
+    )
     for slot in saved.slots:
         yield Record("slot", {"path": slot.path, "name": slot.name, "start": slot.start}, [slot.values])
     yield from map(_part_record, saved.parts)
@@ -316,7 +341,7 @@ def _part_record(part: Part) -> Record:
                            "row_step": part.row_step}, arrays)  # fmt: skip
 
 
-def _from_records(records: Sequence[Record]) -> Saved:
+def _from_records(records: Sequence[Record]) -> ServerData:
     slots, parts = [], []
     for record in records:
         fields = record.fields
@@ -330,4 +355,4 @@ def _from_records(records: Sequence[Record]) -> Saved:
             )
             step = fields["row_step"]
             parts.append(Part(Push(*fields["push"]), fields["number"], fields["total"], rows, step and tuple(step)))
-    return Saved(**records[0].fields, slots=tuple(slots), parts=tuple(parts))
+    return ServerData(**records[0].fields, slots=tuple(slots), parts=tuple(parts))

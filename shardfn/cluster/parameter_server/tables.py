@@ -16,9 +16,9 @@ from shardfn.cluster.parameter_server.client import ParameterServer, open_job, p
 from shardfn.cluster.parameter_server.coordinator import Job
 from shardfn.cluster.parameter_server.engine import Engine, InProcess, Options
 from shardfn.cluster.parameter_server.folders import job_folder
-from shardfn.cluster.parameter_server.held import COUNT, RowStep
 from shardfn.cluster.parameter_server.ledger import Rules
 from shardfn.cluster.parameter_server.partition import CHUNK_BYTES, ArraySpec, Rows
+from shardfn.cluster.parameter_server.server_state import COUNT, RowStep
 from shardfn.embedding.processes import first_other
 from shardfn.embedding.store import ROWS, Fields, Normal, Opened, ReadsOfAll, Staged, Step, TableSpec
 from shardfn.errors import ClusterError, StrategyError, fail
@@ -105,7 +105,7 @@ class TableServers:
         moments = table.optimizer.moments
         specs = (
             ArraySpec(ROWS, table.shape, np.dtype(table.dtype).name),
-            *(ArraySpec(name, table.shape, "float32", beside=ROWS) for name, _ in moments),
+            *(ArraySpec(name, table.shape, "float32", colocated_with=ROWS) for name, _ in moments),
             ArraySpec(COUNT, (), "int64"),
         )
         arrays = {

@@ -57,7 +57,7 @@ class Slot(NamedTuple):
     values: np.ndarray
 
 
-class Held(Protocol):
+class ServerState(Protocol):
     """What a server asks of what it holds. Arrays are its own rows, by name."""
 
     def read(self, name: str, at: Any) -> np.ndarray:
@@ -175,8 +175,8 @@ class TableRows:
         return [Slot(PARAMS, name, self._starts[name], rows) for name, rows in self._arrays.items()]
 
 
-def held(optimizer: Any, slots: Sequence[Slot], folder: Any) -> Held:
-    """What the slots of a server make.
+def server_state(optimizer: Any, slots: Sequence[Slot], folder: Any) -> ServerState:
+    """The state of a server from its slots.
 
     Args:
       optimizer: an optax optimizer, or one of `embedding` for the rows of a table.
@@ -193,7 +193,7 @@ def first_slots(optimizer: Any, own: Mapping[str, tuple[int, int]], params: Mapp
     """The slots of a server before the first update.
 
     Args:
-      optimizer: as of `held`.
+      optimizer: as of `server_state`.
       own: first row and the row after the last of each of its arrays.
       params: all rows of each array; only slices of them are read.
     """

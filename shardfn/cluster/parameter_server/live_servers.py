@@ -1,0 +1,81 @@
+"""The live servers, which the ledger names. Whoever learns of new ones starts them and ends those before them."""
+
+from __future__ import annotations
+
+import shutil
+
+from shardfn.cluster.parameter_server.coordinator import LedgerStatus
+from shardfn.cluster.parameter_server.engine import Call, Engine, Setup, Target, Unreachable, ask, targets_of
+from shardfn.cluster.parameter_server.ledger import Place, Update
+from shardfn.errors import CheckpointFileError, fail
+
+
+def enter(engine: Engine, setup: Setup, place: Place) -> None:
+    """Start live servers, where they do not run yet, and retire those before them: who changed the servers may be dead.
+
+    Args:
+      engine: where they run.
+      setup: what it takes to start them.
+      place: which they are.
+
+    Raises:
+      Unreachable: they are not live any more.
+      CheckpointFileError: their files are damaged.
+    """
+    targets = targets_of(place)
+    try:
+        engine.start(setup, targets)
+    except CheckpointFileError:
+        if ask(engine, "status").place == place:
+            raise
+    if ask(engine, "status").place != place:  # the next ones stopped them, perhaps before they were started here
+        engine.stop(targets)
+        raise Unreachable("the servers changed meanwhile")
+    retire(engine, setup, place)
+
+
+def retire(engine: Engine, setup: Setup, place: Place) -> None:
+    """Stop the servers of earlier epochs, which can never be live again, and delete their folders, and those that never were.
+
+    Args:
+      engine: where they run.
+      setup: the folder of the job.
+      place: which servers are live.
+    """
+    for folder in setup.folder.glob("epoch-*"):
+        epoch, _, token = folder.name.removeprefix("epoch-").partition("-")
+        if int(epoch) < place.epoch:
+            servers = (int(path.name.removeprefix("server-")) for path in folder.glob("server-*"))
+            engine.stop([Target(int(epoch), server, token) for server in servers])
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def advance_all(engine: Engine, setup: Setup, place: Place) -> int:
+    """Bring all servers to the last update.
+
+    Returns:
+      Its number.
+
+    Raises:
+      Unreachable, CheckpointFileError: as of calls.
+    """
+    status: LedgerStatus = ask(engine, "status")
+    targets = targets_of(place)
+    versions = engine.call([Call(target, "advance", ((),)) for target in targets])
+    updates = updates_after(engine, setup, min(versions))
+    engine.call([Call(target, "advance", (updates,)) for target in targets])
+    return status.version
+
+
+def updates_after(engine: Engine, setup: Setup, version: int) -> tuple[Update, ...]:
+    """The updates after the version of a server.
+
+    Raises:
+      CheckpointFileError: the coordinator has forgotten some.
+    """
+    updates = ask(engine, "status", version).updates
+    if updates and updates[0].number > version + 1:
+        fail(CheckpointFileError, f"update {version + 1} is not in the ledger", where=str(setup.folder),
+             why=f"a server is at version {version}, and the ledger begins with {updates[0].number}",
+             fix="restore the folder from a copy")  # fmt: skip
+    return updates

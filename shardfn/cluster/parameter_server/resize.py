@@ -1,0 +1,66 @@
+"""A change of the number of servers. Nothing that is live is written to.
+
+1. The client takes a lease of the coordinator. Other changes and new pushes wait meanwhile.
+2. It writes the first snapshots of the new servers, one after the other, into a folder that the lease names.
+3. One record of the coordinator makes the new servers live, if the client still has its lease.
+4. Whoever learns of the new servers starts them and ends the old ones (`live_servers`).
+
+So a client that stalls, or dies at any step, harms nothing: its folder is not live, and nobody else writes there. A lease that
+runs out costs another try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+
+from shardfn.cluster.parameter_server.coordinator import Lease
+from shardfn.cluster.parameter_server.engine import Call, Engine, Setup, Unreachable, ask, targets_of
+from shardfn.cluster.parameter_server.folders import writing
+from shardfn.cluster.parameter_server.ledger import Place
+from shardfn.cluster.parameter_server.live_servers import advance_all
+from shardfn.cluster.parameter_server.partition import Partition
+from shardfn.cluster.parameter_server.server import joined, write_server
+from shardfn.errors import ShardError
+
+
+def change_servers(engine: Engine, setup: Setup, old: Place, partition: Partition, client: str) -> None:
+    """Write the servers of another partition, and make them live.
+
+    Args:
+      engine: where servers run.
+      setup: what it takes to start them.
+      old: the servers so far, which run.
+      partition: the rows of the new ones.
+      client: names the client.
+
+    Raises:
+      Unreachable: another client changes the servers, or the lease ran out, or an answer did not come: to be tried again.
+      CheckpointFileError: the disk is full, and the servers are the old ones; or the coordinator's log could not be synced.
+    """
+    lease: Lease | None = ask(engine, "lease", client, old.epoch)
+    if lease is None:
+        raise Unreachable("another client changes the servers")
+    new = Place(old.epoch + 1, partition.servers, lease.token)
+    folder = setup.path(targets_of(new)[0]).parent
+    try:
+        with writing(folder):
+            _write(engine, setup, old, new, partition, lease)
+        if not ask(engine, "switch", lease.token, new.servers):
+            raise Unreachable("a push came while the servers changed")
+    except BaseException:
+        with contextlib.suppress(Unreachable, ShardError):
+            if ask(engine, "release", lease.token):
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(engine: Engine, setup: Setup, old: Place, new: Place, partition: Partition, lease: Lease) -> None:
+    """Write the new servers one after the other, so that this client holds one of them at a time."""
+    tokens = frozenset(push.token for push in lease.status.waiting)
+    advance_all(engine, setup, old)
+    for target, ranges in zip(targets_of(new), partition.ranges, strict=True):
+        portions = engine.call([Call(source, "portion", (ranges, tokens)) for source in targets_of(old)])
+        if any(each.version != lease.status.version for each in portions) or not ask(engine, "renew", lease.token):
+            raise Unreachable("a push came while the servers changed")
+        write_server(setup.path(target), joined(portions))
