@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,10 @@ def test_workers_in_threads_share_syncs_and_converge(tmp_path, synchronous):
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
     for thread in threads:
         thread.start()
-    for servers in (3, 1, 2):
+    for pushes, servers in [(10, 3), (25, 1), (40, 2)]:
+        while server.report().accepted < pushes:
+            time.sleep(0.001)
+        assert any(thread.is_alive() for thread in threads)
         server.resize(servers=servers)
     for thread in threads:
         thread.join(60)

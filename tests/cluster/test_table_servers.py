@@ -10,7 +10,7 @@ import pytest
 
 from shardfn import embedding, train
 from shardfn.cluster import ParameterServer, TableServers
-from shardfn.cluster.parameter_server import InProcess
+from shardfn.cluster.parameter_server import InProcess, tables
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable
 from shardfn.embedding import Table
 from shardfn.embedding.cache import LfuIndex
@@ -248,6 +248,29 @@ def test_a_folder_keeps_its_number_of_workers(tmp_path):
     with pytest.raises(StrategyError, match="the table has 1 workers, not 2"):
         make(TableServers(folder=tmp_path, workers=2))
     make(TableServers(folder=tmp_path))
+
+
+def test_a_worker_that_joins_with_another_number_of_workers_harms_nobody(tmp_path):
+    engine = InProcess()
+    table = make(TableServers(folder=tmp_path, engine=engine, timeout_s=1))
+    with pytest.raises(StrategyError, match="the table has 1 workers, not 2"):
+        make(TableServers(folder=tmp_path, engine=engine, workers=2, worker=1))
+    trained(table, batches(1))
+    assert table.count == 1
+
+
+def test_a_process_counts_the_pushes_of_the_first_one_from_where_all_processes_met(tmp_path, monkeypatch):
+    """The first process pushes as soon as all have read where the table is."""
+    engine = InProcess()
+    first = make(TableServers(folder=tmp_path, engine=engine))
+    trained(first, batches(2))
+
+    def meet(own):
+        trained(first, batches(1))
+
+    monkeypatch.setattr(tables, "first_other", meet)
+    second = make(TableServers(folder=tmp_path, engine=engine))
+    assert first.count == 3 and second.count == second._opened.store.version == 2
 
 
 def test_lfu_index_takes_back_what_it_placed():

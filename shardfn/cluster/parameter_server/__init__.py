@@ -12,17 +12,19 @@ How a push becomes durable and atomic:
 
 So a push that is sent again is one record (worker and step name it), a part without a record is forgotten, and a server that
 was killed reads its snapshot and its log, and applies the updates since then again. The servers change in number by
-snapshots of new servers and one record of the coordinator, which ends the old ones' epoch.
+snapshots of new servers in a folder of their own, and one record of the coordinator, which makes them the live ones
+(`resize`).
 
 | module | holds |
 |---|---|
-| `client`, `checks` | `ParameterServer`: create, pull, push, save, resize; what `create` refuses |
+| `client`, `checks` | `ParameterServer`: create, pull, push, save; what `create` refuses |
+| `resize`, `live_servers` | a change of the number of servers; starting the live ones, and ending those before them |
 | `training` | `train`, the loop of a worker |
 | `tables` | `TableServers`: the rows of an `embedding.Table` |
 | `partition` | the rows of each server; splitting and putting together |
 | `ledger` | which pushes count and what they make: synchronous, with backup workers, asynchronous with bounded staleness |
 | `coordinator`, `server` | the processes, each with its journal |
-| `held` | what a server holds, and how an update changes it: arrays, or rows of a table |
+| `server_state` | what a server holds, and how an update changes it: arrays, or rows of a table |
 | `journal`, `folders` | logs with group commit, and snapshots; the first ones of a job |
 | `engine`, `ray_engine` | where they run: in this process, or as Ray actors |
 """

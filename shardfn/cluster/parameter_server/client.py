@@ -104,13 +104,12 @@ class ParameterServer:
         timeout_s: float = 300,
         log_bytes: int | None = None,
     ) -> ParameterServer:
-        """Start servers, or go on with those of a folder: their parameters, optimizer state, and numbers of servers and workers.
+        """Start servers, or resume with those of a folder: their parameters, optimizer state, and numbers of servers and workers.
 
         Args:
           params: the first parameters, a pytree of arrays.
           optimizer: an optax optimizer that treats each element alone, such as SGD, Adam or Adagrad. Servers hold ranges
-          of rows, so
-            a norm of all gradients is not known to them.
+            of rows, so a norm of all gradients is not known to them.
           folder: where logs and snapshots are. None for a temporary folder, which ends with the process.
           servers: the number of servers.
           workers: the number of workers whose gradients an update sums, in synchronous training.
@@ -211,7 +210,8 @@ class ParameterServer:
           StrategyError: gradients that do not fit or are not finite, or a step that is no count.
           ClusterError: a push of the worker is missing before it, or the answers did not come within `timeout_s`. The push
             may count or not; send it again.
-          CheckpointFileError: the disk is full, and the push does not count; or files are damaged.
+          CheckpointFileError: the disk is full, and the push does not count; or it could not be synced, and may count or not:
+            send it again when the servers were restarted; or files are damaged.
         """
         check_worker(worker)
         step, version = count("step", step), self._pulled if version is None else count("version", version)
@@ -219,7 +219,7 @@ class ParameterServer:
         return push_rows(self, rows, str(worker), step, step if self.job.rules.synchronous else version)
 
     def next_step(self, worker: str | int) -> int:
-        """The step that a worker pushes next: where a worker goes on that was restarted.
+        """The step that a worker pushes next: where it resumes after a restart.
 
         Args:
           worker: the worker's name or number.
@@ -247,7 +247,10 @@ class ParameterServer:
         return self._retried("save", self._save)
 
     def resize(self, *, servers: int | None = None, workers: int | None = None) -> None:
-        """Change the number of servers or of workers during training. Pushes wait meanwhile.
+        """Change the number of servers or of workers during training. Any client may call it, also several at the same time.
+
+        While the servers change, pushes wait. The client holds one of the new servers in its memory at a time; a push may come
+        first where one takes more than a minute to write, and then the change begins again.
 
         Args:
           servers: the number of servers; None for as many as there are.
@@ -255,8 +258,10 @@ class ParameterServer:
 
         Raises:
           StrategyError: a number that makes no sense.
-          ClusterError: the answers did not come within `timeout_s`. The servers are the old or the new ones.
-          CheckpointFileError: the disk is full; the servers are the old ones.
+          ClusterError: the answers did not come within `timeout_s`, or another client changes the servers. They are the old or
+            the new ones.
+          CheckpointFileError: the disk is full, and the servers are the old ones; or it could not be synced, and a restart
+            decides which they are.
         """
         servers = None if servers is None else count("servers", servers, 1)
         if workers is not None:
@@ -281,7 +286,7 @@ class ParameterServer:
         return self._retried("report", lambda: self._ask("report"))
 
     def close(self) -> None:
-        """Stop the servers. `create` with the same folder goes on."""
+        """Stop the servers. `create` with the same folder resumes."""
         if self._is_closed:
             return
         place = self._retried("close", lambda: self._ask("status")).place

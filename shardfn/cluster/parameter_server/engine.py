@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What it takes to start a server again.
+    """What starts a server again.
 
     Attributes:
       folder: the folder of the job, on a file system that every host sees where a server may be started.

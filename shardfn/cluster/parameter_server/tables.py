@@ -29,8 +29,8 @@ class TableServers:
 
     A batch pulls its rows and pushes their gradients; the servers apply the table's optimizer to these rows, and keep their
     moments. What is promised of a push to a `ParameterServer` holds for each update of the table. Training is synchronous: an
-    update sums the gradients of all workers. With `cache_rows`, rows change in the cache on the device, and are pushed as values
-    when they leave it, at `Table.flush`, or never if the worker is killed before.
+    update sums the gradients of all workers. With `cache_rows`, rows change in the cache on the device. They are pushed as values
+    when they leave it, and at `Table.flush`. What a killed worker had not pushed is lost.
 
     Args:
       folder: where logs and snapshots are, as of `ParameterServer.create`. A folder with a table goes on with its rows. None
@@ -119,22 +119,27 @@ class TableServers:
         server = self._server = open_job(setup, job, names, self.engine, self._options, False)
         held = server.report().workers
         if held != self.workers:
-            server.close()
+            self._give_up(server)
             fail(StrategyError, f"the table has {held} workers, not {self.workers}", where=f"store = {self!r}",
                  why="a folder goes on with the number it has: an update sums the gradients of all of them",
                  fix=f"TableServers(workers={held}, ...); server.resize(workers={self.workers}) changes it for tables that are "
                  "made after it")  # fmt: skip
         version = server.next_step(self.worker)
-        # None goes on before all processes are here: the first one pushes, and the others count its pushes from now on.
-        if other := first_other(np.array([version, zlib.crc32(str(server.setup.folder).encode())])):
-            server.close()
+        updates = int(server.pull([COUNT], version=version).values[COUNT])
+        # No process returns before all have read these: the first one pushes, and the others count its pushes from now on.
+        if other := first_other(np.array([version, updates, zlib.crc32(str(server.setup.folder).encode())])):
+            self._give_up(server)
             process, theirs, first = other
             fail(StrategyError, f"process {process} has other servers for the table than process 0", where=f"store = {self!r}",
                  why=f"it finds {theirs[0]} updates there, and process 0 {first[0]}",
                  fix="give all processes of the job one folder, and an engine of one name")  # fmt: skip
         store = _ServerStore(server, table, self.worker, version, self.workers > 1)
-        updates = int(server.pull([COUNT], version=store.version).values[COUNT])
         return Opened(store, updates, store.version == 0, self.workers > 1, store.set_count)
+
+    def _give_up(self, server: ParameterServer) -> None:
+        """Stop the servers, unless others may use the engine."""
+        if self.engine is None:
+            server.close()
 
     def _check(self, table: TableSpec) -> None:
         if self.workers > 1 and table.cache_rows:
@@ -187,8 +192,8 @@ class _ServerStore(ReadsOfAll):
         self._written.mark(ids)
 
     def _deliver(self, rows: list[Rows], step: RowStep) -> None:
-        """Push; where the last push failed and this is not the same again, that one first: the servers tell pushes apart by
-        their number alone."""
+        """Push. If the last push failed, and this is another one, send that one first: both would have the same number, by
+        which the servers know a push."""
         if self._failed is not None and not _are_equal(self._failed, (rows, step)):
             self._send(*self._failed)
         self._send(rows, step)
