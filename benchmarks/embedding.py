@@ -13,6 +13,8 @@ Run: python benchmarks/embedding.py [--rows 400000] [--width 32] [--batch 1024] 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -74,7 +76,6 @@ def lookups(options: argparse.Namespace) -> list[dict]:
     found = []
     print(f"{split.total:,} rows of {width} float32 in {FIELDS} fields, batch {batch}, 8 devices; padding "
           f"{split.memory_text(width)}")  # fmt: skip
-    print(f"{'ids':<10}{'table':<10}{'different':>10}{'B/device kept':>16}{'B sent':>12}{'B from host':>14}{'ms':>10}")
     for name, skew in SKEWS.items():
         random = np.random.default_rng(1)
         drawn = [draw(random, skew, rows, batch) for _ in range(options.rounds)]
@@ -83,12 +84,11 @@ def lookups(options: argparse.Namespace) -> list[dict]:
         cached = embedding.Table(split.total, width, init=values, cache_rows=4 * batch * FIELDS)
 
         def show(kind: str, ms: float, kept: int, sent: int = 0, moved: float = 0.0, name=name, unique=unique) -> None:
-            found.append({"ids": name, "table": kind, "different_ids": unique, "bytes_kept": kept, "bytes_sent": sent,
-                          "bytes_from_host": moved, "ms": ms})  # fmt: skip
-            print(f"{name:<10}{kind:<10}{unique:>10,.0f}{kept:>16,}{sent:>12,}{moved:>14,.0f}{ms:>10.2f}")
+            found.append({"ids": name, "table": kind, "different ids": round(unique), "B kept on a device": kept,
+                          "B sent": sent, "B from the host": round(moved), "ms": ms})  # fmt: skip
 
         ms = median_ms(lambda i=i: even(even_table, i) for i in on_devices)
-        show("even", ms, even_table.nbytes // 8, cost.even.sent)
+        show("even, by hand", ms, even_table.nbytes // 8, cost.even.sent)
         show(
             "uneven", median_ms(lambda i=i: uneven(packed, i) for i in on_devices), packed.nbytes // 8, cost.uneven.sent
         )
@@ -98,12 +98,13 @@ def lookups(options: argparse.Namespace) -> list[dict]:
         misses = cached.cache.misses
         ms = median_ms(lambda i=i, t=cached: t.lookup(i) for i in late)
         moved = (cached.cache.misses - misses) / len(late) * width * 4 * 2  # a row and its moment
-        show("cached", ms, cached.device_bytes, 0, moved)
+        show("host, cache", ms, cached.device_bytes, 0, moved)
+    harness.show(found)
     return found
 
 
 def train_rows(options: argparse.Namespace) -> list[dict]:
-    """Rows per second through fetch, step and update, one row for each skew and way."""
+    """Rows per second through fetch, step and update by hand, and those of each store as a share of that."""
     width, batch, total = options.width, options.batch, options.rows
 
     def device(x):
@@ -144,27 +145,30 @@ def train_rows(options: argparse.Namespace) -> list[dict]:
         return seconds
 
     found = []
-    print(f"\n{'ids':<10}{'way':<34}{'rows/s':>14}{'of by hand':>12}")
+    extras = {"plain": (False, 0), "cache": (False, 4 * batch * FIELDS), "prefetch": (True, 0),
+              "both": (True, 4 * batch * FIELDS)}  # fmt: skip
+    stores = {"host": (None, False), "file": (True, False), "servers": (None, True)}
     with tempfile.TemporaryDirectory() as folder:
         for name, skew in SKEWS.items():
             random = np.random.default_rng(2)
             ids = [draw(random, skew, field_rows(total), batch) for _ in range(options.rounds)]
-            ways = {"by hand": lambda ids=ids: by_hand(ids)}
-            for store, path in (("host", None), ("file", folder), ("servers", None)):
-                for prefetch in (False, True):
-                    for cache in (0, 4 * batch * FIELDS):
-                        key = f"{store}{', prefetch' * prefetch}{', cache' * bool(cache)}"
-                        ways[key] = lambda ids=ids, p=prefetch, c=cache, path=path, s=store == "servers": by_table(
-                            ids, p, c, path, s
-                        )
+            ways = {("by hand", ""): functools.partial(by_hand, ids)}
+            for (store, (on_disk, on_servers)), (extra, (prefetch, cache)) in itertools.product(
+                stores.items(), extras.items()
+            ):
+                path = folder if on_disk else None
+                ways[store, extra] = functools.partial(by_table, ids, prefetch, cache, path, on_servers)
             counted = sum(one.size for one in ids[len(ids) // 3 :])
             seconds = {key: min(way(), way()) for key, way in ways.items()}  # the first call compiles
             for _ in range(2):  # in turns: what else the machine does meets all of them
                 seconds = {key: min(seconds[key], way()) for key, way in ways.items()}
-            speed = {key: counted / value for key, value in seconds.items()}
-            for key in ways:
-                found.append({"ids": name, "way": key, "rows_per_s": speed[key]})
-                print(f"{name:<10}{key:<34}{speed[key]:>14,.0f}{speed[key] / speed['by hand']:>12.2f}")
+            hand = seconds["by hand", ""]
+            found += [
+                {"ids": name, "by hand, rows/s": counted / hand, "store": store,
+                 **{extra: hand / seconds[store, extra] for extra in extras}}
+                for store in stores
+            ]  # fmt: skip
+    harness.show(found)
     return found
 
 
@@ -187,10 +191,11 @@ def largest(options: argparse.Namespace) -> list[dict]:
             memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes + table.device_bytes
         )
     assert peak < limit, f"{peak:,} bytes on the device"
-    print(f"\nlimit {options.limit_mib} MiB: a dense table fits with {dense:,} rows; trained here: {total:,} rows "
-          f"({options.gib:g} GiB with moments), {peak:,} B on the device, "
-          f"{batch * FIELDS * len(ids) / seconds:,.0f} rows/s")  # fmt: skip
-    return [{"limit_bytes": limit, "dense_rows": dense, "rows": total, "device_bytes": peak}]
+    found = {"limit MiB": options.limit_mib, "rows of a table on the device": dense, "rows trained": total,
+             "GiB with moments": options.gib, "B on the device": peak,
+             "rows/s": batch * FIELDS * len(ids) / seconds}  # fmt: skip
+    harness.show([found])
+    return [found]
 
 
 def main() -> None:

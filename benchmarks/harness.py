@@ -175,7 +175,12 @@ def save(path: str | os.PathLike[str] | None, tables: Mapping[str, Sequence[Row]
         return
     written = {"command": command(sys.argv), "date": datetime.date.today().isoformat(), "versions": versions(packages),
                "machine": machine(), "notes": list(notes), "tables": _plain(tables)}  # fmt: skip
-    pathlib.Path(path).write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write(path, written)
+
+
+def write(path: str | os.PathLike[str], found: Mapping[str, Any]) -> None:
+    """Write what `save` does: JSON."""
+    pathlib.Path(path).write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -118,8 +118,8 @@ def servers_train(ray, engine, options, synchronous: bool, slow: bool, killed: b
         ray.wait(waiting, num_returns=WORKERS if synchronous or killed else 1)
         seconds, report = time.perf_counter() - start, server.report()
         ray.get(tasks)
-        found = {"steps_per_s": report.accepted / WORKERS / seconds, "loss": final_loss(server.pull().values),
-                 "staleness": server.report().largest_staleness, "pushes": server.report().accepted}  # fmt: skip
+        found = {"steps/s": report.accepted / WORKERS / seconds, "last loss": final_loss(server.pull().values),
+                 "largest staleness": server.report().largest_staleness}  # fmt: skip
         server.close()
         return found
 
@@ -185,12 +185,11 @@ def all_reduce_train(options, slow: bool, killed: bool) -> dict:
         # kill has too.
         seconds = end - (begun + options.startup_s) if killed else end - start
         options.startup_s = start - begun if not killed else options.startup_s
-        return {"steps_per_s": options.steps / seconds, "loss": last}
+        return {"steps/s": options.steps / seconds, "last loss": last, "largest staleness": None}
 
 
 def training(ray, engines, options) -> list[dict]:
     found = []
-    print(f"{'training, 4 workers':<24}{'way':<14}{'steps/s':>9}{'loss':>8}{'largest staleness':>19}")
     for name, slow, killed in (
         ("all equal", False, False),
         ("one 5x slower", True, False),
@@ -201,11 +200,8 @@ def training(ray, engines, options) -> list[dict]:
                 row = all_reduce_train(options, slow, killed)
             else:
                 row = servers_train(ray, engines(), options, way == "synchronous", slow, killed)
-            found.append({"workers": name, "way": way, **row})
-            print(
-                f"{name:<24}{way:<14}{row['steps_per_s']:>9.1f}{row['loss']:>8.2f}{row.get('staleness', 0):>19}",
-                flush=True,
-            )
+            found.append({f"{WORKERS} workers": name, "way": way, **row})
+    harness.show(found)
     return found
 
 
@@ -274,25 +270,21 @@ def drill(ray, engine, what: str, draw) -> dict:
         ray.get(tasks)
         counts = server.pull().values["w"]
         acknowledged = {(worker, step) for worker, step, _ in acks_of(folder)}
-        row = {"killed": what, "acknowledged": len(acknowledged), "applied": int(counts.sum()),
-               "lost": sum(counts[w * PUSHES + s] < 1 for w, s in acknowledged), "doubled": int((counts > 1).sum()),
-               "seconds": gap}  # fmt: skip
+        row = {"acknowledged": len(acknowledged), "lost": sum(counts[w * PUSHES + s] < 1 for w, s in acknowledged),
+               "doubled": (counts > 1).sum(), "seconds": gap}  # fmt: skip
         server.close()
         return row
 
 
 def drills(ray, engines, options) -> list[dict]:
     found, draw = [], np.random.default_rng(0)
-    print(
-        f"\n{'killed':<14}{'drills':>7}{'acknowledged':>14}{'lost':>6}{'doubled':>9}{'seconds until training goes on':>32}"
-    )
     for what in ("server", "coordinator", "worker", "driver"):
         rows = [drill(ray, engines(), what, draw) for _ in range(options.drills)]
-        found += rows
         seconds = [row["seconds"] for row in rows]
-        total = {key: sum(row[key] for row in rows) for key in ("acknowledged", "lost", "doubled")}
-        print(f"{what:<14}{len(rows):>7}{total['acknowledged']:>14}{total['lost']:>6}{total['doubled']:>9}"
-              f"{f'median {statistics.median(seconds):.1f}, most {max(seconds):.1f}':>32}", flush=True)  # fmt: skip
+        total = {key: int(sum(row[key] for row in rows)) for key in ("acknowledged", "lost", "doubled")}
+        found.append({"killed by SIGKILL": what, "drills": len(rows), **total,
+                      "s until training goes on, median": statistics.median(seconds), "most": max(seconds)})  # fmt: skip
+    harness.show(found)
     return found
 
 
@@ -322,16 +314,20 @@ def transfer(ray, engines, options) -> list[dict]:
     rows, found = options.mb * 1000 // 4, []
     array = np.random.default_rng(0).standard_normal((rows, 250), np.float32)
     actor = ray.remote(num_cpus=0)(Echo).remote()
-    found.append({"way": "Ray alone", "push": rate(options.mb, lambda: ray.get(actor.take.remote(array))),
-                  "pull": rate(options.mb, lambda: np.array(ray.get(actor.give.remote())))})  # fmt: skip
+
+    def show(way: str, push: float, pull: float | None) -> None:
+        found.append({f"{options.mb} MB of float32": way, "push, MB/s": push, "pull, MB/s": pull})
+
+    show("Ray alone, to an actor and back", rate(options.mb, lambda: ray.get(actor.take.remote(array))),
+         rate(options.mb, lambda: np.array(ray.get(actor.give.remote()))))  # fmt: skip
     ray.kill(actor)
-    for name, compress in (("2 servers", False), ("2 servers, bfloat16", True)):
+    for name, compress in (("2 servers, with the log on disk", False), ("2 servers, as bfloat16", True)):
         with tempfile.TemporaryDirectory() as folder:
             server = ParameterServer.create({"w": array}, optax.sgd(1e-3), folder=folder, servers=2, engine=engines(),
                                             compress=compress, log_bytes=1 << 40)  # fmt: skip
             pushes = iter(range(100))
-            found.append({"way": name, "push": rate(options.mb, lambda s=server, p=pushes: s.push({"w": array}, 0, next(p))),
-                          "pull": rate(options.mb, server.pull)})  # fmt: skip
+            push = rate(options.mb, lambda s=server, p=pushes: s.push({"w": array}, 0, next(p)))
+            show(name, push, rate(options.mb, server.pull))
             server.close()
     with tempfile.TemporaryFile() as file:
 
@@ -341,10 +337,8 @@ def transfer(ray, engines, options) -> list[dict]:
             file.flush()
             os.fsync(file.fileno())
 
-        found.append({"way": "the disk alone, with fsync", "push": rate(options.mb, write), "pull": float("nan")})
-    print(f"\n{f'{options.mb} MB of float32':<28}{'push MB/s':>11}{'pull MB/s':>11}")
-    for row in found:
-        print(f"{row['way']:<28}{row['push']:>11.0f}{row['pull']:>11.0f}")
+        show("the disk alone, with fsync", rate(options.mb, write), None)
+    harness.show(found)
     return found
 
 

@@ -206,8 +206,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also the ops that agree")
     parser.add_argument("--drift", action="store_true", help="what changed since drift.json was recorded, in every row")
     parser.add_argument("--record", action="store_true", help="write drift.json")
-    options = parser.parse_args()
-    harness.start("cpu", truth.DEVICES)
+    options = harness.parse(parser, devices=truth.DEVICES)
     is_every = options.drift or options.record
     found = [case for case in truth.cases() if is_every or any(name in case.name for name in options.names)]
     found = found if options.names or is_every else [case for case in truth.cases() if case.quick]
@@ -223,6 +222,7 @@ def main() -> None:
         if not is_every:
             print(f"{case.name}\n  {'predicted':<44} XLA")
             print("\n".join(text(of_case, options.all)) + "\n", flush=True)
+    harness.save(options.json, {"ops": [{"row": name, "op": op} for name, ops in now.items() for op in ops]})
     if options.record:
         RECORD.write_text(
             json.dumps({"jax": jax.__version__, "rows": {k: v for k, v in now.items() if v}}, indent=1) + "\n"

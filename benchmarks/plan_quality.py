@@ -4,13 +4,15 @@ On 8 devices XLA compiles every layout for the CPU (for TPU chips with --tpu, wh
 512 the figures are those of Shardy's flow. Each family is planned at levels 0, 1 and 2 under two memory limits: ample,
 and one that pure data parallel does not fit. Printed are bytes sent, peak memory, FLOPs of products and convolutions
 (all of one device) and modelled time, then the checks. Nothing is run: programs are planned and compiled.
-Run: python benchmarks/plan_quality.py [--families a,b] [--devices 8,64,512] [--level 2] [--layers 2] [--tpu] [--json OUT]
+Run: python benchmarks/plan_quality.py [--families a,b] [--devices 8,64,512] [--level 2] [--layers 2] [--tpu]
+     [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -151,14 +153,16 @@ def measure(
         more = {k: options.pop(k) for k in ("limit", "limit_bytes") if k in options}
         start = time.perf_counter()
         function: Any = shardfn.shard(options.pop("fn", fn), device=device, donate_argnums=family.donated, **options)
-        shown = "tpu" if tpu else "cpu" if device is None else str(device)
+        shown = "tpu" if tpu else jax.default_backend() if device is None else str(device)
         try:
             plan = function.plan(*args)
             seconds = time.perf_counter() - start
             key = form(plan)
             twin, real = next(((other, known) for k, other, known in seen if k == key), ("", None))
             if compiles and real is None:
-                real = as_compiled(plan, compiled.read(function.lower(*args).compile(None if tpu else QUICK)))
+                real = as_compiled(
+                    plan, compiled.read(function.lower(*args).compile(QUICK if shown == "cpu" else None))
+                )
         except Exception as error:  # a row without figures is a check that fails: the others still count
             text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             spent = time.perf_counter() - start
@@ -291,40 +295,66 @@ def seed_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
 # ---- checks
 
 
-def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
-    """(what, passed or None for a remark, text), for each family and then over all."""
+def families(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
+    """The rows of each family, on each kind and number of devices, that have figures for one at least."""
     groups: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.family, row.device, row.devices), []).append(row)
+    return {key: mine for key, mine in groups.items() if any(r.figures for r in mine)}
+
+
+def least_flops(mine: Sequence[Row]) -> float:
+    return min(r.figures.flops for r in mine if r.figures)
+
+
+def best_written(plan: Row, mine: Sequence[Row]) -> tuple[float, str] | None:
+    """The score at a plan's level of the best layout by hand that keeps its limit, and that layout; None if none does."""
+    least, limit = least_flops(mine), plan.limit_bytes or math.inf
+    fitting = [r for r in mine if r.level is None and r.figures and r.figures.peak <= limit]
+    return min(((score(r.figures, plan.level or 0, least), r.layout) for r in fitting if r.figures), default=None)
+
+
+def over(own: float, best: float) -> float:
+    """A plan's score over that of the best layout by hand."""
+    return 1.0 if own == best else own / best if best else math.inf
+
+
+def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Each plan's score over that of the best layout by hand, a line for each family; empty where there is none."""
+    for (family, device, devices), mine in families(rows).items():
+        verdicts = [passed for _, passed, _ in checks(mine) if passed is not None]
+        line: dict[str, Any] = {"devices": devices, "for": device, "family": family}
+        for limit, level in itertools.product(("ample", "tight"), LEVELS):
+            plan = next((r for r in mine if r.level == level and r.limit == limit and r.figures), None)
+            best = best_written(plan, mine) if plan else None
+            own = score(plan.figures, level, least_flops(mine)) if plan and plan.figures else math.inf
+            line[f"level {level}{', tight' * (limit == 'tight')}"] = over(own, best[0]) if best else None
+        yield line | {"checks passed": f"{sum(verdicts)} of {len(verdicts)}"}
+
+
+def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
+    """(what, passed or None for a remark, text), for each family and then over all."""
     better: dict[str, str] = {}
-    for (family, device, devices), mine in groups.items():
-        known = [r.figures for r in mine if r.figures]
-        if not known:
-            continue
-        least = min(f.flops for f in known)
+    for (family, device, devices), mine in families(rows).items():
+        least = least_flops(mine)
         where = f"{family} on {devices} ({device})"
         plans = [r for r in mine if r.level is not None]
         yield from ((f"{where}, {r.layout}", False, r.error) for r in mine if r.level is None and r.error)
         for plan in plans:
             label = f"{where}, {plan.limit}, level {plan.level}"
-            fitting = [
-                r for r in mine if r.level is None and r.figures and r.figures.peak <= (plan.limit_bytes or math.inf)
-            ]
-            ranked = sorted((score(r.figures, plan.level or 0, least), r.layout) for r in fitting if r.figures)
+            best = best_written(plan, mine)
             if plan.figures is None:
-                yield label, False if ranked else None, f"no plan: {plan.error}"
+                yield label, False if best else None, f"no plan: {plan.error}"
                 continue
-            own = score(plan.figures, plan.level or 0, least)
             if not plan.fits:
                 text = f"does not fit: {plan.figures.peak:,.0f} B of {plan.limit_bytes:,.0f}"
                 yield label, False, text
                 continue
-            if not ranked:
+            if best is None:
                 yield label, None, "no hand-written layout fits"
                 continue
-            best, name = ranked[0]
-            ratio = 1.0 if own == best else own / best if best else math.inf
-            yield label, ratio <= 1 + SAME, f"{ratio:.4f} of the best expert, {name}"
+            ratio = over(score(plan.figures, plan.level or 0, least), best[0])
+            yield label, ratio <= 1 + SAME, f"{ratio:.4f} of the best expert, {best[1]}"
             if ratio < 1 - BETTER:
                 better.setdefault(family, f"{ratio:.2f} at level {plan.level}, {plan.limit}, {devices} devices")
             if family.startswith("mindspore") and plan.level != 1:
@@ -352,27 +382,19 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
         yield "strictly better than every expert on at least 3 families", len(better) >= 3, f"{len(better)}: {named}"
 
 
-def accuracy(rows: Sequence[Row]) -> Iterator[str]:
-    """How close the predictions are to what was compiled, family by family, and the layouts that are off; in Markdown."""
+def accuracy(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """How close the predictions are to what was compiled, a line for each family and one for all."""
     both = [r for r in rows if r.predicted and r.compiled and not r.same_as]
-    titles = [f"{what} within {bound:.0%} | worst" for what, bound in WITHIN.items()]
-    yield f"| family | rows | {' | '.join(titles)} |"
-    yield "|---|---:|" + "---:|---|" * len(WITHIN)
-    off = []
     for family in (*dict.fromkeys(r.family for r in both), "all"):
         mine = [r for r in both if family in (r.family, "all")]
-        cells = []
+        line: dict[str, Any] = {"family": family, "rows": len(mine)}
         for what, bound in WITHIN.items():
             ratios = [(ratio(getattr(r.predicted, what), getattr(r.compiled, what)), r) for r in mine]
             worst, row = max(ratios, key=lambda pair: distance(pair[0]))
             name = row.layout if family != "all" else f"{row.family}, {row.layout}"
-            good = sum(abs(q - 1) <= bound for q, _ in ratios)
-            cells.append(f"{good} | {worst:.3f}" + (f" {name}" if round(worst, 3) != 1 else ""))
-            if family != "all":
-                off += [f"{what} {q:.3f} of compiled: {r.family}, {r.layout}" for q, r in ratios if abs(q - 1) > bound]
-        yield f"| {family} | {len(mine)} | {' | '.join(cells)} |"
-    yield ""
-    yield from off
+            line[f"{what} within {bound:.0%}"] = sum(abs(q - 1) <= bound for q, _ in ratios)
+            line[f"worst {what}"] = f"{worst:.3f}" + (f" {name}" if round(worst, 3) != 1 else "")
+        yield line
 
 
 def distance(q: float) -> float:
@@ -464,9 +486,8 @@ def main() -> None:
     )
     parser.add_argument("--tpu", action="store_true", help="on 8 devices, compile for TPU v5e chips that are not here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = harness.parse(parser)
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    harness.start("cpu", DEVICES)
+    options = harness.parse(parser, devices=DEVICES)
     if options.child:
         child(options)
         return
@@ -477,6 +498,8 @@ def main() -> None:
         str(options.compile_candidates),
         "--layers",
         str(options.layers),
+        "--platform",
+        options.platform,
         *["--tpu"] * options.tpu,
     ]
     rows: list[Row] = []
@@ -509,12 +532,16 @@ def main() -> None:
         label = f"seed, {line['mode']}, {'with gradients' if line['gradients'] else 'forward'}"
         verdicts.append((label, line["blocks"] == line["of"], f"{line['blocks']} of {line['of']} blocks"))
     section("checks", map(verdict, verdicts))
+    tables: dict[str, list[dict[str, Any]]] = {"scores": list(scores(rows))}
+    if tables["scores"]:
+        harness.show(tables["scores"], "\n== of the best layout by hand")
     if any(r.compiled for r in rows):
-        section("predicted against compiled", accuracy(rows))
+        tables["accuracy"] = list(accuracy(rows))
+        harness.show(tables["accuracy"], "\n== predicted against compiled")
     wrong = sum(passed is False for _, passed, _ in verdicts)
     print(f"\n{sum(passed is True for _, passed, _ in verdicts)} checks passed, {wrong} failed")
     listed = [dict(zip(("check", "passed", "figures"), found, strict=True)) for found in verdicts]
-    harness.save(options.json, {"layouts": [dataclasses.asdict(r) for r in rows], **extra, "checks": listed})
+    harness.save(options.json, {**tables, "layouts": [dataclasses.asdict(r) for r in rows], **extra, "checks": listed})
     sys.exit(wrong > 0)
 
 

@@ -12,7 +12,8 @@ failure to the next step.
 - damage: one bit of each file of the newest checkpoint is changed between two runs.
 - hang: SIGSTOP of one process; the launcher ends the job after 5 s without a heartbeat.
 
-Run: python benchmarks/recovery.py [--moments 50] [--others 5] [--only moment save disk damage hang] [--json OUT]
+Run: python benchmarks/recovery.py [--moments 50] [--others 5] [--only moment save disk damage hang]
+     [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ import statistics
 import tempfile
 import threading
 import time
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +217,9 @@ def damage_between_runs(job: Job, times: int) -> None:
 
 # ---- what came of it
 
+FAILURES = {"moment": "SIGKILL at a random moment", "save": "SIGKILL during a save", "disk": "the disk refuses a write",
+            "damage": "the newest checkpoint is changed", "hang": "SIGSTOP, 5 s without a heartbeat"}  # fmt: skip
+
 
 def summary(kind: str, job: Job, expected: dict[int, str]) -> dict[str, object]:
     """The row of a kind of failure."""
@@ -236,21 +238,20 @@ def summary(kind: str, job: Job, expected: dict[int, str]) -> dict[str, object]:
             wrong_step += steps[0][1] != int(whole) + 1
     losses = [(int(data[0]), data[1]) for _, _, data in job.of("step")]
     return {
-        "failure": kind, "times": len(at), "while it took steps": training, "steps taken again, most": max(lost),
-        "median": statistics.median(lost), "went on elsewhere": wrong_step, "damaged checkpoints": damaged,
-        "losses": len(losses), "other losses": sum(expected[step] != value for step, value in losses),
+        "failure": FAILURES[kind], "times": len(at), "while it took steps": training, "steps taken again, most": max(lost),
+        "other step than after the newest whole checkpoint": wrong_step, "damaged checkpoints": damaged,
+        "losses": len(losses), "other than uninterrupted": sum(expected[step] != value for step, value in losses),
         "s to the next step, median": statistics.median(seconds), "most": max(seconds),
     }  # fmt: skip
 
 
 def main() -> None:
-    kinds = ("moment", "save", "disk", "damage", "hang")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", type=int, default=50, help="how many random moments")
     parser.add_argument("--others", type=int, default=5, help="how often each other failure")
-    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--only", nargs="+", choices=tuple(FAILURES), default=list(FAILURES))
     parser.add_argument("--seed", type=int, default=0)
-    given = harness.parse(parser)
+    given = harness.parse(parser, devices=1)
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
         first = Job(pathlib.Path(name) / "first")

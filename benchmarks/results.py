@@ -26,7 +26,10 @@ from benchmarks import harness
 PAGE = harness.ROOT / "benchmarks" / "RESULTS.md"
 FOLDER = harness.ROOT / "benchmarks" / "results"
 COMMANDS: dict[str, tuple[str, ...]] = {
+    "checkpoint": (),
+    "data": (),
     "dispatch": ("--rounds", "21"),
+    "embedding": (),
     "experts": (),
     "first_call": (),
     "fusion": (),
@@ -35,8 +38,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "reuse": ("--layers", "6", "24"),
     "speedup": (),
     "train": (),
+    "truth": (),
 }
-"""What one machine with two cores runs in about three minutes each: a benchmark and its arguments. `make peers` runs peers.py."""
+"""What one machine with two cores runs in some minutes each: a benchmark and its arguments. `make peers` runs peers.py."""
 _BLOCK = re.compile(r"(?ms)^<!-- (\w+): ([^|\n]+?)(?: \| ([^\n]*?))? -->\n.*?^<!-- end -->$")
 
 
@@ -89,6 +93,15 @@ def filled(page: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     return _BLOCK.sub(block, page)
 
 
+def shown(page: str, files: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The files with no other tables than those that the page shows."""
+    asked = {(match[1], match[2]) for match in _BLOCK.finditer(page)}
+    return {
+        name: {**found, "tables": {which: rows for which, rows in found["tables"].items() if (name, which) in asked}}
+        for name, found in files.items()
+    }
+
+
 def run(names: Sequence[str]) -> list[str]:
     """Run benchmarks one after the other, each of which writes its file; those that ended with an error or missed a target."""
     FOLDER.mkdir(exist_ok=True)
@@ -112,8 +125,8 @@ def main() -> int:
                         help=f"run these first, or all: {', '.join(COMMANDS)}")  # fmt: skip
     options = parser.parse_args()
     failed = [] if options.run is None else run(options.run)
-    before = PAGE.read_text(encoding="utf-8")
-    after = filled(before, read())
+    before, files = PAGE.read_text(encoding="utf-8"), read()
+    after = filled(before, files)
     if options.check:
         print(
             "\n".join(
@@ -122,6 +135,9 @@ def main() -> int:
         )
         return int(before != after)
     PAGE.write_text(after, encoding="utf-8")
+    for name, found in shown(before, files).items():
+        if found != files[name]:
+            harness.write(FOLDER / f"{name}.json", found)
     if failed:
         print(f"an error or a missed target: {', '.join(failed)}")
     return bool(failed)

@@ -2,7 +2,7 @@
 
 Each row is one program under one layout, good ones and deliberately bad ones. Loops are multiplied on both sides. Bytes
 are what one device sends; a ratio is predicted over compiled. Nothing is run: the programs are planned and compiled.
-Run: python benchmarks/truth.py [--only TEXT ...] [--quick] [--markdown] [--json OUT]
+Run: python benchmarks/truth.py [--only TEXT ...] [--quick] [--platform cpu] [--json OUT]
 """
 
 from __future__ import annotations
@@ -362,6 +362,7 @@ class Row:
     arguments_exact: bool
     results_exact: bool
     temporaries: tuple[int, int]
+    peak: tuple[int, int]
     flops: tuple[float, float]
     plan_s: float
     compile_s: float
@@ -415,7 +416,8 @@ def row(case: Case, plan: Plan, real: compiled.Compiled, plan_s: float, compile_
     return Row(
         case.program, case.layout, case.good, kinds, _sent(plan.collectives), _sent(real.collectives),
         memory.arguments == real.argument_bytes, (real.output_bytes or 0) - memory.results in (0, pointers),
-        (memory.temporaries, real.temp_bytes or 0), (work, real.flops), plan_s, compile_s,
+        (memory.temporaries, real.temp_bytes or 0), (memory.peak, real.together(plan.hardware.platform) or 0),
+        (work, real.flops), plan_s, compile_s,
     )  # fmt: skip
 
 
@@ -453,49 +455,49 @@ def columns(row: Row) -> dict[str, str]:
     }
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """How many rows are how close."""
-    lines = []
-    for good, name in ((GOOD, "good"), (BAD, "bad")):
-        mine = [r for r in rows if r.good == good]
-        if mine:
-            exact, near = (sum(_off(r) <= limit for r in mine) for limit in (0.005, 0.05))
-            lines.append(f"{name} layouts: {len(mine)}; bytes equal in {exact}, within 5 % in {near}")
-    exact = sum(r.arguments_exact and r.results_exact for r in rows)
-    lines.append(f"arguments and results exact in {exact} of {len(rows)}")
-    return lines
+SETS = {GOOD: "shardings that a person would choose", BAD: "deliberately bad shardings"}
+
+
+def close(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """How many rows are how close, for each set."""
+
+    def within(mine: Sequence[Row], bound: float) -> int:
+        return sum(_near(_ratio(*r.peak), bound) for r in mine)
+
+    sets = {name: [r for r in rows if r.good == good] for good, name in SETS.items()}
+    return [
+        {"set": name, "rows": len(mine), "bytes equal": sum(r.predicted_bytes == r.compiled_bytes for r in mine),
+         "bytes within 5 %": sum(_near(r.ratio, 0.05) for r in mine),
+         "peak within 5 %": within(mine, 0.05), "10 %": within(mine, 0.10), "25 %": within(mine, 0.25),
+         "arguments and results exact": sum(r.arguments_exact and r.results_exact for r in mine)}
+        for name, mine in (*sets.items(), ("all", list(rows))) if mine
+    ]  # fmt: skip
 
 
 REASONS = {
-    (
-        "gpt2 step, 2 layers",
-        "the same, and the vocabulary",
-    ): "the table is sharded over both axes, its rows in the other order "
-    "than the batch: XLA permutes some shards where the prediction gathers",
-}
+    ("gpt2 step, 2 layers", "the same, and the vocabulary"):
+        "the table is sharded over both axes, its rows in the other order than the batch: XLA permutes some shards where the "
+        "prediction gathers",
+}  # fmt: skip
 """Why the bytes of a row differ, by program and layout."""
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The table of `benchmarks/RESULTS.md`: every row whose bytes differ, with its reason."""
-    lines = ["| | rows | bytes equal | within 5 % |", "|---|---:|---:|---:|"]
-    for good, name in ((GOOD, "shardings that a person would choose"), (BAD, "deliberately bad shardings")):
-        mine = [r for r in rows if r.good == good]
-        lines.append(f"| {name} | {len(mine)} | {sum(r.predicted_bytes == r.compiled_bytes for r in mine)} | "
-                     f"{sum(_off(r) <= 0.05 for r in mine)} |")  # fmt: skip
-    lines += ["", "| program | sharding | predicted | compiled | ratio | why |", "|---|---|---:|---:|---:|---|"]
-    for r in rows:
-        if r.predicted_bytes != r.compiled_bytes:
-            ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
-            why = REASONS.get((r.program, r.layout), "**not explained**")
-            lines.append(
-                f"| {r.program} | {r.layout} | {r.predicted_bytes:,} | {r.compiled_bytes:,} | {ratio} | {why} |"
-            )
-    return "\n".join(lines)
+def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows whose bytes differ, or whose peak does by more than a tenth, the furthest first."""
+    off = [r for r in rows if r.predicted_bytes != r.compiled_bytes or not _near(_ratio(*r.peak), 0.10)]
+    return [
+        {"program": r.program, "sharding": r.layout, "bytes predicted": r.predicted_bytes, "compiled": r.compiled_bytes,
+         "bytes": r.ratio, "peak": _ratio(*r.peak), "why": REASONS.get((r.program, r.layout), "-")}
+        for r in sorted(off, key=lambda r: -max(_off(r.ratio), _off(_ratio(*r.peak))))
+    ]  # fmt: skip
 
 
-def _off(row: Row) -> float:
-    return abs(math.log(row.ratio)) if row.ratio else math.inf
+def _near(ratio: float | None, bound: float) -> bool:
+    return ratio is not None and abs(ratio - 1) <= bound
+
+
+def _off(ratio: float | None) -> float:
+    return abs(math.log(ratio)) if ratio else math.inf
 
 
 def main() -> None:
@@ -503,9 +505,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], help="rows whose name holds one of these")
     parser.add_argument("--quick", action="store_true", help="the subset that the tests hold")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of benchmarks/RESULTS.md at the end")
-    options = harness.parse(parser)
-    harness.start("cpu", DEVICES)
+    options = harness.parse(parser, devices=DEVICES)
     rows: list[Row] = []
     for case in cases():
         if (options.quick and not case.quick) or (options.only and not any(t in case.name for t in options.only)):
@@ -515,15 +515,16 @@ def main() -> None:
         if len(rows) == 1:
             print(_line({name: name for name in shown}))
         print(_line(shown), flush=True)
-    print("\n".join(summary(rows)))
+    tables = {"close": close(rows), "differences": differences(rows)}
+    for name, table in tables.items():
+        if table:
+            harness.show(table, f"\n{name}")
     slowest = max(rows, key=lambda r: r.plan_s, default=None)
     if slowest:
         print(
             f"slowest plan: {slowest.program}: {slowest.layout}, {slowest.plan_s:.2f} s, compile {slowest.compile_s:.2f} s"
         )
-    if options.markdown:
-        print("\n" + markdown(rows))
-    harness.save(options.json, {"rows": [dataclasses.asdict(r) | {"ratio": r.ratio} for r in rows]})
+    harness.save(options.json, {**tables, "rows": [dataclasses.asdict(r) | {"ratio": r.ratio} for r in rows]})
 
 
 _WIDTHS = (27, 40, 4, 26, 26, 13, 14, 6, 4, 7, 5, 5)

@@ -1,5 +1,7 @@
 """The benchmarks import what exists, run at a tiny size, and write what RESULTS.md shows."""
 
+import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -10,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import harness, peers, results, speedup
+from benchmarks import harness, peers, plan_quality, results, speedup, truth
 
 ROOT = pathlib.Path(__file__).parent.parent
 IMPORT = re.compile(r"^\s*from (shardfn[\w.]*) import ([\w, ]+)", re.MULTILINE)
@@ -50,9 +52,10 @@ def test_tables_of_the_results_are_those_of_the_files():
     assert results.filled(page, results.read()) == page, "run benchmarks/results.py"
 
 
-def test_every_file_of_results_has_a_table():
-    page = results.PAGE.read_text(encoding="utf-8")
-    assert set(re.findall(r"^<!-- (\w+): ", page, re.MULTILINE)) == set(results.read())
+def test_every_table_of_the_files_is_on_the_page():
+    files, page = results.read(), results.PAGE.read_text(encoding="utf-8")
+    assert results.shown(page, files) == files, "run benchmarks/results.py"
+    assert all(found["tables"] for found in files.values())
 
 
 def test_results_show_the_columns_that_are_asked_for_and_where_they_were_made():
@@ -87,3 +90,46 @@ def test_lines_that_a_user_writes_are_those_between_the_marks():
     module = importlib.import_module("benchmarks.peer_steps.plain")
     assert peers.written(module, "mlp", "fsdp, constrained") == (peers.written(module, "mlp", "fsdp")[0], 1)
     assert peers.written(module, "gpt2", "tensor")[0] > peers.written(module, "mlp", "tensor")[0] > 10
+
+
+WITHOUT_DEVICES = {"gallery", "harness", "iopddl", "parameter_server", "plan_time", "results"}
+"""They plan for devices that are not here, solve, or serve from hosts."""
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_that_uses_devices_takes_the_platform(path):
+    has_platform = "harness.parse(parser, devices=" in path.read_text(encoding="utf-8")
+    assert has_platform != (path.stem in WITHOUT_DEVICES)
+
+
+def test_platform_is_read_before_jax_starts(monkeypatch):
+    parser, asked = argparse.ArgumentParser(), []
+    monkeypatch.setattr(harness, "start", lambda backend, devices: asked.append((backend, devices)))
+    assert harness.parse(parser, devices=8, argv=["--platform", "gpu"]).platform == "gpu"
+    assert asked == [("gpu", 8)]
+
+
+def test_scores_of_plans_are_those_of_the_best_layout_by_hand_that_fits():
+    def row(layout, sent, peak, level=None, limit=""):
+        figures = plan_quality.Figures(bytes=sent, peak=peak, flops=1.0, time_s=sent)
+        bounds = {"ample": 100.0, "tight": 10.0}
+        return plan_quality.Row("mlp", "cpu", 8, layout, figures, None, 0.0, level, limit, bounds.get(limit))
+
+    plans = [
+        row(f"plan {level} {limit}", 6.0, 9.0, level, limit) for limit in ("ample", "tight") for level in (0, 1, 2)
+    ]
+    (line,) = plan_quality.scores([row("data parallel", 3.0, 50.0), row("FSDP", 12.0, 10.0), *plans])
+    assert (line["level 0"], line["level 0, tight"]) == (2.0, 0.5)  # data parallel does not fit the tight limit
+    assert (line["level 1"], line["level 2"], line["checks passed"]) == (0.9, 2.0, "10 of 12")
+    (alone,) = plan_quality.scores([row("FSDP", 12.0, 10.0), row("plan", 6.0, 9.0, 0, "ample")])
+    assert (alone["level 0"], alone["level 1"], alone["level 0, tight"]) == (0.5, None, None)
+
+
+def test_truth_counts_rows_by_how_close_they_are():
+    row = truth.Row("mlp", "batch", True, {}, 100, 100, True, True, (1, 1), (100, 108), (1.0, 1.0), 0.0, 0.0)
+    other = dataclasses.replace(row, good=False, compiled_bytes=110, peak=(100, 400))
+    good, bad, both = truth.close([row, other])
+    assert (good["rows"], good["bytes equal"], good["peak within 5 %"], good["10 %"]) == (1, 1, 0, 1)
+    assert (bad["bytes equal"], bad["bytes within 5 %"], bad["25 %"], both["rows"]) == (0, 0, 0, 2)
+    (found,) = truth.differences([row, other])
+    assert (found["compiled"], found["peak"]) == (110, 0.25)
