@@ -22,6 +22,7 @@ import jax
 import shardfn
 from benchmarks import harness
 from examples.models import abstract, gpt2, llama, mindspore
+from shardfn.cost.estimate import Cost
 from shardfn.ir import shardy
 from shardfn.planning import call_function
 
@@ -45,6 +46,7 @@ class Case:
     report: bool = False
     """Whether the report is made too."""
     long: bool = False
+    table: str = "plans"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Row:
     target: float
     policy: str
     ok: bool
+    table: str
+    cost: Cost
 
 
 def gpt(layers: int, scan: bool = False) -> Callable[[], Any]:
@@ -118,9 +122,9 @@ def cases() -> Iterator[Case]:
     for mode in ("recursive_programming", "dynamic_programming"):
         for level in (0, 1, 2):
             yield Case(
-                f"the same, 64 devices, level {level}, {mode}",
+                f"MindSpore's transformer, 64 devices, level {level}, {mode}",
                 functools.partial(abstract, mindspore.make, mindspore.TRANSFORMER),
-                on(64, donate_argnums=(), level=level, search_mode=mode),
+                on(64, donate_argnums=(), level=level, search_mode=mode), table="modes",
             )  # fmt: skip
     yield Case("gpt2, 24 layers unrolled, mesh (4, 2), with proof", gpt(24), mesh_4x2, target=5.0, proof=True)
     pod = functools.partial(abstract, llama.make, llama.llama3_70b(batch=256, context=4096))
@@ -172,7 +176,8 @@ def measure(case: Case) -> Row:
     cpu = whole.cpu - tracing.cpu + reading.cpu
     ok = cpu <= case.target and (not case.proof or "proved" in plan.policy)
     ops = len(plan.partitioned.graph.ops)
-    return Row(case.name, case.series, case.x, ops, jax_s, plan_s, cpu, case.target, plan.policy, ok)
+    return Row(case.name, case.series, case.x, ops, jax_s, plan_s, cpu, case.target, plan.policy, ok, case.table,
+               plan.cost)  # fmt: skip
 
 
 # ---- showing
@@ -187,7 +192,8 @@ def line(row: Row) -> str:
 
 def as_json(row: Row) -> dict[str, Any]:
     return {"program": row.name, "ops": row.ops, "CPU s": row.plan_cpu_s, "s": row.plan_s, "tracing s": row.jax_s,
-            "target s": row.target, "ok": row.ok, "policy": row.policy}  # fmt: skip
+            "target s": row.target, "ok": row.ok, "policy": row.policy, "sent MB": row.cost.bytes_sent / 1e6,
+            "peak MB": row.cost.memory.peak / 1e6, "modelled ms": row.cost.time_s * 1e3}  # fmt: skip
 
 
 def bars(rows: Sequence[Row], width: int = 60) -> Iterator[str]:
@@ -253,7 +259,8 @@ def main() -> None:
     print("\n".join(bars(rows)))
     if options.plot and any(r.series for r in rows):
         pathlib.Path(options.plot).write_text(svg(rows))
-    harness.save(options.json, {"plans": list({row.name: as_json(row) for row in rows}.values())})
+    tables = {row.table: list({r.name: as_json(r) for r in rows if r.table == row.table}.values()) for row in rows}
+    harness.save(options.json, tables)
     missed = list(dict.fromkeys(r.name for r in rows if not r.ok))
     print(f"\n{len(missed)} targets missed" + (f": {'; '.join(missed)}" if missed else ""))
     sys.exit(bool(missed))
