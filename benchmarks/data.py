@@ -51,18 +51,15 @@ def images(folder: pathlib.Path, size: int):
 def windows(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
     """One row for each format."""
     rows = []
-    print(f"image {options.size} x {options.size} x 3 uint8, {options.size**2 * 3:,} B, sharded {options.cuts}")
-    print(f"{'format':<26}{'B kept':>14}{'B stored':>14}{'of':>14}{'window ms':>12}{'whole ms':>12}{'ratio':>8}")
     for name, image in images(folder, options.size):
         first = data.reads(image, (*options.cuts, 1))[0]
         window = tuple(slice(*edges) for edges in first.window)
         piece = median_ms(lambda image=image, window=window: np.array(image[window]), options.rounds)
         whole = median_ms(lambda image=image, window=window: np.array(image[:])[window].copy(), options.rounds)
         total = options.size**2 * 3
-        rows.append({"format": name, "bytes": first.bytes, "bytes_stored": first.bytes_stored, "bytes_whole": total,
-                     "window_ms": piece, "whole_ms": whole})  # fmt: skip
-        print(f"{name:<26}{first.bytes:>14,}{first.bytes_stored:>14,}{total:>14,}{piece:>12.2f}{whole:>12.2f}"
-              f"{whole / piece:>8.1f}")  # fmt: skip
+        rows.append({"format": name, "B kept": first.bytes, "B stored": first.bytes_stored, "B of the image": total,
+                     "window ms": piece, "image ms": whole, "ratio": whole / piece})  # fmt: skip
+    harness.show(rows, f"image {options.size} x {options.size} x 3 uint8, sharded {options.cuts}")
     return rows
 
 
@@ -72,12 +69,9 @@ def batches(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
     np.save(folder / "set.npy", np.random.default_rng(0).normal(size=(records, 128, 128, 3)).astype("float32"))
     source = np.load(folder / "set.npy", mmap_mode="r")
     rows = []
-    print(f"\n{records} records of 128 x 128 x 3 float32, {batch} to a batch, shuffled")
-    print(f"{'way':<40}{'batches/s':>12}{'B/device':>14}")
 
     def show(name: str, seconds: float, held: int) -> None:
-        rows.append({"way": name, "batches_per_s": records // batch / seconds, "bytes_per_device": held})
-        print(f"{name:<40}{records // batch / seconds:>12.1f}{held:>14,}")
+        rows.append({"way": name, "batches/s": records // batch / seconds, "B on a device": held})
 
     for strategy in ("full_batch", "data_parallel", ((1, 2, 4, 1),), ((2, 2, 2, 1),)):
         for prefetch in (0, 2):
@@ -92,6 +86,7 @@ def batches(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
             jax.block_until_ready(jax.device_put(np.array(source[chosen]), spread))
 
     show("whole records, device_put", median_ms(whole, options.rounds) / 1e3, batch * 128 * 128 * 3 * 4 // 8)
+    harness.show(rows, f"{records} records of 128 x 128 x 3 float32, {batch} to a batch, shuffled")
     return rows
 
 

@@ -26,7 +26,7 @@ from benchmarks import harness
 PAGE = harness.ROOT / "benchmarks" / "RESULTS.md"
 FOLDER = harness.ROOT / "benchmarks" / "results"
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "checkpoint": (),
+    "checkpoint": ("--mib", "128"),
     "data": (),
     "dispatch": ("--rounds", "21"),
     "embedding": (),

@@ -474,20 +474,12 @@ def close(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-REASONS = {
-    ("gpt2 step, 2 layers", "the same, and the vocabulary"):
-        "the table is sharded over both axes, its rows in the other order than the batch: XLA permutes some shards where the "
-        "prediction gathers",
-}  # fmt: skip
-"""Why the bytes of a row differ, by program and layout."""
-
-
 def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows whose bytes differ, or whose peak does by more than a tenth, the furthest first."""
     off = [r for r in rows if r.predicted_bytes != r.compiled_bytes or not _near(_ratio(*r.peak), 0.10)]
     return [
         {"program": r.program, "sharding": r.layout, "bytes predicted": r.predicted_bytes, "compiled": r.compiled_bytes,
-         "bytes": r.ratio, "peak": _ratio(*r.peak), "why": REASONS.get((r.program, r.layout), "-")}
+         "bytes": r.ratio, "peak": _ratio(*r.peak)}
         for r in sorted(off, key=lambda r: -max(_off(r.ratio), _off(_ratio(*r.peak))))
     ]  # fmt: skip
 
