@@ -144,7 +144,7 @@ def measure(name: str, compile_sizes: str, save: bool) -> Row:
         "command": harness.command(sys.argv),
         "date": f"{datetime.date.today()}",
         "versions": versions,
-        "machine": f"{machine['processor']}, {machine['cores']} cores",
+        "machine": f"{machine['processor']}, {machine['cores']} cores, load {os.getloadavg()[0]:.0f} at the end",
     }
     return {"name": name, **made, "sizes": rows}
 
@@ -267,7 +267,7 @@ function.
 |---|---|---|---:|---:|---:|---:|---:|---:|
 {rows}
 
-*CPU seconds* is what planning took. Times are modelled from datasheets, without overlap of compute and communication. The ratios
+*CPU seconds* is what planning took, up to twice as long where other programs shared the cores (a page says their load). Times are modelled from datasheets, without overlap of compute and communication. The ratios
 are compiled over predicted: the bytes that one device sends, and its peak memory. Each page gives the reasons for differences.
 
 Each page says when it was measured: a later search may find another plan.
