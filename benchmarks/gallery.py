@@ -267,8 +267,9 @@ function.
 |---|---|---|---:|---:|---:|---:|---:|---:|
 {rows}
 
-*CPU seconds* is what planning took, up to twice as long where other programs shared the cores (a page says their load). Times are modelled from datasheets, without overlap of compute and communication. The ratios
-are compiled over predicted: the bytes that one device sends, and its peak memory. Each page gives the reasons for differences.
+*CPU seconds* is what planning took, which is more where other programs shared the cores: newer pages say their load. Times are
+modelled from datasheets, without overlap of compute and communication. The ratios are compiled over predicted: the bytes that one
+device sends, and its peak memory. Each page gives the reasons for differences.
 
 Each page says when it was measured: a later search may find another plan.
 `python benchmarks/gallery.py --compile --save` measures again and writes these pages; `--only NAME` does one.
