@@ -122,7 +122,7 @@ def compare(
 
     return Comparison(
         cost(
-            lambda t, i: lookup(t, i, strategy=of_table, rows=split),
+            lambda t, i: lookup(t, i, strategy=strategy, rows=split, device=device),
             (split.parts, split.longest, width),
             of_table,
             split,

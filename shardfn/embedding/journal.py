@@ -148,6 +148,14 @@ def _take_back(folder: pathlib.Path, before: Manifest, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
 
 
+def are_there(folder: pathlib.Path, manifest: Manifest) -> bool:
+    """Whether all files of a manifest have their size; `replay` checks what is in them."""
+    try:
+        return all((folder / file.name).stat().st_size == file.size for file in manifest.files)
+    except OSError:
+        return False
+
+
 def later_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """The rows in a folder that a first save did not write; one that was killed may have left rows without a manifest."""
     return sorted(path for path in folder.glob("[0-9]*.rows") if path.name != _name(1))

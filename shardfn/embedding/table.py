@@ -308,7 +308,7 @@ class Table:
         """Save what changed since the last save if that was in the same folder, else all rows that ever changed.
 
         A save is complete or absent, also if the process is killed in it. Earlier files are rewritten as one when they hold
-        more than twice the rows that ever changed.
+        more than twice the rows that ever changed, or when one of them is gone or truncated.
 
         Args:
           folder: the folder of the saves of this table. Of several processes the first writes it.
@@ -326,6 +326,7 @@ class Table:
         is_changed = self._is_changed if is_newest else self._is_touched
         before = there or journal.Manifest(self._kind)
         is_full = before.rows + int(is_changed.sum()) > 2 * int(self._is_touched.sum())
+        is_full = is_full or from_first(lambda: not journal.are_there(path, before))
         ids = np.flatnonzero(self._is_touched if is_full else is_changed)
         chunks = self._dumped(ids)
 

@@ -38,7 +38,8 @@ def make(name, tmp_path, **options):
     options = {"optimizer": embedding.adagrad(0.1), "init": 0.5, **STORES[name], **options}
     options |= {"path": tmp_path / "files"} if options.get("path") else {}
     options |= {"store": TableServers(servers=2)} if options.get("store") == "servers" else {}
-    return Table(ROWS, WIDTH, device=jax.devices()[:4], **options)
+    options |= {"device": jax.devices()[:4]} if "strategy" in options else {}
+    return Table(ROWS, WIDTH, **options)
 
 
 def batches(count=8, seed=0):
@@ -389,3 +390,18 @@ def test_save_refuses_a_folder_whose_manifest_is_gone(tmp_path):
         make("host", tmp_path).save(folder)
     (folder / "000002.rows").unlink()  # as a first save leaves it that was killed before its manifest
     make("host", tmp_path).save(folder)
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing"])
+def test_a_save_writes_again_what_earlier_files_lost(fault, tmp_path):
+    table, folder = make("host", tmp_path), tmp_path / "saves"
+    for _ in range(2):
+        trained(table, batches(1))
+        table.save(folder)
+    path = folder / "000001.rows"
+    path.write_bytes(path.read_bytes()[:-9]) if fault == "truncated" else path.unlink()
+    trained(table, [np.array([[1, 2]])])
+    assert table.save(folder) > 2, "all rows that ever changed"
+    again = make("host", tmp_path)
+    again.restore(folder)
+    np.testing.assert_array_equal(again.values(), table.values())
