@@ -147,7 +147,8 @@ def test_fetch_of_bad_ids_says_which():
     with pytest.raises(ShardError, match="`capacity` cannot be"):
         table.fetch([1], capacity=1.5)
     with pytest.raises(ShardError, match="learning rate"):
-        Table(10, 2, optimizer=embedding.sgd(lambda _: None)).update(same, same.values)
+        wrong = Table(10, 2, optimizer=embedding.sgd(lambda _: None))
+        wrong.update(batch := wrong.fetch([4]), batch.values)
     with pytest.raises(ShardError, match="room for 4"):
         Table(10, 2, cache_rows=4).fetch(np.arange(5))
 
