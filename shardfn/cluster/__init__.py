@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `group`, `environment` | `init`, `rank`, `size`; the variables that name a group |
-| `launch`, `jobs` | the processes of this machine; the list of them, and the environment of each |
+| `launch`, `jobs`, `ports` | the processes of this machine; their list and environments; where process 0 listens |
 | `recovery`, `preemption` | `run`: a training loop that goes on from its last checkpoint; the end that SIGTERM announces |
 | `heartbeat` | `beat`, `rest`: a process that hangs |
 | `parameter_server/` | `ParameterServer`: parameters on servers, for workers that come and go; `TableServers`: rows of tables |

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from shardfn.cluster.environment import BIND, LOOPBACK, Membership, group_size, membership, process_index
+from shardfn.cluster.ports import check_free
 from shardfn.errors import ClusterError, fail
 
 TIMEOUT_S = 300
@@ -45,7 +46,8 @@ def init(
       timeout_s: seconds to wait for the other processes.
 
     Raises:
-      ClusterError: JAX has started already, the environment is incomplete, or the group has another size.
+      ClusterError: JAX has started already, the environment is incomplete, the group has another size, or something listens
+        where process 0 would.
 
     >>> init()
     >>> rank(), size()
@@ -108,6 +110,9 @@ def backend() -> str:
 
 def _start(found: Membership, devices: Sequence[int] | None, timeout_s: int) -> None:
     options = _local(devices)
+    host, _, port = (found.coordinator or "").rpartition(":")
+    if found.index == 0 and port.isdigit():
+        check_free(host, int(port))
     if found.index == 0 and BIND not in os.environ and LOOPBACK.fullmatch(found.coordinator or ""):
         options["coordinator_bind_address"] = found.coordinator  # JAX would listen at all addresses of the machine
     try:

@@ -10,7 +10,6 @@ import pathlib
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,9 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from shardfn.cluster.environment import LOOPBACK
 from shardfn.cluster.heartbeat import FOLDER, silent
 from shardfn.cluster.jobs import LOCAL, Process, variables, without
+from shardfn.cluster.ports import check_free, free_port
 from shardfn.errors import ClusterError, Problem, fail, raise_problems
 
 GRACE_S = 5.0
@@ -119,7 +118,7 @@ def launch(
                 fail(ClusterError, f"{folder} cannot be made", where=f"launch: logs {os.fspath(logs)}", why=str(error),
                      fix="give a directory that this user may write to")  # fmt: skip
             if port is not None and job[0].host == host:
-                _check_free(host, port)
+                check_free(host, port)
             running = _Attempt(command, job, host, port or free_port(), folder, stream, events)
             try:
                 found = running.outcome(grace_s, heartbeat_s)
@@ -134,17 +133,6 @@ def launch(
                 number = "" if min_processes is None else f", processes: {len(job)}"
                 _say(stream, f"{outcome}\nstarting again: attempt {attempt + 1} of {retries + 1}{number}")
     return outcome
-
-
-def free_port() -> int:
-    """A port of the loopback address that nothing listens at now.
-
-    >>> free_port() > 0
-    True
-    """
-    with socket.socket() as probe:
-        probe.bind((LOCAL, 0))
-        return probe.getsockname()[1]
 
 
 def _check(
@@ -169,21 +157,6 @@ def _check(
                                 why=f"the processes are on {', '.join(hosts) or 'no host'}",
                                 fix="give one of their hosts"))  # fmt: skip
     raise_problems(problems, ClusterError)
-
-
-def _check_free(host: str, port: int) -> None:
-    """Refuse a port at which something listens: gRPC shares it, and each of two jobs would take the other's processes.
-
-    Raises:
-      ClusterError: it is in use.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
-        try:
-            probe.bind((LOCAL if LOOPBACK.fullmatch(host) else "", port))
-        except OSError as error:
-            fail(ClusterError, f"port {port} is in use", where=f"launch: port {port}", why=str(error),
-                 fix="give another port, the same on all hosts; on one machine leave it out for a free one")  # fmt: skip
 
 
 class _Attempt:

@@ -16,8 +16,9 @@ import time
 from typing import Any
 
 from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, RayError, ray  # pyright: ignore[reportAttributeAccessIssue]
-from shardfn.errors import ClusterError, fail
+from shardfn.errors import ClusterError, fail, nearest
 from shardfn.mindspore.context import get_ps_context
+from shardfn.mindspore.context_keys import ROLES
 
 SERVER = "shardfn_server"
 """The resource of a server's node: one server runs there."""
@@ -53,6 +54,9 @@ def take_role() -> None:
     if missing := [key for key, value in found.items() if value is None]:
         fail(ClusterError, "the job with parameter servers is not known", where="init", why=f"{', '.join(missing)} are not set",
              fix="set MS_ROLE, MS_SCHED_HOST, MS_SCHED_PORT, MS_WORKER_NUM and MS_SERVER_NUM")  # fmt: skip
+    if found["ms_role"] not in ROLES:
+        fail(ClusterError, f"there is no role {found['ms_role']}", where=f"MS_ROLE={found['ms_role']}",
+             why=f"the roles are {', '.join(ROLES)}", fix=nearest(found["ms_role"], ROLES))  # fmt: skip
     if ray.is_initialized():
         return
     if not os.environ.get("RAY_AUTH_MODE"):  # `ray start` would let everybody in that reaches the port

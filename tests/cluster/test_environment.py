@@ -1,6 +1,7 @@
 """What a process learns of its group from its environment, and what it says where that is incomplete."""
 
 import json
+import socket
 
 import jax
 import pytest
@@ -72,6 +73,16 @@ def test_init_after_jax_has_started_says_so(monkeypatch):
     jax.devices()
     with pytest.raises(ClusterError, match="call init before anything"):
         cluster.init()
+
+
+def test_init_of_process_0_where_another_job_listens_says_so(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("the other job would be ended"))
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ClusterError, match="is in use"):
+            cluster.init(f"127.0.0.1:{other.getsockname()[1]}", 2, 0)
 
 
 def test_init_passes_the_devices_on_to_a_group_that_jax_detects(monkeypatch):

@@ -18,6 +18,7 @@ from shardfn import embedding
 from shardfn.cluster import TableServers
 from shardfn.cluster.parameter_server import ParameterServer, RowGradient, train
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target
+from shardfn.errors import ClusterError
 from tests.embedding.test_table import ROWS, WIDTH, batches, trained
 from tests.processes import ROOT, bare_environment, launched
 
@@ -176,6 +177,20 @@ def test_a_role_without_authentication_is_refused(ray_token):
         [sys.executable, ROOT / "tests/cluster/roles.py"], env=own, capture_output=True, text=True, timeout=120
     )
     assert done.returncode and "does not say who may join its cluster" in done.stderr, done.stderr
+
+
+def test_a_role_that_there_is_not_is_refused(monkeypatch):
+    from shardfn.mindspore.roles import take_role
+
+    for name, value in {
+        "MS_ROLE": "MS_SHED",
+        "MS_SCHED_HOST": "127.0.0.1",
+        "MS_SCHED_PORT": "1",
+        "MS_WORKER_NUM": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match="there is no role MS_SHED"):
+        take_role()
 
 
 @pytest.mark.parametrize("cache_rows", [0, 24])
