@@ -17,7 +17,7 @@ import pytest
 from shardfn import embedding
 from shardfn.cluster import TableServers
 from shardfn.cluster.parameter_server import ParameterServer, RowGradient, train
-from shardfn.cluster.parameter_server.engine import COORDINATOR, Target
+from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, targets_of
 from shardfn.errors import ClusterError
 from tests.embedding.test_table import ROWS, WIDTH, batches, trained
 from tests.processes import ROOT, bare_environment, launched
@@ -81,6 +81,37 @@ def test_killed_servers_coordinators_and_workers_lose_and_double_nothing(cluster
     np.testing.assert_array_equal(found, 1)
     assert server.report().accepted == WORKERS * STEPS
     server.close()
+
+
+def resize(server, numbers):
+    for servers in numbers:
+        server.resize(servers=servers)
+
+
+def test_several_clients_change_the_servers_while_workers_push_and_one_is_killed(cluster, tmp_path):
+    server = start(tmp_path, "several")
+    tasks = [cluster.remote(num_cpus=0, max_retries=-1)(work).remote(server, worker) for worker in range(WORKERS)]
+    mover = cluster.remote(num_cpus=0, max_retries=0)(resize)
+    movers = [mover.remote(server, numbers) for numbers in [(3, 1), (2, 3), (4,) * 50]]
+    while server.report().accepted < 20:
+        time.sleep(0.01)
+    cluster.cancel(movers.pop(), force=True)
+    cluster.get([*tasks, *movers], timeout=200)
+    server.resize(servers=2)
+    np.testing.assert_array_equal(server.pull().values, 1)
+    deadline = time.monotonic() + 20
+    wanted = {"several/coordinator", *(f"several/{target.name}" for target in targets_of(server._place))}
+    while wanted != (left := names_of_actors("several/")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == wanted and len(list((tmp_path / "job").glob("epoch-*"))) == 1
+    server.close()
+
+
+def names_of_actors(prefix):
+    from ray.util import list_named_actors
+
+    names = (actor["name"] for actor in list_named_actors(all_namespaces=True))
+    return {name for name in names if name.startswith(prefix)}
 
 
 def test_a_job_goes_on_after_its_cluster_is_gone(cluster, tmp_path):

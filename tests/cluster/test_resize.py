@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn.cluster.parameter_server import InProcess, ParameterServer, coordinator, train
+from shardfn.cluster.parameter_server import InProcess, ParameterServer, coordinator, resize, train
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable, ask, targets_of
 from shardfn.errors import ClusterError
 
@@ -22,6 +22,8 @@ class Hooked(InProcess):
         self.before, self.after = {}, {}
 
     def _call(self, one):
+        if threading.current_thread() is not threading.main_thread():  # the one that renews a lease
+            return super()._call(one)
         self.before.pop(one.method, lambda: None)()
         answer = super()._call(one)
         self.after.pop(one.method, lambda: None)()
@@ -200,6 +202,21 @@ def test_whoever_comes_after_a_client_that_died_after_the_switch_starts_the_serv
     third.pull()
 
 
+def test_a_change_may_take_longer_than_a_lease(tmp_path, monkeypatch):
+    monkeypatch.setattr(resize, "LEASE_S", 0.1)  # for the client alone, so that it renews often
+    first = start(tmp_path)
+
+    def stall():
+        begin, deadline = first.engine.running[COORDINATOR]._lease.until, time.monotonic() + 20
+        while first.engine.running[COORDINATOR]._lease.until < begin + 0.2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert time.monotonic() < deadline
+
+    first.engine.after["portion"] = stall
+    first.resize(servers=2)
+    check(first, tmp_path, 2)
+
+
 @pytest.mark.parametrize("step", ["lease", "portion", "renew", "switch"])
 def test_an_answer_that_is_lost_costs_another_try_and_leaves_nothing(tmp_path, step):
     def lose():
@@ -267,7 +284,7 @@ def test_workers_push_while_clients_change_the_servers(tmp_path):
             if done.is_set():
                 return
 
-    def resize(client, numbers):
+    def change(client, numbers):
         for servers in numbers:
             before = client.report().accepted
             while not errors and client.report().accepted < before + 2:
@@ -275,7 +292,7 @@ def test_workers_push_while_clients_change_the_servers(tmp_path):
             client.resize(servers=servers)
 
     threads = [threading.Thread(target=guarded, args=(work, worker)) for worker in range(2)]
-    movers = [threading.Thread(target=guarded, args=(resize, numbers)) for numbers in [(2, 3, 1, 2), (3, 1, 2, 2)]]
+    movers = [threading.Thread(target=guarded, args=(change, numbers)) for numbers in [(2, 3, 1, 2), (3, 1, 2, 2)]]
     for thread in threads + movers:
         thread.start()
     for thread in movers:

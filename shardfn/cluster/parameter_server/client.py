@@ -249,8 +249,7 @@ class ParameterServer:
     def resize(self, *, servers: int | None = None, workers: int | None = None) -> None:
         """Change the number of servers or of workers during training. Any client may call it, also several at the same time.
 
-        While the servers change, pushes wait. The client holds one of the new servers in its memory at a time; a push may come
-        first where one takes more than a minute to write, and then the change begins again.
+        While the servers change, pushes wait. The client holds one of the new servers in its memory at a time.
 
         Args:
           servers: the number of servers; None for as many as there are.

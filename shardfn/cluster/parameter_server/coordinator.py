@@ -25,8 +25,8 @@ from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, 
 MOVED, BUSY = "moved", "busy"
 """What becomes of a push while the servers change: to be sent to the new servers; to be sent again in a moment."""
 
-LEASE_S = 60
-"""Seconds after which a change of servers that did not renew its lease keeps back neither pushes nor other changes."""
+LEASE_S = 10
+"""Seconds for which a client that died, or stalls, keeps back pushes and other changes of the servers."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,16 +5,18 @@
 3. One record of the coordinator makes the new servers live, if the client still has its lease.
 4. Whoever learns of the new servers starts them and ends the old ones (`live_servers`).
 
-So a client that stalls, or dies at any step, harms nothing: its folder is not live, and nobody else writes there. A lease that
-runs out costs another try.
+So a client that stalls, or dies at any step, harms nothing: its folder is not live, and nobody else writes there. A thread
+renews the lease, however long the change takes. A lease that runs out costs another try.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
+from collections.abc import Iterator
 
-from shardfn.cluster.parameter_server.coordinator import Lease
+from shardfn.cluster.parameter_server.coordinator import LEASE_S, Lease
 from shardfn.cluster.parameter_server.engine import Call, Engine, Setup, Unreachable, ask, targets_of
 from shardfn.cluster.parameter_server.folders import writing
 from shardfn.cluster.parameter_server.ledger import Place
@@ -44,7 +46,7 @@ def change_servers(engine: Engine, setup: Setup, old: Place, partition: Partitio
     new = Place(old.epoch + 1, partition.servers, lease.token)
     folder = setup.path(targets_of(new)[0]).parent
     try:
-        with writing(folder):
+        with _renewed(engine, lease), writing(folder):
             _write(engine, setup, old, new, partition, lease)
         if not ask(engine, "switch", lease.token, new.servers):
             raise Unreachable("a push came while the servers changed")
@@ -53,6 +55,24 @@ def change_servers(engine: Engine, setup: Setup, old: Place, partition: Partitio
             if ask(engine, "release", lease.token):
                 shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def _renewed(engine: Engine, lease: Lease) -> Iterator[None]:
+    """Renew a lease meanwhile."""
+    is_over = threading.Event()
+
+    def renew() -> None:
+        while not is_over.wait(LEASE_S / 4):
+            with contextlib.suppress(Unreachable, ShardError):  # the next time, or the lease runs out
+                ask(engine, "renew", lease.token)
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _write(engine: Engine, setup: Setup, old: Place, new: Place, partition: Partition, lease: Lease) -> None:
