@@ -45,8 +45,10 @@ def overlap(partitioned: PartitionedProgram, hardware: Hardware) -> Overlap:
     steps = _steps(schedule, hardware)
     none_s = sum(step.seconds for step in steps)
     every = frozenset(step.kind for step in steps if step.kind)
-    expected_s = min(none_s, _seconds(schedule, steps, backend_of(partitioned.platform).asynchronous))
-    return Overlap(none_s, expected_s, min(expected_s, _seconds(schedule, steps, every)))
+    some = every & backend_of(partitioned.platform).asynchronous
+    full_s = min(none_s, _seconds(schedule, steps, every)) if every else none_s
+    expected_s = full_s if some == every else _seconds(schedule, steps, some) if some else none_s
+    return Overlap(none_s, max(full_s, min(expected_s, none_s)), full_s)
 
 
 _BOTH = "cores", "links"

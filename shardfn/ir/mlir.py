@@ -21,9 +21,10 @@ NUMBER = "number"
 
 
 _UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
-SHARDY_NUMBERED = frozenset({"sdy.sharding_constraint"})
-"""Of Shardy's own ops those that are numbered. A propagation makes an `sdy.reshard` with the same number of each."""
-"""Ops that may not have the attribute, and constants, of which Shardy puts equal ones together; it changes its own ops."""
+"""Ops that may not have the attribute, and constants, of which Shardy puts equal ones together."""
+
+_SHARDY_NUMBERED = frozenset({"sdy.sharding_constraint"})
+"""Of Shardy's own ops, which it changes, those that have it. A propagation makes an `sdy.reshard` with the same number of each."""
 
 
 def parsed_passes(pipeline: str) -> Any:
@@ -101,7 +102,7 @@ def number_all(ops: Sequence[Any], first: int) -> int:
     """Number ops; gives the next number."""
     kind = ir.IntegerType.get_signless(64)
     for n, op in enumerate(ops, first):
-        if op.name not in _UNNUMBERED and (op.name in SHARDY_NUMBERED or not op.name.startswith("sdy.")):
+        if op.name not in _UNNUMBERED and (op.name in _SHARDY_NUMBERED or not op.name.startswith("sdy.")):
             op.attributes[NUMBER] = ir.IntegerAttr.get(kind, n)
     return first + len(ops)
 

@@ -76,8 +76,8 @@ def _overlap_line(plan: Plan) -> list[str]:
         return []
     times = plan.overlap
     return [
-        f"overlap: {time_text(times.expected_s)} with the collectives beside compute that XLA runs there, "
-        f"{time_text(times.full_s)} with all of them (modelled)"
+        f"overlap: {time_text(times.expected_s)} if XLA overlaps the kinds of collectives that it can with compute, "
+        f"{time_text(times.full_s)} if it overlapped all of them (modelled)"
     ]
 
 

@@ -275,7 +275,7 @@ def _counted(of: Subject) -> Iterable[Part]:
         for c in of.counted or ()
     ]  # fmt: skip
     columns = ("counted", "line", "in all", "dropped", "least", "mean", "most", "none", "each")
-    note = "of one run, in its order; hidden: inside a custom derivative rule or a shard_map"
+    note = "of one run; hidden: inside a custom derivative rule or a shard_map"
     yield table("Counted in a run", columns, rows, note, of.most)
     if of.counted is not None and not rows:
         yield Text("Counted in a run", ("nothing: the function has no `experts.route`",))
