@@ -92,7 +92,7 @@ def test_several_clients_change_the_servers_while_workers_push_and_one_is_killed
     server = start(tmp_path, "several")
     tasks = [cluster.remote(num_cpus=0, max_retries=-1)(work).remote(server, worker) for worker in range(WORKERS)]
     mover = cluster.remote(num_cpus=0, max_retries=0)(resize)
-    movers = [mover.remote(server, numbers) for numbers in [(3, 1), (2, 3), (4,) * 50]]
+    movers = [mover.remote(server, numbers) for numbers in [(3,), (1, 2), (4, 3) * 50]]
     while server.report().accepted < 20:
         time.sleep(0.01)
     cluster.cancel(movers.pop(), force=True)

@@ -383,7 +383,7 @@ def write_coordinator(folder: pathlib.Path, job: Job, servers: int, workers: int
 
 
 def check_job(job: Job, given: Job, where: str) -> None:
-    """Refuse to go on with a folder of another job.
+    """Refuse to resume with a folder of another job.
 
     Args:
       job: that of the folder.

@@ -101,7 +101,7 @@ END = Record("end")
 """The last record of a snapshot."""
 
 
-class Found(NamedTuple):
+class FileRecords(NamedTuple):
     """The records of a file.
 
     Attributes:
@@ -122,7 +122,7 @@ class Found(NamedTuple):
         return self.end == self.size
 
 
-def read_records(file: BinaryIO) -> Found:
+def read_records(file: BinaryIO) -> FileRecords:
     """The records of a file up to the first that is incomplete or damaged.
 
     Args:
@@ -140,15 +140,15 @@ def read_records(file: BinaryIO) -> Found:
     while len(head := file.read(length)) == length:
         count, crc = _HEAD.unpack_from(head)
         if _HEAD_CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
-            return Found(records, end, size, not _is_unwritten(file, end))
+            return FileRecords(records, end, size, not _is_unwritten(file, end))
         if count > size - end - length:
-            return Found(records, end, size)
+            return FileRecords(records, end, size)
         body = memoryview(file.read(count))
         if zlib.crc32(body[:-1]) != crc:
-            return Found(records, end, size, not _is_unwritten(file, end))
+            return FileRecords(records, end, size, not _is_unwritten(file, end))
         end += length + count
         records.append(Record.decode(bytes(body[:-1])))
-    return Found(records, end, size)
+    return FileRecords(records, end, size)
 
 
 def _is_unwritten(file: BinaryIO, start: int) -> bool:
@@ -447,7 +447,7 @@ def _recover(folder: pathlib.Path) -> tuple[int, int, list[Record], int]:
          why=f"{len(numbers)} generations were looked at", fix="restore the folder from a copy")  # fmt: skip
 
 
-def _read(path: pathlib.Path) -> Found | None:
+def _read(path: pathlib.Path) -> FileRecords | None:
     """The records of a file; None if it is not there."""
     try:
         with path.open("rb") as file:

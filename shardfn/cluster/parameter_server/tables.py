@@ -33,7 +33,7 @@ class TableServers:
     when they leave it, and at `Table.flush`. What a killed worker had not pushed is lost.
 
     Args:
-      folder: where logs and snapshots are, as of `ParameterServer.create`. A folder with a table goes on with its rows. None
+      folder: where logs and snapshots are, as of `ParameterServer.create`. The table resumes with the rows of the folder. None
         for a temporary folder, which ends with the process.
       servers: the number of servers.
       workers: the number of workers; a folder with a table has the number it was made with. Each worker makes the table, with
@@ -90,7 +90,7 @@ class TableServers:
         return self._server
 
     def open(self, table: TableSpec) -> Opened:
-        """Start the servers of a table, or go on with those of the folder. `embedding.Table` calls it.
+        """Start the servers of a table, or resume with those of the folder. `embedding.Table` calls it.
 
         Args:
           table: what the table is.
@@ -121,7 +121,7 @@ class TableServers:
         if held != self.workers:
             self._give_up(server)
             fail(StrategyError, f"the table has {held} workers, not {self.workers}", where=f"store = {self!r}",
-                 why="a folder goes on with the number it has: an update sums the gradients of all of them",
+                 why="a folder keeps the number it has: an update sums the gradients of all of them",
                  fix=f"TableServers(workers={held}, ...); server.resize(workers={self.workers}) changes it for tables that are "
                  "made after it")  # fmt: skip
         version = server.next_step(self.worker)

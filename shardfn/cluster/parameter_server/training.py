@@ -17,7 +17,7 @@ def train(
     batch: Callable[[int], Any],
     steps: int,
 ) -> Iterator[Receipt]:
-    """Run the loop of one worker: pull, compute, push. A worker that was restarted goes on with the step that is missing.
+    """Run the loop of one worker: pull, compute, push. A worker resumes after a restart with the step that is missing.
 
     Args:
       server: the parameter server.
