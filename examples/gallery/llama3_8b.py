@@ -87,8 +87,9 @@ def program(size: str) -> Program:
 
 
 NOTES = """
-libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional torus, which sends twice the bytes. The
-prediction has counted it so since 2026-11-26; where the figures above are older, they are too low for these arrays.
+The weights fit on each chip, so that they are gathered once for a step, after the update. libtpu makes an all-reduce of an
+all-gather over all chips of a three-dimensional torus, which sends twice the bytes: the prediction counts them. The moments of
+`down` stay replicated, as its new weights then need no all-gather.
 """
 
 if __name__ == "__main__":
