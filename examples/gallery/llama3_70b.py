@@ -29,8 +29,8 @@ The fewer sequences a batch has, the more the layers are tensor parallel. With o
 sum is least for `t = 2`. The textbook's FSDP over 32 x tensor parallel over 8 is near for an eighth of the sequences only. There the
 weights fit unsharded over the 32, so that they are gathered once for a step (ZeRO-1) and not again for each layer.
 
-FSDP over all 256 chips would send twice as much: libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional
-torus. ZeRO-1 takes the memory of the gathered weights twice: libtpu copies a donated array that an all-gather replaces.
+FSDP over all 256 chips sends 800 GiB when it is compiled: libtpu makes an all-reduce of each all-gather over all chips of a
+three-dimensional torus, which sends twice the bytes. ZeRO-1 takes the memory of the gathered weights twice: libtpu copies a donated array that an all-gather replaces.
 """
 
 if __name__ == "__main__":
