@@ -24,13 +24,15 @@ NOTES = """
 Each plan was found on two CPU cores, from shapes alone. libtpu's programs for the 256 chips send 0.97, 1.03 and 1.01 times the
 predicted bytes, and their peak memory is 0.90, 1.05 and 0.86 times the predicted one.
 
-The fewer sequences a batch has, the more the layers are tensor parallel. With one sequence for each chip, tensor parallelism over
-`t` chips sends about `(t - 1) * 80` GiB of activations, and FSDP over the others about `380 / t` GiB of weights and gradients: the
-sum is least for `t = 2`. The textbook's FSDP over 32 x tensor parallel over 8 is near for an eighth of the sequences only. There the
-weights fit unsharded over the 32, so that they are gathered once for a step (ZeRO-1) and not again for each layer.
+The fewer sequences a batch has, the more the layers are tensor parallel. With one sequence for each chip, tensor parallelism
+over `t` chips sends about `(t - 1) * 80` GiB of activations, and FSDP over the others about `380 / t` GiB of weights and
+gradients: the sum is least for `t = 2`. The textbook's FSDP over 32 x tensor parallel over 8 is near for an eighth of the
+sequences only. There the weights fit unsharded over the 32, so that they are gathered once for a step (ZeRO-1) and not again
+for each layer.
 
 FSDP over all 256 chips sends 800 GiB when it is compiled: libtpu makes an all-reduce of each all-gather over all chips of a
-three-dimensional torus, which sends twice the bytes. ZeRO-1 takes the memory of the gathered weights twice: libtpu copies a donated array that an all-gather replaces.
+three-dimensional torus, which sends twice the bytes. ZeRO-1 takes the memory of the gathered weights twice: libtpu copies a
+donated array that an all-gather replaces.
 """
 
 if __name__ == "__main__":
