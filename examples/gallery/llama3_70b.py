@@ -30,9 +30,9 @@ gradients: the sum is least for `t = 2`. The textbook's FSDP over 32 x tensor pa
 sequences only. There the weights fit unsharded over the 32, so that they are gathered once for a step (ZeRO-1) and not again
 for each layer.
 
-FSDP over all 256 chips sends 800 GiB when it is compiled: libtpu makes an all-reduce of each all-gather over all chips of a
-three-dimensional torus, which sends twice the bytes. ZeRO-1 takes the memory of the gathered weights twice: libtpu copies a
-donated array that an all-gather replaces.
+FSDP over all 256 chips, the plan of 2026-11-25, sends 800 GiB when it is compiled: libtpu makes an all-reduce of each
+all-gather over all chips of a three-dimensional torus, which sends twice the bytes. ZeRO-1 takes the memory of the gathered
+weights twice: libtpu copies a donated array that an all-gather replaces.
 """
 
 if __name__ == "__main__":
