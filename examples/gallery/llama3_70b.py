@@ -21,7 +21,7 @@ def program(size: str) -> Program:
 
 
 NOTES = """
-Each plan was found on two CPU cores, from shapes alone. libtpu's programs for the 256 chips send 0.97, 1.03 and 1.01 times the
+Each plan was found on two CPU cores, from shapes alone. libtpu's programs for the 256 chips send 0.97, 1.04 and 1.01 times the
 predicted bytes, and their peak memory is 0.90, 1.05 and 0.86 times the predicted one.
 
 The fewer sequences a batch has, the more the layers are tensor parallel. With one sequence for each chip, tensor parallelism
