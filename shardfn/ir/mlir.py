@@ -24,7 +24,7 @@ _UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
 """Ops that may not have the attribute, and constants, of which Shardy puts equal ones together."""
 
 _SHARDY_NUMBERED = frozenset({"sdy.sharding_constraint"})
-"""Of Shardy's own ops, which it changes, those that have it. A propagation makes an `sdy.reshard` with the same number of each."""
+"""Of Shardy's own ops, which it changes, those that have it. Of each a propagation makes an `sdy.reshard` with its number."""
 
 
 def parsed_passes(pipeline: str) -> Any:
