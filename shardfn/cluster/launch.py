@@ -117,7 +117,7 @@ def launch(
             except OSError as error:
                 fail(ClusterError, f"{folder} cannot be made", where=f"launch: logs {os.fspath(logs)}", why=str(error),
                      fix="give a directory that this user may write to")  # fmt: skip
-            if port is not None and job[0].host == host:
+            if attempt == 1 and port is not None and job[0].host == host:
                 check_free(host, port)
             running = _Attempt(command, job, host, port or free_port(), folder, stream, events)
             try:

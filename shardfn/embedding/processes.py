@@ -176,6 +176,8 @@ def check_same_ids(ids: np.ndarray) -> None:
     Raises:
       StrategyError: in every process.
     """
+    if jax.process_count() == 1:
+        return
     if other := first_other(np.array([len(ids), zlib.crc32(ids.tobytes())], np.uint32)):
         process, theirs, first = other
         fail(StrategyError, f"process {process} looks up other ids than process 0",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail
+from shardfn.frontend.value_checks import is_number
 
 Schedule = float | Callable[[int], float]
 """A learning rate, or a function of the number of updates so far."""
@@ -74,8 +75,7 @@ def _check(name: str, learning_rate: Any, decays: Moments, from_zero: Moments) -
     if not callable(learning_rate):
         _rate(name, learning_rate)
     for option, value in (decays | from_zero).items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < (1 if option in decays else math.inf):
+        if not is_number(value) or not 0 <= value < (1 if option in decays else math.inf):
             fail(StrategyError, f"`{option}` of {name} cannot be {value!r:.40}", where=f"{name}(..., {option}={value!r:.40})",
                  why="it is a number from 0" + " to below 1" * (option in decays), fix="leave it out")  # fmt: skip
 

@@ -451,11 +451,11 @@ class Table:
         >>> table.rows_of(table.prepare([1, 2]), 4).shape
         (4, 2)
         """
+        check_same_ids(prepared.ids)  # first: what follows then fails in all processes or in none
         count = len(prepared.ids)
         if count > capacity:
             fail(StrategyError, f"a batch touches {count:,} rows, and `capacity` is {capacity:,}",
                  where=f"capacity = {capacity}", fix=f"capacity={bucket(count)}")  # fmt: skip
-        check_same_ids(prepared.ids)
         return jnp.asarray(fitted(self._store.read(prepared.ids, prepared.staged), capacity))
 
     def apply(self, ids: np.ndarray, gradients: Any) -> None:

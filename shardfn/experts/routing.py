@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.notes import counted
-from shardfn.frontend.value_checks import boolean, integer, option_problems
+from shardfn.frontend.value_checks import boolean, integer, is_number, option_problems
 
 COUNTED = "tokens of each expert"
 """What `explain(..., run=True)` counts."""
@@ -85,7 +85,9 @@ def route(
         chosen = counted(chosen, count, COUNTED)
         return Routing(chosen, weights, load, jnp.zeros((), jnp.int32), count)
     size = -(-tokens // groups)
-    capacity = max(1, math.ceil(min(capacity_factor * k * size / count, size)))  # a token's experts are different
+    capacity = max(
+        1, math.ceil(min(capacity_factor * k / count * max(1, size), size))
+    )  # a token's experts are different
     padded = jnp.pad(chosen, ((0, groups * size - tokens), (0, 0)), constant_values=count)
     ranks = jax.vmap(lambda each: ranks_of(each.T.ravel(), count).reshape(k, size).T)(padded.reshape(groups, size, k))
     kept = ranks.reshape(-1, k)[:tokens] < capacity
@@ -144,7 +146,7 @@ def _check_types(logits: Any, k: Any, capacity_factor: Any, groups: Any, normali
         *option_problems(integer(1), "k", k),
         *option_problems(integer(1), "groups", groups),
         *option_problems(boolean, "normalize", normalize),
-        *([] if capacity_factor is None or (isinstance(capacity_factor, int | float) and not isinstance(capacity_factor, bool))
+        *([] if capacity_factor is None or is_number(capacity_factor)
           else [Problem(f"`capacity_factor` is {a(capacity_factor)}", f"route(..., capacity_factor={capacity_factor!r:.40})",
                         "it is a multiple of an expert's fair share", "give a number such as 1.25, or None to keep all choices",
                         is_type=True)]),

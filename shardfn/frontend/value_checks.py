@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,15 @@ def option_problems(check: Check, name: str, value: Any) -> Iterator[Problem]:
     """The problems of an option with this value, each with the option as its place; NumPy's ints are ints here."""
     for problem in check(name, int(value) if isinstance(value, np.integer) else value):
         yield dataclasses.replace(problem, where=f"{name} = {clipped(value)}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, Python's or NumPy's, and no bool.
+
+    >>> [is_number(value) for value in (1, 0.5, np.float32(2), True, "1", None)]
+    [True, True, True, False, False, False]
+    """
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
 
 
 def of_type(kind: type, words: str) -> Check:

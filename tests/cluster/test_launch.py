@@ -172,7 +172,7 @@ def test_launch_that_is_told_to_end_while_it_ends_an_attempt_starts_no_other_one
         "ready.touch()\n"
         "while True: time.sleep(0.01)"
     )
-    outcome, _ = run(code, tmp_path / "logs", retries=3, grace_s=1.0)
+    outcome, _ = run(code, tmp_path / "logs", retries=3, grace_s=5.0)
     assert (outcome.status, outcome.rank, outcome.attempts) == (143, None, 1) and str(outcome) == "interrupted"
 
 

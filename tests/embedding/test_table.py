@@ -406,3 +406,7 @@ def test_a_save_writes_again_what_earlier_files_lost(fault, tmp_path):
     again = make("host", tmp_path)
     again.restore(folder)
     np.testing.assert_array_equal(again.values(), table.values())
+
+
+def test_options_of_an_optimizer_may_be_of_numpy():
+    assert embedding.adam(np.float32(0.5), b1=np.float32(0.25), eps=np.float64(1e-8)).name == "adam"

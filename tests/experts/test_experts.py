@@ -369,3 +369,10 @@ def test_eager_calls_take_any_number_of_tokens(capacity_factor):
 def test_losses_of_no_tokens_are_zero():
     logits = jnp.ones((0, 3))
     assert experts.load_balance(logits, experts.route(logits, 1)) == experts.router_z(logits) == 0
+
+
+@pytest.mark.parametrize("factor", [np.float32(1.25), np.int64(2), float("inf")])
+@pytest.mark.parametrize("tokens", [0, 8])
+def test_any_number_is_a_capacity_factor(factor, tokens):
+    made = experts.route(jnp.ones((tokens, 4)), 2, capacity_factor=factor)
+    assert made.capacity == {1.25: 5, 2.0: 8}.get(float(factor), 8) if tokens else made.capacity >= 1
