@@ -85,6 +85,9 @@ def test_killed_servers_coordinators_and_workers_lose_and_double_nothing(cluster
 
 def resize(server, numbers):
     for servers in numbers:
+        wanted = min(server.report().accepted + 5, WORKERS * STEPS)
+        while server.report().accepted < wanted:  # others push between two changes
+            time.sleep(0.01)
         server.resize(servers=servers)
 
 
@@ -92,7 +95,7 @@ def test_several_clients_change_the_servers_while_workers_push_and_one_is_killed
     server = start(tmp_path, "several")
     tasks = [cluster.remote(num_cpus=0, max_retries=-1)(work).remote(server, worker) for worker in range(WORKERS)]
     mover = cluster.remote(num_cpus=0, max_retries=0)(resize)
-    movers = [mover.remote(server, numbers) for numbers in [(3,), (1, 2), (4, 3) * 50]]
+    movers = [mover.remote(server, numbers) for numbers in [(3,), (1, 2), (4, 3) * 9]]
     while server.report().accepted < 20:
         time.sleep(0.01)
     cluster.cancel(movers.pop(), force=True)
