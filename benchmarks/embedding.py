@@ -137,7 +137,7 @@ def train_rows(options: argparse.Namespace) -> list[dict]:
         for number, one in enumerate(table.prefetch(ids) if prefetch else map(table.fetch, ids)):
             start = time.perf_counter() if number == len(ids) // 3 else start
             table.update(one, gradient(one.values, one.positions))
-        table.lookup([0])
+        jax.block_until_ready(table.lookup(ids[-1]))  # what the last update changed, which may still run
         seconds = time.perf_counter() - start
         if servers is not None:
             servers.server.close()
