@@ -188,11 +188,11 @@ def _as_key(key: Any) -> Any:
 
 
 def _pair(found: Any, call: str, wanted: str) -> tuple[Any, Any]:
-    if not isinstance(found, tuple) or len(found) != 2:
-        what = f"{len(found)} values" if isinstance(found, tuple) else a(found)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        what = f"{len(found)} values" if isinstance(found, tuple | list) else a(found)
         fail(StrategyError, f"{call} returns {what}", where="run(make_step)", why=f"it returns {wanted}",
              fix=f"return {wanted}")  # fmt: skip
-    return found
+    return found[0], found[1]
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:

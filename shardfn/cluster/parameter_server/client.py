@@ -288,9 +288,12 @@ class ParameterServer:
         """Stop the servers. `create` with the same folder resumes."""
         if self._is_closed:
             return
-        place = self._retried("close", lambda: self._ask("status")).place
-        retire(self.engine, self.setup, place)
-        self.engine.stop([*targets_of(place), COORDINATOR])
+        try:
+            place = self._retried("close", lambda: self._ask("status")).place
+            retire(self.engine, self.setup, place)
+        except (ClusterError, CheckpointFileError):  # the coordinator's disk is full, or it does not answer
+            place = self._place
+        self.engine.stop([*(targets_of(place) if place else ()), COORDINATOR])
         self._is_closed = True
 
     # ---- one attempt of each
@@ -333,8 +336,12 @@ class ParameterServer:
             return self._place
         place = (status or self._ask("status")).place
         if place != self._place or not self._is_running:
+            self._place, self._is_running = (
+                place,
+                False,
+            )  # before: the errors of live servers are not those of retired ones
             enter(self.engine, self.setup, place)
-            self._place, self._is_running = place, True
+            self._is_running = True
         return place
 
     def _read(
@@ -400,7 +407,9 @@ class ParameterServer:
 
     def _spread(self, update: Update) -> None:
         """Tell the servers of an update, so that they work on it before somebody pulls. If it gets lost, a pull tells them."""
-        with contextlib.suppress(Unreachable, JournalClosed, CheckpointFileError):  # the push counts already
+        with contextlib.suppress(
+            Unreachable, FolderInUse, JournalClosed, CheckpointFileError
+        ):  # the push counts already
             place = self._live()
             targets = targets_of(place)
             self.engine.notify([Call(target, "advance", ((update,),)) for target in targets])
@@ -447,7 +456,7 @@ def open_job(
             ParameterServer(engine, setup, job, names, options),
             f"create(folder={str(setup.folder.parent)!r})",
         )
-        folder = made._retried("create", lambda: made._ask("place")).parent
+        folder = made._retried("create", lambda: made._ask("folder")).parent
         if folder != setup.folder and not joins:
             fail(ClusterError, "the engine runs another job", where=where, why=f"it has the servers of {folder}",
                  fix="give each job an engine of its own, with a name of its own: OnRay(name)")  # fmt: skip

@@ -158,8 +158,8 @@ class Coordinator:
         """The arrays and the rules."""
         return self.job
 
-    def place(self) -> pathlib.Path:
-        """The folder of the journal."""
+    def folder(self) -> pathlib.Path:
+        """That of the journal."""
         return self._journal.folder
 
     def commit(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:

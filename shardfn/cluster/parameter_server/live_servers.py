@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import shutil
 
 from shardfn.cluster.parameter_server.coordinator import LedgerStatus
@@ -35,19 +37,27 @@ def enter(engine: Engine, setup: Setup, place: Place) -> None:
 
 
 def retire(engine: Engine, setup: Setup, place: Place) -> None:
-    """Stop the servers of earlier epochs, which can never be live again, and delete their folders, and those that never were.
+    """Stop the servers of other epochs, which can never be live again, and delete their folders, and those that never were.
 
     Args:
       engine: where they run.
       setup: the folder of the job.
       place: which servers are live.
     """
-    for folder in setup.folder.glob("epoch-*"):
-        epoch, _, token = folder.name.removeprefix("epoch-").partition("-")
-        if int(epoch) < place.epoch:
-            servers = (int(path.name.removeprefix("server-")) for path in folder.glob("server-*"))
+    for name in _names(setup.folder, "epoch-"):
+        epoch, _, token = name.removeprefix("epoch-").partition("-")
+        if int(epoch) < place.epoch or (int(epoch) == place.epoch and token != place.token):
+            servers = [int(server.removeprefix("server-")) for server in _names(setup.folder / name, "server-")]
             engine.stop([Target(int(epoch), server, token) for server in servers])
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(setup.folder / name, ignore_errors=True)
+
+
+def _names(folder: pathlib.Path, start: str) -> list[str]:
+    """What is in a folder whose name begins so; nothing where another client has deleted the folder meanwhile."""
+    try:
+        return [name for name in os.listdir(folder) if name.startswith(start)]
+    except FileNotFoundError:
+        return []
 
 
 def advance_all(engine: Engine, setup: Setup, place: Place) -> int:
