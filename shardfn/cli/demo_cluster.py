@@ -43,7 +43,7 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def train_up_to(folder: pathlib.Path, steps: int, killed_at: int = 0) -> None:
-    """Train with `cluster.run`; process 0 prints each step and appends `[step, loss, seconds]` to a file.
+    """Train with `cluster.run`; process 0 appends `[step, loss, seconds]` to a file, and prints each step.
 
     After the step `killed_at`, process 1 waits to be killed, so that all runs of the demo show the same on any machine.
     """
@@ -70,9 +70,9 @@ def train_up_to(folder: pathlib.Path, steps: int, killed_at: int = 0) -> None:
     def after_step(step: int, value: Any) -> None:
         number = float(value)
         if cluster.rank() == 0:
-            print(f"step {step:>2}  loss {number:.6f}  {'#' * round(20 * number)}")
-            with open(folder / "losses.jsonl", "a") as file:
+            with open(folder / "losses.jsonl", "a") as file:  # before the line that process 1 is killed at
                 print(json.dumps([step, number, time.time()]), file=file)
+            print(f"step {step:>2}  loss {number:.6f}  {'#' * round(20 * number)}")
         time.sleep(WAIT_S if cluster.rank() == 1 and step == killed_at else PAUSE_S)
 
     cluster.run(make_step, batches, folder / "checkpoints", steps=steps, every=EVERY, after_step=after_step)
