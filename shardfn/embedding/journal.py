@@ -19,7 +19,7 @@ import numpy as np
 
 from shardfn.embedding.store import Fields
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
-from shardfn.layoutfile.files import atomic_file, sync_folder
+from shardfn.layoutfile.files import atomic_file, make_folder, sync_folder
 
 FORMAT, VERSION, MANIFEST = "shardfn-embedding", 1, "manifest.json"
 
@@ -101,7 +101,7 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
     """
     name = _name(before.saves + 1)
     try:
-        _make_folder(folder)
+        make_folder(folder)
         with atomic_file(folder / name) as opened:
             file = _Counting(opened)
             sizes = [_write_chunk(file, ids, fields) for ids, fields in chunks]
@@ -122,13 +122,6 @@ def append(folder: pathlib.Path, before: Manifest, chunks: Chunks, count: int, *
 
 def _name(save: int) -> str:
     return f"{save:06}.rows"
-
-
-def _make_folder(folder: pathlib.Path) -> None:
-    made = [each for each in (folder, *folder.parents) if not each.is_dir()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in made:
-        sync_folder(each.parent)
 
 
 def _write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:

@@ -236,6 +236,21 @@ def sync_folder(folder: pathlib.Path) -> None:
             os.close(opened)
 
 
+def make_folder(folder: pathlib.Path) -> None:
+    """Make a folder and those above it, with their names on disk.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      OSError: the disk is full, or it cannot be made.
+    """
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:
     """Write a plan to a file: a layout file, or MindSpore's strategy file where the name ends in `.json` or `.ckpt`
     (ProtoBuf).

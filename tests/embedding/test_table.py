@@ -357,6 +357,7 @@ def test_a_save_that_could_not_be_synced_is_taken_back(failing, tmp_path, monkey
 def test_the_folders_of_a_first_save_are_on_disk(tmp_path, monkeypatch):
     table, synced = make("host", tmp_path), []
     monkeypatch.setattr(journal, "sync_folder", synced.append)
+    monkeypatch.setattr("shardfn.layoutfile.files.sync_folder", synced.append)
     table.save(tmp_path / "a" / "b")
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from shardfn.cluster.parameter_server.coordinator import Job, write_coordinator
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Setup, Target
-from shardfn.cluster.parameter_server.journal import make_folder
 from shardfn.cluster.parameter_server.partition import Partition
 from shardfn.cluster.parameter_server.server import new_servers, write_server
 from shardfn.errors import CheckpointFileError, fail
-from shardfn.layoutfile.files import sync_folder
+from shardfn.layoutfile.files import make_folder, sync_folder
 
 
 def job_folder(

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn.errors import CheckpointFileError, ClusterError, fail
-from shardfn.layoutfile.files import atomic_file, sync_folder
+from shardfn.layoutfile.files import atomic_file, make_folder, sync_folder
 
 LOCK_WAIT_S = 30
 """Seconds to wait for a process that has the folder open, and may be about to end."""
@@ -183,21 +183,6 @@ def write_snapshot(folder: pathlib.Path, generation: int, records: Iterable[Reco
             for buffer in record.encode():
                 _write(file, buffer)
     sync_folder(folder)
-
-
-def make_folder(folder: pathlib.Path) -> None:
-    """Make a folder and those above it, with their names on disk.
-
-    Args:
-      folder: the folder.
-
-    Raises:
-      OSError: the disk is full, or it cannot be made.
-    """
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
 
 
 def write_first(folder: pathlib.Path, records: Iterable[Record]) -> None:
