@@ -19,9 +19,9 @@ from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
-from shardfn.search.budget import affordable_compiles, visits_of
+from shardfn.search.archive import visits
+from shardfn.search.budget import affordable_compiles
 from shardfn.search.memory_limit import unit_slip
-from shardfn.search.meshes import meshes
 from shardfn.search.objectives import LEVELS, Rank, excess_bytes, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
 from shardfn.units import bytes_text
@@ -35,8 +35,7 @@ def count_of(problem: SearchProblem, asked: int | str) -> int:
         return asked
     if not problem.hardware.is_here:
         return 0
-    ops = len(problem.graph.ops)
-    return min(MOST_COMPILED, affordable_compiles(visits_of(problem.budget, ops, len(meshes(problem))), ops))
+    return min(MOST_COMPILED, affordable_compiles(visits(problem), len(problem.graph.ops)))
 
 
 def answers(problem: SearchProblem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:

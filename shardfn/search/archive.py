@@ -16,6 +16,11 @@ from shardfn.search.objectives import LEVELS, Rank
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 
 
+def visits(problem: SearchProblem) -> float:
+    """The ops that the search of a problem may visit."""
+    return visits_of(problem.budget, len(problem.graph.ops), len(meshes(problem)))
+
+
 class Archive:
     """The evaluated candidates of one search, and the budget that evaluations and solver steps spend.
 
@@ -26,8 +31,7 @@ class Archive:
         """The archive of a problem; empty, or with what is `known` of the same problem within another memory limit."""
         self.problem = problem
         self._at = {level: problem.at(level) for level in LEVELS}
-        visits = visits_of(problem.budget, len(problem.graph.ops), len(meshes(problem)))
-        self.budget = work_of(visits, problem.seconds_left)
+        self.budget = work_of(visits(problem), problem.seconds_left)
         self.evaluation_work = VISIT * (FIXED_VISITS + len(problem.graph.ops))
         """Work of evaluating one candidate, in the solver's units."""
         self.was_interrupted = known is not None and known.was_interrupted
