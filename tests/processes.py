@@ -4,8 +4,19 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+    """Check, in a process that pytest did not start, that a call raises an error that says `text`."""
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
 
 
 def bare_environment() -> dict[str, str]:

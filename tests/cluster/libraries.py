@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn.mindspore as ms
 from shardfn import ShardError, checkpoint, embedding, experts, shard, train
+from tests.processes import raises
 
 FOLDER, N = pathlib.Path(sys.argv[1]), jax.device_count()
 MESH = jax.make_mesh((N,), ("data",), (AxisType.Auto,))
@@ -38,15 +39,6 @@ def trained(loss, params, *batch, **options):
     for _ in range(2):
         state, value = step(state, *batch)
     return float(value), state, step
-
-
-def raises(kind, text, call):
-    try:
-        call()
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(text)
 
 
 def inference():

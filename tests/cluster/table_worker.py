@@ -17,6 +17,7 @@ import ray
 
 from shardfn import ShardError, embedding, train
 from shardfn.cluster.parameter_server.ray_engine import OnRay
+from tests.processes import raises
 
 ADDRESS, FOLDER = sys.argv[1], pathlib.Path(sys.argv[2])
 ray.init(ADDRESS, log_to_driver=False)
@@ -67,10 +68,5 @@ for call, text in (
     (lambda: made(cluster.TableServers(folder=FOLDER / f"of-{cluster.rank()}", engine=OnRay(f"of-{cluster.rank()}"))),
      "process 1 has other servers"),
 ):  # fmt: skip
-    try:
-        call()
-    except ShardError as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(text)
+    raises(ShardError, text, call)
 print(f"done in process {cluster.rank()} of {cluster.size()}, {jax.device_count()} devices")

@@ -319,20 +319,25 @@ def test_a_failed_sync_is_told_and_a_restart_decides(tmp_path, monkeypatch):
     assert push(server, 0, 0).is_kept and counts(server).sum() == 1
 
 
+def fill_the_disk_of_the_coordinator(monkeypatch):
+    sync = journal._sync
+
+    def fail(file):
+        if "/coordinator/" in file.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(journal, "_sync", fail)
+
+
 @pytest.mark.parametrize(
     "call",
     [lambda s: push(s, 0, 0), lambda s: s.pull(), lambda s: s.next_step(0), lambda s: s.resize(workers=3), lambda s: s.resize(servers=3)],
     ids=["push", "pull", "next_step", "workers", "servers"],
 )  # fmt: skip
 def test_a_coordinator_whose_sync_fails_tells_nobody_what_is_not_on_disk(tmp_path, monkeypatch, call):
-    server, whole = start(tmp_path), journal._sync
-
-    def fail(file):
-        if "/coordinator/" in file.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        whole(file)
-
-    monkeypatch.setattr(journal, "_sync", fail)
+    server = start(tmp_path)
+    fill_the_disk_of_the_coordinator(monkeypatch)
     with pytest.raises(CheckpointFileError, match="No space left"):
         push(server, 1, 0)
     with pytest.raises(CheckpointFileError, match="No space left"):
@@ -344,15 +349,9 @@ def test_a_coordinator_whose_sync_fails_tells_nobody_what_is_not_on_disk(tmp_pat
 
 
 def test_close_and_create_bring_back_a_coordinator_whose_disk_was_full(tmp_path, monkeypatch):
-    server, whole = start(tmp_path), journal._sync
+    server = start(tmp_path)
     push(server, 1, 0)
-
-    def fail(file):
-        if "/coordinator/" in file.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        whole(file)
-
-    monkeypatch.setattr(journal, "_sync", fail)
+    fill_the_disk_of_the_coordinator(monkeypatch)
     with pytest.raises(CheckpointFileError, match="No space left"):
         push(server, 1, 1)
     monkeypatch.undo()
@@ -439,6 +438,7 @@ def test_new_folders_are_on_disk_before_a_push_counts_there(tmp_path, monkeypatc
 
     monkeypatch.setattr(journal, "sync_folder", sync_folder)
     monkeypatch.setattr(folders, "sync_folder", sync_folder)
+    monkeypatch.setattr("shardfn.layoutfile.files.sync_folder", sync_folder)
     server = start(tmp_path / "jobs/one")
     server.resize(servers=3)
     for folder in (folder for folder in tmp_path.rglob("*") if folder.is_dir()):

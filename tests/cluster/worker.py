@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn.mindspore as ms
 from shardfn import ShardError, checkpoint, embedding, shard, train
+from tests.processes import raises
 
 FOLDER = pathlib.Path(sys.argv[2])
 RANK, SIZE = cluster.rank(), cluster.size()
@@ -211,12 +212,7 @@ def tables():
                        (lambda: small.fetch(np.arange(9) * SIZE + 1), "the cache has room for 8"),
                        (lambda: again.restore(FOLDER / ("table-0", "nothing")[RANK > 0]), "finds 0 saves"),
                        (lambda: again.save(FOLDER / "a file" / "x"), "a file")):  # fmt: skip
-        try:
-            call()
-        except ShardError as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(text)
+        raises(ShardError, text, call)
 
 
 def fails():
