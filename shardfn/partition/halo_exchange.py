@@ -55,6 +55,20 @@ def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> t
     return _from_neighbours(own, before, after)
 
 
+def rows_read(window: WindowDim, out_size: int, shards: int) -> int:
+    """How many rows of the operand a shard of the result reads along a dimension.
+
+    >>> rows_read(WindowDim(0, 0, 0, low=-1, extent=3), 64, 8)
+    10
+    """
+    return (positions_read(window, out_size, shards) - 1) // window.spacing + 1
+
+
+def positions_read(window: WindowDim, out_size: int, shards: int) -> int:
+    """The same with the holes between the rows."""
+    return (-(-out_size // shards) - 1) * window.stride + window.extent
+
+
 def _used_shards(own: int, size: int, out_size: int, shards: int, window: WindowDim) -> tuple[int, int, int]:
     """The shards that hold elements which are read or results, where not every shard has a result.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shardfn.ir.model import DimFactors, Spec, Value, WindowDim, axes_of, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
-from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
+from shardfn.partition.halo_exchange import halo_permutes, positions_read, rotation_permutes, rows_read
 from shardfn.partition.matmul import partition_contraction
 from shardfn.partition.sharded_op import (
     GatheredWindow,
@@ -236,7 +236,7 @@ def windowed(op: ShardedOp) -> OpPartitioning:
     parts = []
     for window in moved:
         if axes := spec[window.dim]:
-            rows = _rows_read(window, op.results[0].shape[window.dim], op.shards(axes))
+            rows = positions_read(window, op.results[0].shape[window.dim], op.shards(axes))
             parts.append(GatheredWindow(0, window.dim, rows, axes))
     return OpPartitioning((found, *others), (spec,), gathered_windows=tuple(parts))
 
@@ -292,7 +292,7 @@ def _with_halos(op: ShardedOp, found: OpPartitioning) -> OpPartitioning | None:
             return None
         if rows:
             halos.append(HaloExchange(window.operand, window.dim, rows, tuple(sizes.items())))
-        sizes[window.dim] = (_rows_read(window, out_size, shards) - 1) // window.spacing + 1
+        sizes[window.dim] = rows_read(window, out_size, shards)
     return dataclasses.replace(found, halos=tuple(halos))
 
 
@@ -301,11 +301,6 @@ def _windows_counted_along(
 ) -> tuple[Value, Spec]:
     """The value whose dimension counts the windows, the result or another operand, with its sharding."""
     return (op.results[0], result_spec) if window.over < 0 else (op.operands[window.over], operand_specs[window.over])
-
-
-def _rows_read(window: WindowDim, out_size: int, shards: int) -> int:
-    """How many elements a shard of `out_size` windows reads along a dimension, with the holes between them."""
-    return (-(-out_size // shards) - 1) * window.stride + window.extent
 
 
 def concatenate(op: ShardedOp) -> OpPartitioning:

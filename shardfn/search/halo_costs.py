@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.ir.model import Graph, Op
-from shardfn.ir.windows import halo_extent
+from shardfn.partition.halo_exchange import halo_permutes, rows_read
 from shardfn.search.resharding_costs import MeshModel, shard_count
 from shardfn.solver.labelling import Array
 
@@ -15,19 +15,20 @@ from shardfn.solver.labelling import Array
 def halo_cost(
     op: Op, graph: Graph, wanted: Sequence[Array], made: Sequence[Array], local: Sequence[Array], mesh: MeshModel
 ) -> tuple[Array, Array]:
-    """Bytes sent and seconds of the halo exchange (rule in `partition.halo_exchange`), for each label.
+    """Bytes sent and seconds of the halo exchange of `partition.halo_exchange`, or of the gather in its place, for each label.
 
     Args:
       op: one with window dimensions.
       graph: its graph.
       wanted: for each operand, [labels, axes], the dimension that each axis shards; -1 for none.
-      made: the same for each result.
+      made: the same for each result, before its sums are reduced.
       local: for each operand, [labels], the bytes of its shard.
       mesh: axes and links.
     """
     sent, seconds = np.zeros(len(wanted[0])), np.zeros(len(wanted[0]))
     rates = [link.exchange_bytes_s for link in mesh.links]
     latencies = [link.latency_s for link in mesh.links]
+    held = list(local)
     for tap in op.window_dims:
         of_kernel = tap.over >= 0
         other = graph.values[op.inputs[tap.over] if of_kernel else op.outputs[0]].shape
@@ -35,14 +36,18 @@ def halo_cost(
         alike = (along == ((wanted[tap.over] if of_kernel else made[0]) == tap.out_dim)).all(axis=1)
         count = shard_count(np.where(along, 0, -1), mesh.sizes)
         size = graph.values[op.inputs[tap.operand]].shape[tap.dim]
-        for n in np.unique(count[alike & along.any(axis=1)]).tolist():
-            rows = -(-size // int(n))
-            before, after = halo_extent(size, other[tap.out_dim], int(n), tap)
-            if not before + after or before + after >= (n - 1) * rows:
-                continue
-            here = alike & (count == n)
-            part = np.where(here, (before + after) / rows * local[tap.operand], 0.0)
+        for n in map(int, np.unique(count[alike & along.any(axis=1)])):
+            here, own = alike & (count == n), -(-size // n)
+            permutes = halo_permutes(size, other[tap.out_dim], n, tap)
+            if permutes and mesh.sends_rows_once:
+                permutes = tuple(dict.fromkeys(permutes))
+            moved = (n - 1) * own if permutes is None else sum(fetch.end - fetch.start for fetch in permutes)
+            part = np.where(here, moved / own * held[tap.operand], 0.0)
             sent += part
             seconds += part / np.where(along, rates, np.inf).min(axis=1, where=here[:, None], initial=max(rates))
-            seconds += np.where(here, np.where(along, latencies, 0.0).max(axis=1) * ((before > 0) + (after > 0)), 0.0)
+            launches = 1 if permutes is None else len(permutes)
+            seconds += np.where(here, np.where(along, latencies, 0.0).max(axis=1) * launches, 0.0)
+            if permutes:  # the next dimension's rows are as long as what arrived makes them
+                grown = rows_read(tap, other[tap.out_dim], n) / own
+                held[tap.operand] = np.where(here, held[tap.operand] * grown, held[tap.operand])
     return sent, seconds

@@ -18,7 +18,7 @@ import numpy as np
 from shardfn.cost.backends.tpu import LANES, MAX_ROW_MAJOR_BYTES
 from shardfn.cost.compute import rate
 from shardfn.cost.memory.live_ranges import LiveBuffer
-from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec
+from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec, dtype_bits
 from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
 from shardfn.partition.op_rules import follow_result, replicate, rule_for
 from shardfn.search import op_labels
@@ -215,6 +215,10 @@ class _Builder:
 
     # ---- resharding
 
+    def share(self, value: int) -> float:
+        """The part of a value's bytes that gathers and halo exchanges send: half where a product's operand is sent as `bf16`."""
+        return 0.5 if value in self.narrowed else 1.0
+
     def need(self, value: int, wanted: Array, node: int, trips: int, as_it_lies: bool = False) -> None:
         """Resharding for a `node` that reads `value` in the layouts `wanted`, one per label: from the shared copy of an
         argument, or `as_it_lies` from the argument itself."""
@@ -233,8 +237,7 @@ class _Builder:
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
         if owner == node and have is wanted:
             return
-        full = self.facts.bytes[value]
-        share = 0.5 if value in self.narrowed else 1.0
+        full, share = self.facts.bytes[value], self.share(value)
         key = (id(have), id(wanted), full * trips, share)
         found = self.changes.get(key)
         if found is None:
@@ -379,19 +382,21 @@ class _Builder:
         made = tuple(self.one(op_labels.factors_to_dims(out, pairs, len(rule.sizes))) for pairs in results)
         flops, moved = self.work(index, work, wanted, made)
         is_sum = np.isin(work, list(rule.reduction))
+        is_scattered = is_sum & (out >= 0)
+        partial = [np.where(is_scattered, -1, after) for after in made]
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         if is_sum.any():
-            of = [f for dim in rule.operands[0] for f in dim if f in rule.reduction] if op.name == "convolution" else []
-            sums = PartialSums(work, out, is_sum, of, op.name == "dot_general", is_last)
-            for value, after in zip(op.outputs, made, strict=True):
-                partial = full[value] / shard_count(np.where(is_sum & (out >= 0), -1, after), mesh.sizes)
-                parts = sums.cost(partial, mesh)
+            sums = PartialSums(work, out, is_sum, _summed_in_turn(op, rule), op.name == "dot_general", is_last)
+            for value, before, after in zip(op.outputs, partial, made, strict=True):
+                result = self.graph.values[value]
+                scatters = mesh.scatters_to(result.shape, dtype_bits(result.dtype), after, is_scattered)
+                parts = sums.cost(full[value] / shard_count(before, mesh.sizes), scatters, mesh)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
             parts_of = self.facts.together.get(index, 1)
             sent, sent_s = sent / parts_of, sent_s / parts_of
         if op.window_dims:
-            local = [full[v] / self.shards(w) for v, w in zip(op.inputs, wanted, strict=True)]
-            parts = halo_cost(op, self.graph, wanted, made, local, mesh)
+            local = [self.share(v) * full[v] / self.shards(w) for v, w in zip(op.inputs, wanted, strict=True)]
+            parts = halo_cost(op, self.graph, wanted, partial, local, mesh)
             sent, sent_s = sent + parts[0], sent_s + parts[1]
         computing_s = self.facts.kernels[index].computes * flops / rate(self.graph, op, mesh.chip)
         moving_s = moved / mesh.chip.memory_bytes_s
@@ -417,6 +422,12 @@ class _Builder:
         elif kernels.is_written:
             moved = moved + sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True))
         return self.facts.op_flops[index] / self.shards(work), moved
+
+
+def _summed_in_turn(op: Op, rule: ShardingRule) -> list[int]:
+    """The factors that an op sums over, in the order in which the partitioner reduces them."""
+    found = [f for dim in rule.operands[op.name == "scatter"] for f in dim if f in rule.reduction]
+    return found if op.name == "convolution" else found[::-1]
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:

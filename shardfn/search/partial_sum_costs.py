@@ -26,17 +26,19 @@ class PartialSums:
     is_sum: Array
     """Where the work leaves partial sums."""
     apart: Sequence[int]
-    """Factors that are reduced one after the other, of which only the last may be scattered; without any, all at once."""
+    """Factors that are reduced one after the other, of which only the last may be scattered."""
     in_turn: bool
-    """Whether each axis is reduced by itself; else a sum is all-reduced or scattered as one."""
+    """Whether, where the result is scattered, each axis is reduced by itself whatever its factor; else a sum is all-reduced or
+    scattered as one."""
     is_last: bool
     """Whether no op waits for it, so that XLA merges the collectives of several ops."""
 
-    def cost(self, partial: Array, mesh: MeshModel) -> tuple[Array, Array]:
-        """Bytes sent and seconds; `partial` are the bytes of the partial result on one device, for each label."""
+    def cost(self, partial: Array, scatters: Array, mesh: MeshModel) -> tuple[Array, Array]:
+        """Bytes sent and seconds, for each label: of `partial` bytes on one device, where the compiler `scatters` or not."""
         sent, seconds = np.zeros(len(partial)), np.zeros(len(partial))
         sliced = (self.out >= 0) & ~_inside(self.work, self.out)
-        masks = [self.is_sum & (self.work == factor) for factor in self.apart] or [self.is_sum]
+        at_once = (self.in_turn & sliced & self.is_sum).any(axis=1, keepdims=True)
+        masks = [self.is_sum & at_once, *(self.is_sum & ~at_once & (self.work == factor) for factor in self.apart)]
         for at, mask in enumerate(masks):
             before = [(other & (self.out >= 0)).any(axis=1) for other in masks[:at]]
             after = [other.any(axis=1) for other in masks[at + 1 :]]
@@ -48,7 +50,7 @@ class PartialSums:
                 is_spread = _on_several(np.where(scattered, self.out, -1))
             else:
                 scattered = scattered & ~is_mixed[:, None]
-            is_sliced = is_mixed | is_spread | (not mesh.scatters)
+            is_sliced = is_mixed | is_spread | ~scatters
             parts = reduction_cost(partial, mask & ~scattered, scattered, mesh, self.is_last, is_sliced, is_spread)
             sent, seconds = sent + parts[0], seconds + parts[1]
         return sent, seconds
@@ -69,8 +71,6 @@ def reduction_cost(
       slice_last: [labels], where of these it slices only after the last axis.
     """
     left = np.array(local_bytes, float)
-    if mesh.never_scatters_over:
-        slice_after = slice_after | scattered[:, np.array(mesh.sizes) > 1].all(axis=1)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
     for mask, rate, kind in ((scattered, 1.0 + slice_after, "reduce-scatter"), (reduced, 2.0, "all-reduce")):
         most = mesh.merges.get(kind) if together else None

@@ -16,7 +16,7 @@ from shardfn.cost.devices.chips import Chip, Hardware
 from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.cost.platforms import backend_of
 from shardfn.ir.model import Axes, OpConstraint, Spec, axes_of
-from shardfn.partition.libtpu import max_reduced_gather_bytes, never_scatters_over
+from shardfn.partition.libtpu import makes_reduce_scatter, max_reduced_gather_bytes
 from shardfn.partition.resharding import primes
 from shardfn.partition.tile_assignment import DeviceGroup
 from shardfn.solver.labelling import Array
@@ -26,35 +26,68 @@ from shardfn.solver.labelling import Array
 class MeshModel:
     """The axes that labels refer to, the link of each, and the chip.
 
-    `scatters`: whether the compiler makes reduce-scatters (XLA on CPU keeps an all-reduce and a slice). `narrows`:
-    whether XLA gathers an `f32` operand of a product as `bf16`. `over_all`: the link of all axes together.
-    `never_scatters_over`: whether a sum over all axes is an all-reduce nevertheless
-    (`partition.libtpu.never_scatters_over`). `max_reduced_gather_bytes`: bytes of an array up to which a gather over all
-    axes is one too (`partition.libtpu.max_reduced_gather_bytes`).
+    `over_all`: the link of all axes together. `torus`: dimensions of the TPU torus, none elsewhere.
     """
 
     axes: Axes
     links: tuple[Link, ...]
     chip: Chip
     over_all: Link
-    scatters: bool = True
-    narrows: bool = False
-    never_scatters_over: bool = False
-    max_reduced_gather_bytes: float = 0
+    torus: tuple[int, ...] = ()
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> MeshModel:
         """The model of a mesh on the hardware."""
-        platform, on_tpu = hardware.platform, hardware.platform == "tpu"
-        torus = hardware.topology if on_tpu else ()
+        torus = hardware.topology if hardware.platform == "tpu" else ()
         over_all = link_over(hardware, axes, [name for name, _ in axes])
-        return cls(axes, links(hardware, axes), hardware.chip, over_all, platform != "cpu", on_tpu,
-                   never_scatters_over(torus), max_reduced_gather_bytes(torus))  # fmt: skip
+        return cls(axes, links(hardware, axes), hardware.chip, over_all, torus)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices along each axis."""
         return tuple(size for _, size in self.axes)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice."""
+        return self.chip.platform != "cpu"
+
+    @property
+    def narrows(self) -> bool:
+        """Whether XLA gathers an `f32` operand of a product as `bf16`."""
+        return self.chip.platform == "tpu"
+
+    @property
+    def sends_rows_once(self) -> bool:
+        """Whether rows that neighbours on both sides read are sent in one permute."""
+        return self.chip.platform == "tpu"
+
+    @property
+    def max_reduced_gather_bytes(self) -> float:
+        """Bytes of an array up to which a gather over all axes is an all-reduce (`partition.libtpu`)."""
+        return max_reduced_gather_bytes(self.torus)
+
+    def scatters_to(self, shape: Sequence[int], bits: int, made: Array, over: Array) -> Array:
+        """Whether the compiler scatters a sum, for each label; else it all-reduces and slices.
+
+        Args:
+          shape: the result's.
+          bits: those of one element.
+          made: [labels, axes], the dimension of the result that each axis shards, -1 for none.
+          over: [labels, axes], the axes over which it would scatter.
+        """
+        if self.chip.platform != "tpu" or not shape:
+            return np.full(len(made), self.scatters)
+        counts = [shard_count(np.where(made == dim, 0, -1), self.sizes) for dim in range(len(shape))]
+        shards = np.stack([-(-n // count) for n, count in zip(shape, counts, strict=True)], axis=1).astype(int).tolist()
+        spans = np.where(over, self.sizes, 1).prod(axis=1) == math.prod(self.sizes)
+        found = np.zeros(len(made), bool)
+        for at in np.flatnonzero(over.any(axis=1)):
+            dims = set(made[at, over[at]].tolist())
+            found[at] = len(dims) == 1 and makes_reduce_scatter(
+                tuple(shards[at]), min(dims), bits, bool(spans[at]), self.torus
+            )
+        return found
 
     @property
     def merges(self) -> Mapping[str, float]:
