@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -119,20 +120,40 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None 
     is charged for its bytes, and listed.
     """
     fusion = fusion or fuse(partitioned)
+    ops = partitioned.graph.ops
     total = moved = seconds = 0.0
     unmodelled_ops: dict[str, None] = {}
-    for kernel in kernels(partitioned, fusion):
-        ops = [op for i in kernel if has_own_time(op := partitioned.graph.ops[i])]
-        for op in ops:
-            if op.name not in HAS_COST:
+    for run in kernel_runs(partitioned, chip, fusion):
+        for op in map(ops.__getitem__, run.kernel):
+            if op.name not in HAS_COST and has_own_time(op):
                 unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-        if ops:
-            trips = ops[0].trips
-            count, size, once_s = once(partitioned, kernel, chip, fusion)
-            total += count * trips
-            moved += size * trips
-            seconds += (once_s + chip.launch_s) * trips
+        total += run.flops * run.trips
+        moved += run.bytes_moved * run.trips
+        seconds += run.seconds * run.trips
     return Work(total, moved, seconds, tuple(unmodelled_ops))
+
+
+class KernelRun(NamedTuple):
+    """One run of a kernel on one device, with its launch; all zeros where nothing in it takes time."""
+
+    kernel: Sequence[int]
+    """Its ops."""
+    flops: float
+    bytes_moved: float
+    seconds: float
+    trips: int
+    """Runs in one call."""
+
+
+def kernel_runs(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan) -> Iterator[KernelRun]:
+    """The kernels of a program in its order."""
+    ops = partitioned.graph.ops
+    for kernel in kernels(partitioned, fusion):
+        timed = [i for i in kernel if has_own_time(ops[i])]
+        flops, moved, seconds = once(partitioned, timed, chip, fusion)
+        yield KernelRun(
+            kernel, flops, moved, seconds + chip.launch_s if timed else 0.0, ops[(timed or kernel)[0]].trips
+        )
 
 
 def once(

@@ -14,10 +14,10 @@ import dataclasses
 import heapq
 from collections.abc import Collection, Sequence
 
-from shardfn.cost.compute import has_own_time, once
+from shardfn.cost.compute import kernel_runs
 from shardfn.cost.devices.chips import Hardware
 from shardfn.cost.estimate import collective_s, collectives_by_result
-from shardfn.cost.platforms import backend_of, kernels
+from shardfn.cost.platforms import backend_of
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
 from shardfn.ir.model import PartitionedProgram
 
@@ -70,11 +70,12 @@ class _Step:
 
 def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
     """The kernels and collectives of a program, in its order."""
-    partitioned, fusion, chip = schedule.partitioned, schedule.fusion, hardware.chip
+    partitioned, fusion = schedule.partitioned, schedule.fusion
     ops, axes = partitioned.graph.ops, tuple(partitioned.axes.items())
     sent = dict(collectives_by_result(partitioned, schedule))
     found = list[_Step]()
-    for kernel in kernels(partitioned, fusion):
+    for run in kernel_runs(partitioned, hardware.chip, fusion):
+        kernel = run.kernel
         if kernel[-1] in schedule.loops:
             continue
         reads = frozenset(v for i in kernel for v in fusion.reads[i])
@@ -85,9 +86,7 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
             made = frozenset([~last.outputs[0]])
             found.append(_Step(kernel[-1], collective_s(c, hardware, axes), reads, made, c.kind))
             reads = made
-        _, _, once_s = once(partitioned, kernel, chip, fusion)
-        seconds = (once_s + chip.launch_s) * last.trips if any(has_own_time(ops[i]) for i in kernel) else 0.0
-        found.append(_Step(kernel[-1], seconds, reads - writes, writes))
+        found.append(_Step(kernel[-1], run.seconds * run.trips, reads - writes, writes))
     return sorted(found, key=lambda step: step.at)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from shardfn.cost.compute import once
+from shardfn.cost.compute import kernel_runs
 from shardfn.cost.estimate import collective_s
-from shardfn.cost.platforms import kernels
 from shardfn.cost.schedule import lower_for_backend, schedule_ops
 from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, percent, picture
@@ -81,13 +80,12 @@ def time_parts(plan: Plan) -> list[TimePart]:
     schedule = schedule_ops(lower_for_backend(plan.partitioned, chip))
     graph = schedule.partitioned.graph
     made = {v: op for op in graph.ops for v in op.outputs}
-    for kernel in kernels(schedule.partitioned, schedule.fusion):
-        _, moved, seconds = once(schedule.partitioned, kernel, chip, schedule.fusion)
-        if seconds:
-            op = graph.ops[kernel[-1]]
-            kind = "memory" if moved / chip.memory_bytes_s >= seconds else "compute"
+    for run in kernel_runs(schedule.partitioned, chip, schedule.fusion):
+        if run.seconds:
+            op = graph.ops[run.kernel[-1]]
+            kind = "memory" if run.bytes_moved / chip.memory_bytes_s + chip.launch_s >= run.seconds else "compute"
             where = op.where or (source_line(made, op.outputs[0]) if op.outputs else "")
-            found.setdefault((kind, "", where), []).append((seconds + chip.launch_s) * op.trips)
+            found.setdefault((kind, "", where), []).append(run.seconds * run.trips)
     for c in plan.collectives:
         runs = f" in {c.trips:,} runs" if c.trips > 1 else ""
         detail = f"over {axes_text(c.axes) if c.axes else c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
