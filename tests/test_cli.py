@@ -159,6 +159,13 @@ def test_plan_keeps_what_was_said(capsys):
     }
 
 
+def test_a_plan_is_saved_before_its_report_is_printed(monkeypatch, tmp_path):
+    path, saved = tmp_path / "plan.toml", []
+    monkeypatch.setattr("shardfn.cli.main.show", lambda *_: saved.append(path.exists()))
+    assert main(["plan", *MATMUL[1:], *CUT, "--device", "cpu:8", "--save", str(path)]) == 0
+    assert saved == [True]
+
+
 def test_what_plan_saves_is_the_same_each_time(capsys):
     assert planned(capsys) == planned(capsys)
 

@@ -254,11 +254,11 @@ def _plan(options: argparse.Namespace) -> None:
     if options.save == "-":
         print(plan_to_toml(plan))
         return
+    if options.save:
+        plan.save(options.save)  # before the report: its reader, `head` say, may leave
     if not options.quiet:
         show(function.explain(*arguments), options.detail)
-    if options.save:
-        plan.save(options.save)
-        if not options.quiet:
+        if options.save:
             print(f"saved: {options.save}")
 
 
