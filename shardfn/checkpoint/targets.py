@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -197,10 +196,10 @@ def layout_targets(
 def _under_a_root(layout: LayoutFile, tree: Mapping[str, Any], devices: Any) -> dict[str, Any]:
     """The shardings. The rules may name arrays as `params/w` where the state is `params` itself, with the path `w`."""
     roots = dict.fromkeys(rule.glob.partition("/")[0] for rule in layout.arguments if "/" in rule.glob)
-    try:
-        return layoutfile.layout_shardings(layout, tree, devices)
-    except layoutfile.LayoutFileError:
-        for root in [root for root in roots if not set("*?[") & set(root)][:8]:
-            with contextlib.suppress(layoutfile.LayoutFileError):
-                return layoutfile.layout_shardings(layout, tree, devices, root=root)
-        raise
+    errors = []
+    for root in ("", *[root for root in roots if not set("*?[") & set(root)][:8]):
+        try:
+            return layoutfile.layout_shardings(layout, tree, devices, root=root)
+        except layoutfile.LayoutFileError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: len(error.problems))  # of the root that the arrays are under

@@ -16,6 +16,7 @@ from shardfn import checkpoint
 from shardfn.checkpoint import contents
 from shardfn.cli.main import main
 from shardfn.errors import CheckpointError, CheckpointFileError
+from shardfn.layoutfile import LayoutFileError
 from tests.checkpoint.states import mesh, same, training
 from tests.messages import refusal
 
@@ -84,6 +85,24 @@ def test_relayout_for_devices_that_are_nowhere(saved, state, layout, tmp_path):
     back = checkpoint.restore(tmp_path / "out", mesh(4, names=["model"]))
     same(back["params"]["w1"], state["params"]["w1"].astype(jnp.bfloat16))
     assert set(back) == {"params"}
+
+
+def test_rules_of_a_function_of_the_state_leave_only_the_problem_of_the_mesh(tmp_path):
+    checkpoint.save(tmp_path / "run", {"params": jnp.ones((8, 4)), "mu": jnp.ones((8, 4))}, step=1)
+    file = tmp_path / "step.toml"
+    file.write_text("""
+format = "shardfn-layout"
+version = 2
+[mesh]
+a = 4
+[arguments]
+"state/params" = ["a", 1]
+"state/mu" = ["a", 1]
+""")
+    assert checkpoint.relayout(tmp_path / "run", tmp_path / "out", file).devices == 4
+    with pytest.raises(LayoutFileError, match="has 4 devices, but there are 8") as found:
+        checkpoint.relayout(tmp_path / "run", tmp_path / "eight", file, devices=8)
+    assert len(found.value.problems) == 1
 
 
 def test_merge(saved, state, tmp_path):
