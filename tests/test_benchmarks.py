@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import harness, peers, plan_quality, results, speedup, truth
+from benchmarks import harness, libraries, peers, plan_quality, results, speedup, truth
 
 ROOT = pathlib.Path(__file__).parent.parent
 IMPORT = re.compile(r"^\s*from (shardfn[\w.]*) import ([\w, ]+)", re.MULTILINE)
@@ -134,3 +134,13 @@ def test_truth_counts_rows_by_how_close_they_are():
     assert (bad["bytes equal"], bad["bytes within 5 %"], bad["25 %"], both["rows"]) == (0, 0, 0, 2)
     (found,) = truth.differences([row, other])
     assert (found["compiled"], found["peak"]) == (110, 0.25)
+
+
+def test_libraries_times_a_plan_and_counts_what_another_objective_does_better():
+    make = {name: make for _, name, make in libraries.functions(["jax"])}["image.resize"]
+    row = libraries.measure("jax", "image.resize", make, "memory")
+    assert row["plan s"] > 0 and row["ratio"] == row["plan s"] / row["trace and compile s"]
+    (all_of,) = [line for line in libraries.summary([row, {**row, "ops": 300}]) if line["functions"] == "all"]
+    assert all_of["count"] == 2 and all_of["ratio, median"] == pytest.approx(row["ratio"])
+    kept = libraries.promises("jax", "image.resize", make)
+    assert not kept["holds less elsewhere"] and kept["peak, memory"] > 0

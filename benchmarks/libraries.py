@@ -1,0 +1,141 @@
+"""How long does a plan take beside JAX's trace and XLA's compile, for functions of other people's libraries?
+
+The functions are those of `tests/ecosystem`, unsharded and as planned for 8 devices. Seconds are those of the processor, all
+threads together. With --promises each function is planned for every objective and compiled, and counted are the functions for
+which another objective's plan holds at least 1 % less memory than the plan for memory, or sends at least 1 % fewer bytes than
+the plan for communication, as compiled. Needs the libraries: `make ecosystem` makes the environment; those missing are left out.
+Run: python benchmarks/libraries.py [--only haiku optax] [--level memory] [--promises] [--platform cpu] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import shardfn
+from benchmarks import harness
+from shardfn.compiled.executable import read
+
+DEVICES = 8
+OBJECTIVES = ("communication", "memory", "time")
+WORSE = 1.01
+
+
+def functions(only: Sequence[str]) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Library, name and maker of each function whose library is installed."""
+    tests = types.ModuleType("tests")  # some libraries install a package of this name
+    tests.__path__ = [str(harness.ROOT / "tests")]
+    sys.modules["tests"] = tests
+    for path in sorted((harness.ROOT / "tests" / "ecosystem").glob("test_*.py")):
+        library = path.stem.removeprefix("test_")
+        if only and library not in only:
+            continue
+        try:
+            module = importlib.import_module(f"tests.ecosystem.{path.stem}")
+        except ImportError as error:
+            print(f"{library} is left out: {error}")
+            continue
+        yield from ((library, name, make) for name, make in module.ROWS.items())
+
+
+def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of a call, and the seconds of the processor that it took."""
+    start = time.process_time()
+    result = call()
+    return result, time.process_time() - start
+
+
+def measure(library: str, name: str, make: Callable[[], Any], level: str) -> dict[str, Any]:
+    """Ops, and the seconds of the unsharded function's trace and compile and of the plan."""
+    row = make()
+    leaves, treedef = jax.tree.flatten(row.args)
+    arrays = [at for at, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def of_arrays(*given: Any) -> Any:
+        full = list(leaves)
+        for at, leaf in zip(arrays, given, strict=True):
+            full[at] = leaf
+        return row.fn(*jax.tree.unflatten(treedef, full))
+
+    _, compiling = seconds(lambda: jax.jit(of_arrays).lower(*(leaves[at] for at in arrays)).compile())
+    plan, planning = seconds(lambda: shardfn.plan(row.fn, *row.args, level=level))
+    return {
+        "library": library, "function": name, "ops": len(plan.partitioned.graph.ops), "trace and compile s": compiling,
+        "plan s": planning, "ratio": planning / compiling,
+    }  # fmt: skip
+
+
+def promises(library: str, name: str, make: Callable[[], Any]) -> dict[str, Any]:
+    """Peak memory and bytes sent as compiled, of the plan for each objective."""
+    row = make()
+    found = {"library": library, "function": name}
+    for level in OBJECTIVES:
+        function = shardfn.shard(row.fn, level=level)
+        real = read(function.lower(*row.args).compile())
+        found |= {
+            f"peak, {level}": real.together("cpu"),
+            f"sent, {level}": sum(c.total_bytes for c in real.collectives),
+        }
+    found["holds less elsewhere"] = min(found[f"peak, {o}"] for o in OBJECTIVES) * WORSE < found["peak, memory"]
+    found["sends less elsewhere"] = min(found[f"sent, {o}"] for o in OBJECTIVES) * WORSE < found["sent, communication"]
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Functions by size, and all of them."""
+    sizes = {
+        "up to 50 ops": (0, 50),
+        "to 200": (50, 200),
+        "to 1,000": (200, 1000),
+        "more": (1000, 10**9),
+        "all": (-1, 10**9),
+    }
+    found = []
+    for title, (above, most) in sizes.items():
+        some = [row for row in rows if above < row["ops"] <= most]
+        if some:
+            plans, compiles, ratios = ([row[key] for row in some] for key in ("plan s", "trace and compile s", "ratio"))
+            found.append({
+                "functions": title, "count": len(some), "plan s, median": statistics.median(plans),
+                "90 %": float(np.quantile(plans, 0.9)), "trace and compile s, median": statistics.median(compiles),
+                "ratio, median": statistics.median(ratios), "ratio, 90 %": float(np.quantile(ratios, 0.9)),
+            })  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="libraries")
+    parser.add_argument("--level", default="memory", choices=OBJECTIVES)
+    parser.add_argument("--promises", action="store_true", help="compile the plan for each objective too")
+    options = harness.parse(parser, devices=DEVICES)
+    rows, kept = [], []
+    for library, name, make in functions(options.only):
+        try:
+            rows.append(measure(library, name, make, options.level))
+            harness.show(rows[-1:])
+            if options.promises:
+                kept.append(promises(library, name, make))
+        except Exception as error:  # a library that does not work with this JAX
+            print(f"{library}, {name}: {type(error).__name__}: {str(error)[:200]}")
+    tables = {"summary": summary(rows), "functions": rows}
+    if kept:
+        tables["promises"] = kept
+        broken = {key: sum(row[key] for row in kept) for key in ("holds less elsewhere", "sends less elsewhere")}
+        tables["broken promises"] = [{"functions": len(kept), **broken}]
+        harness.show(tables["broken promises"])
+    harness.show(tables["summary"])
+    harness.save(options.json, tables, packages=[])
+
+
+if __name__ == "__main__":
+    main()
