@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import statistics
 import sys
 import time
@@ -77,27 +78,27 @@ def measure(library: str, name: str, make: Callable[[], Any], level: str) -> dic
 def promises(library: str, name: str, make: Callable[[], Any]) -> dict[str, Any]:
     """Peak memory and bytes sent as compiled, of the plan for each objective."""
     row = make()
-    found = {"library": library, "function": name}
+    peaks, sent = dict[str, int](), dict[str, int]()
     for level in OBJECTIVES:
-        function = shardfn.shard(row.fn, level=level)
+        function: Any = shardfn.shard(row.fn, level=level)
         real = read(function.lower(*row.args).compile())
-        found |= {
-            f"peak, {level}": real.together("cpu"),
-            f"sent, {level}": sum(c.total_bytes for c in real.collectives),
-        }
-    found["holds less elsewhere"] = min(found[f"peak, {o}"] for o in OBJECTIVES) * WORSE < found["peak, memory"]
-    found["sends less elsewhere"] = min(found[f"sent, {o}"] for o in OBJECTIVES) * WORSE < found["sent, communication"]
-    return found
+        peaks[level], sent[level] = real.together("cpu") or 0, sum(c.total_bytes for c in real.collectives)
+    return {
+        "library": library, "function": name,
+        **{f"peak, {level}": peak for level, peak in peaks.items()}, **{f"sent, {level}": n for level, n in sent.items()},
+        "holds less elsewhere": min(peaks.values()) * WORSE < peaks["memory"],
+        "sends less elsewhere": min(sent.values()) * WORSE < sent["communication"],
+    }  # fmt: skip
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Functions by size, and all of them."""
     sizes = {
-        "up to 50 ops": (0, 50),
+        "up to 50 ops": (-1, 50),
         "to 200": (50, 200),
         "to 1,000": (200, 1000),
-        "more": (1000, 10**9),
-        "all": (-1, 10**9),
+        "more": (1000, math.inf),
+        "all": (-1, math.inf),
     }
     found = []
     for title, (above, most) in sizes.items():
