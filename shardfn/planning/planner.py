@@ -127,9 +127,9 @@ def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
     )  # fmt: skip
 
 
-def is_correct(problem: SearchProblem, made: SearchCandidate | Answer) -> bool:
+def is_correct(problem: SearchProblem, candidate: SearchCandidate | Answer) -> bool:
     """Whether XLA computes all ops rightly as sharded there."""
-    return not wrong_ops(problem.partitioned_of(made))
+    return not wrong_ops(problem.partitioned_of(candidate))
 
 
 def correct_answer(problem: SearchProblem, answer: Answer) -> Answer:

@@ -139,8 +139,8 @@ class _Test:
 
     def axes_of(self, index: int) -> set[str]:
         """The mesh axes that a constraint shards anything over."""
-        made = self.answer.constraints[index]
-        return {axis_name(a) for spec in (*made.operands, *made.results) for dim in spec or () for a in dim}
+        constraint = self.answer.constraints[index]
+        return {axis_name(a) for spec in (*constraint.operands, *constraint.results) for dim in spec or () for a in dim}
 
     def without(self, dims: Dims, constraints: tuple[int, ...], axes: frozenset[str]) -> PartitionedProgram | None:
         """The program with some dimensions unsharded over the axes, and without some constraints; None if the budget is spent."""
@@ -162,7 +162,7 @@ class _Test:
                         _unsharded(own, dim, axes) if own is not None else self.plan.outputs[n - count].spec
                     )
             dropped = {self.indices[k] for k in constraints}
-            kept = {index: made for index, made in answer.constraints.items() if index not in dropped}
+            kept = {index: constraint for index, constraint in answer.constraints.items() if index not in dropped}
             self.known[key] = self.partition(answer.axes, tuple(specs), kept, results)
         return self.known[key]
 

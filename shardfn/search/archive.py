@@ -39,7 +39,7 @@ class Archive:
         """What the solver found, for all objectives."""
         self.spaces: dict[Axes, LabelSpace] = {} if known is None else known.spaces
         """The choices on each mesh, which the objectives share."""
-        self._made: dict[object, SearchCandidate] = {} if known is None else known._made
+        self._candidates: dict[object, SearchCandidate] = {} if known is None else known._candidates
         self._facts: dict[object, _Facts] = {} if known is None else known._facts
         self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
@@ -48,15 +48,15 @@ class Archive:
         """The least first figure of the level's aim, of candidates that fit and of others."""
         self._first: dict[int, SearchCandidate] = {}
         """By level."""
-        for made in self._made.values():
-            self._keep_best(made)
+        for candidate in self._candidates.values():
+            self._keep_best(candidate)
 
     def __len__(self) -> int:
         return len(self._facts)
 
     def __iter__(self) -> Iterator[SearchCandidate]:
         """The candidates in the order of their evaluation."""
-        return iter({made.key: made for made in self._made.values()}.values())
+        return iter({candidate.key: candidate for candidate in self._candidates.values()}.values())
 
     def evaluate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
         """The evaluated candidate of a proposal. To evaluate it again costs nothing.
@@ -69,45 +69,45 @@ class Archive:
             known = self._solved.get(_shardings(proposal))
             if known is None or proposal.solution.is_exact > known.is_exact:
                 self._solved[_shardings(proposal)] = proposal.solution
-        if proposal.key not in self._made:
+        if proposal.key not in self._candidates:
             self.budget.spend(self.evaluation_work)
-            made = self.problem.candidate(proposal, generator)
-            is_new = made.key not in self._facts
+            candidate = self.problem.candidate(proposal, generator)
+            is_new = candidate.key not in self._facts
             if is_new:
-                keeps = keeps_rules(self.problem.partitioned_of(made), self.problem.algorithm)
-                self._facts[made.key] = _Facts(len(self._facts), keeps)
-            self._made[proposal.key] = made  # with facts: Ctrl-C can come between any two lines
+                keeps = keeps_rules(self.problem.partitioned_of(candidate), self.problem.algorithm)
+                self._facts[candidate.key] = _Facts(len(self._facts), keeps)
+            self._candidates[proposal.key] = candidate  # with facts: Ctrl-C can come between any two lines
             if is_new:
-                self._keep_best(made)
-        return self._made[proposal.key]
+                self._keep_best(candidate)
+        return self._candidates[proposal.key]
 
     def of(self, proposal: Proposal) -> SearchCandidate:
         """The candidate of a proposal that was evaluated."""
-        return self._made[proposal.key]
+        return self._candidates[proposal.key]
 
-    def _keep_best(self, made: SearchCandidate) -> None:
+    def _keep_best(self, candidate: SearchCandidate) -> None:
         for level in LEVELS:
-            mesh = level, _sizes(made.axes)
-            self._least[mesh] = min(self._at[level].rank(made).aim[0], self._least.get(mesh, math.inf))
+            mesh = level, _sizes(candidate.axes)
+            self._least[mesh] = min(self._at[level].rank(candidate).aim[0], self._least.get(mesh, math.inf))
             known = self._best.get(mesh)
-            if known is None or self._order(level, made) < self._order(level, known):
-                self._best[mesh] = made
+            if known is None or self._order(level, candidate) < self._order(level, known):
+                self._best[mesh] = candidate
                 first = self._first.get(level)
-                if first is None or self._order(level, made) < self._order(level, first):
-                    self._first[level] = made
+                if first is None or self._order(level, candidate) < self._order(level, first):
+                    self._first[level] = candidate
 
-    def _order(self, level: int, made: SearchCandidate) -> tuple[object, ...]:
-        facts = self._facts[made.key]
-        return not facts.keeps_rules, self._at[level].rank(made), len(made.constraints), facts.number
+    def _order(self, level: int, candidate: SearchCandidate) -> tuple[object, ...]:
+        facts = self._facts[candidate.key]
+        return not facts.keeps_rules, self._at[level].rank(candidate), len(candidate.constraints), facts.number
 
     def ranked(self, level: int) -> list[SearchCandidate]:
         """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
-        return sorted(self, key=lambda made: self._order(level, made))
+        return sorted(self, key=lambda candidate: self._order(level, candidate))
 
     def best_of_each_mesh(self, level: int) -> list[SearchCandidate]:
         """The best candidate on each mesh at a level, the best of all first."""
-        best = (made for (of, _), made in self._best.items() if of == level)
-        return sorted(best, key=lambda made: self._order(level, made))
+        best = (candidate for (of, _), candidate in self._best.items() if of == level)
+        return sorted(best, key=lambda candidate: self._order(level, candidate))
 
     def least_aim(self, level: int, axes: Axes) -> float:
         """The least first figure of a level's aim among the candidates on a mesh, also of those beyond the memory limit;
@@ -121,23 +121,23 @@ class Archive:
 
     def best_ranks(self) -> list[Rank]:
         """The rank of the best candidate at each level; none while the archive is empty."""
-        return [self._at[level].rank(made) for level, made in self._first.items()]
+        return [self._at[level].rank(candidate) for level, candidate in self._first.items()]
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""
-        return next((made for made in self.ranked(level) if self.solution_of(made) is solution), None)
+        return next((candidate for candidate in self.ranked(level) if self.solution_of(candidate) is solution), None)
 
-    def solution_of(self, made: SearchCandidate) -> MeshSolution | None:
+    def solution_of(self, candidate: SearchCandidate) -> MeshSolution | None:
         """The solver's solution with the shardings of a candidate, whatever its constraints; None where there is none."""
-        return self._solved.get(_shardings(made))
+        return self._solved.get(_shardings(candidate))
 
 
 def _sizes(axes: Axes) -> tuple[int, ...]:
     return tuple(size for _, size in axes)
 
 
-def _shardings(made: Proposal) -> object:
-    return made.axes, made.specs, tuple(sorted(made.result_specs.items()))
+def _shardings(proposal: Proposal) -> object:
+    return proposal.axes, proposal.specs, tuple(sorted(proposal.result_specs.items()))
 
 
 @dataclasses.dataclass(frozen=True)

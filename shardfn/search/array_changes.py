@@ -26,7 +26,7 @@ MOST_CHOICES = 4096
 """Ways to put axes on dimensions up to which all are tried; of more, those with neighbouring axes on one dimension."""
 
 
-def one_array_changes(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def one_array_changes(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """Each open argument and result in each other sharding on the mesh.
 
     The arrays take turns, each with its most promising sharding first. At level 1 none whose arguments and results alone
@@ -37,71 +37,76 @@ def one_array_changes(problem: SearchProblem, made: SearchCandidate, first: int 
       made: the candidate to change.
       first: the array that begins, counted round.
     """
-    now = {**result_specs_of(problem, made), **made.result_specs}
-    rows = [_argument_rows(problem, made, (i,)) for i, _ in _open_arguments(problem)]
+    now = {**result_specs_of(problem, candidate), **candidate.result_specs}
+    rows = [_argument_rows(problem, candidate, (i,)) for i, _ in _open_arguments(problem)]
     for at, result in problem.open_results.items():
-        others = _ordered(made.axes, result.shape, now[at], problem.level == MEMORY)
-        rows.append(map(functools.partial(_with_result, problem, made, at), others))
+        others = _ordered(candidate.axes, result.shape, now[at], problem.level == MEMORY)
+        rows.append(map(functools.partial(_with_result, problem, candidate, at), others))
     order = [n % len(rows) for n in range(first, first + len(rows))]
     for turn in itertools.zip_longest(*(rows[n] for n in order)):
-        yield from (other for other in turn if other is not None and _may_hold_less(problem, other, made))
+        yield from (other for other in turn if other is not None and _may_hold_less(problem, other, candidate))
 
 
-def alike_array_changes(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def alike_array_changes(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """The same for open arguments of one shape and sharding together, such as a weight of all layers with its optimizer state.
 
     Batch arguments come first, then the smallest."""
     batch, found = baselines.batch_arguments(problem), dict[object, list[int]]()
     for i, shape in _open_arguments(problem):
-        found.setdefault((shape, made.specs[i], i in batch), []).append(i)
+        found.setdefault((shape, candidate.specs[i], i in batch), []).append(i)
     several = sorted(
         (members for members in found.values() if len(members) > 1),
         key=lambda m: (m[0] not in batch, len(m) * math.prod(problem.shapes[m[0]]), m),
     )
-    rows = [_argument_rows(problem, made, tuple(members)) for members in several]
+    rows = [_argument_rows(problem, candidate, tuple(members)) for members in several]
     for turn in itertools.zip_longest(*rows):
-        yield from (other for other in turn if other is not None and _may_hold_less(problem, other, made))
+        yield from (other for other in turn if other is not None and _may_hold_less(problem, other, candidate))
 
 
 def _open_arguments(problem: SearchProblem) -> list[tuple[int, tuple[int, ...]]]:
     return [(i, shape) for i, shape in enumerate(problem.shapes) if problem.specs[i] is None and shape]
 
 
-def _argument_rows(problem: SearchProblem, made: SearchCandidate, members: tuple[int, ...]) -> Iterator[Proposal]:
+def _argument_rows(problem: SearchProblem, candidate: SearchCandidate, members: tuple[int, ...]) -> Iterator[Proposal]:
     i = members[0]
-    others = _ordered(made.axes, problem.shapes[i], made.specs[i], problem.level == MEMORY)
-    return map(functools.partial(_with_arguments, problem, made, members), others)
+    others = _ordered(candidate.axes, problem.shapes[i], candidate.specs[i], problem.level == MEMORY)
+    return map(functools.partial(_with_arguments, problem, candidate, members), others)
 
 
-def _with_arguments(problem: SearchProblem, made: SearchCandidate, members: tuple[int, ...], spec: Spec) -> Proposal:
-    specs = tuple(spec if i in members else own for i, own in enumerate(made.specs))
-    return proposal_from(problem, made, specs=specs)
+def _with_arguments(
+    problem: SearchProblem, candidate: SearchCandidate, members: tuple[int, ...], spec: Spec
+) -> Proposal:
+    specs = tuple(spec if i in members else own for i, own in enumerate(candidate.specs))
+    return proposal_from(problem, candidate, specs=specs)
 
 
-def _with_result(problem: SearchProblem, made: SearchCandidate, at: int, spec: Spec) -> Proposal:
-    return proposal_from(problem, made, result_specs={**made.result_specs, at: spec})
+def _with_result(problem: SearchProblem, candidate: SearchCandidate, at: int, spec: Spec) -> Proposal:
+    return proposal_from(problem, candidate, result_specs={**candidate.result_specs, at: spec})
 
 
 CHANGED = "; changed by local search: "
 """What stands between the name of a candidate and the arrays that local search changed."""
 
 
-def proposal_from(problem: SearchProblem, made: SearchCandidate, **changes: Any) -> Proposal:
+def proposal_from(problem: SearchProblem, candidate: SearchCandidate, **changes: Any) -> Proposal:
     """A candidate with other shardings or constraints, as a proposal that says what is changed."""
     fields = {
-        "axes": made.axes,
-        "specs": made.specs,
-        "constraints": made.constraints,
-        "result_specs": made.result_specs,
+        "axes": candidate.axes,
+        "specs": candidate.specs,
+        "constraints": candidate.constraints,
+        "result_specs": candidate.result_specs,
     }
-    other = Proposal(made.name, **{**fields, **changes}, origin=made.origin or made.generator)
-    start = made.name.partition(CHANGED)[0]
-    changed = changed_arrays(problem, made, other)
-    return dataclasses.replace(other, name=f"{start}{CHANGED}{changed}" if changed else made.name)
+    other = Proposal(candidate.name, **{**fields, **changes}, origin=candidate.origin or candidate.generator)
+    start = candidate.name.partition(CHANGED)[0]
+    changed = changed_arrays(problem, candidate, other)
+    return dataclasses.replace(other, name=f"{start}{CHANGED}{changed}" if changed else candidate.name)
 
 
-def _may_hold_less(problem: SearchProblem, other: Proposal, made: SearchCandidate) -> bool:
-    return problem.level != MEMORY or baselines.resident_bytes(problem, other.axes, other.specs) < made.cost.memory.peak
+def _may_hold_less(problem: SearchProblem, other: Proposal, candidate: SearchCandidate) -> bool:
+    return (
+        problem.level != MEMORY
+        or baselines.resident_bytes(problem, other.axes, other.specs) < candidate.cost.memory.peak
+    )
 
 
 def changed_arrays(problem: SearchProblem, start: Proposal, best: Proposal) -> str:

@@ -119,8 +119,8 @@ def _is_sliced(op: Op, constraint: OpConstraint, found: MeshSolution, spec_of: C
         return False
     if op.inputs[0] not in found.space.layouts:
         return True
-    made = spec_of(op.inputs[0])
-    return made != read and all(after[: len(before)] == before for before, after in zip(made, read, strict=True))
+    have = spec_of(op.inputs[0])
+    return have != read and all(after[: len(before)] == before for before, after in zip(have, read, strict=True))
 
 
 def _decisions(

@@ -115,8 +115,8 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
     for found in sorted(
         (one for one in archive.solutions if one.objective.level == level), key=lambda one: estimated_rank(at, one)
     ):
-        made = archive.best_of(found, level)
-        peak = found.peak if made is None else made.cost.memory.peak
+        candidate = archive.best_of(found, level)
+        peak = found.peak if candidate is None else candidate.cost.memory.peak
         if peak > problem.memory_limit:
             for less in within(found, (1 - NEAR) * problem.memory_limit / peak * found.peak, archive):
                 yield from constrained(at, less, archive)
@@ -144,10 +144,10 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
                     yield None
                     break
                 less = dataclasses.replace(found, solution=solution, objective=LEAST_TIME_IN_LESS_MEMORY)
-                made = yield from constrained(at, less, archive)
-                if not made.cost.memory.peak:
+                candidate = yield from constrained(at, less, archive)
+                if not candidate.cost.memory.peak:
                     return
-                limit = (1 - NEAR) * (1 - NEAR) * least / made.cost.memory.peak * less.peak
+                limit = (1 - NEAR) * (1 - NEAR) * least / candidate.cost.memory.peak * less.peak
             if _least_peak(archive) < least:
                 break
         else:

@@ -11,16 +11,18 @@ from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, Sea
 from shardfn.search.resharding_costs import results_only
 
 
-def fewer_constraints(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def fewer_constraints(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """The candidate without the constraints that propagation does not need, with those of results alone, and without any."""
-    if not made.constraints:
+    if not candidate.constraints:
         return
     none: OpConstraints = {}
-    free = problem.partition(made.axes, made.specs, none, made.result_specs)
-    agreed = agreeing_ops(problem.graph, free, made.constraints)
-    yield proposal_from(problem, made, constraints={i: c for i, c in made.constraints.items() if i not in agreed})
-    yield proposal_from(problem, made, constraints={i: results_only(c) for i, c in made.constraints.items()})
-    yield proposal_from(problem, made, constraints=none)
+    free = problem.partition(candidate.axes, candidate.specs, none, candidate.result_specs)
+    agreed = agreeing_ops(problem.graph, free, candidate.constraints)
+    yield proposal_from(
+        problem, candidate, constraints={i: c for i, c in candidate.constraints.items() if i not in agreed}
+    )
+    yield proposal_from(problem, candidate, constraints={i: results_only(c) for i, c in candidate.constraints.items()})
+    yield proposal_from(problem, candidate, constraints=none)
 
 
 def agreeing_ops(graph: Graph, partitioned: PartitionedProgram, constraints: OpConstraints) -> frozenset[int]:
@@ -31,5 +33,5 @@ def agreeing_ops(graph: Graph, partitioned: PartitionedProgram, constraints: OpC
         return all(spec is None or spec == partitioned.specs[value] for spec, value in rows)
 
     return frozenset(
-        i for i, _, made in pairs(graph, partitioned.graph) if i in constraints and agrees(constraints[i], made)
+        i for i, _, there in pairs(graph, partitioned.graph) if i in constraints and agrees(constraints[i], there)
     )

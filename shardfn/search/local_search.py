@@ -57,5 +57,5 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
 
 def _start(archive: Archive, level: int, ended: set[object]) -> SearchCandidate | None:
     """The best candidate whose neighbours are not known yet, of those that are the best of their mesh."""
-    best = (made for made in archive.best_of_each_mesh(level) if made.key not in ended)
+    best = (candidate for candidate in archive.best_of_each_mesh(level) if candidate.key not in ended)
     return next(best, None)

@@ -16,11 +16,11 @@ from shardfn.search.resharding_costs import used_axes
 from shardfn.search.result_shardings import fits
 
 
-def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def follow_products(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """The candidate without constraints, and with each open argument that no product reads (biases, positions, a batch of
     indices) sharded the way its dimension groups are in most results of products."""
-    groups, values, sizes = problem.value_groups, problem.graph.values, dict(made.axes)
-    partitioned = problem.partitioned_of(made)
+    groups, values, sizes = problem.value_groups, problem.graph.values, dict(candidate.axes)
+    partitioned = problem.partitioned_of(candidate)
     votes: dict[int, dict[tuple[str, ...], int]] = {}
     read: set[int] = set()
     for _, op, there in pairs(problem.graph, partitioned.graph):
@@ -31,7 +31,7 @@ def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 
                     if sizes.keys() >= set(dim):
                         of = votes.setdefault(group, {})
                         of[dim] = of.get(dim, 0) + math.prod(values[v].shape)
-    specs = list(made.specs)
+    specs = list(candidate.specs)
     for i, (value, shape) in enumerate(zip(problem.inputs, problem.shapes, strict=True)):
         if problem.specs[i] is not None or (value in read and i not in batch_arguments(problem)):
             continue
@@ -42,38 +42,38 @@ def follow_products(problem: SearchProblem, made: SearchCandidate, first: int = 
             spec.append(dim if is_free else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
-    yield proposal_from(problem, made, specs=tuple(specs), constraints={})
+    yield proposal_from(problem, candidate, specs=tuple(specs), constraints={})
 
 
-def sliced_arguments(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def sliced_arguments(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """The candidate with each open argument that the program slices before any other use sharded like the slice."""
-    partitioned = problem.partitioned_of(made)
-    inputs = partitioned.graph.arguments(len(made.specs))
+    partitioned = problem.partitioned_of(candidate)
+    inputs = partitioned.graph.arguments(len(candidate.specs))
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
     for op in partitioned.graph.ops:
         for value in set(op.inputs) & readers.keys():
             readers[value].append(op)
-    sizes, specs = dict(made.axes), list(made.specs)
+    sizes, specs = dict(candidate.axes), list(candidate.specs)
     for i, (value, shape) in enumerate(zip(inputs, problem.shapes, strict=True)):
         found = {partitioned.specs[op.outputs[0]][: len(shape)] for op in readers[value] if op.name == "all_slice"}
         if problem.specs[i] is None and len(found) == 1 and all(op.name == "all_slice" for op in readers[value]):
             (spec,) = found
             if fits(shape, spec, sizes):
                 specs[i] = spec
-    if tuple(specs) != made.specs:
-        yield proposal_from(problem, made, specs=tuple(specs))
+    if tuple(specs) != candidate.specs:
+        yield proposal_from(problem, candidate, specs=tuple(specs))
 
 
-def fully_sharded(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def fully_sharded(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """The candidate with parameters, and with optimizer state alone, sharded over all axes left, as in FSDP and ZeRO-1."""
-    yield _fully_sharded(problem, made, only_state=False)
+    yield _fully_sharded(problem, candidate, only_state=False)
     if any(baselines.is_optimizer_state(problem)):
-        yield _fully_sharded(problem, made, only_state=True)
+        yield _fully_sharded(problem, candidate, only_state=True)
 
 
-def _fully_sharded(problem: SearchProblem, made: SearchCandidate, only_state: bool) -> Proposal:
+def _fully_sharded(problem: SearchProblem, candidate: SearchCandidate, only_state: bool) -> Proposal:
     """One of `fully_sharded`; constraints keep what products compute from a batch as it was."""
-    sizes, specs, batch = dict(made.axes), list(made.specs), batch_arguments(problem)
+    sizes, specs, batch = dict(candidate.axes), list(candidate.specs), batch_arguments(problem)
     is_state = baselines.is_optimizer_state(problem)
     for i, shape in enumerate(problem.shapes):
         if problem.specs[i] is None and i not in batch and (is_state[i] or not only_state):
@@ -81,7 +81,7 @@ def _fully_sharded(problem: SearchProblem, made: SearchCandidate, only_state: bo
                 specs[i] = _with_axis(shape, specs[i], axis, sizes)
     kept = {group for i, groups in enumerate(problem.groups) if i not in batch for group in groups}
     batch_groups = {group for i in batch for group in problem.groups[i]} - kept
-    partitioned = problem.partitioned_of(made)
+    partitioned = problem.partitioned_of(candidate)
     constraints: dict[int, OpConstraint] = {}
     for index, op, at in pairs(problem.graph, partitioned.graph):
         results = tuple(partitioned.specs[v] for v in at.outputs)
@@ -92,7 +92,7 @@ def _fully_sharded(problem: SearchProblem, made: SearchCandidate, only_state: bo
             and batch_groups.intersection(problem.value_groups[op.outputs[0]])
         ):
             constraints[index] = OpConstraint((None,) * len(op.inputs), results)
-    return proposal_from(problem, made, specs=tuple(specs), constraints=constraints)
+    return proposal_from(problem, candidate, specs=tuple(specs), constraints=constraints)
 
 
 def _with_axis(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> Spec:

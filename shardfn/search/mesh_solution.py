@@ -101,27 +101,29 @@ def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution |
 
 def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
     """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
-    made = totals(found.space, found.solution.choice)
-    estimate = rank(problem.level, problem.memory_limit, sent=made.sent, time_s=found.solution.cost, peak=found.peak,
-                    excess=problem.excess(made.flops, made.matrix_flops))  # fmt: skip
+    total = totals(found.space, found.solution.choice)
+    estimate = rank(problem.level, problem.memory_limit, sent=total.sent, time_s=found.solution.cost, peak=found.peak,
+                    excess=problem.excess(total.flops, total.matrix_flops))  # fmt: skip
     return estimate._replace(ties=(len(found.axes),))
 
 
-def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate, nearly: float = NEARLY) -> bool:
+def estimate_holds(
+    problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate, nearly: float = NEARLY
+) -> bool:
     """Whether a candidate costs at most `nearly` times its solution's estimate at the problem's level, and fits if that does."""
-    if problem.fits(made) < (found.peak <= problem.memory_limit):
+    if problem.fits(candidate) < (found.peak <= problem.memory_limit):
         return False
     return is_no_worse(
-        problem.rank(made)._replace(over=0, ties=()),
+        problem.rank(candidate)._replace(over=0, ties=()),
         estimated_rank(problem, found)._replace(over=0, ties=()),
         nearly - 1,
     )
 
 
-def is_reached(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
+def is_reached(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
     """Whether a candidate costs what its solution's estimate says (`REACHED`). Where it costs less, the estimate is no bound."""
-    estimate, rank = estimated_rank(problem, found).aim[0], problem.rank(made).aim[0]
-    return problem.fits(made) and abs(rank - estimate) <= REACHED * estimate
+    estimate, rank = estimated_rank(problem, found).aim[0], problem.rank(candidate).aim[0]
+    return problem.fits(candidate) and abs(rank - estimate) <= REACHED * estimate
 
 
 def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:

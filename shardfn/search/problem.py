@@ -141,9 +141,9 @@ class SearchProblem:
             self.memo.costs[key] = estimate_cost(partitioned, self.hardware, self.donated)
         return self.memo.costs[key]
 
-    def evaluate_answer(self, made: SearchCandidate | Answer) -> Cost:
+    def evaluate_answer(self, candidate: SearchCandidate | Answer) -> Cost:
         """The cost of the program as partitioned for a candidate or an answer."""
-        return self.evaluate(made.axes, made.specs, made.constraints, made.result_specs)
+        return self.evaluate(candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs)
 
     def candidate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
         """The evaluated candidate of a proposal, in which ops read operands as the user shards them for functions inside."""
@@ -167,21 +167,21 @@ class SearchProblem:
         """An answer as an evaluated candidate."""
         return self.candidate(Proposal(name, one.axes, one.specs, one.constraints, one.result_specs))
 
-    def partitioned_of(self, made: SearchCandidate | Answer) -> PartitionedProgram:
+    def partitioned_of(self, candidate: SearchCandidate | Answer) -> PartitionedProgram:
         """The partitioned program of a candidate or an answer."""
-        return self.partition(made.axes, made.specs, made.constraints, made.result_specs)
+        return self.partition(candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs)
 
     def at(self, level: int) -> SearchProblem:
         """The problem with the objective of a level."""
         return self if level == self.level else dataclasses.replace(self, level=level)
 
-    def rank(self, made: SearchCandidate) -> Rank:
+    def rank(self, candidate: SearchCandidate) -> Rank:
         """`objective` of a candidate."""
-        return objective(made.cost, self)
+        return objective(candidate.cost, self)
 
-    def fits(self, made: SearchCandidate) -> bool:
+    def fits(self, candidate: SearchCandidate) -> bool:
         """Whether a candidate keeps the memory limit."""
-        return made.cost.memory.peak <= self.memory_limit
+        return candidate.cost.memory.peak <= self.memory_limit
 
     @property
     def facts(self) -> GraphFacts:

@@ -29,12 +29,12 @@ def constraints_as_given(
         if index in can_constrain and not given.keys().isdisjoint(op.inputs)
     }
     found: dict[int, OpConstraint] = {}
-    for made in partitioned.graph.ops:
-        index = readers.get(made.site, -1)
+    for there in partitioned.graph.ops:
+        index = readers.get(there.site, -1)
         op = graph.ops[index]
-        if index < 0 or op.rule is None or _reads_as_given(op, [partitioned.specs[v] for v in made.inputs], given):
+        if index < 0 or op.rule is None or _reads_as_given(op, [partitioned.specs[v] for v in there.inputs], given):
             continue
-        results = tuple(partitioned.specs[v] for v in made.outputs)
+        results = tuple(partitioned.specs[v] for v in there.outputs)
         found[index] = OpConstraint((None,) * len(op.inputs), _results_as_given(op, op.rule, results, given))
     return found
 

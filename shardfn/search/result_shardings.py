@@ -13,7 +13,7 @@ from shardfn.search.problem import Proposal, ResultSpecs, SearchCandidate, Searc
 from shardfn.search.resharding_costs import map_specs, merge_axes
 
 
-def results_as_solved(problem: SearchProblem, made: SearchCandidate, found: MeshSolution) -> Proposal | None:
+def results_as_solved(problem: SearchProblem, candidate: SearchCandidate, found: MeshSolution) -> Proposal | None:
     """A candidate with each open result sharded as in the solution that it comes from; None where it is already.
 
     A result whose sharding is no decision there, such as zeros, takes the sharding of another result of its shape, or the
@@ -21,7 +21,7 @@ def results_as_solved(problem: SearchProblem, made: SearchCandidate, found: Mesh
     """
     spec_of = specs_of(problem, found)
     wanted = _wanted(problem, found.axes, lambda v: spec_of(v) if v in found.space.layouts else None)
-    proposal = _with_results(problem, made, found.axes, wanted)
+    proposal = _with_results(problem, candidate, found.axes, wanted)
     if proposal is None:
         return None
     return SolvedProposal(
@@ -29,34 +29,34 @@ def results_as_solved(problem: SearchProblem, made: SearchCandidate, found: Mesh
     )
 
 
-def smallest_results(problem: SearchProblem, made: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+def smallest_results(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """The candidate with all open results in their smallest shards."""
-    proposal = _with_results(problem, made, made.axes, _wanted(problem, made.axes, lambda v: None))
+    proposal = _with_results(problem, candidate, candidate.axes, _wanted(problem, candidate.axes, lambda v: None))
     if proposal is not None:
         yield proposal
 
 
 def _with_results(
-    problem: SearchProblem, made: SearchCandidate, axes: Axes, wanted: Mapping[int, Spec]
+    problem: SearchProblem, candidate: SearchCandidate, axes: Axes, wanted: Mapping[int, Spec]
 ) -> Proposal | None:
     """The candidate, on `axes` or with some of them merged, with other shardings of results on `axes`, where they divide."""
-    parts, sizes = _parts(axes, made.axes), dict(axes)
+    parts, sizes = _parts(axes, candidate.axes), dict(axes)
 
     def fine(spec: Spec) -> Spec:
         return tuple(tuple(p for a in dim for p in parts.get(a, (a,))) for dim in spec)
 
-    now = {at: fine(spec) for at, spec in result_specs_of(problem, made).items()}
+    now = {at: fine(spec) for at, spec in result_specs_of(problem, candidate).items()}
     results = {
         at: spec for at, spec in wanted.items() if spec != now[at] and fits(problem.open_results[at].shape, spec, sizes)
     }
     if not results:
         return None
-    specs = [fine(spec) for spec in made.specs]
-    constraints = {i: map_specs(constraint, fine) for i, constraint in made.constraints.items()}
+    specs = [fine(spec) for spec in candidate.specs]
+    constraints = {i: map_specs(constraint, fine) for i, constraint in candidate.constraints.items()}
     if not problem.axes:
         axes, every, constraints = merge_axes(axes, [*specs, *results.values()], constraints)
         specs, results = every[: len(specs)], dict(zip(results, every[len(specs) :], strict=True))
-    return Proposal(made.name, axes, tuple(specs), constraints, results)
+    return Proposal(candidate.name, axes, tuple(specs), constraints, results)
 
 
 def _wanted(problem: SearchProblem, axes: Axes, spec_of: Callable[[int], Spec | None]) -> dict[int, Spec]:
@@ -71,11 +71,11 @@ def _wanted(problem: SearchProblem, axes: Axes, spec_of: Callable[[int], Spec | 
     }
 
 
-def result_specs_of(problem: SearchProblem, made: SearchCandidate) -> ResultSpecs:
+def result_specs_of(problem: SearchProblem, candidate: SearchCandidate) -> ResultSpecs:
     """The shardings of the open results in a candidate's partitioned program."""
     if not problem.open_results:
         return {}
-    partitioned = problem.partitioned_of(made)
+    partitioned = problem.partitioned_of(candidate)
     return {
         at: partitioned.specs[partitioned.graph.outputs[result.at]][: len(result.shape)]
         for at, result in problem.open_results.items()

@@ -50,13 +50,13 @@ def search(problem: SearchProblem) -> Answer:
     for proposal in _spread(problem, label_space(problem, problem.axes, archive)):
         for fewer in fewer_constraints(problem, archive.evaluate(proposal)):
             archive.evaluate(fewer)
-    made, *others = archive.ranked(problem.level)
-    if made is simple:
+    best, *others = archive.ranked(problem.level)
+    if best is simple:
         return followed
     reasons = tuple("" if given is not None else "least resharding from the given shardings" for given in problem.specs)
     policy = "the given shardings spread op by op, with the least resharding (no search)"
     return Answer(
-        made.axes, made.specs, reasons, policy, source="propagated", constraints=made.constraints, others=tuple(others)
+        best.axes, best.specs, reasons, policy, source="propagated", constraints=best.constraints, others=tuple(others)
     )
 
 
