@@ -30,22 +30,22 @@ def scatter_into_addend(ops: Sequence[Op], filled: Collection[int], outputs: Col
     count = collections.Counter(v for op in ops for v in op.inputs)
     count.update(outputs)
     at = {op.outputs[0]: i for i, op in enumerate(ops) if op.outputs and op.outputs[0] in made}
-    turns = {op.outputs[0]: op for op in ops if op.name == "transpose"}
+    transposes = {op.outputs[0]: op for op in ops if op.name == "transpose"}
     for i, op in enumerate(ops):
         if op.name != "add" or len(made.keys() & op.inputs) != 1:
             continue
         rows, other = op.inputs if op.inputs[0] in made else op.inputs[::-1]
         scatter = made[rows]
         if scatter.combines == "add" and scatter.inputs[0] in filled and count[rows] == 1:
-            found[i] = scatter.of((_untransposed(other, turns), *scatter.inputs[1:]), op.outputs)
+            found[i] = scatter.of((_untransposed(other, transposes), *scatter.inputs[1:]), op.outputs)
             found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
     return [op for op in found if op.name]
 
 
-def _untransposed(value: int, turns: Mapping[int, Op]) -> int:
+def _untransposed(value: int, transposes: Mapping[int, Op]) -> int:
     """The value before two transposes that cancel out."""
-    last = turns.get(value)
-    first = turns.get(last.inputs[0]) if last else None
+    last = transposes.get(value)
+    first = transposes.get(last.inputs[0]) if last else None
     if last is None or first is None or last.rule is None or first.rule is None:
         return value
     there, back = (tuple(map(r.operands[0].index, r.results[0])) for r in (first.rule, last.rule))

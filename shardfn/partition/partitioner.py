@@ -370,10 +370,10 @@ class _Partitioner(ProgramBuilder):
             return self.send(ReshardingStep("reduce-scatter", axes, want), partial, op)
         return self.send(ReshardingStep("all-reduce", axes, have), partial, op)
 
-    def makes_reduce_scatter(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
+    def makes_reduce_scatter(self, partial: int, want: Spec, dims_order: Sequence[int]) -> bool:
         """Whether the platform emits a reduce-scatter from the partial sum to `want`.
 
-        `turned` is the dimension order of a transpose that is the only reader.
+        `dims_order` is the dimension order of a transpose that is the only reader; empty without one.
         """
         if self.platform != "tpu":
             return self.platform != "cpu"
@@ -381,7 +381,7 @@ class _Partitioner(ProgramBuilder):
         if len(sharded) != 1:
             return False
         shard = [-(-n // self.shards(axes)) for n, axes in zip(value.shape, want, strict=True)]
-        dims = tuple(turned) or tuple(range(len(shard)))
+        dims = tuple(dims_order) or tuple(range(len(shard)))
         added = self.shards(axes_of(want)) // self.shards(axes_of(self.specs[partial]))
         spans_torus = added == math.prod(self.sizes.values())
         shape = tuple(shard[d] for d in dims)
@@ -391,8 +391,10 @@ class _Partitioner(ProgramBuilder):
     def transposed_dims(self) -> dict[int, tuple[int, ...]]:
         """By value that only a transpose reads: the dimension order of that transpose."""
         count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
-        turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
-        rules = {op.inputs[0]: op.rule for op in turns if op.rule}
+        transposes = [
+            op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1
+        ]
+        rules = {op.inputs[0]: op.rule for op in transposes if op.rule}
         return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
 
     def slice_window(self, value: int, window: GatheredWindow, op: Op) -> int:

@@ -139,7 +139,7 @@ def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, 
     return sizes, parts
 
 
-def joined_axes(axes: Sequence[str], grid: Mapping[str, int]) -> tuple[str, ...]:
+def joined_axes(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Join neighbouring parts of one axis, and give complete axes their own name.
 
     >>> joined_axes(("a:(1)2", "a:(2)2", "b:(2)2"), {"a": 4, "b": 4})
@@ -147,12 +147,12 @@ def joined_axes(axes: Sequence[str], grid: Mapping[str, int]) -> tuple[str, ...]
     """
     found: list[tuple[str, int, int]] = []
     for name in axes:
-        axis, low, size = axis_part(name, grid)
+        axis, low, size = axis_part(name, mesh)
         if found and found[-1][0] == axis and found[-1][1] * found[-1][2] == low:
             found[-1] = axis, found[-1][1], found[-1][2] * size
         else:
             found.append((axis, low, size))
-    return tuple(axis if size == grid.get(axis) else f"{axis}:({low}){size}" for axis, low, size in found)
+    return tuple(axis if size == mesh.get(axis) else f"{axis}:({low}){size}" for axis, low, size in found)
 
 
 def primes(n: int) -> list[int]:

@@ -131,7 +131,7 @@ def _mixed_up_slices(partitioned: PartitionedProgram, moves: Sequence[tuple[int,
     source: dict[int, int] = {}
     slices: dict[int, list[Op]] = {}
     for op in graph.ops:
-        if op.name != "slice" or op.rule is None or any(tap.low or tap.stride > 1 for tap in op.window_dims):
+        if op.name != "slice" or op.rule is None or any(window.low or window.stride > 1 for window in op.window_dims):
             continue
         before, after = op.inputs[0], op.outputs[0]
         if specs[before] == specs[after] and partitioned.local_shape(before) == partitioned.local_shape(after):
@@ -157,11 +157,11 @@ def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
 def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether windows that overlap by half or more run along a sharded dimension; True in doubt, as padding may hide it."""
     operand, source = (partitioned.graph.values[v].shape for v in op.inputs[:2])
-    for tap in op.window_dims:
-        overlap = -tap.low
-        least_stride = (operand[tap.dim] - overlap) // (source[tap.dim] + 1) + 1
+    for window in op.window_dims:
+        overlap = -window.low
+        least_stride = (operand[window.dim] - overlap) // (source[window.dim] + 1) + 1
         if overlap >= least_stride and (
-            partitioned.specs[op.inputs[0]][tap.dim] or partitioned.specs[op.outputs[0]][tap.dim]
+            partitioned.specs[op.inputs[0]][window.dim] or partitioned.specs[op.outputs[0]][window.dim]
         ):
             return True
     return False
@@ -174,13 +174,13 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
     Any dimension is padded between elements and by a negative number in front.
     """
     before, after = (partitioned.graph.values[v].shape for v in (operand, op.outputs[0]))
-    for tap in op.window_dims:
-        if not partitioned.specs[op.outputs[0]][tap.out_dim]:
+    for window in op.window_dims:
+        if not partitioned.specs[op.outputs[0]][window.out_dim]:
             continue
-        stop = (after[tap.out_dim] - 1) * tap.stride + tap.low + tap.extent
-        high = stop - (before[tap.dim] - 1) * tap.spacing - 1
-        is_wrong = tap.spacing > 1 or tap.low > 0 or (tap.low < 0 and high < 0)
-        if (tap.spacing > 1 and tap.low > 0) or (is_wrong and not partitioned.specs[operand][tap.dim]):
+        stop = (after[window.out_dim] - 1) * window.stride + window.low + window.extent
+        high = stop - (before[window.dim] - 1) * window.spacing - 1
+        is_wrong = window.spacing > 1 or window.low > 0 or (window.low < 0 and high < 0)
+        if (window.spacing > 1 and window.low > 0) or (is_wrong and not partitioned.specs[operand][window.dim]):
             return True
     return False
 

@@ -29,13 +29,13 @@ MOST_CHOICES = 4096
 def one_array_changes(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
     """Each open argument and result in each other sharding on the mesh.
 
-    The arrays take turns, each with its most promising sharding first. At level 1 none whose arguments and results alone
-    hold as much as the candidate.
+    The arrays take turns, each with its most promising sharding first. At level 1, proposals are left out whose arguments and
+    results alone take as much memory as the candidate.
 
     Args:
       problem: the question.
-      made: the candidate to change.
-      first: the array that begins, counted round.
+      candidate: what to change.
+      first: the array that begins, modulo their number.
     """
     now = {**result_specs_of(problem, candidate), **candidate.result_specs}
     rows = [_argument_rows(problem, candidate, (i,)) for i, _ in _open_arguments(problem)]

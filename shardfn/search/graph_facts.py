@@ -61,10 +61,10 @@ class GraphFacts:
     kinds: tuple[int, ...]
     """A number for each op, equal for ops that cost the same on the same layouts."""
     loops: LoopCarries
-    rows: frozenset[int] = frozenset()
+    row_major: frozenset[int] = frozenset()
     """Values that a TPU stores row by row, each padded to whole lanes."""
-    turned: frozenset[int] = frozenset()
-    """Arguments with a copy stored so."""
+    row_major_copies: frozenset[int] = frozenset()
+    """Arguments of which a TPU keeps a copy stored row by row."""
     sums: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """For ops, by index, whose sums are reduced less often than they run, how often (`partition.loop_reductions`)."""
     gathers: Mapping[int, int] | None = None
@@ -115,7 +115,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     together = combined_matmul_counts(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
     total = [each * op.trips * op.instances for each, op in zip(flops, graph.ops, strict=True)]
-    rows = scattered_values(graph) if platform == "tpu" else frozenset[int]()
+    row_major = scattered_values(graph) if platform == "tpu" else frozenset[int]()
     return GraphFacts(
         trips,
         readers,
@@ -127,9 +127,9 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         flops,
         last,
         tuple(map(array_bytes, graph.values)),
-        _kinds(graph, kernels, last, rows, together),
+        _kinds(graph, kernels, last, row_major, together),
         loop_carries(graph, trips),
-        rows,
+        row_major,
         gathered_arguments(graph) if platform == "tpu" else frozenset(),
         _sums(graph) if platform != "cpu" else {},
         _gathers(graph, trips) if platform != "cpu" else None,
@@ -155,7 +155,7 @@ def _kinds(
     graph: Graph,
     kernels: Sequence[KernelShare],
     last: frozenset[int],
-    rows: frozenset[int],
+    row_major: frozenset[int],
     together: Mapping[int, int],
 ) -> tuple[int, ...]:
     values, numbers = graph.values, {}
@@ -163,7 +163,8 @@ def _kinds(
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
         key = (op.name, id(op.rule), index in last, op.reduced, op.window_dims, op.precision, len(op.inputs),
-               kernels[index], together.get(index), *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
+               kernels[index], together.get(index),
+               *((values[v].shape, values[v].dtype, v in row_major) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 

@@ -29,25 +29,25 @@ def halo_cost(
     rates = [link.exchange_bytes_s for link in mesh.links]
     latencies = [link.latency_s for link in mesh.links]
     held = list(local)
-    for tap in op.window_dims:
-        of_kernel = tap.over >= 0
-        other = graph.values[op.inputs[tap.over] if of_kernel else op.outputs[0]].shape
-        along = wanted[tap.operand] == tap.dim
-        alike = (along == ((wanted[tap.over] if of_kernel else made[0]) == tap.out_dim)).all(axis=1)
+    for window in op.window_dims:
+        of_kernel = window.over >= 0
+        other = graph.values[op.inputs[window.over] if of_kernel else op.outputs[0]].shape
+        along = wanted[window.operand] == window.dim
+        alike = (along == ((wanted[window.over] if of_kernel else made[0]) == window.out_dim)).all(axis=1)
         count = shard_count(np.where(along, 0, -1), mesh.sizes)
-        size = graph.values[op.inputs[tap.operand]].shape[tap.dim]
+        size = graph.values[op.inputs[window.operand]].shape[window.dim]
         for n in map(int, np.unique(count[alike & along.any(axis=1)])):
             here, own = alike & (count == n), -(-size // n)
-            permutes = halo_permutes(size, other[tap.out_dim], n, tap)
+            permutes = halo_permutes(size, other[window.out_dim], n, window)
             if permutes and mesh.sends_rows_once:
                 permutes = tuple(dict.fromkeys(permutes))
             moved = (n - 1) * own if permutes is None else sum(fetch.end - fetch.start for fetch in permutes)
-            part = np.where(here, moved / own * held[tap.operand], 0.0)
+            part = np.where(here, moved / own * held[window.operand], 0.0)
             sent += part
             seconds += part / np.where(along, rates, np.inf).min(axis=1, where=here[:, None], initial=max(rates))
             launches = 1 if permutes is None else len(permutes)
             seconds += np.where(here, np.where(along, latencies, 0.0).max(axis=1) * launches, 0.0)
             if permutes:  # the next dimension's rows are as long as what arrived makes them
-                grown = rows_read(tap, other[tap.out_dim], n) / own
-                held[tap.operand] = np.where(here, held[tap.operand] * grown, held[tap.operand])
+                grown = rows_read(window, other[window.out_dim], n) / own
+                held[window.operand] = np.where(here, held[window.operand] * grown, held[window.operand])
     return sent, seconds

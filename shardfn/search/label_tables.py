@@ -203,15 +203,15 @@ class _Builder:
     def padding(self, value: int, layouts: Array) -> Array:
         """The growth of rows that a TPU pads to whole lanes (`cost.backends.tpu`), for each layout."""
         shape = self.graph.values[value].shape
-        cuts = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
-        columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
+        shards = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
+        columns = shape[-1] / shards if shape else np.full(len(layouts), float(LANES))
         grown = np.ceil(columns / LANES) * LANES / columns
         return np.where(self.facts.bytes[value] / self.shards(layouts) * grown <= MAX_ROW_MAJOR_BYTES, grown, 1.0)
 
     def stored(self, value: int, layouts: Array) -> Array:
         """Bytes of a value in the memory of one device."""
         size = self.facts.bytes[value] / self.shards(layouts)
-        return size * self.padding(value, layouts) if value in self.facts.rows else size
+        return size * self.padding(value, layouts) if value in self.facts.row_major else size
 
     # ---- resharding
 
@@ -516,7 +516,7 @@ def _argument_intervals(builder: _Builder, places: Sequence[LiveBuffer]) -> tupl
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
             total[key] = total.get(key, 0.0) + builder.stored(value, layouts)
-    for value in sorted(builder.facts.turned):
+    for value in sorted(builder.facts.row_major_copies):
         node, layouts = builder.layouts[value]
         rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]
         key = (node, 2 * first, 2 * last + 1)

@@ -190,22 +190,22 @@ def _cost_of_code(code: tuple[int, ...], mesh: MeshModel, is_reduced: bool) -> t
         word // base**n % base - 1 for word, length in zip(code, lengths, strict=True) for n in reversed(range(length))
     ]
     gathered = other = gathered_s = other_s = latency = 0.0
-    for kind, taken, piece in _path(tuple(digits), mesh.sizes):
+    for kind, taken, shard in _path(tuple(digits), mesh.sizes):
         if kind == "all-gather":
             n = math.prod(size for _, size in taken)
             if is_reduced and n == math.prod(mesh.sizes):
-                gathered += 2 * (n - 1) * piece
-                gathered_s += 2 * (n - 1) * piece / mesh.over_all.bytes_s
+                gathered += 2 * (n - 1) * shard
+                gathered_s += 2 * (n - 1) * shard / mesh.over_all.bytes_s
                 latency += mesh.over_all.latency_s
                 continue
             for axis, size in taken:  # slow outer links first, while shards are small
-                gathered += (size - 1) * piece
-                gathered_s += (size - 1) * piece / mesh.links[axis].bytes_s
+                gathered += (size - 1) * shard
+                gathered_s += (size - 1) * shard / mesh.links[axis].bytes_s
                 latency += mesh.links[axis].latency_s
-                piece *= size
+                shard *= size
             continue
         n = math.prod(size for _, size in taken)
-        sent = piece if kind == "collective-permute" else (n - 1) / n * piece
+        sent = shard if kind == "collective-permute" else (n - 1) / n * shard
         slowest = min((mesh.links[axis] for axis, _ in taken), key=lambda link: link.exchange_bytes_s)
         other += sent
         other_s += sent / slowest.exchange_bytes_s

@@ -188,7 +188,7 @@ def remaining_tables(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]
         for w, table in row.items():
             if v < w:
                 tables[v][w] = store.call(part, table, kept[v], kept[w])
-                tables[w][v] = store.turned(tables[v][w])
+                tables[w][v] = store.transposed(tables[v][w])
     costs = [store.of(ascent.base[at + k]) for at, k in zip(ascent.first, kept, strict=False)]
     return costs, tables, kept, store
 

@@ -42,13 +42,13 @@ class Store:
         self.one[id(array)] = array, first
         return first
 
-    def turned(self, table: Array) -> Array:
+    def transposed(self, table: Array) -> Array:
         """The transposed table."""
-        key = ("turned", id(table))
+        key = ("transposed", id(table))
         if key not in self.results:
             other = table.T
             self.results[key] = other
-            self.results["turned", id(other)] = table
+            self.results["transposed", id(other)] = table
             self.one[id(table)], self.one[id(other)] = (table, table), (other, other)
         return self.results[key]
 

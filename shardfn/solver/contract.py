@@ -132,7 +132,7 @@ class _Contraction:
         self.costs[v] = self.store.call(np.add, self.costs[v], cost)
 
     def put(self, u: int, v: int, table: Array) -> None:
-        self.tables[u][v], self.tables[v][u] = table, self.store.turned(table)
+        self.tables[u][v], self.tables[v][u] = table, self.store.transposed(table)
 
     def join(self, u: int, v: int, cost: Array) -> None:
         self.put(u, v, self.store.call(np.add, self.tables[u][v], cost) if v in self.tables[u] else cost)

@@ -173,7 +173,7 @@ class Ascent:
                     if v < w:
                         smaller = table if whole[v] and whole[w] else store.call(part, table, labels, kept[w])
                         tables[place[v]][place[w]] = smaller
-                        tables[place[w]][place[v]] = store.turned(smaller)
+                        tables[place[w]][place[v]] = store.transposed(smaller)
                 elif v in place:
                     costs[place[v]] = store.of(costs[place[v]] + table[labels, kept[w][0]])
                 elif w not in place and v < w:

@@ -122,7 +122,7 @@ class Local:
             for v, table in row.items():
                 if u < v:
                     tables[u][v] = store.call(finite, table)
-                    tables[v][u] = store.turned(tables[u][v])
+                    tables[v][u] = store.transposed(tables[u][v])
         return [store.call(finite, cost) for cost in self.costs], tables
 
     def mend(self, labels: Array, multipliers: Array, rounds: int = MENDS) -> Array:

@@ -90,7 +90,7 @@ class _Backend(ProgramBuilder):
                 given = self.wide(source.inputs[0], op)
                 inputs[side] = self.made("swapped", given, v, (), op, self.values[given].dtype)
                 continue
-            order = turned(op.rule, side, self.given.local_shape(v))
+            order = copy_order(op.rule, side, self.given.local_shape(v))
             if order:
                 inputs[side] = self.made("copy", v, v, order, op)
             elif is_flattened(self.given, op, v):
@@ -273,7 +273,7 @@ class _Backend(ProgramBuilder):
 
 
 @functools.lru_cache(1 << 12)
-def turned(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def copy_order(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The dimension order in which XLA's CPU backend copies an operand of a matmul; empty where it reads it as it is.
 
     It reads [batch, free, contracting] and [batch, contracting, free]. One free and one contracting dimension may
@@ -285,7 +285,7 @@ def turned(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, 
       shape: on one device.
 
     >>> step = ShardingRule((((0,), (1,), (2,)), ((0,), (1,), (3,))), (((2,), (3,)),), (8, 4, 16, 32), frozenset({0, 1}))
-    >>> turned(step, 0, (8, 4, 16)), turned(step, 1, (8, 4, 32))
+    >>> copy_order(step, 0, (8, 4, 16)), copy_order(step, 1, (8, 4, 32))
     ((2, 0, 1), ())
     """
     roles, others = rule.matmul_roles(side), rule.matmul_roles(1 - side)
@@ -327,15 +327,15 @@ def _ordered(
     return (*space, first, last) if is_kernel else (first, *space, last)
 
 
-def is_swap(turn: Op, product: Op, dims: DimFactors | None) -> bool:
+def is_swap(transpose: Op, matmul: Op, dims: DimFactors | None) -> bool:
     """Whether a transpose swaps the two non-batch dimensions of a matmul's operand or result, which the matmul does
     itself.
     """
-    if turn.rule is None or product.rule is None or dims is None:
+    if transpose.rule is None or matmul.rule is None or dims is None:
         return False
-    every = [{f for dim in row for f in dim} for row in (*product.rule.operands[:2], product.rule.results[0])]
+    every = [{f for dim in row for f in dim} for row in (*matmul.rule.operands[:2], matmul.rule.results[0])]
     batch = next((n for n, dim in enumerate(dims) if not all(set(dim) <= row for row in every)), len(dims))
-    before, after = turn.rule.operands[0], turn.rule.results[0]
+    before, after = transpose.rule.operands[0], transpose.rule.results[0]
     return len(before) == batch + 2 and after == (*before[:batch], before[-1], before[-2])
 
 

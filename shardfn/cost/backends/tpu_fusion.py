@@ -59,7 +59,7 @@ class TpuFuser(Fuser):
         return found
 
     def final_readers(self, value: int, also: Collection[str] = ()) -> set[str]:
-        """Names of the ops that read a value, behind views and turns of it, and ops of the names in `also`."""
+        """Names of the ops that read a value, also through views, transposes and ops of the kinds `also`."""
         names: set[str] = set()
         for r in self.readers.get(value, ()):
             op = self.graph.ops[r]
