@@ -215,7 +215,7 @@ def test_weights_are_gathered_once_for_all_their_uses(platform, sent):
     assert kinds(insert_collectives(partitioned, platform)) == [("all-gather", *sent)]
 
 
-GRIDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
+MESHES = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
 
 
 def loss_of_rows(t, i):
@@ -232,11 +232,11 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", IDLE)
-def test_idle_axes_are_used(name, grid):
+def test_idle_axes_are_used(name, mesh):
     fn, args = IDLE[name]
-    layout = shardfn.mindspore.Layout(GRIDS[grid], ("data", "model"))
+    layout = shardfn.mindspore.Layout(MESHES[mesh], ("data", "model"))
     specs = tuple(layout("data", *("None",) * (len(a.shape) - 1)) for a in args)
     function = shardfn.shard(fn, specs)
     predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
@@ -269,10 +269,10 @@ def test_steps_lead_from_one_layout_to_the_other(before, after, through):
 
 @pytest.mark.parametrize("used", [(), ("a:(2)6",), ("a:(1)4", "b"), ("a:(3)4",)])
 def test_axes_in_parts_come_together_again(used):
-    grid = {"a": 12, "b": 2}
-    sizes, parts = split_axes(grid, used)
-    for name in (*grid, *used):
-        assert joined_axes(parts[name], grid) == (name,)
+    mesh = {"a": 12, "b": 2}
+    sizes, parts = split_axes(mesh, used)
+    for name in (*mesh, *used):
+        assert joined_axes(parts[name], mesh) == (name,)
     assert sizes["b"] == 2 and parts["b"] == ("b",)
 
 

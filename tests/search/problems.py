@@ -35,9 +35,9 @@ def planned_problem(function, *args, **options):
 
 
 def choices(problem, axes):
-    """The labelling of a problem on a grid."""
-    grid = MeshModel.on(problem.hardware, axes)
-    return labelling_of(build(problem.graph, grid, {}, {}, {}, None, problem.facts), problem)
+    """The labelling of a problem on a mesh."""
+    mesh = MeshModel.on(problem.hardware, axes)
+    return labelling_of(build(problem.graph, mesh, {}, {}, {}, None, problem.facts), problem)
 
 
 def two_layers(x, w1, w2):

@@ -26,7 +26,7 @@ def step(params, x):
 
 @pytest.mark.parametrize(("level", "batch"), [(0, 2), (1, 4), (2, 2)])
 def test_plan_of_convolutions_avoids_those_that_xla_gets_wrong(level, batch):
-    """Few and large images: their height has to be cut for all devices to work, and kernels lie in pieces."""
+    """Few and large images: their height has to be sharded for all devices to work, and kernels are sharded too."""
     params = [S((3, 3, 4, 64), jnp.float32), S((3, 3, 64, 64), jnp.float32)]
     args = params, S((batch, 512, 512, 4), jnp.float32)
     made = shardfn.plan(step, *args, level=level, device="h100:16")

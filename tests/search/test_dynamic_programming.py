@@ -22,19 +22,19 @@ EXACT = {"search_mode": "dynamic_programming"}
 
 
 def test_resharding_cost_is_that_of_its_collectives():
-    grid = MeshModel.on(resolve("h100:4"), (("a", 4),))
-    labels = value_labels((8, 8), grid.sizes)  # whole, rows, columns
-    sent, seconds = resharding_cost(labels, labels, 256.0, grid)
+    mesh = MeshModel.on(resolve("h100:4"), (("a", 4),))
+    labels = value_labels((8, 8), mesh.sizes)  # replicated, rows, columns
+    sent, seconds = resharding_cost(labels, labels, 256.0, mesh)
     assert labels.tolist() == [[-1], [0], [1]]
     assert sent.tolist() == [[0, 0, 0], [192, 0, 48], [192, 48, 0]]
     assert (seconds > 0).tolist() == (sent > 0).tolist()
-    narrow, _ = resharding_cost(labels, labels, 256.0, grid, 0.5)
+    narrow, _ = resharding_cost(labels, labels, 256.0, mesh, 0.5)
     assert narrow.tolist() == [[0, 0, 0], [96, 0, 48], [96, 48, 0]], "what is gathered alone travels narrow"
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 2), (2, 4), (2, 2, 2)])
 def test_resharding_cost_of_every_pair_is_what_the_program_sends(sizes):
-    """Also where XLA finds no short road: two dims that change their axes are gathered whole."""
+    """Also where XLA finds no direct resharding: two dimensions that swap their axes are gathered first."""
     axes = tuple(zip("abc", sizes, strict=False))
     problem = planned_problem(jnp.sin, S((64, 64), jnp.float32), device=f"h100:{math.prod(sizes)}")
     labels = np.array(list(itertools.product((-1, 0, 1), repeat=len(axes))))
@@ -50,18 +50,18 @@ def test_resharding_cost_of_every_pair_is_what_the_program_sends(sizes):
 
 def test_resharding_cost_of_swapped_axes_is_an_all_to_all_and_a_permute():
     """As XLA does it, which compiles an exchange over the eight and a permute of all (seen for 512 CPU devices)."""
-    grid = MeshModel.on(resolve("h100:512"), (("a", 64), ("b", 8)))
+    mesh = MeshModel.on(resolve("h100:512"), (("a", 64), ("b", 8)))
     swapped, moved = (
-        resharding_cost(np.array([[0, 1]]), np.array([to]), 512.0, grid)[0].item() for to in ([1, 0], [0, 0])
+        resharding_cost(np.array([[0, 1]]), np.array([to]), 512.0, mesh)[0].item() for to in ([1, 0], [0, 0])
     )
     assert (swapped, moved) == (7 / 8 + 1, 7 / 8)
 
 
 def test_resharding_cost_on_many_axes_is_that_of_each_pair():
-    grid = MeshModel.on(resolve("h100:16"), tuple((name, 2) for name in "abcd"))
+    mesh = MeshModel.on(resolve("h100:16"), tuple((name, 2) for name in "abcd"))
     labels = np.array([[0, 1, -1, -1], [-1, 0, 1, 2]])
-    sent, _ = resharding_cost(labels, labels, 16.0, grid)
-    alone, _ = resharding_cost(labels[:1], labels[1:], 16.0, grid)
+    sent, _ = resharding_cost(labels, labels, 16.0, mesh)
+    alone, _ = resharding_cost(labels[:1], labels[1:], 16.0, mesh)
     assert sent.diagonal().tolist() == [0, 0] and sent[0, 1] == alone.item() > 0
 
 
@@ -121,8 +121,8 @@ def test_exact_plan_keeps_an_entry_and_the_values():
 
 def test_exact_plan_keeps_a_mesh():
     args = (S((64, 8), jnp.float32), S((8, 64), jnp.float32), S((64, 8), jnp.float32))
-    grid = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
-    made = shardfn.plan(two_layers, *args, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
+    layout = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
+    made = shardfn.plan(two_layers, *args, in_strategy=(layout("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **EXACT)  # fmt: skip
     assert made.axes == (("rows", 4), ("columns", 2))
     assert made.inputs[0].strategy == (4, 1)
@@ -146,7 +146,7 @@ def test_every_mode_with_a_tiny_time_limit_answers():
 
 
 def test_exact_plan_of_a_checkpointed_block_shards_each_array_in_its_own_way():
-    """An optimization barrier passes several arrays on: one axis may cut all of them."""
+    """An optimization barrier passes several arrays on: one axis may shard all of them."""
 
     def loss(w, x):
         return (jax.checkpoint(two_layers)(x, *w) ** 2).mean()

@@ -59,12 +59,12 @@ def test_fully_use_devices_exempts_an_op_that_cannot():
     assert [d.strategy for d in made.inputs] == [(1, 1), (1, 1)]
 
 
-def cuts(made):
+def strategies(made):
     return [d.strategy for d in (*made.inputs, *made.outputs)]
 
 
 def slices(made):
-    """The last dims of what each product reads and makes on one device, where they are cut."""
+    """The sizes on one device of the sharded last dimensions of each matmul's operands and result."""
     partitioned = made.partitioned
     for op in partitioned.graph.ops:
         if op.name == "dot_general":
@@ -74,11 +74,11 @@ def slices(made):
 
 
 def test_tensor_slice_align_makes_shards_of_matmuls_multiples():
-    args = S((1, 512), jnp.float32), S((512, 8192), jnp.float32)  # one row: only the last dims are worth a cut
+    args = S((1, 512), jnp.float32), S((512, 8192), jnp.float32)  # one row: only the last dimensions are worth sharding
     free = shardfn.plan(dense, *args, **HERE)
     assert set(slices(free)) == {1024}
     shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=1024)
-    assert cuts(shardfn.plan(dense, *args, **HERE)) == cuts(free), "aligned as it is"
+    assert strategies(shardfn.plan(dense, *args, **HERE)) == strategies(free), "aligned as it is"
     for size in (256, 384, 1000):
         args = S((1, 65536), jnp.float32), S((65536, 4 * size), jnp.float32)
         shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=False)
@@ -86,7 +86,7 @@ def test_tensor_slice_align_makes_shards_of_matmuls_multiples():
         shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=size)
         held = shardfn.plan(dense, *args, **HERE)
         assert all(n % size == 0 for n in slices(held))
-        assert held.cost.flops < 65536 * 4 * size, "something is cut nevertheless"
+        assert held.cost.flops < 65536 * 4 * size, "something is sharded nevertheless"
 
 
 @pytest.mark.parametrize("seed", range(20))

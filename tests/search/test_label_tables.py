@@ -1,4 +1,4 @@
-"""What the search's own model of an op costs, where its flow costs more than the bytes of the whole would suggest."""
+"""What the label model charges for an op, where the partitioned program costs more than the global bytes suggest."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def updated(table, rows):
 
 @pytest.mark.parametrize(("device", "more"), [("tpu-v5e:2x4", (4, 5)), ("h100:8", (0.99, 1.01))])
 def test_labels_of_padded_rows_on_a_tpu_take_as_long_as_full_lanes(device, more):
-    """What is scattered to is read and written row by row: columns cut 8 ways are 8 of 128 lanes."""
+    """A scatter reads and writes its operand row by row: columns that are sharded 8 ways fill 8 of 128 lanes."""
     problem = problem_of(updated, (S((65536, 64), jnp.float32), S((64,), jnp.int32)), device)
     space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
     (scatter,) = (op for op in problem.graph.ops if op.name == "scatter")
@@ -40,13 +40,13 @@ def stacked(w, x):
 
 
 def test_labels_of_an_argument_sliced_by_two_loops_gather_in_each():
-    """Forward and backward are two loops: weights in pieces are gathered in both, and their gradient is summed into pieces."""
+    """Forward and backward pass are two loops: sharded weights are gathered in both, and their gradient is reduce-scattered."""
     problem = problem_of(stacked, (S((4, 256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8")
     weights, batch = problem.inputs
     given = {weights: ((), (), ("a",)), batch: (("a",), ())}
     (result,) = problem.graph.outputs
-    grid = MeshModel.on(problem.hardware, (("a", 8),))
-    space = build(problem.graph, grid, given, {result: given[weights]}, {}, None, problem.facts)
+    mesh = MeshModel.on(problem.hardware, (("a", 8),))
+    space = build(problem.graph, mesh, given, {result: given[weights]}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
     assert totals(space, found.choice).sent == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
 
@@ -57,15 +57,15 @@ def test_labels_of_a_sharded_weight_gather_once_for_all_readers(spec):
         lambda w, x: jnp.tanh(x @ w) @ w.T, (S((256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8"
     )
     weights, batch = problem.inputs
-    grid = MeshModel.on(problem.hardware, (("a", 8),))
-    space = build(problem.graph, grid, {weights: spec, batch: (("a",), ())}, {}, {}, None, problem.facts)
+    mesh = MeshModel.on(problem.hardware, (("a", 8),))
+    space = build(problem.graph, mesh, {weights: spec, batch: (("a",), ())}, {}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
     assert totals(space, found.choice).sent == pytest.approx(7 / 8 * 256 * 256 * 4, rel=0.01)
 
 
 def test_labels_of_a_partial_sum_keep_the_order_of_axes():
-    """Gradients of columns that the second axis cuts are summed over the first into pieces of rows: in pieces of those
-    columns they would lie the other way round than a layout says."""
+    """Gradients whose columns the second axis shards are reduce-scattered over the first along rows. Along the columns, their
+    shards would nest in the other order than in a layout."""
     problem = problem_of(lambda x, g: x.T @ g, (S((64, 32), jnp.float32), S((64, 128), jnp.float32)), "h100:8")
     (product,) = (op for op in problem.graph.ops if op.name == "dot_general")
     work, out = decoded(op_codes(product.rule, (4, 2), SCATTERED))
@@ -80,8 +80,8 @@ def test_labels_of_a_partial_sum_keep_the_order_of_axes():
 @pytest.mark.parametrize("ends", ["--", "rr", "r-", "-r", "-c", "rc", "cr"])
 @pytest.mark.parametrize("op", ["product", "sum"])
 def test_labels_of_a_scattered_sum_cost_what_the_program_sends(op, ends):
-    """XLA adds up over some of the axes, cuts, and adds up over the others: a reduce-scatter is only there over all of them;
-    of what is no product all devices have the sum first."""
+    """Where a sum is scattered over some axes only, XLA all-reduces over those, slices, and all-reduces over the others. A
+    reduce-scatter over all axes is possible for a matmul alone."""
     if op == "product":
         fn, args = lambda x, y: x.T @ y, (S((4096, 128), jnp.float32), S((4096, 64), jnp.float32))
     else:
@@ -96,23 +96,25 @@ def test_labels_of_a_scattered_sum_cost_what_the_program_sends(op, ends):
     work, out = decoded(space.nodes[node].labels)
     wanted = [dims[end] for end in ends]
     (at,) = np.flatnonzero((work == k).all(axis=1) & (out == wanted).all(axis=1))
-    grid = shardfn.mindspore.Layout((2, 4), ("a", "b"))
-    cut = lambda which: tuple(n for n, end in zip("ab", ends, strict=True) if end == which) or "None"  # noqa: E731
-    batch = [grid(("a", "b"), *["None"] * (len(x.shape) - 1)) for x in args]
-    made = shardfn.plan(fn, *args, device="h100:8", in_strategy=tuple(batch), out_strategy=(grid(cut("r"), cut("c")),))
+    layout = shardfn.mindspore.Layout((2, 4), ("a", "b"))
+    axes_of = lambda which: tuple(n for n, end in zip("ab", ends, strict=True) if end == which) or "None"  # noqa: E731
+    batch = [layout(("a", "b"), *["None"] * (len(x.shape) - 1)) for x in args]
+    made = shardfn.plan(
+        fn, *args, device="h100:8", in_strategy=tuple(batch), out_strategy=(layout(axes_of("r"), axes_of("c")),)
+    )
     assert space.nodes[node].sent[at] == pytest.approx(made.cost.bytes_sent)
 
 
 def test_labels_of_a_reshape_gather_a_minor_dimension():
-    """Of two dims that become one only the major one can stay cut."""
+    """Where two dimensions become one, only the major one can stay sharded."""
     problem = problem_of(lambda x: x.reshape(64, 256), (S((64, 16, 16), jnp.float32),), "h100:8")
     (x,), (result,) = problem.inputs, problem.graph.outputs
-    grid = MeshModel.on(problem.hardware, (("a", 8),))
+    mesh = MeshModel.on(problem.hardware, (("a", 8),))
     for spec, kept, sent in (
         (((), ("a",), ()), ((), ("a",)), 0),
         (((), (), ("a",)), ((), ()), 7 / 8 * 64 * 256 * 4),
     ):
-        space = build(problem.graph, grid, {x: spec}, {result: kept}, {}, None, problem.facts)
+        space = build(problem.graph, mesh, {x: spec}, {result: kept}, {}, None, problem.facts)
         found = solve(labelling_of(space, problem), Budget())
         assert totals(space, found.choice).sent == sent
 

@@ -13,11 +13,11 @@ from shardfn.search.resharding_costs import MeshModel
 )
 def test_reduction_cost_of_a_merged_sum_is_a_share_of_the_latency(device, whole, pieces):
     """By its result's bytes, of those of a full one: 30 MiB on GPUs, 120 MiB on TPUs, of which only all-reduces are merged."""
-    grid = MeshModel.on(resolve(device), (("a", 8),))
+    mesh = MeshModel.on(resolve(device), (("a", 8),))
     partial, here, none = np.array([15.0 * 2**20]), np.array([[True]]), np.array([[False]])
     no = np.array([False])
     for reduced, scattered, rate, share in ((here, none, 2, whole), (none, here, 1, pieces)):
-        sent, seconds = reduction_cost(partial, reduced, scattered, grid, True, no, no)
+        sent, seconds = reduction_cost(partial, reduced, scattered, mesh, True, no, no)
         assert sent.item() == rate * 7 / 8 * partial.item()
-        (link,) = grid.links
+        (link,) = mesh.links
         assert seconds.item() == pytest.approx(sent.item() / link.bytes_s + share * link.latency_s)

@@ -32,8 +32,8 @@ def test_recursive_plan_on_any_number_of_devices_spreads_the_work(devices):
 
 
 def test_recursive_plan_keeps_a_mesh():
-    grid = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
-    made = shardfn.plan(two_layers, *WIDE, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
+    layout = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
+    made = shardfn.plan(two_layers, *WIDE, in_strategy=(layout("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **RECURSIVE)  # fmt: skip
     assert made.axes == (("rows", 4), ("columns", 2))
     assert (made.inputs[0].strategy, made.inputs[0].source) == ((4, 1), "you")
@@ -47,9 +47,9 @@ def test_recursive_plan_is_no_worse_than_data_parallel(make, devices, level):
     function, args = abstract(make, **sizes)
     options = {"device": f"h100:{devices}", "level": level}
     batch = args[-1].shape
-    cuts = [(devices, *(1,) * (len(a.shape) - 1)) if a.shape == batch else (1,) * len(a.shape)
+    strategies = [(devices, *(1,) * (len(a.shape) - 1)) if a.shape == batch else (1,) * len(a.shape)
             for a in jax.tree.leaves(args)]  # fmt: skip
-    entries = tuple(jax.tree.unflatten(jax.tree.structure(args), cuts))
+    entries = tuple(jax.tree.unflatten(jax.tree.structure(args), strategies))
     parallel = shardfn.plan(function, *args, in_strategy=entries, **options)
     made = shardfn.plan(function, *args, **RECURSIVE, **options)
     problem = problem_of(function, args, device=f"h100:{devices}", level=level)
@@ -66,7 +66,7 @@ def test_recursive_plan_of_wide_weights_is_tensor_parallel(program):
 
 
 def test_recursive_plan_at_level_0_sends_no_gradients_of_wide_weights():
-    """One division after the other sends least where all but the batch is whole: the divisions for level 2 do better."""
+    """One division after the other sends least where all but the batch is replicated: the divisions for level 2 do better."""
 
     def step(params, x):
         def loss(params):

@@ -1,4 +1,4 @@
-"""What changes of layout cost on the axes of a grid: told from the order of the dims that are cut."""
+"""The cost of resharding on mesh axes depends only on the order of the sharded dimensions."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from shardfn.search.resharding_costs import MeshModel, resharding_cost
 
 @st.composite
 def moves(draw):
-    """The sizes of a grid's axes, and the dim that each of them cuts of an array of four dims, before and after."""
+    """The sizes of mesh axes, and the dimension of an array of rank 4 that each of them shards, before and after."""
     sizes = tuple(draw(st.lists(st.sampled_from([2, 3, 4, 6, 8]), min_size=1, max_size=3)))
     dims = st.lists(st.integers(-1, 3), min_size=len(sizes), max_size=len(sizes))
     return sizes, tuple(draw(dims)), tuple(draw(dims))
@@ -25,7 +25,7 @@ def moves(draw):
 @given(moves())
 @example(((64, 4), (-1, 1), (2, 0)))
 def test_resharding_path_is_that_of_the_partitioner(move):
-    """Of the dims themselves, with a whole one behind them: how many of them lie between the others does not count."""
+    """`resharding_steps` on the dimensions themselves, with an unsharded one at the end: unsharded dimensions in between do not count."""
     sizes, *rows = move
     parts = [[f"{axis}:{at}" for at in range(len(primes(n)))] for axis, n in enumerate(sizes)]
     of = {name: n for row, size in zip(parts, sizes, strict=True) for name, n in zip(row, primes(size), strict=True)}

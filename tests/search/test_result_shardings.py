@@ -24,7 +24,7 @@ def init(key):
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_result_made_of_a_key_is_sharded(level):
-    """No argument has a dim to cut, and propagation alone would leave everything whole."""
+    """No argument has a dimension to shard, and propagation alone would replicate everything."""
     made = shardfn.plan(drawn, KEY, level=level, device="cpu:8")
     by_hand = shardfn.plan(drawn, KEY, level=level, device="cpu:8", out_strategy=((8, 1),))
     options = {"out_strategy": ((1, 1),), "search_mode": "sharding_propagation"}
@@ -42,7 +42,9 @@ def test_result_shardings_are_compiled_as_planned(tmp_path):
     found, made = sharded(KEY), sharded.plan(KEY)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, init(KEY))
     assert all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(found))
-    assert {d.spec for d in made.outputs if d.shape == (64, 32)} == {made.decision("result/w").spec}, "zeros lie alike"
+    assert {d.spec for d in made.outputs if d.shape == (64, 32)} == {made.decision("result/w").spec}, (
+        "zeros are sharded alike"
+    )
     compiled = sharded.lower(KEY).compile().memory_analysis()
     assert compiled.output_size_in_bytes <= 1.1 * sum(d.local_bytes for d in made.outputs) + 64
     made.save(tmp_path / "layout.toml")

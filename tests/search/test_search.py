@@ -1,4 +1,4 @@
-"""What holds in every search mode: a user's cut stays, values stay, the same plan twice; and searches of one's own."""
+"""What holds in every search mode: a user's strategy stays, values stay, the same plan twice; and searches of one's own."""
 
 import itertools
 import os
@@ -45,11 +45,11 @@ PROGRAMS = {
 
 @st.composite
 def seeds(draw):
-    """A program, and cuts for some of its arguments that stand together on 8 devices."""
+    """A program, and strategies for some of its arguments that fit together on 8 devices."""
     name = draw(st.sampled_from(sorted(PROGRAMS)))
     args = PROGRAMS[name][1]
-    legal = {path: [cut for cut in itertools.product((1, 2, 4, 8), repeat=a.ndim)
-                    if 8 % np.prod(cut) == 0 and all(n % c == 0 for n, c in zip(a.shape, cut, strict=True))]
+    legal = {path: [strategy for strategy in itertools.product((1, 2, 4, 8), repeat=a.ndim)
+                    if 8 % np.prod(strategy) == 0 and all(n % c == 0 for n, c in zip(a.shape, strategy, strict=True))]
              for path, a in args.items()}  # fmt: skip
     chosen = draw(st.lists(st.sampled_from(sorted(args)), unique=True, max_size=len(args)))
     return name, {path: draw(st.sampled_from(legal[path])) for path in chosen}
@@ -58,15 +58,15 @@ def seeds(draw):
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(seeds(), st.sampled_from(MODES), st.sampled_from([0, 1, 2]))
 def test_every_mode_keeps_random_entries_and_the_values(seed, mode, level):
-    name, cuts = seed
+    name, strategies = seed
     function, args = PROGRAMS[name]
-    sharded = shardfn.shard(function, parameter_plan=cuts, search_mode=mode, level=level)
+    sharded = shardfn.shard(function, parameter_plan=strategies, search_mode=mode, level=level)
     try:
         made = sharded.plan(*args.values())
     except shardfn.errors.StrategyError as error:
         assert all("hold together" in p.what for p in error.problems), error
         hypothesis.reject()
-    assert {d.path: d.strategy for d in made.inputs if d.source == "you"} == cuts
+    assert {d.path: d.strategy for d in made.inputs if d.source == "you"} == strategies
     found, wanted = sharded(*args.values()), function(*args.values())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 

@@ -1,4 +1,4 @@
-"""Sharding propagation: the user's cuts spread with the least redistribution."""
+"""Sharding propagation: the user's strategies spread with the least resharding."""
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,14 @@ def looped(x, params):
     return jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w[0]) @ w[1], None), x, params)[0]
 
 
-def cuts(made):
+def strategies(made):
     return [d.strategy for d in made.inputs]
 
 
 def test_propagation_of_a_seed_reaches_the_last_layer():
     x, params = shapes(3)
     made = shardfn.plan(ffn, x, params, parameter_plan={"params/0/0": (1, 4)}, **HERE)
-    assert cuts(made) == [(2, 1)] + [(1, 4), (4, 1)] * 3
+    assert strategies(made) == [(2, 1)] + [(1, 4), (4, 1)] * 3
     assert [d.source for d in made.inputs] == ["propagated", "you"] + ["propagated"] * 5
     assert {(c.kind, c.axes) for c in made.collectives} == {("all-reduce", ("a",))}
 
@@ -53,7 +53,7 @@ def test_propagation_of_a_seed_in_the_middle_spreads_the_work(rows):
 def test_propagation_of_data_parallel_stays_data_parallel():
     x, params = shapes(2)
     made = shardfn.plan(ffn, x, params, in_strategy=((8, 1), AUTO), **HERE)
-    assert cuts(made) == [(8, 1)] + [(1, 1), (1, 1)] * 2
+    assert strategies(made) == [(8, 1)] + [(1, 1), (1, 1)] * 2
     assert made.cost.bytes_sent == 0
 
 
