@@ -107,16 +107,14 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
     return estimate._replace(ties=(len(found.axes),))
 
 
-def estimate_holds(
-    problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate, nearly: float = NEARLY
-) -> bool:
-    """Whether a candidate costs at most `nearly` times its solution's estimate at the problem's level, and fits if that does."""
+def estimate_holds(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
+    """Whether a candidate costs at most `NEARLY` times its solution's estimate at the problem's level, and fits if that does."""
     if problem.fits(candidate) < (found.peak <= problem.memory_limit):
         return False
     return is_no_worse(
         problem.rank(candidate)._replace(over=0, ties=()),
         estimated_rank(problem, found)._replace(over=0, ties=()),
-        nearly - 1,
+        NEARLY - 1,
     )
 
 

@@ -206,17 +206,17 @@ def _passed(tables: Array, mine: Array, out: Array | None = None) -> Array:
     return found
 
 
-def colours(costs: Sequence[Array], tables: Sequence[dict[int, Array]], period: int = PERIOD) -> Array:
+def colours(costs: Sequence[Array], tables: Sequence[dict[int, Array]]) -> Array:
     """A colour for each node, different from its neighbours': low where few come before it.
 
-    The nodes are taken as `period` runs side by side, so that along each run cost moves far in one pass. Nodes alike
+    The nodes are taken as `PERIOD` runs side by side, so that along each run cost moves far in one pass. Nodes alike
     (whose arrays are the same objects) are taken together: equal blocks send equal messages.
     """
     kinds: dict[tuple[int, ...], int] = {}
     kind = [kinds.setdefault((id(cost), *sorted(map(id, row.values()))), len(kinds))
             for cost, row in zip(costs, tables, strict=True)]  # fmt: skip
     found: list[int] = [-1] * len(tables)
-    for v in sorted(range(len(tables)), key=lambda v: (kind[v] % period, kind[v], v)):
+    for v in sorted(range(len(tables)), key=lambda v: (kind[v] % PERIOD, kind[v], v)):
         found[v] = 1 + max((found[w] for w in tables[v]), default=-1)
     return np.array(found, np.int64)
 

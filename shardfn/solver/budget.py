@@ -52,6 +52,6 @@ class Budget:
         """Whether work or time is used up."""
         return self.spent >= self.work or self.seconds_left <= 0
 
-    def part(self, share: float = 1.0, work: float = math.inf, seconds: float = math.inf) -> Budget:
-        """A share of what is left, at most `work` and `seconds`; never nothing, so that each step gives an answer."""
-        return Budget(max(1.0, min(work, share * self.left)), min(seconds, share * self.seconds_left), self)
+    def part(self, share: float) -> Budget:
+        """A share of what is left; never nothing, so that each step gives an answer."""
+        return Budget(max(1.0, share * self.left), share * self.seconds_left, self)

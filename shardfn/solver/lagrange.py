@@ -20,6 +20,7 @@ from shardfn.solver.labelling import Array
 from shardfn.solver.memory import MemoryConstraint
 
 MOST_TIMES = 200  # at which single labels are held against the limit
+FIX_PASSES = 3  # over the messages, each of which excludes labels
 PATIENCE = 5  # steps without a better bound until the steps shrink
 LONGER, LONGEST = 1.1, 0.2  # a step after a better bound, in steps before it; and at most, in bounds
 
@@ -105,11 +106,11 @@ class Ascent:
         self.set_prices(np.maximum(0.0, start + scale * wide))
         return choice
 
-    def fix(self, upper: float, passes: int = 3) -> None:
+    def fix(self, upper: float) -> None:
         """At the best prices, put out every label that no solution cheaper than `upper` takes."""
         self.set_prices(self.best)
         bound = -np.inf
-        for _ in range(passes):
+        for _ in range(FIX_PASSES):
             self.messages.forward()
             bound = self.sweep(max(upper - bound, 0.0) if bound > -np.inf else np.inf)
             if bound > self.bound:

@@ -125,13 +125,13 @@ class Local:
                     tables[v][u] = store.transposed(tables[u][v])
         return [store.call(finite, cost) for cost in self.costs], tables
 
-    def mend(self, labels: Array, multipliers: Array, rounds: int = MENDS) -> Array:
+    def mend(self, labels: Array, multipliers: Array) -> Array:
         """Labels that take nothing forbidden, if it goes well: parts around what is forbidden are solved again and again.
 
         What stays forbidden gets raised each time (Morris, The breakout method, AAAI 1993), so that no round is like the last.
         """
         fewest, best = np.inf, labels
-        for number in range(rounds):
+        for number in range(MENDS):
             u, v = self.ends.T
             bad = np.flatnonzero(np.isinf(self.entries[self.start + labels[u] * self.width + labels[v]]))
             own = np.flatnonzero(np.isinf(self.own[self.memory.first[:-1] + labels]))

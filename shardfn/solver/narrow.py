@@ -45,15 +45,15 @@ class Stuck(Exception):
         self.best = best
 
 
-def narrow(ascent: Ascent, ceiling: float) -> Array | None:
-    """The labels of least cost, memory aside; None where that exceeds `ceiling`. The ascent is used up.
+def narrow(ascent: Ascent) -> Array | None:
+    """The labels of least cost, memory aside; None where every labelling is forbidden. The ascent is used up.
 
     Raises:
       Stuck: neither was proved.
     """
     best = Best()
-    _search(ascent, ceiling, best)
-    return best.labels if best.cost <= ceiling else None
+    _search(ascent, math.inf, best)
+    return best.labels
 
 
 def _search(ascent: Ascent, ceiling: float, best: Best) -> None:

@@ -22,6 +22,7 @@ from shardfn.solver.memory import MemoryConstraint, memory_constraint
 
 STEPS = 400
 PASSES = 2  # of messages in each step
+MOVES = 40  # of single nodes, to lower the peak of one labelling
 AGAIN = 20  # steps, after which labels that are forbidden together are mended, once some that are not are known
 CLOSE = 1e-6  # of the peak: a gap that counts as none
 
@@ -142,12 +143,12 @@ class _Search:
         at = labels.tolist()
         return all(math.isfinite(t[at[u], at[v]]) for u, row in enumerate(self.tables) for v, t in row.items() if u < v)
 
-    def repaired(self, labels: Array, moves: int = 40) -> Array:
+    def repaired(self, labels: Array) -> Array:
         """Labels with a lower peak: one node after the other takes the label with the least usage at the peak."""
         labels = labels.copy()
         first = self.memory.first
         use = self.usage(labels)
-        for _ in range(moves):
+        for _ in range(MOVES):
             worst = int(use.argmax())
             self.budget.spend(self.memory.change.nnz + 4 * len(self.base) + 8 * CALL)
             holds = np.asarray(self.memory.dense(np.array([worst]))).ravel()

@@ -36,7 +36,6 @@ PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # work for the least peak of an infeasible 
 DESPERATE = 4  # rounds without a feasible labelling, before one is sought at any cost
 LATE = 0.3  # share of the budget with the same effect
 SEEK = 0.2  # share of the remaining budget for that search
-GLANCES = 4  # passes before anything else, where there is a ceiling
 SMALL = 60_000  # labels x neighbours up to which branching starts as soon as the bound hardly rises
 
 
@@ -97,34 +96,19 @@ def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | Non
     >>> found.choice, found.cost, found.proved
     ((0, 0), 5.0, True)
     """
-    found = _Run(problem, budget or Budget(), effort or Effort()).run()
-    assert found is not None
-    return found
-
-
-def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = None,
-                 effort: Effort | None = None) -> Solution | None:  # fmt: skip
-    """The same, but None as soon as every labelling is known to cost more than `ceiling`.
-
-    >>> from shardfn.solver.labelling import labelling
-    >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
-    True
-    """
-    found = _Run(problem, budget or Budget(), effort or Effort(), ceiling).run()
-    return None if found is None or found.cost > ceiling else found
+    return _Run(problem, budget or Budget(), effort or Effort()).run()
 
 
 class _Run:
-    def __init__(self, problem: Labelling, budget: Budget, effort: Effort, ceiling: float = math.inf):
-        self.budget = budget
-        self.problem, self.effort, self.ceiling = problem, effort, ceiling
+    def __init__(self, problem: Labelling, budget: Budget, effort: Effort):
+        self.problem, self.budget, self.effort = problem, budget, effort
         self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
         self.sought = False
         self.wait = self.turn = 1  # rounds until prices are halved again, and the round
 
-    def run(self) -> Solution | None:
+    def run(self) -> Solution:
         core = contract(self.problem, store=self.store)
         self.integral = _integral(self.problem, self.store)
         if not core.possible:
@@ -138,16 +122,10 @@ class _Run:
             return self.answer(self.whole(core, nodes, [0] * len(nodes)), math.inf, True)
         stuck = None
         if not len(memory.limit) or not nodes:
-            ceiling = self.ceiling - core.constant
-            ascent = Ascent(costs, tables, memory, self.budget) if math.isfinite(ceiling) else None
-            if ascent is not None and _exceeds(ascent, ceiling):
-                return None
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
             if found is None:
                 try:
-                    found = narrow(ascent or Ascent(costs, tables, memory, self.budget), ceiling)
-                    if found is None and math.isfinite(ceiling):
-                        return None
+                    found = narrow(Ascent(costs, tables, memory, self.budget))
                 except Stuck as stop:
                     stuck = stop.best.labels
             if found is not None:
@@ -305,15 +283,6 @@ class _Run:
 def _size(ascent: Ascent) -> int:
     """Labels x neighbours."""
     return sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True))
-
-
-def _exceeds(ascent: Ascent, ceiling: float) -> bool:
-    """Whether a few passes prove that every labelling costs more than a ceiling."""
-    for _ in range(GLANCES):
-        ascent.messages.forward()
-        if ascent.sweep() > ceiling:
-            return True
-    return False
 
 
 def _integral(problem: Labelling, store: Store) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import iopddl
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import labelling, peak_of, total_cost
-from shardfn.solver.solve import Effort, solve, solve_within
+from shardfn.solver.solve import Effort, solve
 from tests.solver.exhaustive import exhaustive
 
 NEVER = 10**18
@@ -90,10 +90,6 @@ def test_solve_of_tables_too_large_to_eliminate_finds_the_optimum(seed, limited)
     best = exhaustive(problem).cost
     found = solve(problem)
     assert found.proved and found.cost == pytest.approx(best, rel=1e-9)
-    room = 1e-6 * abs(best) + 1e-9
-    assert solve_within(problem, best - room) is None
-    within = solve_within(problem, best + room)
-    assert within is not None and within.proved and within.cost == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(6))
