@@ -44,9 +44,9 @@ class EdgeGroup:
 class ColourEdges:
     """All edges from the nodes of one colour to later ones, or to earlier ones.
 
-    `rows` says where among the colour's labels each number that is sent comes from, `back` where the message the other way
-    lies. The messages are `out` of the state, each beginning at `starts` there, with `widths` labels. `who` is the sender of
-    each, and `entries[table[edge] + its label * width]` its row of the table.
+    Each number that is sent is computed from the colour's label at `rows` and from the message in the other direction, which is
+    stored at `back`. The messages are stored in the slice `out` of the state. Each begins at `starts` there and has `widths`
+    labels. `who` is the sender of each, and `entries[table[edge] + label * width]` begins the row of the table for its label.
     """
 
     groups: tuple[EdgeGroup, ...]
@@ -100,7 +100,7 @@ class Messages:
         self.sent = np.zeros(max((each.out.stop for each in every), default=0))
         entries = sum(g.edges * g.tables.shape[1] * g.tables.shape[2] + CALL for each in every for g in each.groups)
         self.effort = entries / 2 + CALL * len(self.colours) + int(first[-1])
-        self.budget.spend(4 * self.effort)  # what it took to lay them out
+        self.budget.spend(4 * self.effort)  # the work of building the groups
         self.set_costs(np.concatenate([np.zeros(0), *costs]))
 
     def set_costs(self, costs: Array) -> None:

@@ -39,8 +39,8 @@ class Subproblem:
     bound: float
     split: tuple[int, int] | None = None
     """The node, and which of its two sides, that made this part of another."""
-    held: float = 0.0
-    """Bytes that are held for this part alone, about."""
+    nbytes: float = 0.0
+    """Approximate bytes of the arrays that only this part needs."""
 
 
 Queue = list[tuple[float, int, Subproblem]]
@@ -94,12 +94,12 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -
     Only costs below `goal()` are searched: with a bound of at least `goal()`, nothing below it exists.
     """
     queue: Queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
-    count, held = 0, 0.0
+    count, nbytes = 0, 0.0
     gains = Gains()
     size = max(ascent.size, 0.003)
     while queue and count < most and not ascent.budget.is_over:
-        bound, _, part = _next(queue, held > MOST_BYTES)
-        held -= part.held
+        bound, _, part = _next(queue, nbytes > MOST_BYTES)
+        nbytes -= part.nbytes
         if bound >= goal():
             continue
         count += 1
@@ -129,8 +129,8 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -
             base = part.base.copy()
             base[now.first[node] + labels] = np.inf
             size_of = own + base.nbytes + part.sent.nbytes / 2
-            made = dataclasses.replace(part, base=base, split=(int(now.nodes[node]), side), held=size_of)
-            held += size_of
+            made = dataclasses.replace(part, base=base, split=(int(now.nodes[node]), side), nbytes=size_of)
+            nbytes += size_of
             heapq.heappush(queue, (bound, 2 * count + side, made))
     return min([goal(), *(bound for bound, *_ in queue)])
 

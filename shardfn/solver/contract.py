@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 
 from shardfn.solver.content import Store
-from shardfn.solver.labelling import Array, Labelling, holding
+from shardfn.solver.labelling import Array, Labelling, limited_nodes
 
 MOST_ENTRIES = 1 << 18  # of the tables of one node after a merge or a minimisation
 
@@ -79,7 +79,7 @@ class _Contraction:
     def __init__(self, problem: Labelling, store: Store):
         self.store = store
         self.costs: list[Array] = [store.of(cost) for cost in problem.costs]
-        self.held: list[bool] = holding(problem)
+        self.limited: list[bool] = limited_nodes(problem)
         self.tables: list[dict[int, Array]] = [{} for _ in self.costs]
         self.combined: set[int] = set()
         """Nodes that stand for combinations of labels of others."""
@@ -119,7 +119,7 @@ class _Contraction:
         new = len(self.costs)
         self.combined.add(new)
         self.costs.append(self.store.of(np.zeros(len(combinations))))
-        self.held.append(False)
+        self.limited.append(False)
         self.waiting.append(False)
         self.tables.append({})
         self.possible &= len(combinations) > 0
@@ -171,13 +171,13 @@ class _Contraction:
                 self.cut(v, w)
                 self.push(w)
         if not self.tables[v]:
-            if not self.held[v] or len(self.costs[v]) == 1:
+            if not self.limited[v] or len(self.costs[v]) == 1:
                 self.minimise(v)
             return
         for u in self.tables[v]:
             if self.follow(v, u):
                 return
-        if not self.held[v] and self.worth(v):
+        if not self.limited[v] and self.worth(v):
             self.minimise(v)
 
     def consistent(self, v: int) -> None:
@@ -229,7 +229,7 @@ class _Contraction:
         names = np.full(self.sizes[u], -1)
         names[self.kept[u]] = self.kept[v][label]
         self.steps.append(Follow(v, u, names))
-        self.held[u] = self.held[u] or self.held[v]
+        self.limited[u] = self.limited[u] or self.limited[v]
         self.alive[v] = False
         self.push(u)
 

@@ -68,7 +68,7 @@ class Elimination:
         if rest:
             self.add(rest, least)
 
-    def hold(self, v: int, label: int) -> None:
+    def fix(self, v: int, label: int) -> None:
         """Fix `v` at `label`."""
         del self.costs[v]
         for nodes, table in self.take(v):
@@ -106,7 +106,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
               budget: Budget | None = None) -> list[int] | None:  # fmt: skip
     """The labels of least cost, or None where a table of more than `most_entries` (or `total` in all) would be needed.
 
-    With `current`, the nodes outside `free` stay as they are, and instead of None further nodes are held. `rank`
+    With `current`, the nodes outside `free` stay as they are, and further nodes are fixed instead of returning None. `rank`
     decides between nodes that are equally good to remove and touch none removed before: of equal blocks, equal nodes go
     one after the other, and with the `store` that the costs and tables came from, each table is computed once.
 
@@ -137,7 +137,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
                 state.add((v, w), table)
     for v, rest in steps:
         if rest is None:
-            state.hold(v, label[v])
+            state.fix(v, label[v])
         else:
             state.remove(v, rest)
     for v, scope, best in reversed(state.steps):
@@ -160,7 +160,7 @@ class EliminationOrder:
         return math.prod([self.size[w] for w in self.near[v]], start=self.size[v])
 
     def found(
-        self, most_entries: float, total: float, can_hold: bool, budget: Budget
+        self, most_entries: float, total: float, can_fix: bool, budget: Budget
     ) -> list[tuple[int, NodeSet | None]] | None:
         """Each node with its neighbours by then, or with None where it is fixed; None where it cannot be done."""
         near, turn, score = self.near, self.turn, self.score
@@ -189,7 +189,7 @@ class EliminationOrder:
                 for w in changed:
                     near[w] |= changed
                     near[w].discard(w)
-            elif not can_hold:
+            elif not can_fix:
                 return None
             else:
                 v = max((v, *changed), key=lambda w: (score(w), turn[w]))

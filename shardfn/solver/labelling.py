@@ -15,7 +15,7 @@ import numpy as np
 
 Array = np.ndarray
 FORBIDDEN = 1e17
-"""Costs from here on mean "never": in a bound they would cancel the digits of the others."""
+"""Costs of at least this much mean "never" and become infinite: added up, they would cancel the digits of other costs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Labelling:
     usage_intervals: tuple[UsageInterval, ...] = ()
 
     @functools.cached_property
-    def holders(self) -> tuple[Array, Array, list[Array]]:
+    def usage_rows(self) -> tuple[Array, Array, list[Array]]:
         """All usage as rows: node, interval (rows x 2) and usage per label."""
         rows = [(v, start, end, usage) for v, ((start, end), usage)
                 in enumerate(zip(self.intervals.tolist(), self.usages, strict=True))]  # fmt: skip
@@ -69,7 +69,7 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
               intervals: Sequence[Sequence[int]] | None = None,
               tables: Sequence[tuple[Sequence[int], Sequence[float]]] = (),
               limit: float | None = None,
-              held: Sequence[tuple[int, int, int, Sequence[float]]] = ()) -> Labelling:  # fmt: skip
+              usage_intervals: Sequence[tuple[int, int, int, Sequence[float]]] = ()) -> Labelling:  # fmt: skip
     """The problem from lists: tables row-major, costs of `FORBIDDEN` and more never taken.
 
     Args:
@@ -78,17 +78,19 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
       intervals: for each node `(start, end)` of its usage; without them all nodes are alive at one time.
       tables: rows of (nodes, costs of all combinations of their labels).
       limit: of the usage alive at any time; None for no limit.
-      held: more usage, rows of (node, start, end, usage of each label).
+      usage_intervals: more usage, rows of (node, start, end, usage of each label).
 
     Raises:
       ValueError: lists whose lengths do not match, a negative usage, or a cost that is not a number.
     """
-    found = tuple(_priced(cost) for cost in costs)
+    found = tuple(_cost_array(cost) for cost in costs)
     uses = tuple(np.asarray(u, float) for u in usages) if usages is not None else tuple(np.zeros(len(c)) for c in found)
     alive = np.asarray(intervals if intervals is not None else [(0, 1)] * len(found), np.int64).reshape(-1, 2)
     if [len(u) for u in uses] != [len(c) for c in found] or len(alive) != len(found):
         raise ValueError("costs, usages and intervals differ in length: give each node the same number of labels")
-    more = tuple(UsageInterval(node, start, end, np.asarray(usage, float)) for node, start, end, usage in held)
+    more = tuple(
+        UsageInterval(node, start, end, np.asarray(usage, float)) for node, start, end, usage in usage_intervals
+    )
     if any(not 0 <= each.node < len(found) or len(each.usage) != len(found[each.node]) for each in more):
         raise ValueError("a usage interval does not fit its node: give a node that exists, and a usage for each label")
     if any((u < 0).any() or not np.isfinite(u).all() for u in (*uses, *(each.usage for each in more))):
@@ -100,11 +102,11 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
         shape = tuple(len(found[node]) for node in nodes)
         if len(flat) != math.prod(shape):
             raise ValueError(f"the table of nodes {list(nodes)} has {len(flat)} costs: give {math.prod(shape)}")
-        rows.append(CostTable(tuple(nodes), _priced(flat).reshape(shape)))
+        rows.append(CostTable(tuple(nodes), _cost_array(flat).reshape(shape)))
     return Labelling(found, uses, alive, tuple(rows), math.inf if limit is None else float(limit), more)
 
 
-def _priced(values: Sequence[float]) -> Array:
+def _cost_array(values: Sequence[float]) -> Array:
     cost = np.array(values, float)
     if np.isnan(cost).any() or (cost == -np.inf).any():
         raise ValueError("a cost is not a number: give a finite cost, or one of 1e17 and more for never")
@@ -120,19 +122,19 @@ def total_cost(problem: Labelling, choice: Sequence[int]) -> float:
 
 def peak_of(problem: Labelling, choice: Sequence[int]) -> float:
     """The largest usage alive at any time."""
-    nodes, intervals, usages = problem.holders
+    nodes, intervals, usages = problem.usage_rows
     if not len(nodes):
         return 0.0
-    held = np.array([usage[choice[v]] for v, usage in zip(nodes.tolist(), usages, strict=True)])
+    usage = np.array([each[choice[v]] for v, each in zip(nodes.tolist(), usages, strict=True)])
     start, end = intervals.T
     times, at = np.unique(np.concatenate([start, end]), return_inverse=True)
-    change = np.bincount(at, np.concatenate([held, -held]), len(times))
+    change = np.bincount(at, np.concatenate([usage, -usage]), len(times))
     return float(np.max(np.cumsum(change), initial=0.0))
 
 
 def busy_times(problem: Labelling) -> Array:
-    """The times at which a maximal set of nodes is alive: at every other time, a subset of one is."""
-    _, intervals, _ = problem.holders
+    """The times that decide the peak: the nodes alive at any other time are a subset of those alive at one of these."""
+    _, intervals, _ = problem.usage_rows
     starts, ends = np.unique(intervals[:, 0]), np.unique(intervals[:, 1])
     if not len(starts):
         return starts
@@ -143,20 +145,20 @@ def busy_times(problem: Labelling) -> Array:
 def tight_times(problem: Labelling) -> Array:
     """The busy times at which some choice may exceed the limit."""
     times = busy_times(problem)
-    most = np.array([usage.max() for usage in problem.holders[2]])
+    most = np.array([usage.max() for usage in problem.usage_rows[2]])
     return times[alive_total(problem, most, times) > problem.limit]
 
 
-def alive_total(problem: Labelling, held: Array, times: Array) -> Array:
-    """The sum of `held` over the rows of `problem.holders` alive at each of `times` (ascending)."""
-    begin, finish = np.searchsorted(times, problem.holders[1]).reshape(-1, 2).T
-    change = np.bincount(begin, held, len(times) + 1) - np.bincount(finish, held, len(times) + 1)
+def alive_total(problem: Labelling, usage: Array, times: Array) -> Array:
+    """The sum of `usage` over the rows of `problem.usage_rows` alive at each of `times` (ascending)."""
+    begin, finish = np.searchsorted(times, problem.usage_rows[1]).reshape(-1, 2).T
+    change = np.bincount(begin, usage, len(times) + 1) - np.bincount(finish, usage, len(times) + 1)
     return np.cumsum(change)[: len(times)]
 
 
-def holding(problem: Labelling) -> list[bool]:
-    """Whether the label of a node changes the usage at a tight time."""
-    nodes, intervals, usages = problem.holders
+def limited_nodes(problem: Labelling) -> list[bool]:
+    """For each node, whether its label changes the usage at a time at which the limit can be exceeded."""
+    nodes, intervals, usages = problem.usage_rows
     begin, end = np.searchsorted(tight_times(problem), intervals).reshape(-1, 2).T
     found = [False] * len(problem.costs)
     for v, usage, alive in zip(nodes.tolist(), usages, (begin < end).tolist(), strict=True):

@@ -1,8 +1,8 @@
 """A lower bound under the memory limit: the messages of `bound`, and a price on memory at each time (Lagrangian relaxation).
 
-Each unit above the limit at time `t` costs `multipliers[t]`, each unit below pays it back. No labelling within the limit gets
-more expensive, so the least of the priced problem is a bound. The prices follow the excess of the suggested labelling (a
-subgradient), in steps that shrink when the bound stops growing.
+Each unit above the limit at time `t` costs `multipliers[t]`, and each unit below the limit earns as much. No labelling within
+the limit gets more expensive, so the minimum with these prices is a lower bound. The prices follow the excess of the suggested
+labelling (a subgradient), in steps that shrink when the bound stops growing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardfn.solver.content import Store, part
 from shardfn.solver.labelling import Array
 from shardfn.solver.memory import MemoryConstraint
 
-MOST_TIMES = 200  # at which single labels are held against the limit
+MOST_TIMES = 200  # at which `fits` compares single labels with the limit
 FIX_PASSES = 3  # over the messages, each of which excludes labels
 PATIENCE = 5  # steps without a better bound until the steps shrink
 LONGER, LONGEST = 1.1, 0.2  # a step after a better bound, in steps before it; and at most, in bounds
@@ -54,7 +54,7 @@ class Ascent:
         self.labels = [np.arange(len(own)) for own in costs]
         self.settled = np.zeros(len(costs), np.int64)
         self.watched = np.arange(len(memory.limit))
-        self.held = np.zeros((0, 0))
+        self.usage = np.zeros((0, 0))
 
     def full(self, choice: Array) -> Array:
         """The labels of all nodes of the start."""
@@ -97,7 +97,7 @@ class Ascent:
         if self.failures >= PATIENCE:
             self.size, self.failures, start = self.size * 0.7, 0, self.best
         self.budget.spend(4 * self.memory.change.nnz + 4 * len(self.base) + 20 * CALL)
-        excess = (self.memory.held(self.first[:-1] + choice) - self.memory.limit) / self.unit
+        excess = (self.memory.usage(self.first[:-1] + choice) - self.memory.limit) / self.unit
         self.direction = np.where((start > 0) | (excess > 0), 0.7 * self.direction + 0.3 * excess, 0.0)
         move = np.where((start > 0) | (self.direction > 0), self.direction, 0.0)
         wide = move * (start + 0.1 * float(start.mean()) if start.any() else 1.0)  # a high price moves further
@@ -135,17 +135,17 @@ class Ascent:
             return False
         if not len(self.memory.limit):
             return True
-        if not self.held.size:
+        if not self.usage.size:
             self.watched = np.sort(np.argsort(-self.best, kind="stable")[:MOST_TIMES])
-            self.held = self.memory.dense(self.watched)
-        self.budget.spend(4 * self.held.size + 4 * CALL)
+            self.usage = self.memory.dense(self.watched)
+        self.budget.spend(4 * self.usage.size + 4 * CALL)
         out = ~np.isfinite(self.base)
-        held = np.where(out[:, None], np.inf, self.held)
-        least = np.minimum.reduceat(held, self.first[:-1], axis=0)
+        usage = np.where(out[:, None], np.inf, self.usage)
+        least = np.minimum.reduceat(usage, self.first[:-1], axis=0)
         room = self.memory.limit[self.watched] - least.sum(0)
         if not (room >= 0).all():
             return False
-        bad = (held > np.repeat(least + room, np.diff(self.first), axis=0)).any(1) & ~out
+        bad = (usage > np.repeat(least + room, np.diff(self.first), axis=0)).any(1) & ~out
         if bad.any():
             self.base = np.where(bad, np.inf, self.base)
             self.set_prices(self.multipliers)
@@ -160,7 +160,7 @@ class Ascent:
         place = {v: at for at, v in enumerate(stay)}
         rows = [first[v] + labels for v, labels in enumerate(kept)]
         single = np.array([int(rows[v][0]) for v in range(len(kept)) if v not in place], np.int64)
-        limit = self.memory.limit - self.memory.held(single)
+        limit = self.memory.limit - self.memory.usage(single)
         staying = np.concatenate([np.zeros(0, np.int64), *(rows[v] for v in stay)])
         costs = [store.of(self.base[rows[v]]) for v in stay]
         tables: list[dict[int, Array]] = [{} for _ in stay]

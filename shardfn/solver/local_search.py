@@ -17,21 +17,21 @@ from shardfn.solver.lagrange import Ascent
 from shardfn.solver.memory import MemoryConstraint
 
 BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
-ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where there are few nodes:
-ENTRIES_FEW = (1e5, 1e6)
+ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution
+ENTRIES_FEW = (1e5, 1e6)  # the same for a problem of fewer than `FEW` nodes
 FEW = 1000
 PASSES = 20  # over all nodes, while any takes a better label
 SMALL_BALL = 120  # of larger ones only the smaller tables are built
 MOST_RAISES = 8  # of prices, until labels fit
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
-MENDS = 60  # neighbourhoods solved to get rid of forbidden costs
-MEND_BALLS = (0, 40, 40, 120, 40, 40, 120)  # nodes freed there, 0: all
+REPAIRS = 60  # neighbourhoods solved to get rid of forbidden costs
+REPAIR_BALLS = (0, 40, 40, 120, 40, 40, 120)  # nodes freed there, 0: all
 
 
 def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Array | None:
-    """What the messages suggest when prices are raised by `factor` where it does not fit, again and again.
+    """The labelling that the messages suggest once prices are high enough for it to fit: they rise by `factor` until it does.
 
-    Then `halvings` times the way back to the last prices that were too low is halved, so that little room is left over.
+    Then bisection (`halvings` steps) between these prices and the last ones that were too low uses more of the limit.
     """
     if not len(ascent.nodes):
         return None
@@ -125,13 +125,13 @@ class Local:
                     tables[v][u] = store.transposed(tables[u][v])
         return [store.call(finite, cost) for cost in self.costs], tables
 
-    def mend(self, labels: Array, multipliers: Array) -> Array:
-        """Labels that take nothing forbidden, if it goes well: parts around what is forbidden are solved again and again.
+    def repair(self, labels: Array, multipliers: Array) -> Array:
+        """Labels with as few forbidden entries as were found: neighbourhoods of forbidden entries are solved again and again.
 
-        What stays forbidden gets raised each time (Morris, The breakout method, AAAI 1993), so that no round is like the last.
+        Entries that stay forbidden cost more each time (Morris, The breakout method, AAAI 1993), so that the rounds differ.
         """
         fewest, best = np.inf, labels
-        for number in range(MENDS):
+        for number in range(REPAIRS):
             u, v = self.ends.T
             bad = np.flatnonzero(np.isinf(self.entries[self.start + labels[u] * self.width + labels[v]]))
             own = np.flatnonzero(np.isinf(self.own[self.memory.first[:-1] + labels]))
@@ -139,7 +139,7 @@ class Local:
                 fewest, best = len(bad) + len(own), labels
             if not fewest or self.budget.is_over:
                 break
-            size = MEND_BALLS[number % len(MEND_BALLS)]
+            size = REPAIR_BALLS[number % len(REPAIR_BALLS)]
             if number:
                 for at in bad.tolist():
                     self.raise_forbidden(int(u[at]), int(v[at]))
@@ -149,7 +149,7 @@ class Local:
         return best
 
     def raise_forbidden(self, u: int, v: int) -> None:
-        """What is forbidden between two nodes costs half more in `soft`."""
+        """Forbidden entries between two nodes cost half as much again in `soft`."""
         tables = self.soft[1]
         raised = np.where(np.isinf(self.tables[u][v]), 1.5 * tables[u][v], tables[u][v])
         tables[u][v], tables[v][u] = raised, raised.T
@@ -191,7 +191,7 @@ class Local:
 
     def excess(self, labels: Array) -> Array:
         """How far over the limit each time is; negative below it."""
-        return self.memory.held(self.memory.first[:-1] + labels) - self.memory.limit
+        return self.memory.usage(self.memory.first[:-1] + labels) - self.memory.limit
 
     def offer(self, labels: Array) -> bool:
         """Keep a labelling that fits and is cheaper; whether it fits and takes nothing forbidden."""
@@ -242,7 +242,7 @@ class Local:
         """Raise prices and solve again until the labels fit."""
         for attempt in range(tries):
             if not self.possible(labels):
-                labels = self.mend(labels, multipliers)
+                labels = self.repair(labels, multipliers)
             excess = self.excess(labels)
             if excess.max(initial=0.0) <= 0 or self.budget.is_over:
                 break

@@ -24,7 +24,7 @@ class MemoryConstraint:
     limit: Array
     first: Array
 
-    def held(self, labels: Array) -> Array:
+    def usage(self, labels: Array) -> Array:
         """Usage at each time, of one label (a row of `change`) per node."""
         return np.cumsum(np.asarray(self.change[labels].sum(0)).ravel())[: len(self.limit)]
 
@@ -54,7 +54,7 @@ def memory_constraint(problem: Labelling, core: Core, nodes: Sequence[int]) -> M
                 root[step.node] = root[step.leader]
         elif not step.others:  # settled
             label[step.node] = step.label.reshape(1)
-    owner, intervals, usages = problem.holders
+    owner, intervals, usages = problem.usage_rows
     mine = [usage[label[v]] if v in label else usage for v, usage in zip(owner.tolist(), usages, strict=True)]
     least, most = (np.array([get(usage) for usage in mine]) for get in (np.min, np.max))
     times = times[alive_total(problem, most, times) > problem.limit]

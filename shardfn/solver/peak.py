@@ -23,7 +23,7 @@ from shardfn.solver.memory import MemoryConstraint, memory_constraint
 STEPS = 400
 PASSES = 2  # of messages in each step
 MOVES = 40  # of single nodes, to lower the peak of one labelling
-AGAIN = 20  # steps, after which labels that are forbidden together are mended, once some that are not are known
+AGAIN = 20  # steps between repairs of labels that are forbidden together, once a possible labelling is known
 CLOSE = 1e-6  # of the peak: a gap that counts as none
 
 
@@ -53,7 +53,7 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
     place = {v: at for at, v in enumerate(nodes)}
     near = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
     memory = memory_constraint(bare, core, nodes)
-    always = -1.0 - memory.limit  # what every choice holds at each time
+    always = -1.0 - memory.limit  # the usage of every choice at each time
     search = _Search([core.costs[v] for v in nodes], near, memory, always, budget)
     search.run(steps)
     full = core.full(dict(zip(nodes, search.best.tolist(), strict=True)))
@@ -79,7 +79,8 @@ def _free(cost: Array) -> Array:
 
 
 class _Search:
-    """The weights and the best labels; `always` is held at each time whatever is chosen, a peak of `enough` will do."""
+    """The weights and the best labels. `always` is the usage at each time whatever is chosen; the search stops at a peak of
+    `enough`."""
 
     def __init__(self, costs: list[Array], tables: list[dict[int, Array]], memory: MemoryConstraint, always: Array,
                  budget: Budget, enough: float = -math.inf):  # fmt: skip
@@ -112,15 +113,15 @@ class _Search:
 
     def usage(self, labels: Array) -> Array:
         """The usage of labels at each time."""
-        return self.always + self.memory.held(self.memory.first[:-1] + labels)
+        return self.always + self.memory.usage(self.memory.first[:-1] + labels)
 
     def offer(self, labels: Array) -> None:
         peak = float(self.usage(labels).max(initial=0.0))
         if peak < self.peak:
             self.peak, self.best = peak, labels
 
-    def cheapest(self, weights: Array, mend: bool) -> Array:
-        """Labels of nearly the least priced usage, which also raise the bound. With `mend`, forbidden pairs are repaired."""
+    def cheapest(self, weights: Array, repair: bool) -> Array:
+        """Labels of nearly the least priced usage, which also raise the bound. With `repair`, forbidden pairs are repaired."""
         price = self.memory.price(weights)
         self.messages.set_costs(self.base + price)
         labels = np.zeros(len(self.costs), np.int64)
@@ -131,11 +132,11 @@ class _Search:
             labels = found
             bound = self.messages.backward()
         self.bound = max(self.bound, bound + float(weights @ self.always))
-        if mend and not self.possible(labels):
+        if repair and not self.possible(labels):
             self.local = self.local or Local(self.costs, self.tables, self.memory, self.budget)
-            labels = self.local.mend(labels, weights)
+            labels = self.local.repair(labels, weights)
         if self.possible(labels):
-            self.offer(self.repaired(labels))
+            self.offer(self.with_lower_peak(labels))
         return labels
 
     def possible(self, labels: Array) -> bool:
@@ -143,7 +144,7 @@ class _Search:
         at = labels.tolist()
         return all(math.isfinite(t[at[u], at[v]]) for u, row in enumerate(self.tables) for v, t in row.items() if u < v)
 
-    def repaired(self, labels: Array) -> Array:
+    def with_lower_peak(self, labels: Array) -> Array:
         """Labels with a lower peak: one node after the other takes the label with the least usage at the peak."""
         labels = labels.copy()
         first = self.memory.first

@@ -36,7 +36,7 @@ PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # work for the least peak of an infeasible 
 DESPERATE = 4  # rounds without a feasible labelling, before one is sought at any cost
 LATE = 0.3  # share of the budget with the same effect
 SEEK = 0.2  # share of the remaining budget for that search
-SMALL = 60_000  # labels x neighbours up to which branching starts as soon as the bound hardly rises
+SMALL = 60_000  # labels x neighbours of a problem that is branched as soon as the bound hardly rises
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +170,13 @@ class _Run:
         return Budget(max(PEAK, work), max(PEAK / SECOND, seconds), self.budget)
 
     def least_gain(self, cost: float) -> float:
-        """A smaller gain is rounding; whole-number costs differ by 1."""
+        """The least gain that is no rounding error. Costs that are whole numbers differ by at least 1."""
         if not math.isfinite(cost):
             return 0.0
         return 0.999 if self.integral else 1e-9 * max(abs(cost), 1e-9)
 
     def margin(self, cost: float) -> float:
-        """A smaller gain is not worth a search."""
+        """The least gain that is worth a search."""
         return max(self.least_gain(cost), self.effort.close * abs(cost)) if math.isfinite(cost) else 0.0
 
     def search(self, ascent: Ascent, local: Local, constant: float) -> tuple[float, Array]:

@@ -96,7 +96,7 @@ def test_drop_dominated_loses_no_more_than_it_says(seed):
     pairs = list(itertools.combinations(range(5), 2))
     tables = [((a, b), random.integers(0, 4, sizes[a] * sizes[b])) for a, b in pairs[:: 1 + seed % 3]]
     held = [(node, 0, 9, random.integers(0, 9, n)) for node, n in enumerate(sizes)] if seed % 2 else []
-    whole = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, held=held)
+    whole = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, usage_intervals=held)
     smaller, lost = filters.drop_dominated(whole, 0.3)
     best, left = (
         min(total_cost(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (whole, smaller)

@@ -171,7 +171,7 @@ def _held(problem: Labelling, order: list[int]) -> tuple[Array, list[Array]]:
     """At each time what is held at least, and per place and label what is held beyond that: [labels, times]."""
     if math.isinf(problem.limit):
         return np.zeros(1), []
-    nodes, intervals, usages = problem.holders
+    nodes, intervals, usages = problem.usage_rows
     times = np.unique(intervals[:, 0])
     used = [np.zeros((len(cost), len(times))) for cost in problem.costs]
     for v, (start, end), usage in zip(nodes.tolist(), intervals.tolist(), usages, strict=True):

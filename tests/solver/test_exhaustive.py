@@ -20,8 +20,10 @@ def drawn(seed, limit):
         costs = random.integers(0, 9, sizes[a] * sizes[b]).astype(float)
         costs[random.random(len(costs)) < 0.1] = 1e18  # never
         tables.append(((a, b), costs))
-    held = [(v, start, start + 3, random.integers(0, 9, n)) for v, n in enumerate(sizes) for start in (0, 2)]
-    return labelling([random.integers(0, 9, n) for n in sizes], tables=tables, held=held, limit=limit)
+    usage_intervals = [(v, start, start + 3, random.integers(0, 9, n)) for v, n in enumerate(sizes) for start in (0, 2)]
+    return labelling(
+        [random.integers(0, 9, n) for n in sizes], tables=tables, usage_intervals=usage_intervals, limit=limit
+    )
 
 
 @pytest.mark.parametrize("limit", [None, 40, 30])

@@ -60,7 +60,9 @@ def test_least_peak_bounds_that_of_enumeration(block):
 
 
 def test_solve_of_an_infeasible_limit_gives_the_least_peak():
-    problem = labelling([[0, 1], [0, 1]], held=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4]), (1, 7, 9, [3, 7])], limit=7)
+    problem = labelling(
+        [[0, 1], [0, 1]], usage_intervals=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4]), (1, 7, 9, [3, 7])], limit=7
+    )
     found = solve(problem)
     assert found.proved and not found.feasible and math.isinf(found.bound)
     assert found.least_peak is not None
@@ -80,7 +82,7 @@ def test_solve_of_a_label_settled_by_forbidden_pairs_counts_its_usage():
 )
 def test_labelling_with_a_malformed_usage_is_refused(row):
     with pytest.raises(ValueError, match="usage"):
-        labelling([[1, 2]], held=[row])
+        labelling([[1, 2]], usage_intervals=[row])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -92,6 +94,6 @@ def test_solve_with_a_close_enough_gap_bounds_the_optimum(seed):
 
 
 def test_solve_of_an_infeasible_limit_without_the_least_peak():
-    problem = labelling([[0, 1], [0, 1]], held=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4])], limit=7)
+    problem = labelling([[0, 1], [0, 1]], usage_intervals=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4])], limit=7)
     found = solve(problem, effort=Effort(least_peak=False))
     assert found.proved and not found.feasible and found.least_peak is None
