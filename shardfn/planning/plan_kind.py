@@ -71,7 +71,7 @@ TEXTBOOK = ("FSDP", "ZeRO-1", "expert parallel", "tensor parallel", "data parall
 
 
 def _role(layouts: Layouts, axis: str) -> str:
-    """What the devices along one mesh axis share out."""
+    """What is sharded over one mesh axis, in the terms of a plan's name."""
     parameters, state = _share(layouts.parameters, axis), _share(layouts.optimizer_state, axis)
     if axis in layouts.experts:
         return "expert parallel"
@@ -138,7 +138,7 @@ def layouts_of(
     weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
     sources = _sources(graph, len(arguments))
     feeds = functools.reduce(
-        operator.or_, (sources.get(v, 0) for op in graph.ops if op.name in PRODUCTS for v in op.inputs), 0
+        operator.or_, (sources.get(v, 0) for op in graph.ops if op.name in READ_WEIGHTS for v in op.inputs), 0
     )
     bit = {d.path: 1 << i for i, d in enumerate(arguments)}
     state = [d for d in weights if d.path in mirrored and not bit[d.path] & feeds]
@@ -215,7 +215,8 @@ def _batch_dimensions(
     return ranked[min(ranked)] if ranked else set()
 
 
-PRODUCTS = ("dot_general", "convolution", "gather")
+READ_WEIGHTS = ("dot_general", "convolution", "gather")
+"""Ops that read parameters but not optimizer state: matmuls, convolutions and lookups."""
 
 
 def _sources(graph: Graph, count: int) -> dict[int, int]:
@@ -239,7 +240,7 @@ def _expert_axes(
 ) -> frozenset[str]:
     """The mesh axes over which half of the parameters' bytes that they shard are a batch dimension of a matmul.
 
-    The heads of an attention are one too, in one of its four products with weights.
+    The heads of an attention are one too, in one of its four matmuls with weights.
     """
     found: dict[str, set[int]] = {}
     for op in partitioned.graph.ops:
@@ -260,8 +261,10 @@ def _expert_axes(
 
 
 def _row_axes(partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: int) -> frozenset[str]:
-    """The mesh axes that shard dimensions which a matmul with a parameter only takes from its other operand, in matmuls with
-    half of the elements that those make."""
+    """The mesh axes that shard the rows of matmuls with a parameter: dimensions of the other operand alone.
+
+    Of an axis, these matmuls make at least half of the elements that all matmuls with a parameter make.
+    """
     total, by_axis = 0, dict[str, int]()
     for op in partitioned.graph.ops:
         if op.name == "dot_general" and op.rule is not None:

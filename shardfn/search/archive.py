@@ -43,11 +43,11 @@ class Archive:
         self._facts: dict[object, _Facts] = {} if known is None else known._facts
         self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
-        """By level and the sizes of a mesh."""
+        """The best candidate by level and mesh sizes."""
         self._least: dict[tuple[int, tuple[int, ...]], float] = {}
-        """The least first figure of the level's aim, of candidates that fit and of others."""
-        self._first: dict[int, SearchCandidate] = {}
-        """By level."""
+        """The least first figure of the level's aim by level and mesh sizes, also of candidates that exceed the memory limit."""
+        self._best_of_all: dict[int, SearchCandidate] = {}
+        """The best candidate by level."""
         for candidate in self._candidates.values():
             self._keep_best(candidate)
 
@@ -92,9 +92,9 @@ class Archive:
             known = self._best.get(mesh)
             if known is None or self._order(level, candidate) < self._order(level, known):
                 self._best[mesh] = candidate
-                first = self._first.get(level)
+                first = self._best_of_all.get(level)
                 if first is None or self._order(level, candidate) < self._order(level, first):
-                    self._first[level] = candidate
+                    self._best_of_all[level] = candidate
 
     def _order(self, level: int, candidate: SearchCandidate) -> tuple[object, ...]:
         facts = self._facts[candidate.key]
@@ -117,11 +117,11 @@ class Archive:
 
     def best(self, level: int) -> SearchCandidate:
         """The best candidate at a level."""
-        return self._first[level]
+        return self._best_of_all[level]
 
     def best_ranks(self) -> list[Rank]:
         """The rank of the best candidate at each level; none while the archive is empty."""
-        return [self._at[level].rank(candidate) for level, candidate in self._first.items()]
+        return [self._at[level].rank(candidate) for level, candidate in self._best_of_all.items()]
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""
@@ -142,7 +142,7 @@ def _shardings(proposal: Proposal) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What an archive knows of a candidate beside its cost."""
+    """What an archive knows of a candidate in addition to its cost."""
 
     number: int
     """Its place in the order of evaluation."""

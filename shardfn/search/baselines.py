@@ -15,8 +15,8 @@ from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import OpConstraints, SearchProblem
 
 SMALL_SHARE = 1e-3
-"""The smallest parameters are small while they hold no more than this part of all parameter bytes together: gathering one
-costs its latency."""
+"""The smallest parameters that together take at most this part of all parameter bytes are small: gathering one costs little but
+its latency."""
 
 
 class ArgumentSharding(enum.Enum):
@@ -57,8 +57,8 @@ def resident_bytes(problem: SearchProblem, axes: Axes, specs: Sequence[Spec]) ->
     return on_one(arguments) + max(0, on_one(results) - given)
 
 
-def product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:
-    """Constraints that keep the groups sharded in results of products and look-ups: sharded parameters would lead
+def matmul_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, tuple[str, ...]]) -> OpConstraints:
+    """Constraints that keep the groups sharded in results of matmuls and gathers. Without them, sharded parameters would lead
     propagation to shard other dimensions."""
     constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):

@@ -12,7 +12,7 @@ VISIT = 2e4
 """Work of visiting one op while a candidate is evaluated, in the solver's units: about 0.1 ms of a core."""
 
 FIXED_VISITS = 15
-"""Work of evaluating a candidate beside its ops, in visits."""
+"""Fixed work of evaluating a candidate, in visits; the ops come on top."""
 
 MESH_VISITS, OTHER_MESHES, HALF_VISITS = 12_000, 4, 200
 """The default work of a search is at most `MESH_VISITS`, a little more than a second, for each mesh of one or two axes and for

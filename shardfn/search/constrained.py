@@ -18,7 +18,8 @@ REPEATS = 2
 """How often ops that propagation shards otherwise are constrained: a constraint on some changes the rest."""
 
 DECIDING_OPS = CONTRACTIONS | {"gather", "scatter"}
-"""Products and look-ups: the sharding of their results is a decision, which sums and elementwise ops follow."""
+"""Matmuls, convolutions, gathers and scatters: the sharding of their results is a decision, which sums and elementwise ops
+follow."""
 
 FOLLOWING_OPS = frozenset({"add", "multiply"})
 """Ops that follow an operand's sharding and can be constrained."""
@@ -33,7 +34,7 @@ def constrained(
     """Proposals of a mesh solution until one costs what its estimate says; returns the best.
 
     The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. Then one leaves
-    the operands of matmuls and look-ups to the compiler. The last shards open results as in the solution. Local search takes more
+    the operands of matmuls and gathers to the compiler. The last shards open results as in the solution. Local search takes more
     constraints away.
 
     Args:
@@ -57,7 +58,7 @@ def constrained(
 
 
 def _loosely_constrained(problem: SearchProblem, full: SolvedProposal) -> SolvedProposal:
-    """The proposal with the results of matmuls and look-ups constrained, but not their operands."""
+    """The proposal with the results of matmuls and gathers constrained, but not their operands."""
     ops = problem.graph.ops
     loose = {
         index: constraint if _keeps_operands(ops[index]) else results_only(constraint)
@@ -106,14 +107,14 @@ def _constrain_followers(
 
 
 def _keeps_operands(op: Op) -> bool:
-    """Whether a constraint of an op keeps its operands: sums are defined by what they read, and XLA computes a wrong
-    convolution from operands that it gathers itself (`partition.xla_bugs`)."""
+    """Whether a constraint keeps its operands' shardings. An addition follows its operands, and XLA computes a wrong convolution
+    from operands that it gathers itself (`partition.xla_bugs`)."""
     return op.name in FOLLOWING_OPS or op.convolution is not None
 
 
 def _is_sliced(op: Op, constraint: OpConstraint, found: MeshSolution, spec_of: Callable[[int], Spec]) -> bool:
-    """Whether a reduction reads a slice of its operand's shard, or a broadcast: the constraint would then shard what the
-    operand is made of, which other ops read."""
+    """Whether a reduction reads a slice of its operand's shard, or a broadcast. The constraint would then shard the operand too,
+    which other ops read."""
     read = constraint.operands[0]
     if op.name != "reduce" or read is None:
         return False
@@ -144,8 +145,8 @@ def _decisions(
 def _broadcast_operands(
     problem: SearchProblem, found: MeshSolution, spec_of: Callable[[int], Spec]
 ) -> dict[int, OpConstraint]:
-    """Constraints of sums and products that read a broadcast of a more sharded value: without them, propagation would shard
-    the activation like the bias or scale that it meets."""
+    """Constraints on additions and multiplications that read a broadcast of a more sharded value. Without them, propagation would
+    shard the activation like the bias or scale."""
     source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
     constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):

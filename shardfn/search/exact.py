@@ -35,8 +35,9 @@ from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, Solution, solve
 
 NEAR = 0.02
-"""Parts of a peak that are near: how far the cheapest labelling near the least peak may lie above it, how far below a limit a
-solution aims, as estimates of memory are rough, and how much less than the least peak so far the next one holds."""
+"""The relative distance that counts as near, for memory. A cheap labelling near the least peak may exceed it by this part. A
+solution aims this far below a limit, because estimates of memory are rough. Each next solution of `less_memory` takes less
+than the least peak so far by this part."""
 
 BUILD_WORK = 1e4
 """Work per op to build the labelling of a mesh, in the solver's units."""

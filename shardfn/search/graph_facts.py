@@ -29,7 +29,11 @@ def array_bytes(value: Value) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LoopCarries:
-    """Values that loops carry; for a loop result the value whose layout it takes; (from, to, trips) of what flows in."""
+    """The values that loops carry.
+
+    `results`: for each result of a loop, the value whose sharding it takes. `carries`: (from, to, trips) of each value that
+    enters a loop, goes to the next iteration or leaves a branch.
+    """
 
     carried: tuple[int, ...]
     results: Mapping[int, int]
@@ -44,18 +48,19 @@ class GraphFacts:
     readers: Mapping[int, int]
     """How many ops read all of a value; readers of a slice reshard the slice."""
     read: Mapping[int, tuple[int, int]]
-    """When the first and the last reader of a value run."""
+    """For each value, when its first and its last reader run."""
     kernels: tuple[KernelShare, ...]
     """The kernels of each op."""
-    places: tuple[LiveBuffer, ...]
+    buffers: tuple[LiveBuffer, ...]
+    """The buffers of temporaries, and of results that take no donated memory."""
     flops: float
     """Of one call, unsharded; of the ops in a `shard_map` those of all its devices."""
     matrix_flops: float
-    """Those of products and convolutions."""
+    """Those of matmuls and convolutions."""
     op_flops: tuple[float, ...]
     """Of one run of each op, unsharded."""
     last: frozenset[int]
-    """Ops, by index, that no product depends on: XLA merges the reductions of their sums."""
+    """Ops, by index, that no matmul depends on: XLA merges the reductions of their sums."""
     bytes: tuple[float, ...]
     """Of each unsharded value."""
     kinds: tuple[int, ...]
@@ -71,7 +76,7 @@ class GraphFacts:
     """For values that loops only read, how often they are gathered: in each iteration of each loop. None where XLA gathers
     once, before the loop (on CPU)."""
     together: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """For products, by index, that are only added to others, how many: XLA reduces their partial sums as one
+    """For matmuls, by index, that are only added to others, how many: XLA reduces their partial sums as one
     (`partition.combine_reductions`)."""
     leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
     """For ops, by index, the operand that each follows; `label_tables` fills it in once."""
@@ -106,11 +111,11 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     temporaries, results = live_buffers(schedule)
     given = [array_bytes(graph.values[v]) for v in donated]
     kept = []
-    for place in results:
-        if place.bytes in given:
-            given.remove(place.bytes)
+    for buffer in results:
+        if buffer.bytes in given:
+            given.remove(buffer.bytes)
         else:
-            kept.append(place)
+            kept.append(buffer)
     trips, last = tuple(trips_of(graph)), _last(graph)
     together = combined_matmul_counts(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
@@ -170,7 +175,7 @@ def _kinds(
 
 
 def _last(graph: Graph) -> frozenset[int]:
-    leads: set[int] = {a for a, _ in graph.ties}  # a product of the next iteration may read it
+    leads: set[int] = {a for a, _ in graph.ties}  # a matmul of the next iteration may read it
     found = set()
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]

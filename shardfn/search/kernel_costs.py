@@ -18,15 +18,15 @@ from shardfn.ir.op_traits import CONTRACTIONS
 
 @dataclasses.dataclass(frozen=True)
 class KernelShare:
-    """What an op adds to the time of its kernels: operations to compute-bound ones, bytes to memory-bound ones. A product adds
+    """What an op adds to the time of its kernels: FLOPs to compute-bound ones, bytes to memory-bound ones. A matmul adds
     both."""
 
     computes: int
-    """Kernels to which its operations count."""
+    """Kernels to whose time its FLOPs add."""
     reads: tuple[int, ...]
-    """Kernels to which the bytes of each operand count, as the first op in them that reads it from memory."""
+    """For each operand, the kernels to whose time its bytes add: those in which no other op reads more of it from memory."""
     is_written: bool
-    """Whether the bytes of its results count."""
+    """Whether the bytes of its results add to the time."""
 
 
 def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chip) -> list[KernelShare]:
@@ -43,11 +43,11 @@ def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chi
     for kernel in kernels(partitioned, fusion):
         kernel = [at for at in kernel if has_own_time(ops[at])]
         _, size, seconds = once(partitioned, kernel, chip, fusion)
-        is_slow = size < seconds * chip.memory_bytes_s  # to compute
+        is_compute_bound = size < seconds * chip.memory_bytes_s
         for at in kernel:
-            written[at] = not is_slow or ops[at].name in CONTRACTIONS
+            written[at] = not is_compute_bound or ops[at].name in CONTRACTIONS
         for n in dict.fromkeys(n for at in kernel for n in (*(fusion.inside[at] or ()), at)):
-            computes[n] += is_slow or ops[n].name in CONTRACTIONS
+            computes[n] += is_compute_bound or ops[n].name in CONTRACTIONS
         for _, step, position in reads(partitioned, kernel, fusion).values():
-            taken[of[id(step)]][position] += not is_slow or step.name in CONTRACTIONS
+            taken[of[id(step)]][position] += not is_compute_bound or step.name in CONTRACTIONS
     return [KernelShare(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]

@@ -1,8 +1,8 @@
 """A graph on a mesh as a labelling problem: the strategies of each op, their costs, and the costs of resharding.
 
-An op that computes nothing new beside an operand with all its factors (elementwise, transpose, reshape, …) follows that
-operand's node, of several the one made last. Every other op is a node of its own. Tables give the resharding cost between
-nodes. The form is Alpa's (Zheng et al., OSDI 2022), on Shardy's rules instead of hand-written ones.
+An op whose result has no factor that an operand lacks (elementwise, transpose, reshape, …) follows that operand's node. Of
+several such operands it follows the one that is computed last. Every other op is a node of its own. Tables give the resharding
+cost between nodes. The form is Alpa's (Zheng et al., OSDI 2022), on Shardy's rules instead of hand-written ones.
 
 Equal ops on equal layouts are computed once, so a model of many equal layers costs little more than one layer.
 """
@@ -30,7 +30,7 @@ from shardfn.search.resharding_costs import MeshModel, label_of_spec, resharding
 from shardfn.solver.labelling import Array, UsageInterval
 
 SCATTERED, SCATTERED_LAST = 1, 2
-"""Along how many factors of a result its sum may be reduce-scattered: before further products, and after the last."""
+"""Along how many factors of a result its sum may be reduce-scattered: before further matmuls, and after the last."""
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class Node:
 
     @property
     def matrix_flops(self) -> Array:
-        """FLOPs of products and convolutions."""
+        """FLOPs of matmuls and convolutions."""
         return self.sums[1]
 
     @property
@@ -216,7 +216,7 @@ class _Builder:
     # ---- resharding
 
     def share(self, value: int) -> float:
-        """The part of a value's bytes that gathers and halo exchanges send: half where a product's operand is sent as `bf16`."""
+        """The part of a value's bytes that gathers and halo exchanges send: half where a matmul's operand is sent as `bf16`."""
         return 0.5 if value in self.narrowed else 1.0
 
     def need(self, value: int, wanted: Array, node: int, trips: int, as_it_lies: bool = False) -> None:
@@ -267,14 +267,14 @@ class _Builder:
             )
         return found
 
-    def is_whole(self, op: Op) -> bool:
+    def is_replicated(self, op: Op) -> bool:
         """Whether each device computes all of an op."""
         return rule_for(op.name, self.mesh.chip.platform) is replicate
 
     def leader(self, op: Op, rule: ShardingRule) -> int | None:
         """The operand that an op follows: it has every factor of the result, and is made last. It follows none where each device
         computes all of it, or where it reads a dimension in full and the partitioner would gather that."""
-        if op.reduced or rule.reduction or len(op.outputs) != 1 or self.is_whole(op):
+        if op.reduced or rule.reduction or len(op.outputs) != 1 or self.is_replicated(op):
             return None
         operands, results = self.factor_pairs(rule)
         wanted = {f for f, _ in results[0]}
@@ -335,7 +335,9 @@ class _Builder:
         else:
             scattered = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.mesh.scatters else 0
             make = lambda row: op_labels.op_codes(rule, self.sizes, scattered, row)  # noqa: E731
-            node, codes = self.node(self.fixed(()) if self.is_whole(op) else self.labels((id(rule), scattered), make))
+            node, codes = self.node(
+                self.fixed(()) if self.is_replicated(op) else self.labels((id(rule), scattered), make)
+            )
             parts = self.decoded.get(id(codes))
             if parts is None:
                 work, out = op_labels.decoded(codes)
@@ -431,7 +433,7 @@ def _summed_in_turn(op: Op, rule: ShardingRule) -> list[int]:
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:
-    """The `f32` values that products of default precision read."""
+    """The `f32` values that matmuls of default precision read."""
     read = {v for op in graph.ops if op.name in CONTRACTIONS and not op.precision for v in op.inputs}
     return frozenset(v for v in read if graph.values[v].dtype == "f32")
 
@@ -485,7 +487,7 @@ def build(
         node, have = builder.layouts[source]
         builder.need(value, have, node, 1)
     reshardings = tuple(ReshardingTable(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
-    intervals = _argument_intervals(builder, facts.places)
+    intervals = _argument_intervals(builder, facts.buffers)
     return LabelSpace(tuple(builder.nodes), reshardings, builder.layouts, builder.reads, intervals,
                  (*_convolutions(builder), *_read_as_given(builder, operands)))  # fmt: skip
 

@@ -64,7 +64,7 @@ def with_smallest_arguments(labels: Labelling, space: LabelSpace) -> Labelling:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What one device does in one call: FLOPs, those of products, bytes sent, and seconds of communication."""
+    """What one device does in one call: FLOPs, those of matmuls, bytes sent, and seconds of communication."""
 
     flops: float
     matrix_flops: float

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from shardfn.search.archive import Archive
 from shardfn.search.array_changes import alike_array_changes, one_array_changes
 from shardfn.search.fewer_constraints import fewer_constraints
-from shardfn.search.many_array_changes import follow_products, fully_sharded, sliced_arguments
+from shardfn.search.many_array_changes import follow_matmuls, fully_sharded, sliced_arguments
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import smallest_results
 
@@ -19,7 +19,7 @@ single arrays can go on where the last one succeeded."""
 MOVES: tuple[Move, ...] = (
     fewer_constraints,
     sliced_arguments,
-    follow_products,
+    follow_matmuls,
     fully_sharded,
     smallest_results,
     alike_array_changes,

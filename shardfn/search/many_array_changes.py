@@ -16,9 +16,9 @@ from shardfn.search.resharding_costs import used_axes
 from shardfn.search.result_shardings import fits
 
 
-def follow_products(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
-    """The candidate without constraints, and with each open argument that no product reads (biases, positions, a batch of
-    indices) sharded the way its dimension groups are in most results of products."""
+def follow_matmuls(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:
+    """The candidate without constraints, and with each open argument that no matmul or gather reads sharded as its dimension
+    groups are in most of their results. Such arguments are biases, positions, a batch of indices."""
     groups, values, sizes = problem.value_groups, problem.graph.values, dict(candidate.axes)
     partitioned = problem.partitioned_of(candidate)
     votes: dict[int, dict[tuple[str, ...], int]] = {}
@@ -72,7 +72,7 @@ def fully_sharded(problem: SearchProblem, candidate: SearchCandidate, first: int
 
 
 def _fully_sharded(problem: SearchProblem, candidate: SearchCandidate, only_state: bool) -> Proposal:
-    """One of `fully_sharded`; constraints keep what products compute from a batch as it was."""
+    """One of `fully_sharded`; constraints keep the shardings of matmuls that read the batch."""
     sizes, specs, batch = dict(candidate.axes), list(candidate.specs), batch_arguments(problem)
     is_state = baselines.is_optimizer_state(problem)
     for i, shape in enumerate(problem.shapes):

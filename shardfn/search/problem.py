@@ -121,10 +121,11 @@ class SearchProblem:
     budget: str | float = DEFAULT
     """The work of the search: a key of `budget.BUDGETS`, or a number of ops visited."""
     seconds: float = math.inf
-    """The user's time limit beside it."""
+    """The user's time limit, in addition to the budget."""
     watch: Callable[[str, Any], None] | None = dataclasses.field(default=None, repr=False, compare=False)
     """Called after each evaluation with the generator's name and the `Archive`."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
+    """When the time limit began to count (`time.monotonic`)."""
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
 
     def evaluate(
@@ -160,8 +161,8 @@ class SearchProblem:
         if not self.operands:
             return constraints
         partitioned = self.partition(axes, specs, constraints, result_specs)
-        mended = constraints_as_given(self.graph, partitioned, self.operands, self.can_constrain)
-        return {**constraints, **mended} if mended else constraints
+        corrected = constraints_as_given(self.graph, partitioned, self.operands, self.can_constrain)
+        return {**constraints, **corrected} if corrected else constraints
 
     def as_candidate(self, name: str, one: Answer) -> SearchCandidate:
         """An answer as an evaluated candidate."""
@@ -222,8 +223,8 @@ class SearchProblem:
           flops: of one device.
           matrix_flops: those of matmuls and convolutions.
         """
-        of_products = 2 * self.facts.matrix_flops > self.facts.flops
-        total, own = (self.facts.matrix_flops, matrix_flops) if of_products else (self.facts.flops, flops)
+        of_matmuls = 2 * self.facts.matrix_flops > self.facts.flops
+        total, own = (self.facts.matrix_flops, matrix_flops) if of_matmuls else (self.facts.flops, flops)
         return excess_bytes(own, total / self.devices, self.data_bytes)
 
     @property

@@ -54,7 +54,7 @@ class MeshModel:
 
     @property
     def narrows(self) -> bool:
-        """Whether XLA gathers an `f32` operand of a product as `bf16`."""
+        """Whether XLA gathers an `f32` operand of a matmul as `bf16`."""
         return self.chip.platform == "tpu"
 
     @property

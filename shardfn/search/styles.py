@@ -1,6 +1,6 @@
 """Plans of one parallel style: data parallel, ZeRO-1, FSDP, tensor parallel, or tensor parallel with FSDP.
 
-A style gives every mesh axis a role. Batch axes shard the batch, and the arrays that the style shards beside it. Tensor axes
+A style gives every mesh axis a role. Batch axes shard the batch and the other arrays that the style shards. Tensor axes
 shard dimensions of parameters, and the matmuls with them. The best plan of the style at the objective is the answer; arrays
 with an entry keep it, and the mesh of the entries is the mesh.
 """
@@ -22,7 +22,7 @@ from shardfn.search.baselines import (
     argument_specs,
     batch_arguments,
     is_optimizer_state,
-    product_constraints,
+    matmul_constraints,
 )
 from shardfn.search.default_policy import group_name
 from shardfn.search.graph_facts import array_bytes
@@ -283,7 +283,7 @@ def _on_mesh(problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups,
     by_group = dict.fromkeys(batch, roles.batch) | dict.fromkeys(tensor, roles.tensor)
     sizes = dict(roles.axes)
     for also in wanted.also_sharded or (None,):
-        constraints = product_constraints(problem, roles.axes, by_group) if also or tensor else {}
+        constraints = matmul_constraints(problem, roles.axes, by_group) if also or tensor else {}
         specs = argument_specs(problem, roles.axes, by_group, also, roles.batch if also else ())
         of_batch = [
             i for i, groups in enumerate(problem.groups) if problem.specs[i] is None and set(groups) & set(batch)
