@@ -42,7 +42,7 @@ class FastMemoryRequest:
     """Reads and writes by ops that are bound by memory; for others VMEM gains nothing."""
 
 
-def assign_fast_memory(claims: Sequence[FastMemoryRequest], room: float) -> list[bool]:
+def assign_fast_memory(requests: Sequence[FastMemoryRequest], capacity: float) -> list[bool]:
     """Which requests XLA's memory space assignment grants.
 
     Requests with the largest gain come first: accesses times the root of the size. A request is granted for all of its
@@ -51,13 +51,15 @@ def assign_fast_memory(claims: Sequence[FastMemoryRequest], room: float) -> list
     >>> assign_fast_memory([FastMemoryRequest(0, 2, 60, 1), FastMemoryRequest(1, 3, 60, 2), FastMemoryRequest(3, 4, 40, 0)], 100)
     [False, True, True]
     """
-    used = np.zeros(max((claim.end for claim in claims), default=0) + 1)
-    found = [False] * len(claims)
-    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses * claims[i].bytes ** 0.5, -claims[i].bytes)):
-        claim = claims[i]
-        taken = used[claim.start : claim.end + 1]
-        if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
-            taken += claim.bytes
+    used = np.zeros(max((request.end for request in requests), default=0) + 1)
+    found = [False] * len(requests)
+    for i in sorted(
+        range(len(requests)), key=lambda i: (-requests[i].accesses * requests[i].bytes ** 0.5, -requests[i].bytes)
+    ):
+        request = requests[i]
+        taken = used[request.start : request.end + 1]
+        if request.bytes <= capacity and (not taken.size or taken.max() + request.bytes <= capacity):
+            taken += request.bytes
             found[i] = True
     return found
 
@@ -107,7 +109,7 @@ def gathers_over_arguments(schedule: Schedule, pairs: Sequence[tuple[int, LiveBu
 
     Args:
       schedule: the scheduled program.
-      pairs: donated arguments with the places of the results that take their buffers.
+      pairs: donated arguments with the buffers of the results that take their place.
     """
     partitioned = schedule.partitioned
     gathers = {op.outputs[0]: op for op in partitioned.graph.ops if op.name == "all_gather"}
@@ -116,7 +118,7 @@ def gathers_over_arguments(schedule: Schedule, pairs: Sequence[tuple[int, LiveBu
         op = gathers.get(value)
         return op is not None and in_whole_tiles(partitioned, op.inputs[0], value)
 
-    return [(v, place) for v, place in pairs if any(map(is_direct, place.values))]
+    return [(v, buffer) for v, buffer in pairs if any(map(is_direct, buffer.values))]
 
 
 def in_whole_tiles(partitioned: PartitionedProgram, shard: int, gathered: int) -> bool:
@@ -130,26 +132,26 @@ def in_whole_tiles(partitioned: PartitionedProgram, shard: int, gathered: int) -
 
 
 def outside_fast_memory(
-    schedule: Schedule, places: Sequence[LiveBuffer], donated: Collection[int], chip: Chip
+    schedule: Schedule, buffers: Sequence[LiveBuffer], donated: Collection[int], chip: Chip
 ) -> list[LiveBuffer]:
-    """The places that the memory inside the chip has no room for, or not for all of their life.
+    """The buffers that do not fit into the memory inside the chip, or not for all of their life.
 
     An array stays there from one access to the next, unless this takes too long (`MAX_STAY_RATIO`).
-    Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
-    place before all others, until its last reader.
+    Arguments are prefetched for their readers too. Of those that are not donated, the one with the most readers is assigned
+    before all other buffers, until its last reader.
     """
     partitioned, graph = schedule.partitioned, schedule.partitioned.graph
     accesses = _accesses(schedule)
     clock, gains = _clock(schedule, chip)
     longest = MAX_STAY_RATIO * chip.fast_bytes / chip.memory_bytes_s
-    claims, whole = [], []
-    for place in places:
-        met = sorted({i for v in place.values for i in accesses.get(v, ())})
+    requests, whole = [], []
+    for buffer in buffers:
+        met = sorted({i for v in buffer.values for i in accesses.get(v, ())})
         least = min((graph.ops[i].trips for i in met), default=1)
         parts = residency_intervals([gap / least for gap in _gaps(clock, met)], longest)
         whole.append(len(parts) <= 1)
         gain = sum(graph.ops[i].trips for i in met if gains[i])
-        claims.append(FastMemoryRequest(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
+        requests.append(FastMemoryRequest(max(0, buffer.start - 1), buffer.end, buffer.bytes if whole[-1] else 0, gain))
     inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
     given = {graph.inputs[i] for i in donated}
     kept = [v for v in inputs if v not in given and partitioned.local_bytes(v) <= chip.fast_bytes]
@@ -157,16 +159,16 @@ def outside_fast_memory(
     for v, met in inputs.items():
         size = partitioned.local_bytes(v)
         if v == ahead:
-            claims.append(FastMemoryRequest(0, 2 * met[-1], size, math.inf))
+            requests.append(FastMemoryRequest(0, 2 * met[-1], size, math.inf))
             continue
         gain = sum(gains[i] for i in met)
         for first, last in residency_intervals(_gaps(clock, met), longest):
             fetched = bisect.bisect_right(
                 clock, clock[max(0, met[first] - 1)] - PREFETCH_RATIO * size / chip.memory_bytes_s
             )
-            claims.append(FastMemoryRequest(2 * min(fetched, met[first]), 2 * met[last], size, gain))
-    has = assign_fast_memory(claims, chip.fast_bytes)
-    return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
+            requests.append(FastMemoryRequest(2 * min(fetched, met[first]), 2 * met[last], size, gain))
+    has = assign_fast_memory(requests, chip.fast_bytes)
+    return [buffer for buffer, inside, got in zip(buffers, whole, has, strict=False) if not (inside and got)]
 
 
 def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
@@ -175,7 +177,7 @@ def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
 
 
 def _accesses(schedule: Schedule) -> dict[int, list[int]]:
-    """For each stored value the ops that make it or read it, in their order."""
+    """For each stored value the ops that make it or read it, in program order."""
     fusion, found = schedule.fusion, dict[int, list[int]]()
     for i, op in enumerate(schedule.partitioned.graph.ops):
         for v in dict.fromkeys((*fusion.reads[i], *(v for v in op.outputs if v in fusion.stored))):

@@ -31,9 +31,9 @@ class MemoryEstimate:
     arguments: int
     results: int
     temporaries: int
-    """The most that is live at once beside arguments and results."""
+    """The most bytes that are live at once in addition to arguments and results."""
     donated: int = 0
-    """Of the results, those in the buffers of donated arguments."""
+    """Bytes of the results that are in the buffers of donated arguments."""
     constants: int = 0
     """The arrays that the function closes over."""
 
@@ -59,9 +59,9 @@ class LiveMemory:
     arguments: list[tuple[int, int]]
     """Arguments and their bytes, held throughout."""
     results: list[tuple[int, int]]
-    """The same of results, but those in the place of donated arguments."""
+    """The same of results, without those in the buffers of donated arguments."""
     temporaries: list[LiveBuffer]
-    """Buffers that have no place in those of results."""
+    """Buffers that do not reuse those of results."""
     peak_tick: int
     """When the most temporaries are live."""
     estimate: MemoryEstimate
@@ -69,7 +69,7 @@ class LiveMemory:
     @property
     def at_peak(self) -> list[int]:
         """The temporaries, by position, that are live at the peak."""
-        return [i for i, place in enumerate(self.temporaries) if place.start <= self.peak_tick <= place.end]
+        return [i for i, buffer in enumerate(self.temporaries) if buffer.start <= self.peak_tick <= buffer.end]
 
     @property
     def last_tick(self) -> int:
@@ -78,7 +78,7 @@ class LiveMemory:
 
     @property
     def held_at_peak(self) -> list[tuple[tuple[int, ...], int]]:
-        """What `MemoryEstimate.peak` is made of, without constants: values in one place (none of a copy that XLA makes), with
+        """The buffers that make up `MemoryEstimate.peak`, without constants: their values (none for a copy that XLA makes) and
         bytes."""
         temporaries = [(self.temporaries[i].values, self.temporaries[i].bytes) for i in self.at_peak]
         return [*(((v,), size) for v, size in (*self.arguments, *self.results)), *temporaries]
@@ -90,7 +90,7 @@ def live_memory(partitioned: PartitionedProgram, donated: Collection[int] = (), 
     Args:
       partitioned: the program with its shardings.
       donated: positions of arguments whose buffers results of equal size take over.
-      chip: what it runs on; what stays in its fast memory (`Chip.fast_bytes`) takes no other.
+      chip: what it runs on; what stays in its fast memory (`Chip.fast_bytes`) takes no other memory.
     """
     return memory_of_schedule(schedule_ops(lower_for_backend(partitioned, chip)), donated, chip)
 
@@ -98,32 +98,32 @@ def live_memory(partitioned: PartitionedProgram, donated: Collection[int] = (), 
 def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: Chip | None = None) -> LiveMemory:
     """`live_memory` of a scheduled program."""
     partitioned, graph = schedule.partitioned, schedule.partitioned.graph
-    places, result_places = live_buffers(schedule)
+    buffers, result_buffers = live_buffers(schedule)
     size = (
         functools.partial(tiled_local_bytes, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
     )
     arguments = [size(v) for v in graph.inputs]
-    place_of = {v: place for place in result_places for v in place.values}
-    free = {id(place): place for place in result_places}
+    buffer_of = {v: buffer for buffer in result_buffers for v in buffer.values}
+    free = {id(buffer): buffer for buffer in result_buffers}
     pairs: list[tuple[int, LiveBuffer]] = []
     taken: list[tuple[int, int]] = []
     given: dict[int, collections.deque[int]] = {}
     for i in sorted(donated):
         given.setdefault(arguments[i], collections.deque()).append(graph.inputs[i])
     for v in graph.outputs:  # each takes the first of its size, as XLA pairs them
-        place = place_of.get(v)
-        if place is not None and id(place) in free and given.get(full := max(size(v), place.bytes)):
+        buffer = buffer_of.get(v)
+        if buffer is not None and id(buffer) in free and given.get(full := max(size(v), buffer.bytes)):
             taken.append((v, full))
-            pairs.append((given[full].popleft(), free.pop(id(place))))
-    rooms = [ReusableBuffer(place.bytes, [(place.start, place.end)]) for place in free.values()]
+            pairs.append((given[full].popleft(), free.pop(id(buffer))))
+    reusable = [ReusableBuffer(buffer.bytes, [(buffer.start, buffer.end)]) for buffer in free.values()]
     if partitioned.platform == "cpu" and pairs:
         copies, vacated = _saved(schedule, pairs)
-        places, rooms = [*places, *copies], [*rooms, *vacated]
+        buffers, reusable = [*buffers, *copies], [*reusable, *vacated]
     if partitioned.platform == "tpu":
         copies, vacated = _gathered(schedule, pairs)
-        places, rooms = [*places, *table_copies(schedule), *copies], [*rooms, *vacated]
-    left = outside_fast_memory(schedule, places, donated, chip) if chip and chip.fast_bytes else places
-    temporaries = _outside(left, rooms)
+        buffers, reusable = [*buffers, *table_copies(schedule), *copies], [*reusable, *vacated]
+    left = outside_fast_memory(schedule, buffers, donated, chip) if chip and chip.fast_bytes else buffers
+    temporaries = _outside(left, reusable)
     most, tick = _most(temporaries)
     results = [size(v) for v in graph.outputs]
     saved = sum(size for _, size in taken)
@@ -137,21 +137,24 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
 def _gathered(
     schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]
 ) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
-    """Copies of the arguments of `gathers_over_arguments`, and what is gathered, which is made apart. Also the arguments' own
-    buffers, which are free from the start to the end."""
+    """Copies of the arguments of `gathers_over_arguments`, and the buffers of the gathered arrays. Also the arguments' own
+    buffers, which are free from the first tick to the last."""
     copies, vacated = [], []
-    for v, place in gathers_over_arguments(schedule, pairs):
+    for v, buffer in gathers_over_arguments(schedule, pairs):
         last = max((i for i, reads in enumerate(schedule.fusion.reads) if v in reads), default=0)
-        copies += [LiveBuffer((), 0, 2 * last, place.bytes), place]
-        vacated.append(ReusableBuffer(place.bytes, [(0, 0), (place.end, place.end)]))
+        copies += [LiveBuffer((), 0, 2 * last, buffer.bytes), buffer]
+        vacated.append(ReusableBuffer(buffer.bytes, [(0, 0), (buffer.end, buffer.end)]))
     return copies, vacated
 
 
 def _saved(
     schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]
 ) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
-    """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
-    start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
+    """Copies of donated arguments, and the arguments' own buffers, which are free until the results in them are computed.
+
+    XLA copies an argument at the start if an op reads it that need not run before the result in its buffer is computed. It
+    decides so before it orders the ops.
+    """
     graph, fusion = schedule.partitioned.graph, schedule.fusion
     inside = {i: last for last, first in schedule.loops.items() for i in range(first, last)}
     first_of = {i: first for i, (first, _) in schedule.together.items()}
@@ -171,43 +174,43 @@ def _saved(
         needs[node] = before
         maker.update(dict.fromkeys(op.outputs, node))
     copies, vacated = [], []
-    for v, place in pairs:
-        made = next((maker[w] for w in place.values if w in maker), None)
+    for v, buffer in pairs:
+        made = next((maker[w] for w in buffer.values if w in maker), None)
         if made is None or not readers[v]:
             continue
         if not all(needs[made] >> inside.get(i, first_of.get(i, i)) & 1 for i in readers[v]):
-            copies.append(LiveBuffer((), 0, 2 * max(readers[v]), place.bytes))
-            vacated.append(ReusableBuffer(place.bytes, [(0, 0), (place.start, place.end)]))
+            copies.append(LiveBuffer((), 0, 2 * max(readers[v]), buffer.bytes))
+            vacated.append(ReusableBuffer(buffer.bytes, [(0, 0), (buffer.start, buffer.end)]))
     return copies, vacated
 
 
 _TRIED = 128
-"""Places of results that are looked at for a temporary."""
+"""Buffers of results that are tried for one temporary."""
 
 
-def _outside(places: Iterable[LiveBuffer], rooms: Iterable[ReusableBuffer]) -> list[LiveBuffer]:
-    """The places that do not fit into those of results while these are not in use: largest first, as XLA assigns."""
-    rooms = sorted(rooms, key=lambda room: room.bytes)
-    sizes = [room.bytes for room in rooms]
+def _outside(buffers: Iterable[LiveBuffer], reusable: Iterable[ReusableBuffer]) -> list[LiveBuffer]:
+    """The buffers that do not fit into those of results while these are not in use. The largest are assigned first, as in XLA."""
+    reusable = sorted(reusable, key=lambda other: other.bytes)
+    sizes = [other.bytes for other in reusable]
     left = []
-    for place in sorted(places, key=lambda p: -p.bytes):
-        first = bisect.bisect_left(sizes, place.bytes)
-        end = place.end if place.sooner is None else place.sooner
-        for room in rooms[first : first + _TRIED]:
-            if all(end < a or b < place.start for a, b in room.busy):
-                room.busy.append((place.start, end))
+    for buffer in sorted(buffers, key=lambda p: -p.bytes):
+        first = bisect.bisect_left(sizes, buffer.bytes)
+        end = buffer.end if buffer.sooner is None else buffer.sooner
+        for other in reusable[first : first + _TRIED]:
+            if all(end < a or b < buffer.start for a, b in other.busy):
+                other.busy.append((buffer.start, end))
                 break
         else:
-            left.append(place)
+            left.append(buffer)
     return left
 
 
-def _most(places: Iterable[LiveBuffer]) -> tuple[int, int]:
+def _most(buffers: Iterable[LiveBuffer]) -> tuple[int, int]:
     """The most bytes that are alive at once, and a tick at which they are."""
     change: dict[int, int] = {}
-    for place in places:
-        change[place.start] = change.get(place.start, 0) + place.bytes
-        change[place.end + 1] = change.get(place.end + 1, 0) - place.bytes
+    for buffer in buffers:
+        change[buffer.start] = change.get(buffer.start, 0) + buffer.bytes
+        change[buffer.end + 1] = change.get(buffer.end + 1, 0) - buffer.bytes
     alive = most = at = 0
     for tick in sorted(change):
         alive += change[tick]

@@ -24,7 +24,7 @@ class LiveBuffer:
     end: int
     bytes: int
     sooner: int | None = None
-    """The end in the place of a result, where that is earlier: what is made there may be written over what dies."""
+    """The end where the buffer reuses that of a result, if it is earlier: the result may be written over a value that dies."""
 
 
 def live_buffers(schedule: Schedule) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
@@ -57,7 +57,7 @@ class _LiveRanges:
         self.copies: list[LiveBuffer] = []
         """Buffers of no value, such as copies that XLA makes."""
         self.sooner: dict[int, int] = {}
-        """By value the end in the place of a result, where that is earlier."""
+        """For each value, `LiveBuffer.sooner`."""
 
     def last_tick(self, i: int) -> int:
         """When op `i`, with those that are combined with it, has run."""
@@ -73,13 +73,13 @@ class _LiveRanges:
         self.write_over(bound)
         chained = {v for pair in updated for v in pair}
         temporaries, results = self.copies, []
-        for members in self.colocated([*self.shown(), *updated]):
+        for members in self.colocated([*self.views(), *updated]):
             members = tuple(v for v in members if v in self.start and v not in self.inputs)
             if not members:
                 continue
             is_result = not self.outputs.isdisjoint(members)
             ends = [self.end.get(v, self.start[v]) for v in members]
-            place = LiveBuffer(
+            buffer = LiveBuffer(
                 members,
                 min(self.start[v] for v in members),
                 2 * len(self.graph.ops) if is_result else max(ends),
@@ -88,12 +88,12 @@ class _LiveRanges:
             is_chain = len(members) == 1 or chained.issuperset(members)
             if not is_result and is_chain and not self.sooner.keys().isdisjoint(members):
                 sooner = max(self.sooner.get(v, end) for v, end in zip(members, ends, strict=True))
-                place = dataclasses.replace(place, sooner=sooner)
+                buffer = dataclasses.replace(buffer, sooner=sooner)
             gaps = [(2 * self.carried[v][0], copied[v]) for v in members if v in copied and not is_result]
             for at, again in sorted(gaps):
-                temporaries.append(dataclasses.replace(place, end=at))
-                place = dataclasses.replace(place, start=max(again, at + 1))
-            (results if is_result else temporaries).append(place)
+                temporaries.append(dataclasses.replace(buffer, end=at))
+                buffer = dataclasses.replace(buffer, start=max(again, at + 1))
+            (results if is_result else temporaries).append(buffer)
         return temporaries, results
 
     def from_ops(self) -> None:
@@ -123,7 +123,7 @@ class _LiveRanges:
         start.update((seen, 2 * first) for seen, (first, *_) in self.carried.items())
 
     def pool_gradient(self, i: int, op: Op, at: int) -> None:
-        """What the gradient of a max pool needs on CPU beside operands and results.
+        """The temporaries of a max pool's gradient on CPU, in addition to operands and results.
 
         As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the
         largest, to which the gradient is added at the end.
@@ -183,8 +183,9 @@ class _LiveRanges:
                         until = self.end[v] = 2 * last
 
     def bound(self) -> frozenset[int]:
-        """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an
-        update is made in with what it makes, and what goes into a loop, goes round in it and comes out.
+        """Values that share a buffer before XLA's CPU backend decides what may be written over.
+
+        They are the operand and the result of an update in place, and the values that enter a loop, go round in it and leave it.
         """
         found: set[int] = set()
         for i, op in enumerate(self.graph.ops):
@@ -202,7 +203,7 @@ class _LiveRanges:
         return is_temporary and self.end.get(v) == self.last_tick(i)
 
     def updated(self) -> list[tuple[int, int]]:
-        """What updates make, each with what that is written into: temporaries that nothing reads any more."""
+        """The results of updates in place, each with its operand: a temporary that nothing reads afterwards."""
         found = []
         for i, op in enumerate(self.graph.ops):
             if op.name in UPDATES and len(op.outputs) == 1 and op.outputs[0] in self.start:
@@ -212,11 +213,11 @@ class _LiveRanges:
         return found
 
     def write_over(self, bound: frozenset[int]) -> None:
-        """Elementwise ops and updates write over an operand of their own size that dies there, on CPU where each element
-        is read only for the one in its place; on accelerators all-reduces too, on GPUs those that are not combined.
+        """Let elementwise ops and updates write over an operand of their own size that dies there.
 
-        Not where one of them is of `bound`, values that an update or a loop has in one place with others already: when
-        these would end, which counts in the places of results, is kept in `sooner`.
+        On CPU, each element must be read only for the one at its position. On accelerators all-reduces write over their
+        operand too, on GPUs only those that are not combined. Values in `bound`, which share a buffer with others already,
+        are excluded. The earlier end that they would have is kept in `sooner`: it counts in the buffers of results.
         """
         partitioned, graph = self.partitioned, self.graph
         names = _WRITES_OVER if self.is_on_cpu else _WRITES_OVER | {"all_reduce"}
@@ -237,8 +238,8 @@ class _LiveRanges:
                     (self.sooner if is_apart else self.end)[v] = min(2 * i, self.start[made]) - 1
                     break
 
-    def shown(self) -> list[tuple[int, int]]:
-        """Results that are views of what was computed, each with that."""
+    def views(self) -> list[tuple[int, int]]:
+        """Results that are views of a computed value, each with that value."""
         found: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             reads = self.fusion.reads[i]
@@ -252,9 +253,9 @@ class _LiveRanges:
                     found.setdefault(source, op.outputs[0])
         return [(result, source) for source, result in found.items()]
 
-    def colocated(self, shown: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
-        """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it
-        shows.
+    def colocated(self, views: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
+        """Values that share a buffer: those that enter a loop, go round in it and leave it; a result and the value of which it
+        is a view.
         """
         start, end = self.start, self.end
         parent: dict[int, int] = {}
@@ -264,7 +265,7 @@ class _LiveRanges:
                 v = parent[v]
             return v
 
-        for result, source in shown:
+        for result, source in views:
             if source in start and result in start:
                 parent[find(result)] = find(source)
         given: set[int] = set()
