@@ -1,4 +1,7 @@
-"""The walk that fuses ops, readers first, by the rules that XLA's backends share."""
+"""The walk that fuses ops, readers first, by the rules that XLA's backends share.
+
+The *root* of a fusion is the op whose result the fusion writes. The other ops of the fusion are computed inside it.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,18 @@ class FusionPlan:
     """Which ops are fused into which."""
 
     stored: frozenset[int]
-    """Values with a place of their own."""
+    """Values with a buffer."""
     reads: tuple[tuple[int, ...], ...]
-    """For each op the stored values that it reads, also through what is computed inside it."""
+    """For each op the stored values that it reads, also through the ops that are fused into it."""
     inside: tuple[tuple[int, ...] | None, ...]
-    """For each op those that are computed inside it; None where it is itself computed elsewhere, or not at all."""
+    """For each op those that are fused into it; None for an op that is fused itself, or dead."""
     dead: frozenset[int]
-    """Ops whose results nobody needs."""
+    """Ops whose results nothing reads."""
     narrow: frozenset[int] = frozenset()
-    """Of the stored values, `f32` ones that are kept as `bf16`: on a TPU what products alone read, at default precision."""
+    """The stored `f32` values that are kept as `bf16`: on a TPU, those that only matmuls of default precision read."""
 
     def ordered(self, turn: Sequence[int]) -> FusionPlan:
-        """The same of a graph whose ops run in another order: `turn` has their numbers so far."""
+        """The same plan for a graph whose ops run in another order: `turn` lists their present numbers in that order."""
         place = {i: at for at, i in enumerate(turn)}
         inside = (self.inside[i] for i in turn)
         return FusionPlan(
@@ -48,7 +51,7 @@ class FusionPlan:
 
 
 class Fuser:
-    """Fuses one graph. A platform with rules of its own overrides `computed_in`, `where`, `can_run_with` or `narrowed`."""
+    """Fuses one graph. A platform with rules of its own overrides `computed_in`, `fusion_roots`, `can_run_with` or `narrowed`."""
 
     def __init__(self, partitioned: PartitionedProgram):
         self.partitioned, self.graph = partitioned, partitioned.graph
@@ -58,22 +61,22 @@ class Fuser:
         for i in sorted(self.alive):
             for v in dict.fromkeys(ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
-        self.made = partitioned.graph.computed
-        self.held = frozenset(partitioned.graph.outputs) | self.carried_in()
-        self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
-        self.homes: dict[int, tuple[int, ...]] = {}
-        """For each op those inside which it is computed, or itself."""
-        self.anew: dict[int, frozenset[int]] = {}
-        """Of a value that is stored for some of its readers, the others: they compute it anew."""
-        self.apart: dict[int, frozenset[int]] = {}
-        """Of such a value, ops that read it from memory all the same, whichever of its readers are computed inside them."""
-        self.can: dict[int, bool] = {}
-        self.later: set[int] = set()
-        """Ops that are computed in others."""
+        self.computed = partitioned.graph.computed
+        self.must_store = frozenset(partitioned.graph.outputs) | self.carried_in()
+        self.broadcasts = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
+        self.roots: dict[int, tuple[int, ...]] = {}
+        """For each op the roots of the fusions in which it is computed, or itself."""
+        self.recomputing: dict[int, frozenset[int]] = {}
+        """For a value that is stored for some of its readers only, the others, which recompute it."""
+        self.loading: dict[int, frozenset[int]] = {}
+        """For such a value, the roots that load it all the same, whichever of its readers are fused into them."""
+        self.readable: dict[int, bool] = {}
+        self.fused: set[int] = set()
+        """Ops that are fused into others."""
 
     def carried_in(self) -> frozenset[int]:
-        """Values that a loop's body reads from outside: nothing is fused across its edge. What a view shows is what it is
-        of, and a constant is made inside again."""
+        """Values that a loop's body reads from outside: nothing is fused across its boundary. A view counts as the value that it
+        shows, and a constant is computed in the body again."""
         ops, makers, loop_of = self.graph.ops, self.graph.makers, self.graph.loop_of
         found: set[int] = set()
         for v, readers in self.readers.items() if any(i >= 0 for i in loop_of) else ():
@@ -88,44 +91,47 @@ class Fuser:
 
     def is_constant(self, value: int) -> bool:
         """Whether a value is a constant, or a broadcast or conversion of one: XLA folds it."""
-        if value not in self.made:
+        if value not in self.computed:
             return True
         at = self.graph.makers.get(value, -1)
         op = self.graph.ops[at] if at >= 0 else None
         return op is not None and op.name in ("broadcast_in_dim", "convert") and self.is_constant(op.inputs[0])
 
     def fusion(self) -> FusionPlan:
-        """How the ops are put together."""
+        """How the ops are fused."""
         for i in reversed(range(len(self.graph.ops))):
             if i in self.alive:
                 self.settle(i)
         return self.as_settled()
 
     def settle(self, i: int) -> None:
-        """Decide where op `i` is computed; that of its readers is decided."""
+        """Decide in which fusions op `i` is computed; its readers are decided already."""
         op = self.graph.ops[i]
-        homes = self.computed_in(i, op)
-        self.homes[i] = homes if homes is not None else (i,)
-        if homes is not None:
-            self.later.add(i)
-        if op.outputs and (again := self.anew.get(op.outputs[0])):
-            apart = self.apart.get(op.outputs[0], ())
-            self.homes[i] = tuple(dict.fromkeys([i, *[h for r in again for h in self.homes[r] if h not in apart]]))
+        roots = self.computed_in(i, op)
+        self.roots[i] = roots if roots is not None else (i,)
+        if roots is not None:
+            self.fused.add(i)
+        if op.outputs and (again := self.recomputing.get(op.outputs[0])):
+            loading = self.loading.get(op.outputs[0], ())
+            self.roots[i] = tuple(dict.fromkeys([i, *[h for r in again for h in self.roots[r] if h not in loading]]))
 
     def as_settled(self) -> FusionPlan:
-        """What each op reads from memory and computes inside, now that it is decided where each is computed."""
-        graph, later = self.graph, self.later
+        """The plan, once all ops are decided: what each op reads from memory, and which ops are fused into it."""
+        graph, fused = self.graph, self.fused
         views = self.seen_as()
         inner = {
-            v: i for i in self.alive for v in graph.ops[i].outputs if (i in later and v not in views) or v in self.anew
+            v: i
+            for i in self.alive
+            for v in graph.ops[i].outputs
+            if (i in fused and v not in views) or v in self.recomputing
         }
         stored = set(graph.inputs).union(b for _, b in graph.ties).difference(*(op.outputs for op in graph.ops))
-        for i in self.alive - later:
+        for i in self.alive - fused:
             stored.update(graph.ops[i].outputs)
         reads: list[tuple[int, ...]] = []
         inside: list[tuple[int, ...] | None] = []
         for i in range(len(graph.ops)):
-            if i in later or i not in self.alive:
+            if i in fused or i not in self.alive:
                 reads.append(())
                 inside.append(None)
             else:
@@ -142,10 +148,12 @@ class Fuser:
         )
 
     def seen_as(self) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Of what views show that are no ops of their own, what they are of, and the views on the way; where some value is stored
-        for a part of its readers, else views are as any op that is computed inside another."""
+        """For the result of each fused view, the value that it shows, and the views on the way to that.
+
+        Empty where no value is stored for some of its readers only: a view is then treated as any other fused op.
+        """
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for i in sorted(self.later) if self.anew else ():
+        for i in sorted(self.fused) if self.recomputing else ():
             op = self.graph.ops[i]
             if self.partitioned.is_view(op):
                 v, through = found.get(op.inputs[0], (op.inputs[0], ()))
@@ -154,31 +162,31 @@ class Fuser:
 
     def computed_with(
         self,
-        home: int,
+        root: int,
         stored: Collection[int],
         inner: Mapping[int, int],
         views: Mapping[int, tuple[int, tuple[int, ...]]],
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The stored values that op `home` reads, and the ops that are computed inside it, in their order.
+        """The stored values that op `root` reads, and the ops that are fused into it, in program order.
 
         Args:
-          home: an op that runs by itself.
-          stored: values with a place of their own.
+          root: an op that is not fused.
+          stored: values with a buffer.
           inner: the op that makes a value, where it may be computed inside another.
-          views: of what is seen through views, what it is of, and these.
+          views: from `seen_as`.
         """
-        ops, anew, apart = self.graph.ops, self.anew, self.apart
+        ops, recomputing, loading = self.graph.ops, self.recomputing, self.loading
         under: dict[int, None] = {}
         done: dict[int, None] = {}
-        met = {home}
-        ahead: list[tuple[int, Iterator[int], tuple[int, ...]]] = [(home, iter(ops[home].inputs), ())]
+        met = {root}
+        ahead: list[tuple[int, Iterator[int], tuple[int, ...]]] = [(root, iter(ops[root].inputs), ())]
         while ahead:
             i, rest, after = ahead[-1]
             for v in rest:
                 through: tuple[int, ...] = ()
                 if v in views:
                     v, through = views[v]
-                if v in inner and (v not in anew or (i in anew[v] and home not in apart.get(v, ()))):
+                if v in inner and (v not in recomputing or (i in recomputing[v] and root not in loading.get(v, ()))):
                     j = inner[v]
                     if j not in met:
                         met.add(j)
@@ -190,52 +198,54 @@ class Fuser:
                     done.update(dict.fromkeys(through))
             else:
                 ahead.pop()
-                if i != home:
+                if i != root:
                     done[i] = None
                     done.update(dict.fromkeys(after))
         return tuple(under), tuple(done)
 
     def narrowed(self, stored: Collection[int]) -> frozenset[int]:
-        """Those of the stored values that are kept in fewer bytes: none."""
+        """The stored values that are kept in fewer bytes: none by default."""
         return frozenset()
 
     def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
-        """The ops inside which op `i` is computed, or None where it runs by itself."""
+        """The roots of the fusions in which op `i` is computed; None if it is not fused."""
         if len(op.outputs) != 1 or op.name not in _INSIDE or self.is_needed(op):
             return None
         value = op.outputs[0]
         readers = self.readers.get(value, [])
-        if op.name == "broadcast_in_dim" and op.inputs[0] not in self.made:  # of a constant
+        if op.name == "broadcast_in_dim" and op.inputs[0] not in self.computed:  # of a constant
             readers = [r for r in readers if not _passes(self.graph.ops[r], value)]
-        homes = self.homes[readers[0]] if len(readers) == 1 else self.homes_of(readers)
-        return self.where(op, readers, homes)
+        roots = self.roots[readers[0]] if len(readers) == 1 else self.roots_of(readers)
+        return self.fusion_roots(op, readers, roots)
 
-    def homes_of(self, readers: Sequence[int]) -> tuple[int, ...]:
-        """The ops inside which any of `readers` is computed."""
-        return tuple(dict.fromkeys([home for r in readers for home in self.homes[r]]))
+    def roots_of(self, readers: Sequence[int]) -> tuple[int, ...]:
+        """The roots of the fusions in which any of `readers` is computed."""
+        return tuple(dict.fromkeys([root for r in readers for root in self.roots[r]]))
 
     def is_needed(self, op: Op) -> bool:
-        """Whether what an op makes is a result, which takes a place of its own."""
-        return op.outputs[0] in self.held
+        """Whether the value of an op must be stored: a result, or a value that a loop's body reads from outside."""
+        return op.outputs[0] in self.must_store
 
-    def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
+    def fusion_roots(self, op: Op, readers: Sequence[int], roots: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`computed_in` for an op with one result, whose `readers` are computed in the fusions of `roots`."""
         if self.partitioned.is_view(op):
-            return homes
+            return roots
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
         value = op.outputs[0]
         is_given = bool(self.sources[value])  # else it reads nothing large, and any number of readers make it again
-        if (len(homes) > MAX_DUPLICATES and is_given) or not all(self.can_read(r) for r in readers):
+        if (len(roots) > MAX_DUPLICATES and is_given) or not all(self.can_read(r) for r in readers):
             return None
-        if len(homes) <= 1:
-            return homes
-        return homes if value not in self.sources[value] and len(self.sources[value]) <= 1 else None
+        if len(roots) <= 1:
+            return roots
+        return roots if value not in self.sources[value] and len(self.sources[value]) <= 1 else None
 
     @functools.cached_property
     def sources(self) -> dict[int, frozenset[int]]:
-        """For what an elementwise op makes, the values as large that it is computed from in the end: of what comes from one
-        large value, through however many ops, each reader can make it again."""
+        """For the result of an elementwise op, the stored values of its size that it is computed from, through any number of ops.
+
+        Each reader can recompute a result that comes from one large value.
+        """
         found: dict[int, frozenset[int]] = {}
         sizes = [value.elements for value in self.graph.values]
         for i, op in enumerate(self.graph.ops):
@@ -244,26 +254,26 @@ class Fuser:
             (value,) = op.outputs
             own, size = frozenset((value,)), sizes[value]
             found[value] = own
-            if value in self.held:
+            if value in self.must_store:
                 continue
-            parts = {found[v] if v in found else frozenset((v,)) for v in op.inputs if v not in self.spread}
+            parts = {found[v] if v in found else frozenset((v,)) for v in op.inputs if v not in self.broadcasts}
             large = frozenset([v for part in parts for v in part if sizes[v] >= size])
             if len(large) <= 1 or len(self.readers.get(value, ())) <= 1:
                 found[value] = large
         return found
 
     def can_read(self, i: int) -> bool:
-        """Whether what an op reads can be computed inside it."""
-        if i not in self.can:
-            self.can[i] = self.can_run_with(i)
-        return self.can[i]
+        """Whether the operands of op `i` can be fused into it."""
+        if i not in self.readable:
+            self.readable[i] = self.can_run_with(i)
+        return self.readable[i]
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, worked out."""
+        """`can_read`, without its cache."""
         op = self.graph.ops[i]
         if self.partitioned.is_view(op):  # as its own readers do
             following = self.readers.get(op.outputs[0], ())
-            return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
+            return op.outputs[0] not in self.must_store and bool(following) and all(map(self.can_read, following))
         if op.name == "reduce":  # over other dims XLA wants its operand in memory
             rank = len(self.graph.values[op.inputs[0]].shape)
             return any(d == rank - 1 for _, d in op.reduced)

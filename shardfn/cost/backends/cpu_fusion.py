@@ -24,7 +24,7 @@ _KEEPS = VIEWS | {"slice"}
 """Ops that may leave dims as they are."""
 
 _AT_ROOT = frozenset({-1})
-"""What reads where the op that others are computed inside writes."""
+"""Stands for readers that read at the element which the root writes."""
 
 _NOWHERE: frozenset[int] = frozenset()
 
@@ -38,12 +38,12 @@ class CpuFuser(Fuser):
         self.calls = CpuLibrary(partitioned, self.readers, self.maker).calls()
         """Ops that a call of the library computes, and the one whose result it gives."""
         self.called = frozenset(self.calls.values())
-        self.spread |= _repeating(partitioned.graph, self.made)
-        self.constants = _constant_broadcasts(partitioned.graph, self.made)
+        self.broadcasts |= _repeating(partitioned.graph, self.computed)
+        self.constants = _constant_broadcasts(partitioned.graph, self.computed)
         self.after: list[int] = []
         self.shown: set[int] = set()
-        """What a view gives that a product, a collective or a library needs in memory. What it is of is computed as it is
-        written, if it can be."""
+        """Results of views that a matmul, a collective or the library needs in memory. The value that such a view shows is fused
+        into it, if possible."""
         self.repeated: set[int] = set()
         """Ops that read an element of an operand more than once, or are computed inside such."""
         self.places: dict[tuple[int, int], frozenset[int]] = {}
@@ -53,39 +53,39 @@ class CpuFuser(Fuser):
         self.filled: set[int] = set()
         """Ops inside which another is computed."""
         self.reading: dict[tuple[int, int], frozenset[int]] = {}
-        """What `read_at` found. It is asked when all readers of a value are settled, and finds the same each time."""
+        """The cache of `read_at`, which is called when all readers of a value are decided."""
 
     def settle(self, i: int) -> None:
-        """Decide where op `i` is computed; that of its readers is decided."""
+        """Decide in which fusions op `i` is computed; its readers are decided already."""
         super().settle(i)
         op = self.graph.ops[i]
-        for home in self.homes[i]:
-            if home != i and len(op.outputs) == 1:
-                self.places[home, i] = places = self.read_at(op.outputs[0], home)
-                self.times[home, i] = sum([self.times.get((home, r), 1) for r in places])
-                self.filled.add(home)
-        if op.name in REPEATED_READS or (i in self.later and self.repeats(op.outputs[0])):
+        for root in self.roots[i]:
+            if root != i and len(op.outputs) == 1:
+                self.places[root, i] = places = self.read_at(op.outputs[0], root)
+                self.times[root, i] = sum([self.times.get((root, r), 1) for r in places])
+                self.filled.add(root)
+        if op.name in REPEATED_READS or (i in self.fused and self.repeats(op.outputs[0])):
             self.repeated.add(i)
 
     def as_settled(self) -> FusionPlan:
-        """What each op reads from memory and computes inside, now that it is decided where each is computed."""
+        """The plan, once all ops are decided."""
         self.seen_through()
         return super().as_settled()
 
     def is_needed(self, op: Op) -> bool:
         """Whether an op makes a result that readers cannot recompute."""
-        return op.outputs[0] in self.held and self.partitioned.is_view(op)
+        return op.outputs[0] in self.must_store and self.partitioned.is_view(op)
 
     def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
-        """The ops inside which op `i` is computed, or None where it runs by itself."""
+        """The roots of the fusions in which op `i` is computed; None if it is not fused."""
         if i in self.calls:
             return None if self.calls[i] == i else (self.calls[i],)
         return super().computed_in(i, op)
 
-    def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The ops inside which `op` is computed; what some readers need in memory, others may recompute."""
+    def fusion_roots(self, op: Op, readers: Sequence[int], roots: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`computed_in` for an op with one result. Where some readers load the value from memory, others may recompute it."""
         if self.partitioned.is_view(op):
-            return self.written_through(op, readers, homes)
+            return self.written_through(op, readers, roots)
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
         value, users = op.outputs[0], self.final_users(readers)
@@ -95,80 +95,82 @@ class CpuFuser(Fuser):
         inner = [r for r in here if (is_constant or r not in self.calls) and self.can_read(r)]
         if not inner:
             return None
-        is_whole = len(inner) == len(users) and value not in self.held
-        if is_whole and len(homes) <= 1:
-            if any(self.is_too_often(op, home, readers) for home in homes):
+        is_fully_fused = len(inner) == len(users) and value not in self.must_store
+        if is_fully_fused and len(roots) <= 1:
+            if any(self.is_too_often(op, root, readers) for root in roots):
                 return None
-            return homes if op.name not in COMPUTED_ONCE_ON_CPU or not self.repeats(value) else None
+            return roots if op.name not in COMPUTED_ONCE_ON_CPU or not self.repeats(value) else None
         if op.name in COMPUTED_ONCE_ON_CPU:
             return None
         if not self.is_unary(op) and (
-            not is_whole or any(self.follows(home) >> r & 1 for home in homes for r in users)
+            not is_fully_fused or any(self.follows(root) >> r & 1 for root in roots for r in users)
         ):
             return None
-        if not is_whole:
-            homes = self.homes_of(inner)
-        if len(homes) > MAX_DUPLICATES and value not in self.spread:
+        if not is_fully_fused:
+            roots = self.roots_of(inner)
+        if len(roots) > MAX_DUPLICATES and value not in self.broadcasts:
             return None
-        too_often = frozenset([home for home in homes if self.is_too_often(op, home, readers)])
-        if is_whole and not too_often:
-            return homes
-        if len(too_often) < len(homes):
-            self.anew[value], self.apart[value] = frozenset(inner), too_often
+        too_often = frozenset([root for root in roots if self.is_too_often(op, root, readers)])
+        if is_fully_fused and not too_often:
+            return roots
+        if len(too_often) < len(roots):
+            self.recomputing[value], self.loading[value] = frozenset(inner), too_often
         return None
 
-    def read_at(self, value: int, home: int) -> frozenset[int]:
-        """The ops inside `home` that each read a value at a place of their own: what has the value's shape reads it where it is
-        read itself."""
-        found = self.reading.get((value, home))
+    def read_at(self, value: int, root: int) -> frozenset[int]:
+        """The ops in the fusion of `root` that each read a value at an index of their own.
+
+        An op whose result has the value's shape reads it at the index at which the result is read.
+        """
+        found = self.reading.get((value, root))
         if found is not None:
             return found
         found, shape_of = _NOWHERE, self.partitioned.local_shape
         for r in self.readers.get(value, ()):
-            if r != home and home not in self.homes[r]:
+            if r != root and root not in self.roots[r]:
                 continue
             op = self.graph.ops[r]
             is_same = op.name == "transpose" or (len(op.outputs) == 1 and shape_of(op.outputs[0]) == shape_of(value))
-            found |= self.places.get((home, r), _AT_ROOT) if is_same else {r}
-        self.reading[value, home] = found
+            found |= self.places.get((root, r), _AT_ROOT) if is_same else {r}
+        self.reading[value, root] = found
         return found
 
-    def is_too_often(self, op: Op, home: int, readers: Sequence[int]) -> bool:
-        """Whether an op's code would be written out more often inside `home` than XLA lets it.
+    def is_too_often(self, op: Op, root: int, readers: Sequence[int]) -> bool:
+        """Whether an op's code would be written out more often in the fusion of `root` than XLA allows.
 
         That is its `FusionNodeIndexingEvaluation`, which does not look at the first op that is computed inside another.
         """
-        if op.outputs[0] in self.spread or home not in self.filled:
+        if op.outputs[0] in self.broadcasts or root not in self.filled:
             return False
-        times = sum([self.times.get((home, r), 1) for r in self.read_at(op.outputs[0], home)])
+        times = sum([self.times.get((root, r), 1) for r in self.read_at(op.outputs[0], root)])
         if op.name in BRANCHES_ON_CPU:
-            return times > 1 or sum([len(self.homes[r]) for r in readers]) + (op.outputs[0] in self.held) > 1
+            return times > 1 or sum([len(self.roots[r]) for r in readers]) + (op.outputs[0] in self.must_store) > 1
         return times > _WRITTEN_OUT
 
-    def written_through(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """`where`, of a view: it is an op of its own, in which what it is of is computed, where a reader needs it
-        in memory. Where that is stored itself, `seen_through` takes it back."""
+    def written_through(self, op: Op, readers: Sequence[int], roots: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`fusion_roots` for a view. It is not fused where a reader needs it in memory, and the value that it shows is fused into
+        it. Where that value is stored itself, `seen_through` fuses the view after all."""
         inner = [r for r in readers if r not in self.calls and self.can_read(r)]
         before, after = (self.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
         if len(inner) == len(readers) or not (op.name == "bitcast" or (op.name == "reshape" and before != after)):
-            return homes
+            return roots
         if inner:
-            self.anew[op.outputs[0]] = frozenset(inner)
+            self.recomputing[op.outputs[0]] = frozenset(inner)
         self.shown.add(op.outputs[0])
         return None
 
     def seen_through(self) -> None:
-        """Views of what is stored itself are nothing."""
+        """Fuse the views of values that are stored themselves: such a view costs nothing."""
         for i in sorted(self.alive):
             value = self.graph.ops[i].outputs[0] if self.graph.ops[i].outputs else -1
             if value not in self.shown:
                 continue
             source = self.graph.ops[i].inputs[0]
-            while (made := self.maker.get(source, -1)) in self.later and self.partitioned.is_view(self.graph.ops[made]):
+            while (made := self.maker.get(source, -1)) in self.fused and self.partitioned.is_view(self.graph.ops[made]):
                 source = self.graph.ops[made].inputs[0]
-            if made not in self.later and i not in self.anew.get(source, ()):
-                self.anew.pop(value, None)
-                self.later.add(i)
+            if made not in self.fused and i not in self.recomputing.get(source, ()):
+                self.recomputing.pop(value, None)
+                self.fused.add(i)
 
     def repeats(self, value: int) -> bool:
         """Whether an op that reads a value does so more than once for an element, itself or that inside which it is computed."""
@@ -180,7 +182,9 @@ class CpuFuser(Fuser):
         for r in readers:
             op = self.graph.ops[r]
             through = (
-                self.partitioned.is_view(op) and op.outputs[0] not in self.held and op.outputs[0] not in self.shown
+                self.partitioned.is_view(op)
+                and op.outputs[0] not in self.must_store
+                and op.outputs[0] not in self.shown
             )
             found += self.final_users(self.readers.get(op.outputs[0], ())) if through else [r]
         return found
@@ -188,7 +192,9 @@ class CpuFuser(Fuser):
     def is_unary(self, op: Op) -> bool:
         """Whether at most one operand that is no broadcast is as large as the result."""
         size = math.prod(self.graph.values[op.outputs[0]].shape)
-        large = [v for v in set(op.inputs) if math.prod(self.graph.values[v].shape) >= size and v not in self.spread]
+        large = [
+            v for v in set(op.inputs) if math.prod(self.graph.values[v].shape) >= size and v not in self.broadcasts
+        ]
         return len(large) <= 1
 
     def follows(self, i: int) -> int:
@@ -202,7 +208,7 @@ class CpuFuser(Fuser):
         return self.after[i]
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, worked out."""
+        """`can_read`, without its cache."""
         op = self.graph.ops[i]
         if i in self.called:
             return True
@@ -225,9 +231,9 @@ def _constant_broadcasts(graph: Graph, made: Collection[int]) -> frozenset[int]:
 
 
 def _repeating(graph: Graph, made: Collection[int]) -> set[int]:
-    """What elementwise ops and slices make of one broadcast, and of numbers: XLA broadcasts what they make of the few."""
+    """Results of elementwise ops and slices of one broadcast and of scalars: XLA computes them before the broadcast."""
     of: dict[int, frozenset[tuple[int, tuple[int, ...]]]] = {}
-    """Of what is broadcast, or made of such: of what, and along which dims it does not repeat."""
+    """For a broadcast, or a value computed from one: the broadcast value, and the dimensions along which it does not repeat."""
     found: set[int] = set()
     for op in graph.ops:
         if len(op.outputs) != 1 or not op.inputs:

@@ -17,26 +17,26 @@ _WRITES_NARROW = ELEMENTWISE | CONTRACTIONS
 class TpuFuser(Fuser):
     """Fuses one graph as on a TPU."""
 
-    def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
+    def fusion_roots(self, op: Op, readers: Sequence[int], roots: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`computed_in` for an op with one result, whose `readers` are computed in the fusions of `roots`."""
         if op.name in CONTRACTIONS:
-            return homes if len(homes) == 1 and self.can_finish(self.graph.ops[homes[0]]) else None
-        return super().where(op, readers, homes)
+            return roots if len(roots) == 1 and self.can_finish(self.graph.ops[roots[0]]) else None
+        return super().fusion_roots(op, readers, roots)
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, worked out."""
+        """`can_read`, without its cache."""
         return self.graph.ops[i].name in _READ_INSIDE or super().can_run_with(i)
 
     def can_finish(self, op: Op) -> bool:
-        """Whether a product can be computed inside this op: each element of its result is needed where it is made."""
+        """Whether a matmul can be fused into this op, which must be elementwise and have one result."""
         return op.name in ELEMENTWISE and len(op.outputs) == 1
 
     def narrowed(self, stored: Collection[int]) -> frozenset[int]:
-        """What products read, and nothing else but reductions, which run with the op that makes it."""
+        """Values that matmuls read, and nothing else but reductions, which run with the op that computes the value."""
         found = set()
         for i in self.alive:
             op = self.graph.ops[i]
-            if op.name not in _WRITES_NARROW or op.outputs[0] not in stored or op.outputs[0] in self.held:
+            if op.name not in _WRITES_NARROW or op.outputs[0] not in stored or op.outputs[0] in self.must_store:
                 continue
             if self.graph.values[op.outputs[0]].dtype == "f32":
                 names = self.final_readers(op.outputs[0])
@@ -45,13 +45,13 @@ class TpuFuser(Fuser):
         return frozenset(found) | self.narrow_stacks()
 
     def narrow_stacks(self) -> set[int]:
-        """What a loop stacks for products after it, under all its names."""
+        """Arrays that a loop stacks for matmuls after it: the value before, in and after the loop."""
         makers = {v: self.graph.ops[i].name for i in self.alive for v in self.graph.ops[i].outputs}
         found: set[int] = set()
         for i in self.alive:
             for start, seen, back, result in self.graph.ops[i].carries:
                 stacks = makers.get(back) == "dynamic_update_slice" and makers.get(start) == "broadcast_in_dim"
-                if not stacks or self.graph.values[result].dtype != "f32" or result in self.held:
+                if not stacks or self.graph.values[result].dtype != "f32" or result in self.must_store:
                     continue
                 names = self.final_readers(result, ("dynamic_slice",))
                 if names and names <= CONTRACTIONS:
@@ -65,6 +65,6 @@ class TpuFuser(Fuser):
             op = self.graph.ops[r]
             passes = (self.partitioned.is_view(op) or op.name in ("transpose", *also)) and op.outputs[
                 0
-            ] not in self.held
+            ] not in self.must_store
             names |= self.final_readers(op.outputs[0], also) if passes else {op.name}
         return names
