@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
 from shardfn.partition.loop_reductions import all_reduces_after_loops
-from shardfn.partition.rebuild import ProgramBuilder, held_values, live_ops, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, live_ops, live_out_values, without_unread
 
 
 def scatter_into_addend(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
@@ -20,7 +20,7 @@ def scatter_into_addend(ops: Sequence[Op], filled: Collection[int], outputs: Col
 
     Args:
       ops: the ops in program order.
-      filled: values that hold one number everywhere.
+      filled: broadcasts of a scalar.
       outputs: the results of the program.
     """
     made = {op.outputs[0]: op for op in ops if op.name == "scatter" and len(op.inputs) == 3}
@@ -99,7 +99,7 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
         partial, full = builder.like(first.operand), builder.like(first.result)
         for c in (first, second):
             where = at.pop(c.result)
-            ops[where] = ops[where][:-2]  # what is added up there stays, if this is a sum put together already
+            ops[where] = ops[where][:-2]  # an addition that was combined before stays
             del sent[c.result]
         ops[i] = (
             op.of((first.operand, second.operand), (partial,)),
@@ -111,17 +111,17 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
     if len(values) == len(graph.values):
         return partitioned
     every = [op for some in ops for op in some]
-    builder.ops = live_ops(every, held_values(graph), lambda op: op.name not in ("all_slice", "reshard"))
+    builder.ops = live_ops(every, live_out_values(graph), lambda op: op.name not in ("all_slice", "reshard"))
     return builder.built(sent)
 
 
 def combined_matmul_counts(graph: Graph) -> dict[int, int]:
-    """By op index: how many matmuls are added to this one and read by nothing else.
+    """By op index: how many matmuls, with this one, are only added to each other.
 
     It is `combine_partial_sums` before partitioning, for the case that each matmul leaves partial sums.
     """
     count = _readers(graph)
-    added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
+    added: dict[int, tuple[int, ...]] = {}  # by value: the matmuls of which it is the sum
     for i, op in enumerate(graph.ops):
         if op.name == "dot_general":
             added[op.outputs[0]] = (i,)
@@ -131,9 +131,9 @@ def combined_matmul_counts(graph: Graph) -> dict[int, int]:
 
 
 def _readers(graph: Graph) -> collections.Counter[int]:
-    """How often each value is read; once more for each time that it is held."""
+    """How often each value is read; each occurrence in `live_out_values` counts too."""
     count = collections.Counter(v for op in graph.ops for v in op.inputs)
-    count.update(held_values(graph))
+    count.update(live_out_values(graph))
     return count
 
 

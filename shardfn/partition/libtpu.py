@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
 from shardfn.partition.combine_reductions import combine_partial_sums
 from shardfn.partition.loop_reductions import all_reduces_after_loops
-from shardfn.partition.rebuild import ProgramBuilder, ends, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, resolved_chains, without_unread
 from shardfn.partition.tpu_padding import LANES, SUBLANES, row_major_tiled_bytes, tiled_dims
 
 
@@ -119,7 +119,7 @@ def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgra
         for v in dict.fromkeys(op.inputs):
             if v in uses:
                 uses[v].append(i)
-    source = ends({op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME})
+    source = resolved_chains({op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME})
     groups: dict[
         tuple[int, int], list[tuple[int, int]]
     ] = {}  # of a value and a region: its uses there, and the gathers

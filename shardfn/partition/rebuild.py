@@ -49,9 +49,9 @@ class ProgramBuilder:
         return dataclasses.replace(found, communications=tuple(communications))
 
 
-def live_ops(ops: Sequence[Op], held: Iterable[int], stays: Callable[[Op], bool]) -> list[Op]:
-    """The ops that stay, and those on which they or the values `held` depend."""
-    read = set(held)
+def live_ops(ops: Sequence[Op], live_out: Iterable[int], stays: Callable[[Op], bool]) -> list[Op]:
+    """The ops that stay, and those on which they or the values `live_out` depend."""
+    read = set(live_out)
     found = []
     for op in reversed(ops):
         if not read.isdisjoint(op.outputs) or stays(op):
@@ -60,8 +60,8 @@ def live_ops(ops: Sequence[Op], held: Iterable[int], stays: Callable[[Op], bool]
     return found[::-1]
 
 
-def ends(following: Mapping[int, int]) -> dict[int, int]:
-    """What each leads to in the end."""
+def resolved_chains(following: Mapping[int, int]) -> dict[int, int]:
+    """A mapping whose values are followed to the end: `{1: 2, 2: 3}` becomes `{1: 3, 2: 3}`."""
     found = dict(following)
     for start, end in following.items():
         while end in following:
@@ -70,15 +70,15 @@ def ends(following: Mapping[int, int]) -> dict[int, int]:
     return found
 
 
-def held_values(graph: Graph) -> list[int]:
-    """Values that are read by no op: results, and what loops and branches carry."""
+def live_out_values(graph: Graph) -> list[int]:
+    """The values that must exist though no op reads them: results, and the values that loops and branches carry."""
     return [*graph.outputs, *(v for tie in graph.ties for v in tie)]
 
 
 def without_unread(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Drop reshards whose result nothing reads."""
     graph, builder = partitioned.graph, ProgramBuilder(partitioned)
-    builder.ops = live_ops(graph.ops, held_values(graph), lambda op: op.name not in RESHARDING_OPS)
+    builder.ops = live_ops(graph.ops, live_out_values(graph), lambda op: op.name not in RESHARDING_OPS)
     if len(builder.ops) == len(graph.ops):
         return partitioned
     kept = {v for op in builder.ops for v in op.outputs}

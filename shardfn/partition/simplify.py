@@ -9,7 +9,7 @@ from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim
 from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.partition.loop_invariants import hoist_invariants
-from shardfn.partition.rebuild import ends
+from shardfn.partition.rebuild import resolved_chains
 
 
 def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
@@ -61,7 +61,7 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
             regions.update({op.form[1]: loop.form[1] for op in inside if op.form and loop.form})
     if not same:
         return partitioned
-    same, regions = ends(same), ends(regions)
+    same, regions = resolved_chains(same), resolved_chains(regions)
     ops = []
     for op in graph.ops:
         if op.form and op.form[1] in regions:
