@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardfn.ir.model import DimFactors, Spec, Value, WindowDim, axes_of, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
+from shardfn.partition.convolution import partition_convolution
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, positions_read, rotation_permutes, rows_read
-from shardfn.partition.matmul import partition_contraction
 from shardfn.partition.sharded_op import (
     GatheredWindow,
     HaloExchange,
@@ -251,7 +251,7 @@ def select_and_scatter(op: ShardedOp) -> OpPartitioning:
 
 def convolve(op: ShardedOp) -> OpPartitioning:
     """As a matmul whose image may be sharded along height or width, with a halo exchange."""
-    return _with_halos(op, partition_contraction(op)) or replicate(op)
+    return _with_halos(op, partition_convolution(op)) or replicate(op)
 
 
 def convolve_on_tpu(op: ShardedOp) -> OpPartitioning:

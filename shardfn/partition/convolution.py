@@ -9,7 +9,7 @@ from shardfn.ir.model import Spec, axes_of, dtype_bits
 from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped
 
 
-def partition_contraction(op: ShardedOp) -> OpPartitioning:
+def partition_convolution(op: ShardedOp) -> OpPartitioning:
     """Decide for each mesh axis, from the dimension it shards in both operands and the result.
 
     The rules, in order:
