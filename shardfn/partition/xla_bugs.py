@@ -9,6 +9,7 @@
   axis, the kernel's gradient is summed once for each device along that axis.
 - A batch in groups, unless image and kernel are sharded alike along the contracted dimension and the result's batch is
   unsharded.
+- A sharding constraint on a grouped convolution may abort the process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import Convolution, Spec, axis_name, axis_size
+from shardfn.ir.model import Convolution, Op, Spec, axis_name, axis_size
 
 
 def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
@@ -47,6 +48,11 @@ def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[i
     sharded = [image[a] or result[b] for a, b in zip(found.image, found.result, strict=True)]
     is_one = sum(map(bool, sharded)) == 1 and (found.is_dense or is_pointwise)
     return any(sharded) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
+
+
+def aborts_if_constrained(op: Op) -> bool:
+    """Whether XLA may abort on a sharding constraint on an op: a grouped convolution."""
+    return op.convolution is not None and bool(op.convolution.grouped)
 
 
 def _is_grouped_miscompiled(

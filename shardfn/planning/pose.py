@@ -26,6 +26,7 @@ from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec, mesh_text
 from shardfn.partition.loop_invariants import with_hoisted_trips
+from shardfn.partition.xla_bugs import aborts_if_constrained
 from shardfn.planning.call_function import CallFunction, pure_function
 from shardfn.planning.fingerprint import change_since
 from shardfn.planning.inner_entries import (
@@ -363,8 +364,8 @@ def _problem(
 
 
 def _constrainable(anchored: Collection[int], graph: Graph) -> frozenset[int]:
-    """The ops, by index, that may get a constraint. XLA may abort on a constrained grouped convolution."""
-    return frozenset(i for i in anchored if (made := graph.ops[i].convolution) is None or not made.grouped)
+    """The ops, by index, that may get a constraint."""
+    return frozenset(i for i in anchored if not aborts_if_constrained(graph.ops[i]))
 
 
 def _group_bytes(graph: Graph, groups: DimensionGroups) -> dict[int, int]:
