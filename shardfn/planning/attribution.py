@@ -41,14 +41,11 @@ def attribute(
             around.setdefault(place, []).append(source)
     _spread(nearest, ahead)
     _spread(nearest, around)  # propagation goes against the data too
-    producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
 
     def of(c: Communication) -> tuple[tuple[int, int], ...]:
         axes = {axis_name(axis) for axis in c.axes}
         found = 0
-        for place in (
-            _summed(partitioned, producers, c.operand) if "reduce" in c.kind else _places(partitioned, c.operand)
-        ):
+        for place in _summed(partitioned, c.operand) if "reduce" in c.kind else _places(partitioned, c.operand):
             if place[2] in axes or not axes:
                 found |= nearest.get(place, 0)
         return tuple(pair for bit, pair in enumerate(pairs) if found >> bit & 1)
@@ -106,11 +103,11 @@ def _links(partitioned: PartitionedProgram, op: Op) -> Iterator[tuple[Place, Seq
             yield place, sources
 
 
-def _summed(partitioned: PartitionedProgram, producers: dict[int, Op], value: int) -> list[Place]:
+def _summed(partitioned: PartitionedProgram, value: int) -> list[Place]:
     """The sharded dimensions over which an op sums; all of its operands' where no rule tells."""
-    op = producers.get(value)
+    op = partitioned.graph.maker(value)
     while op is not None and op.name == "convert" and op.rule is None:  # inserted around a collective
-        op = producers.get(op.inputs[0])
+        op = partitioned.graph.maker(op.inputs[0])
     if op is None:
         return []
     if op.rule is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardfn.cost.collectives import communication_bytes
@@ -48,15 +48,15 @@ TRIALS, OPS = 6, 12_000
 Rule = Callable[[Plan, AnsweredCall], Iterator[str]]
 
 
-def advice(plan: Plan, study: AnsweredCall) -> list[str]:
+def advice(plan: Plan, answered: AnsweredCall) -> list[str]:
     """The diagnostics of a plan, each with its line and what the user should do."""
-    return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, study)]
+    return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, answered)]
 
 
 # ---- one rule for each kind of diagnostic; `RULES` at the end of the file lists them
 
 
-def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+def in_loops(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     """Arrays that are gathered or resharded in every iteration of a loop, for a large share of the bytes sent."""
     gathered = plan.partitioned.gathered_shards
 
@@ -75,33 +75,38 @@ def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
             f"{', the same array each time' if same else ''}: {_share(sent, plan)}; "
             + avoided(
                 plan,
-                study,
+                answered,
                 c,
                 lambda partitioned, c=c: not any(_is_like(c, o) and o.trips > 1 for o in partitioned.communications),
             )
         )
 
 
-def rematerialised(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+def rematerialised(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     """Arrays that XLA gathers and slices at once, because it has no other resharding between their shardings."""
     partitioned = plan.partitioned
-    detours = _detours(partitioned)
-    for c, sent in _alike_sent(partitioned, detours.__contains__)[:2]:
+    gathers = _last_resort_gathers(partitioned)
+    for c, sent in _alike_sent(partitioned, gathers.__contains__)[:2]:
         if sent < plan.cost.bytes_sent / 10:
             continue
         shards = partitioned.gathered_shards(c)
-        before, after = (partitioned.shards(v) for v in (c.operand if shards is None else shards, detours[c]))
+        before, after = (partitioned.shards(v) for v in (c.operand if shards is None else shards, gathers[c]))
         gathered = "replicated" if not any(partitioned.specs[c.result]) else "gathered"
         yield (
             f"XLA has no direct resharding of {partitioned.graph.values[c.result]} from {before} to {after} for {c.cause}"
             f"{_at(c.where)}: the array is {gathered} and sliced again (full rematerialisation), {_share(sent, plan)}; "
-            + avoided(plan, study, c, lambda partitioned, c=c: not any(_is_like(c, o) for o in _detours(partitioned)))
+            + avoided(
+                plan,
+                answered,
+                c,
+                lambda partitioned, c=c: not any(_is_like(c, o) for o in _last_resort_gathers(partitioned)),
+            )
         )
 
 
-def replicated(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+def replicated(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     """Replicated arguments that could be sharded and that fill a large share of the memory."""
-    found, limit = [d for d in plan.inputs if not any(d.spec)], study.problem.memory_limit
+    found, limit = [d for d in plan.inputs if not any(d.spec)], answered.problem.memory_limit
     if sum(d.local_bytes for d in found) < limit / 4:
         return
     found = [d for d in found if finer(d, plan.axes) is not None]
@@ -118,9 +123,9 @@ def replicated(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     )
 
 
-def too_large(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+def too_large(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     """A plan whose estimated peak exceeds the memory limit."""
-    memory, limit = plan.cost.memory, study.problem.memory_limit
+    memory, limit = plan.cost.memory, answered.problem.memory_limit
     if memory.peak <= limit:
         return
     holders = [(d.local_bytes, f"`{d.path}` {d.strategy}") for d in plan.inputs]
@@ -142,9 +147,9 @@ def too_large(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     yield text
 
 
-def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     """Devices that repeat the work of others, where sharding the work would save a large part of the time."""
-    cost, devices, total = plan.cost, plan.hardware.count, study.problem.facts.flops
+    cost, devices, total = plan.cost, plan.hardware.count, answered.problem.facts.flops
     excess = min(float(devices), cost.flops * devices / total) if total else 1.0
     searched = any(d.source == "searched" for d in plan.inputs)
     if not searched or excess < 2 or cost.compute_s * (1 - 1 / excess) < WORTH * cost.time_s:
@@ -168,18 +173,16 @@ def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     yield f"{text}; {worse};{FIX}use a larger batch or fewer devices"
 
 
-def ragged_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Products of rows with their experts' matrices (`ragged_dot`) for which more is sent than all their rows."""
-    traced, partitioned = study.posed.call.traced, plan.partitioned
+def ragged_experts(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
+    """Matmuls of rows with their experts' matrices (`ragged_dot`) for which a device sends more than all their rows."""
+    traced, partitioned = answered.posed.call.traced, plan.partitioned
     dots: dict[str, list[Any]] = {}
     for _, eqn, is_reached in equations(traced.jaxpr):
         if is_reached and eqn.primitive.name.startswith("ragged_dot"):
             dots.setdefault(equation_line(eqn), []).append(eqn)
     for line, found in dots.items():
-        there = [
-            c for c in partitioned.communications if line and file_line(c.where) == line and c.cause != USER_WRITTEN
-        ]
-        sent = sum(communication_bytes(partitioned, c) * c.trips for c in there)
+        there = _inserted_at(partitioned, [line])
+        sent = _total_sent(partitioned, there)
         arrays = [(eqn.invars[0].aval.shape[0], v.aval) for eqn in found for v in (*eqn.invars, *eqn.outvars)]
         rows = sum(
             aval.size * aval.dtype.itemsize for count, aval in arrays if aval.ndim > 1 and aval.shape[0] == count
@@ -193,16 +196,16 @@ def ragged_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
             )
 
 
-def einsum_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Mixtures of experts in einsums for which more is sent than the experts' rows."""
-    found, partitioned, devices = expert_einsums(study.posed.call.traced.graph), plan.partitioned, plan.hardware.count
-    lines = sorted({file_line(op.where) for op in found.ops if op.where})
-    sent = sum(
-        communication_bytes(partitioned, c) * c.trips
-        for c in partitioned.communications
-        if file_line(c.where) in lines and c.cause != USER_WRITTEN
+def einsum_experts(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
+    """Mixtures of experts in einsums for which a device sends more than the experts' rows."""
+    found, partitioned, devices = (
+        expert_einsums(answered.posed.call.traced.graph),
+        plan.partitioned,
+        plan.hardware.count,
     )
-    values = study.posed.call.traced.graph.values
+    lines = sorted({file_line(op.where) for op in found.ops if op.where})
+    sent = _total_sent(partitioned, _inserted_at(partitioned, lines))
+    values = answered.posed.call.traced.graph.values
     rows = sum(int(array_bytes(values[v])) * trips for v, trips in found.moved.items()) * (devices - 1) // devices**2
     if sent >= LEAST_BYTES and sent > rows:
         yield (
@@ -212,16 +215,12 @@ def einsum_experts(plan: Plan, study: AnsweredCall) -> Iterator[str]:
         )
 
 
-def lookups_of_fields(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Lookups of fields that send rows, or the gradient of their table, which a split of the table by fields does not."""
-    traced, partitioned = study.posed.call.traced, plan.partitioned
+def lookups_of_fields(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
+    """Lookups of fields that send rows, or the gradient of their table. Split by fields, the table needs neither."""
+    traced, partitioned = answered.posed.call.traced, plan.partitioned
     for line, found in itertools.groupby(field_lookups(traced.graph), lambda each: file_line(each.op.where)):
         first, *_ = found
-        sent = sum(
-            communication_bytes(partitioned, c) * c.trips
-            for c in partitioned.communications
-            if line and file_line(c.where) == line and c.cause != USER_WRITTEN
-        )
+        sent = _total_sent(partitioned, _inserted_at(partitioned, [line]))
         if first.table >= traced.captured and sent >= LEAST_BYTES:
             d = plan.inputs[first.table - traced.captured]
             yield (
@@ -229,6 +228,17 @@ def lookups_of_fields(plan: Plan, study: AnsweredCall) -> Iterator[str]:
                 "each field has rows of its own, shard rows and ids by fields, so that lookup and gradient send none of that: "
                 "`shardfn.embedding.lookup`; `compare` there has the time of both splits, and the memory of the padding"
             )
+
+
+def _inserted_at(partitioned: PartitionedProgram, lines: Collection[str]) -> list[Communication]:
+    """The communications at some source lines that the user did not write."""
+    here = [c for c in partitioned.communications if c.cause != USER_WRITTEN]
+    return [c for c in here if (line := file_line(c.where)) and line in lines]
+
+
+def _total_sent(partitioned: PartitionedProgram, communications: Iterable[Communication]) -> int:
+    """The bytes that one device sends for some communications in one call."""
+    return sum(communication_bytes(partitioned, c) * c.trips for c in communications)
 
 
 def _percent(share: float) -> str:
@@ -239,7 +249,7 @@ WORTH = 0.2
 """The share of the modelled time that sharding the work must save for `idle` to report it."""
 
 
-def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
+def avoided(plan: Plan, answered: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
     """The fix: the best sharding of one argument that removes a collective, sends less and keeps the memory limit as far as the
     plan does, or that none was found.
     """
@@ -248,22 +258,22 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
     sharded = sorted(
         (d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape)
     )
-    few = list(dict.fromkeys([*sources, *sharded]))[:2]
-    most = min(TRIALS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.problem.seconds_left > 0 else 0
+    arrays = list(dict.fromkeys([*sources, *sharded]))[:2]
+    most = min(TRIALS, OPS // max(1, len(plan.partitioned.graph.ops))) if answered.problem.seconds_left > 0 else 0
     tries = [
         (d, spec)
-        for d in few
+        for d in arrays
         for spec in sorted(array_specs(d.shape, plan.axes, d.spec), key=lambda s: _distance(s, d.spec))
     ]
-    found, room = [], study.problem.memory_limit
+    found, limit = [], answered.problem.memory_limit
     for d, spec in tries[:most]:
-        partitioned = study.partitioned_with((d.path,), spec)
+        partitioned = answered.partitioned_with((d.path,), spec)
         if is_gone(partitioned):
-            paid = estimate_cost(partitioned, plan.hardware, study.problem.donated)
-            if paid.bytes_sent < plan.cost.bytes_sent and paid.memory.peak <= max(room, plan.cost.memory.peak):
-                found.append((objective(paid, study.problem), len(found), d, spec, paid))
+            cost = estimate_cost(partitioned, plan.hardware, answered.problem.donated)
+            if cost.bytes_sent < plan.cost.bytes_sent and cost.memory.peak <= max(limit, plan.cost.memory.peak):
+                found.append((objective(cost, answered.problem), len(found), d, spec, cost))
     if not found:
-        names = " or ".join(f"`{d.path}`" for d in few)
+        names = " or ".join(f"`{d.path}`" for d in arrays)
         tried = (
             f"no other sharding of {names}"
             if len(tries) <= most
@@ -271,15 +281,15 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
         )
         found_none = f"{tried} avoids it and sends less;" if tries and most else ""
         fix = (
-            f"compare other shardings with plan.why({few[0].path!r})"
-            if few
+            f"compare other shardings with plan.why({arrays[0].path!r})"
+            if arrays
             else "tag the array and constrain it in a layout file"
         )
         return f"{found_none}{FIX if found_none else FIX.lstrip()}{fix}"
-    _, _, d, spec, paid = min(found, key=lambda f: f[:2])
+    _, _, d, spec, cost = min(found, key=lambda f: f[:2])
     return (
-        f"{FIX.lstrip()}{_set(d, strategy_of(spec, plan.axes))}, which avoids it: {bytes_text(paid.bytes_sent)} sent instead of "
-        f"{bytes_text(plan.cost.bytes_sent)}, peak {bytes_text(paid.memory.peak)} instead of {bytes_text(plan.cost.memory.peak)}"
+        f"{FIX.lstrip()}{_set(d, strategy_of(spec, plan.axes))}, which avoids it: {bytes_text(cost.bytes_sent)} sent instead of "
+        f"{bytes_text(plan.cost.bytes_sent)}, peak {bytes_text(cost.memory.peak)} instead of {bytes_text(plan.cost.memory.peak)}"
     )
 
 
@@ -291,14 +301,10 @@ def _set(d: Decision, strategy: tuple[int, ...]) -> str:
 def origin(plan: Plan, value: int) -> Decision | None:
     """The argument of which a value is a shard, a slice or an elementwise function, if it depends on one alone."""
     partitioned, seen = plan.partitioned, set()
-    producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
     at = {v: i for i, v in enumerate(partitioned.graph.arguments(len(plan.inputs)))}
     while value not in at:
-        sources = (
-            [v for v in producers[value].inputs if math.prod(partitioned.graph.values[v].shape) > 1]
-            if value in producers
-            else []
-        )
+        maker = partitioned.graph.maker(value)
+        sources = [v for v in maker.inputs if math.prod(partitioned.graph.values[v].shape) > 1] if maker else []
         if len(sources) != 1 or value in seen:
             return None
         seen.add(value)
@@ -308,7 +314,6 @@ def origin(plan: Plan, value: int) -> Decision | None:
 
 def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool:
     """Whether a value in a loop that runs `trips` times is the same in every iteration: computed from values outside."""
-    producers = {v: op for op in partitioned.graph.ops for v in op.outputs}
     inputs = set(partitioned.graph.inputs)
     stack, seen = [value], set()
     while stack:
@@ -316,7 +321,7 @@ def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool
         if v in seen or v in inputs:
             continue
         seen.add(v)
-        op = producers.get(v)
+        op = partitioned.graph.maker(v)
         if op is None or op.name in _CHANGING:  # a loop carry
             return False
         if op.trips >= trips:
@@ -366,7 +371,7 @@ def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
     )
 
 
-def _detours(partitioned: PartitionedProgram) -> dict[Communication, int]:
+def _last_resort_gathers(partitioned: PartitionedProgram) -> dict[Communication, int]:
     """The gathers that XLA does as a last resort ("involuntary full rematerialization"), each with its slice."""
     gathers = {c.result: c for c in partitioned.communications if c.is_last_resort}
     found: dict[Communication, int] = {}

@@ -41,7 +41,7 @@ def place_on_axes(
       problems: receives the strategies that the mesh has no axes for.
       values: the dimension groups of every value inside the function.
       sizes: elements of each of these values.
-      instead: another mend for a strategy that the mesh has no axes for.
+      instead: another fix for a strategy that the mesh has no axes for.
 
     Returns:
       `specs`, with the shardings of the placed leaves.

@@ -35,8 +35,7 @@ def on_mesh_of_function(
     They stay as they are where it brings none, or several, or one that does not express them. Shardy propagates shardings
     only within one mesh.
     """
-    whole = {mesh for mesh in meshes if math.prod(size for _, size in mesh) == count}
-    mesh = next(iter(whole)) if len(whole) == 1 else ()
+    mesh = _only_mesh_of_all(meshes, count)
     if not given.axes or not expresses(mesh, [size for _, size in given.axes]):
         return given, placed
     specs = tuple(None if spec is None else on_axes(spec, given.axes, mesh) for spec in given.specs)
@@ -67,9 +66,8 @@ def place_inner(
     axes, order = given.axes, given.order
     if not axes and fixed:
         axes, order = fixed[0].leaf.entry.axes, _order(fixed[0], count)
-    whole = {mesh for mesh in meshes if math.prod(size for _, size in mesh) == count}
-    if not axes and len(whole) == 1 < count:
-        (axes,) = whole
+    if not axes and count > 1:
+        axes = _only_mesh_of_all(meshes, count)
     own = axes or (("a", count),)
     every = [tuple(size for _, size in mesh) for mesh in (*meshes, *(e.leaf.entry.axes for e in fixed))]
     specs, inner = list(given.specs), dict(placed)
@@ -84,6 +82,12 @@ def place_inner(
             inner[e.number] = on_axes(e.leaf.entry.spec, e.leaf.entry.axes, axes)
     return OnMesh(axes, tuple(specs), {e.number: e.opened(inner.get(e.number, ((),) * len(e.leaf.shape))) for e in entries},
                   order)  # fmt: skip
+
+
+def _only_mesh_of_all(meshes: Sequence[Axes], count: int) -> Axes:
+    """The mesh of all devices among `meshes`; () if there is none, or several different ones."""
+    found = {mesh for mesh in meshes if math.prod(size for _, size in mesh) == count}
+    return next(iter(found)) if len(found) == 1 else ()
 
 
 def _order(entry: InnerEntry, count: int) -> tuple[int, ...] | None:

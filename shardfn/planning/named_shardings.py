@@ -48,7 +48,7 @@ def place_named(
       groups: the dimension group of each dimension of each leaf.
       values: the dimension groups of every value inside the function.
       sizes: elements of each of these values.
-      instead: another mend for integers that the mesh has no axes for.
+      instead: another fix for integers that the mesh has no axes for.
     """
     mesh_axes = _call_axes(leaves, mesh)
     specs: list[Spec | None] = []

@@ -289,14 +289,14 @@ def replicate_wrong_ops(
     return rebind(function, wanted, bind, static_argnums, refuse)
 
 
-def unsharded(mesh: Any, x: Any, windowed: Sequence[int]) -> Any:
+def unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
     """An array with a constraint that unshards some of its dimensions; a scalar as it is."""
-    if not windowed or not np.ndim(x):
+    if not dims or not np.ndim(x):
         return x
-    dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    for spatial in windowed:
-        dims[spatial] = None
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    for dim in dims:
+        spec[dim] = None
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def _reduced(eqn: Any) -> tuple[int, ...]:

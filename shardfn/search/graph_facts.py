@@ -143,8 +143,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
 
 
 def _sums(graph: Graph) -> dict[int, int]:
-    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    return {made[a.value]: graph.ops[a.loop].trips for a in loop_accumulations(graph)}
+    return {graph.makers[a.value]: graph.ops[a.loop].trips for a in loop_accumulations(graph)}
 
 
 def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
