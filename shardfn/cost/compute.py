@@ -50,7 +50,7 @@ FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
     "triangular_solve": lambda partitioned, op, out: out * float(_last(partitioned, op)),
     "rng_bit_generator": lambda partitioned, op, out: out * 10.0,
 }
-"""Operations of one op on one device, once, from the elements of its largest result. `OpTraits.flops` names the row."""
+"""FLOPs of one op on one device, once, from the elements of its largest result. `OpTraits.flops` names the row."""
 
 
 def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
@@ -68,7 +68,7 @@ def matrix_flops(partitioned: PartitionedProgram) -> float:
 
 
 def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
-    """Of the elements that the windows of a convolution reach, those inside the image: no padding, no holes.
+    """How many of the `reached` elements of a convolution's windows are elements of the image, not padding or holes.
 
     Along a sharded dimension a halo fills the window, and all elements count.
     """
@@ -159,8 +159,9 @@ def kernel_runs(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan)
 def once(
     partitioned: PartitionedProgram, kernel: Sequence[int], chip: Chip, fusion: FusionPlan
 ) -> tuple[float, float, float]:
-    """FLOPs, bytes and seconds of one run of the ops of a kernel with what is fused into them, without its launch; zeros if
-    they are fused themselves or have no own time.
+    """FLOPs, bytes and seconds of one run of a kernel, without its launch: its ops and what is fused into them.
+
+    Zeros if all its ops are fused themselves or take no time.
     """
     graph = partitioned.graph
     own = [i for i in kernel if fusion.inside[i] is not None and has_own_time(graph.ops[i])]
@@ -192,7 +193,7 @@ def rate(graph: Graph, op: Op, chip: Chip) -> float:
 
 
 def _sums_over_rows(op: Op) -> bool:
-    """Whether a matmul's operands both have the dimension that is summed before their last, as in a weight's gradient."""
+    """Whether neither operand of a matmul has its contracting dimension last, as in a weight's gradient."""
     return op.name == "dot_general" and op.rule is not None and all(op.rule.matmul_roles(s)[-1:] != [2] for s in (0, 1))
 
 
@@ -201,7 +202,7 @@ def _written(partitioned: PartitionedProgram, op: Op, fusion: FusionPlan) -> flo
     if op.name in UPDATES and op.inputs:
         filled = (
             0 if op.inputs[0] in fusion.stored else size_of(op.inputs[0])
-        )  # what is updated, computed in place first
+        )  # the operand, if it is computed in the same buffer first
         return filled + 2.0 * size_of(op.inputs[UPDATES[op.name]])
     return float(sum(map(size_of, op.outputs)))
 

@@ -1,10 +1,10 @@
-"""How much of a call's communication can run beside its compute.
+"""How much of a call's communication can overlap with its compute.
 
-`Cost.time_s` lets collectives and compute follow one another. XLA's backends for GPU and TPU start some kinds of collectives
-early and compute meanwhile. The program is a graph of kernels and collectives; a list schedule (Graham, "Bounds on
-Multiprocessing Timing Anomalies", 1969) of two machines, the cores and the links, says when each runs: as soon as what it reads
-is there and its machine is free, the first in program order of several. Loops follow one another and what is around them, as
-XLA does not move ops in or out of them.
+`Cost.time_s` assumes that collectives and compute never overlap. XLA's backends for GPU and TPU start some kinds of collectives
+early and compute meanwhile. Here the program is a graph of kernels and collectives. A list schedule (Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969) of two machines, the cores and the links, gives the time of each: it starts as soon as
+its operands are ready and its machine is free. If several can start, the first in program order does. A loop does not overlap
+with the ops around it, because XLA moves no ops into or out of loops.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardfn.ir.model import PartitionedProgram
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Modelled seconds of one call, by what runs beside compute."""
+    """Modelled seconds of one call, by which collectives overlap with compute."""
 
     none_s: float
-    """No collective: the time that plans are compared by."""
+    """None: the time by which plans are compared."""
     expected_s: float
-    """The kinds of collectives that the platform's XLA backend runs beside compute (`Backend.asynchronous`)."""
+    """Those of the kinds that the platform's XLA backend runs asynchronously (`Backend.asynchronous`)."""
     full_s: float
-    """Every collective, as far as the data allows."""
+    """All, as far as data dependences allow."""
 
 
 def overlap(partitioned: PartitionedProgram, hardware: Hardware) -> Overlap:
-    """The time of one call with no, some and all collectives beside compute.
+    """The time of one call if no, some or all collectives overlap with compute.
 
     Args:
       partitioned: the program with its shardings and collectives.
@@ -82,7 +82,7 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
         writes = frozenset(v for i in kernel for v in ops[i].outputs)
         last = ops[kernel[-1]]
         c = sent.get(last.outputs[0]) if last.outputs else None
-        if c is not None:  # on CPU some are copied into place: a kernel that reads what the collective makes
+        if c is not None:  # on CPU, XLA copies some results into place: a kernel that reads the collective's result
             made = frozenset([~last.outputs[0]])
             found.append(_Step(kernel[-1], collective_s(c, hardware, axes), reads, made, c.kind))
             reads = made
@@ -90,8 +90,8 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
     return sorted(found, key=lambda step: step.at)
 
 
-def _seconds(schedule: Schedule, steps: Sequence[_Step], beside: Collection[str]) -> float:
-    """The end of the program's list schedule, in which the collectives of some kinds run beside compute."""
+def _seconds(schedule: Schedule, steps: Sequence[_Step], overlapped: Collection[str]) -> float:
+    """The end of the program's list schedule if collectives of the kinds `overlapped` overlap with compute."""
     graph, reads = schedule.partitioned.graph, schedule.fusion.reads
     inside: dict[int, list[_Step]] = collections.defaultdict(list)
     for step in steps:
@@ -99,14 +99,16 @@ def _seconds(schedule: Schedule, steps: Sequence[_Step], beside: Collection[str]
     for at in sorted(schedule.loops):  # the inner ones first
         body = sorted(inside.pop(at, []), key=lambda step: step.at)
         outside = frozenset(v for step in body for v in step.reads).difference(*(step.writes for step in body))
-        loop = _Step(at, _makespan(body, beside), outside.union(reads[at]), frozenset(graph.ops[at].outputs), _LOOP)
+        loop = _Step(at, _makespan(body, overlapped), outside.union(reads[at]), frozenset(graph.ops[at].outputs), _LOOP)
         inside[graph.loop_of[at]].append(loop)
-    return _makespan(sorted(inside[-1], key=lambda step: step.at), beside)
+    return _makespan(sorted(inside[-1], key=lambda step: step.at), overlapped)
 
 
-def _makespan(steps: Sequence[_Step], beside: Collection[str]) -> float:
-    """The end of a list schedule of two machines: the cores take compute, the links the collectives of the kinds `beside`, and
-    loops and other collectives take both. The first in program order of those that can start now starts.
+def _makespan(steps: Sequence[_Step], overlapped: Collection[str]) -> float:
+    """The end of a list schedule of two machines.
+
+    Kernels run on the cores, collectives of the kinds `overlapped` on the links. Loops and other collectives take both. Of the
+    steps that can start, the first in program order starts.
     """
     made = {v: n for n, step in enumerate(steps) for v in step.writes}
     needs = [{made[v] for v in step.reads if made.get(v, n) < n} for n, step in enumerate(steps)]
@@ -115,7 +117,7 @@ def _makespan(steps: Sequence[_Step], beside: Collection[str]) -> float:
         for source in sources:
             readers[source].append(n)
     takes: list[tuple[str, ...]] = [
-        ("cores",) if not step.kind else ("links",) if step.kind in beside else _BOTH for step in steps
+        ("cores",) if not step.kind else ("links",) if step.kind in overlapped else _BOTH for step in steps
     ]
     free: dict[str, float] = dict.fromkeys(_BOTH, 0.0)
     ready, waits = [0.0] * len(steps), list(map(len, needs))
@@ -140,7 +142,7 @@ def _makespan(steps: Sequence[_Step], beside: Collection[str]) -> float:
 
 
 class _Queue:
-    """Steps that wait for the same machines, by when what they read is there."""
+    """Steps that wait for the same machines, by the time at which their operands are ready."""
 
     def __init__(self) -> None:
         self._later: list[tuple[float, int]] = []
@@ -160,5 +162,5 @@ class _Queue:
         return start, self._now[0]
 
     def pop(self) -> None:
-        """Take what `first` told."""
+        """Remove the step that `first` returned."""
         heapq.heappop(self._now)

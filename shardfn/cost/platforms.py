@@ -25,15 +25,15 @@ class Backend:
     """The rules of one XLA backend."""
 
     combined_bytes: Mapping[str, float]
-    """The kinds of collectives that it combines, with the most bytes of one combined collective (of its results)."""
+    """The kinds of collectives that it combines, with the most bytes of one combined collective's results."""
     fuser: type[Fuser] = Fuser
     """How it fuses ops; `Fuser` itself has the common rules."""
     rewrite: Callable[[PartitionedProgram, Chip | None], PartitionedProgram] = lambda partitioned, _: partitioned
-    """What it changes before it schedules."""
+    """How it rewrites a program before scheduling."""
     kernels: Callable[[PartitionedProgram, FusionPlan], list[tuple[int, ...]]] = _each_alone
-    """Which ops, each with what is fused into it, run as one."""
+    """The ops of each kernel, each with what is fused into it."""
     asynchronous: frozenset[str] = frozenset()
-    """The kinds of collectives that it starts early, and computes meanwhile."""
+    """The kinds of collectives that it starts early and overlaps with compute."""
 
 
 _BACKENDS = {
@@ -68,11 +68,11 @@ def fuse(partitioned: PartitionedProgram) -> FusionPlan:
 
     An op is fused into its readers if all of them can compute it and run as one. It is duplicated into several readers
     if it is computed from one array as large as itself. Matmuls, collectives, loops and library calls read from memory.
-    A reshape is no work.
+    A reshape takes no time.
     """
     return backend_of(partitioned.platform).fuser(partitioned).fusion()
 
 
 def kernels(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[int, ...]]:
-    """The ops that run as one, each with what is fused into it, in the order of their first."""
+    """The ops of each kernel, each with what is fused into it. Kernels are in the order of their first ops."""
     return backend_of(partitioned.platform).kernels(partitioned, fusion)

@@ -49,11 +49,11 @@ class ExecutionOrder:
     partitioned: PartitionedProgram
     groups: Mapping[int, int]
     bodies: Mapping[int, int]
-    """How many ops the body of a loop has, right before the loop's own: by the loop's first result."""
+    """By a loop's first result, the number of ops in its body, which stand right before the loop's own."""
 
     @functools.cached_property
     def together(self) -> dict[int, tuple[int, int]]:
-        """For an op that is a part of such an all-reduce: the first and the last op of it."""
+        """For each op that is a part of a combined collective: the first and the last op of that collective."""
         found: dict[int, tuple[int, int]] = {}
         where = {
             i: self.groups[op.outputs[0]]
@@ -131,9 +131,9 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
         when = [float(n) for n in range(len(parts))]
         for n, c in enumerate(sent):
             if c and c.kind == "all-gather" and shared[group[n]] > 1:
-                when[n] = 0.0  # as soon as the last of them can
+                when[n] = 0.0  # as early as the last of them can run
         step = 1 / (len(parts) + 1)
-        later = [0.0 if g is None else step for g in group]  # what reads its result comes after all of it
+        later = [0.0 if g is None else step for g in group]  # readers of one part run after the whole collective
         last: dict[int, float] = {}
         begin = next(n for n, g in enumerate(group) if g is not None)  # what stands before waits for no collective
         for _ in range(3):
@@ -157,20 +157,22 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
 
 
 class _Combiner:
-    """Which all-reduces of one region become one, as XLA's combiner collects them: those of one kind in the order in which they
-    stand, until one needs another that was collected, or together they are too large.
+    """Which collectives of one region XLA combines.
 
-    What one part of such an all-reduce needs, all of it needs.
+    XLA's combiner collects those of one kind in program order until one depends on another that was collected, or together
+    they are too large. A combined collective depends on everything that one of its parts depends on.
     """
 
     def __init__(self) -> None:
-        self.needed: list[int] = []  # for each op the all-reduces before it, and its own: a bit for each
-        self.groups: list[tuple[int, int, int]] = []  # parts and what they need as bits; bytes
-        self.last: dict[object, int] = {}  # of each kind the group that is collected
+        self.needed: list[int] = []  # for each op, the collectives that it depends on, and its own: a bit for each
+        self.groups: list[
+            tuple[int, int, int]
+        ] = []  # of each combined collective: its parts and what they depend on, as bits, and its bytes
+        self.last: dict[object, int] = {}  # by kind, the group that is being collected
         self.count = 0
 
     def met(self, needs: Sequence[int]) -> int:
-        """One op more, by the numbers of those that it reads from: the all-reduces that it needs."""
+        """Add the next op, which reads from the ops `needs`; returns the collectives that it depends on, as bits."""
         bits = 0
         for m in needs:
             bits |= self.needed[m]
@@ -178,7 +180,7 @@ class _Combiner:
         return bits
 
     def group(self, kind: object, needs: int, size: int, most: float) -> int:
-        """The group of which the op just met is a part: an all-reduce of so many bytes; no group has more than `most`."""
+        """The group of the collective that was added last, of `size` bytes; no group has more than `most`."""
         again = True
         while again:
             again = False
@@ -210,7 +212,7 @@ def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
     the start.
     """
     graph, fusion = order.partitioned.graph, fuse(order.partitioned)
-    together, seen_otherwise = order.together, _seen_otherwise(order.partitioned)
+    together, before_reshapes = order.together, _before_moved_reshapes(order.partitioned)
 
     def arrange(parts: list[list[int]], is_loop: bool) -> list[int]:
         own = parts.pop() if is_loop else []
@@ -218,11 +220,11 @@ def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
         nodes: dict[object, list[int]] = {}
         for part in parts:
             last = part[-1]
-            if fusion.inside[last] is None:  # where it stands does not matter
+            if fusion.inside[last] is None:  # its position does not matter
                 first += part
             else:
                 nodes.setdefault((together[last],) if last in together else last, []).extend(part)
-        ready = _as_ready(order.partitioned, fusion, nodes, seen_otherwise)
+        ready = _as_ready(order.partitioned, fusion, nodes, before_reshapes)
         return [*first, *(i for node in ready for i in nodes[node]), *own]
 
     turn = arranged(graph, arrange)
@@ -233,7 +235,7 @@ def _as_ready(
     partitioned: PartitionedProgram,
     fusion: FusionPlan,
     nodes: Mapping[object, Sequence[int]],
-    seen_otherwise: Sequence[int],
+    before_reshapes: Sequence[int],
 ) -> list[object]:
     graph = partitioned.graph
     made = {v: node for node, ops in nodes.items() for i in ops for v in graph.ops[i].outputs}
@@ -250,7 +252,7 @@ def _as_ready(
                 views.setdefault(v, []).append(node)
         for source in sources:
             users.setdefault(source, []).append(node)
-    for v in seen_otherwise:
+    for v in before_reshapes:
         readers = users.get(made.get(v), [])
         readers[:] = readers[-1:] + readers[:-1]
     for v, readers in views.items():
@@ -267,7 +269,7 @@ def _as_ready(
             if not is_taken_apart and (
                 (isinstance(node, tuple) and len(own) > 1) or len(graph.ops[own[-1]].outputs) > 1
             ):
-                queue.append((node, True))  # its results are picked out of a tuple, one step later
+                queue.append((node, True))  # XLA reads its results from a tuple, one step later
                 continue
         for user in users.get(node, ()):
             waits[user] -= 1
@@ -276,8 +278,8 @@ def _as_ready(
     return [*turn, *(node for node in nodes if node not in turn)]
 
 
-def _seen_otherwise(partitioned: PartitionedProgram) -> list[int]:
-    """Values that only one reshape reads, with elementwise ops behind it: XLA moves the reshape behind those, which
+def _before_moved_reshapes(partitioned: PartitionedProgram) -> list[int]:
+    """Values whose only reader is a reshape that several elementwise ops read. XLA moves the reshape behind those ops, which
     reorders the readers.
     """
     graph = partitioned.graph

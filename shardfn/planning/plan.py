@@ -101,8 +101,8 @@ class Plan:
 
     @functools.cached_property
     def overlap(self) -> Overlap:
-        """The modelled seconds of one call with no collective beside compute, with those that XLA is expected to run there, and
-        with all of them. The search compares plans by the first.
+        """The modelled seconds of one call if no collective overlaps with compute, if those do that XLA is expected to overlap,
+        and if all do. The search compares plans by the first.
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((1024, 512), "float32"), jax.ShapeDtypeStruct((512, 256), "float32")

@@ -50,7 +50,7 @@ from shardfn.search.problem import Memo, OpenResult, SearchProblem
 
 
 def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layout: LayoutFile | None) -> PosedCall:
-    """Trace and place a call: the search problem, and what `finish` needs beside it.
+    """Trace and place a call: the search problem, and what else `finish` needs.
 
     Args:
       callee: what is called.

@@ -51,7 +51,7 @@ class TracedCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PosedCall:
-    """A call posed as a search problem, with what `finish` needs beside it."""
+    """A call posed as a search problem, with what else `finish` needs."""
 
     call: TracedCall
     problem: SearchProblem

@@ -71,7 +71,7 @@ def fit_text(plan: Plan) -> str:
 
 
 def _overlap_line(plan: Plan) -> list[str]:
-    """How long a call takes with collectives beside compute, where XLA runs some kinds of them so."""
+    """How long a call takes if collectives overlap with compute; nothing where XLA overlaps none of them."""
     if not any(c.kind in backend_of(plan.hardware.platform).asynchronous for c in plan.collectives):
         return []
     times = plan.overlap
