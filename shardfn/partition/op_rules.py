@@ -175,7 +175,7 @@ def _to_idle(
 def _indexed(
     op: ShardedOp, rows: DimFactors, written: Value, is_by_index: bool = True
 ) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
-    """gather and scatter: the sharding that touches the fewest bytes, the first of equals, chosen again for the axes that remain.
+    """The sharding of a gather or scatter that touches the fewest bytes, chosen again for the axes that remain.
 
     `rows` are what is read (the result) or written (the updates). An axis can shard a dimension of all three, a
     `window` dimension that the table shares with the rows, if `is_by_index` the `index`, or the rows of the `table`.
@@ -348,7 +348,7 @@ def reverse(op: ShardedOp) -> OpPartitioning:
 
 
 def dynamic_slice(op: ShardedOp) -> OpPartitioning:
-    """The sliced dimensions are gathered; if the result is to be sharded along one, the op is replicated."""
+    """The sliced dimensions are gathered. If the result is to be sharded along one of them, the op is replicated."""
     spec, shapes = op.result_specs[0], zip(op.operands[0].shape, op.results[0].shape, strict=True)
     if any(axes and a != b for axes, (a, b) in zip(spec, shapes, strict=True)):
         return replicate(op)
@@ -356,8 +356,10 @@ def dynamic_slice(op: ShardedOp) -> OpPartitioning:
 
 
 def dynamic_update_slice(op: ShardedOp) -> OpPartitioning:
-    """Where the sharded dimensions that it writes a part of take single rows, these are written where they belong. Else all
-    dimensions that it writes a part of are gathered, of the operand or of the result, whichever has more shards.
+    """If it writes single rows along every sharded dimension that it writes in part, each device writes the rows in its shard.
+
+    Otherwise the dimensions that it writes in part are gathered, in the sharding of the operand or of the result, whichever has
+    more shards.
     """
     given, spec = op.operand_specs[0], op.result_specs[0]
     shapes = list(zip(op.operands[0].shape, op.operands[1].shape, strict=True))

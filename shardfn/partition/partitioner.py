@@ -93,8 +93,10 @@ class _Mesh:
         )
         self.joined: Callable[[Spec], Spec] = functools.cache(lambda spec: tuple(map(self.join, spec)))
         self.partitionings: dict[object, tuple[OpPartitioning, bool, object]] = {}
-        """How an op is partitioned, and whether without a collective: by all that its rule looks at. What is the same object is
-        equal, which is quicker to see; the last element keeps the objects alive."""
+        """How an op is partitioned, and whether without a collective, by all that its rule depends on.
+
+        Keys hold the identities of objects, which are compared faster than their contents. The last element of a value keeps
+        these objects alive."""
 
 
 class KnownMeshes:
@@ -128,12 +130,12 @@ class _Partitioner(ProgramBuilder):
         self.detours: list[Detour] = []
         self.operand = -1  # the operand that is resharded
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
-        self.on_one_device: dict[int, int] = {}  # what host callbacks make, by the value that all devices have of it
-        self.moved: dict[tuple[object, ...], int] = {}
-        self.parts: dict[object, int] = {}
+        self.on_one_device: dict[int, int] = {}  # results of host callbacks, by the value that all devices get
+        self.resharded: dict[tuple[object, ...], int] = {}
+        self.halo_parts: dict[object, int] = {}
         broadcasts = (op for op in graph.ops if op.name == "broadcast_in_dim")
         self.filled = {op.outputs[0] for op in broadcasts if not self.values[op.inputs[0]].shape}
-        self.is_read = False  # whether what is resharded is an operand
+        self.is_read = False  # whether the value that is resharded is an operand
         self.trips = trips_of(graph)
 
     def partition(self) -> PartitionedProgram:
@@ -197,11 +199,11 @@ class _Partitioner(ProgramBuilder):
                 self.reshard(everywhere, Reshard(self.specs[v]), op, into=v)
 
     def visit(self, op: Op) -> None:
-        found, is_still = self.partitioning_of(op)
-        if not op.where:  # a result handed out in a layout of its own
+        found, is_local = self.partitioning_of(op)
+        if not op.where:  # a reshard of a result has no line of its own
             makers = filter(None, map(self.given.graph.maker, op.inputs))
             op = dataclasses.replace(op, where=next((maker.where for maker in makers if maker.where), ""))
-        if is_still:
+        if is_local:
             self.ops.append(op)
             return
         inputs = []
@@ -259,12 +261,12 @@ class _Partitioner(ProgramBuilder):
             else:
                 sharded = ShardedOp(op, op.rule, outside[:n], outside[n:], inside[:n], inside[n:], self.sizes)
                 made = rule_for(op.name, self.platform)(sharded)
-            is_still = made == OpPartitioning(inside[:n], inside[n:])
-            found = known[key] = made, is_still, (op.rule, inside, outside)
+            is_local = made == OpPartitioning(inside[:n], inside[n:])
+            found = known[key] = made, is_local, (op.rule, inside, outside)
         return found[:2]
 
     def make(self, value: Value, spec: Spec, trips: int) -> int:
-        """Add a value that is made so often in one call."""
+        """Add a value that is computed `trips` times in one call."""
         self.trips.append(trips)
         return self.new(value, spec)
 
@@ -287,8 +289,8 @@ class _Partitioner(ProgramBuilder):
         once = min(trips, self.trips[value])
         stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
         key = (how.to, how.group_axes, op.form and op.form[1] if stays else None)
-        if into is None and (value, *key) in self.moved:
-            return self.moved[value, *key]
+        if into is None and (value, *key) in self.resharded:
+            return self.resharded[value, *key]
         specs, shape = (before, *(step.after for step in path)), self.values[value].shape
         path = [
             part for now, step in zip(specs, path, strict=False) for part in emitted_steps(step, now, shape, self.sizes)
@@ -297,8 +299,8 @@ class _Partitioner(ProgramBuilder):
             last = into if step is path[-1] else None
             once = trips if stays and step.kind == "all-gather" else once
             value = self.send(step, value, op, once, last)
-        self.moved[first, *key] = value
-        self.moved.setdefault((value, before, *key[1:]), first)
+        self.resharded[first, *key] = value
+        self.resharded.setdefault((value, before, *key[1:]), first)
         return value
 
     def note_detour(self, value: int, after: Spec, op: Op) -> None:
@@ -309,7 +311,7 @@ class _Partitioner(ProgramBuilder):
         self.detours.append(Detour(tuple(map(self.mesh.joined, path)), op.site, self.operand, made, argument, op.where))
 
     def send(self, step: ReshardingStep, value: int, op: Op, trips: int | None = None, into: int | None = None) -> int:
-        """Emit the collective of a step for an op, from `value` to a new value or `into`, or the slice of one without."""
+        """Emit the collective of a step for an op, or a slice if the step has none, from `value` to a new value or `into`."""
         kind, after = step.kind, step.after
         was = made = self.values[value]
         trips, where = op.trips if trips is None else trips, op.where
@@ -326,7 +328,7 @@ class _Partitioner(ProgramBuilder):
                 zeros = self.make(self.values[value], after, self.trips[value])
                 self.ops.append(Op("pad", (value,), (zeros,), None, self.trips[value], op.where, form=_place(op)))
                 value = zeros
-            if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
+            if travels != was.dtype and self.platform == "tpu":  # the matmul reads it as it arrives
                 made = Value(was.shape, travels)
         result = self.make(made, after, trips) if into is None else into
         arrived = result
@@ -417,19 +419,19 @@ class _Partitioner(ProgramBuilder):
             local[halo.dim] = fetch.end - fetch.start
             shape = tuple(n * p for n, p in zip(local, shards, strict=True))
             key = value, halo.dim, fetch, halo.sizes
-            part = self.parts.get(key, value)
+            part = self.halo_parts.get(key, value)
             if part == value and (local[halo.dim] != own or halo.sizes):
-                part = self.parts[key] = self.make(Value(shape, self.values[value].dtype), spec, op.trips)
+                part = self.halo_parts[key] = self.make(Value(shape, self.values[value].dtype), spec, op.trips)
                 self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where, form=_place(op)))
             again = key, op.name, op.trips
-            if self.platform != "tpu" or again not in self.parts:  # there the same rows are sent once
-                self.parts[again] = self.send(ReshardingStep("collective-permute", spec[halo.dim], spec), part, op)
-            found.append(self.parts[again])
+            if self.platform != "tpu" or again not in self.halo_parts:  # on TPU the same rows are sent once
+                self.halo_parts[again] = self.send(ReshardingStep("collective-permute", spec[halo.dim], spec), part, op)
+            found.append(self.halo_parts[again])
         return found
 
 
 def _place(op: Op) -> tuple[int, int] | None:
-    """The form of what is inserted for an op: in the same loop or branch, and equal to no other op."""
+    """`Op.form` of an op that is inserted for another: the same loop or branch, and equal to no other op."""
     return op.form and (-1, op.form[1])
 
 

@@ -86,7 +86,7 @@ def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:
     elif op.name == "pad":
         if 0 in values[op.inputs[0]].shape:
             return _simpler(op, "broadcast_in_dim", *op.inputs[1:])
-        if all(_takes(window, values, op) for window in op.window_dims):
+        if all(_adds_nothing(window, values, op) for window in op.window_dims):
             return _simpler(op, "reshape" if _is_result(partitioned, op, op.inputs[0]) else "slice", op.inputs[0])
     elif op.name == "concatenate":
         parts = [v for v in op.inputs if 0 not in values[v].shape]
@@ -114,7 +114,7 @@ def _is_summed_over_ones(op: Op, sizes: Callable[[int], tuple[int, ...]]) -> boo
     return all([sizes(op.inputs[side])[d] == 1 for side, d in op.reduced])
 
 
-def _takes(window: WindowDim, values: Sequence[Value], op: Op) -> bool:
+def _adds_nothing(window: WindowDim, values: Sequence[Value], op: Op) -> bool:
     """Whether a pad adds nothing along a dimension."""
     before, after = values[op.inputs[0]].shape[window.dim], values[op.outputs[0]].shape[window.out_dim]
     return window.spacing == 1 and window.low >= 0 and window.low + after <= before

@@ -55,11 +55,11 @@ class DeviceGroup:
 
     sizes: Mapping[str, int]
     known: dict[Spec, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """`counts` that were asked for: of one layout it is asked again and again."""
+    """The cache of `counts`."""
 
     def count(self, axes: Iterable[str]) -> int:
         """Devices along `axes`."""
-        sizes, n = self.sizes, 1  # a loop: it is asked for hundreds of thousands of times
+        sizes, n = self.sizes, 1  # a loop is faster than `math.prod`: this runs hundreds of thousands of times
         for a in axes:
             n *= sizes[a]
         return n
@@ -113,7 +113,7 @@ class DeviceGroup:
             return self._exchange(now, to, pairs)
         found = None
         if now.is_partially_replicated and not to.is_replicated:
-            found = self._cut(now, to) or self._shifted(now, to)
+            found = self._slice(now, to) or self._shifted(now, to)
         if found is None and not now.is_replicated and to.is_partially_replicated:
             found = self._gather(now, to) or self._shifted(now, to)
         if found is not None:
@@ -168,7 +168,7 @@ class DeviceGroup:
     def _exchange(self, now: TileAssignment, to: TileAssignment, pairs: Sequence[tuple[int, int]]) -> ReshardingPath:
         dims, found, seen, apart = list(now.dims), [], set[int](), []
         together: list[str] = []
-        for pair in sorted(pairs, key=lambda pair: pair[1]):  # those that touch no dim twice go at once
+        for pair in sorted(pairs, key=lambda pair: pair[1]):  # exchanges that share no dimension are one all-to-all
             if seen.isdisjoint(pair):
                 seen.update(pair)
             else:
@@ -212,7 +212,7 @@ class DeviceGroup:
         added = iter(parts)
         return self.tile((*c, *(next(added) if n > 1 else ())) for c, n in zip(coarse.dims, more, strict=True))
 
-    def _cut(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
+    def _slice(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
         between = self._finer(now, to)
         if between is None:
             return None

@@ -30,7 +30,7 @@ def search(posed: PosedCall) -> Answer:
     bounds = posed.call.search
     if bounds.memory_limit is not None and bounds.is_limit_strict:
         refuse_implausible_limit(posed.problem)
-    return posed.find(posed.problem)
+    return posed.chosen_search(posed.problem)
 
 
 def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:

@@ -65,7 +65,7 @@ class PosedCall:
     """For each op that can be constrained the number of its jaxpr equation (`anchors`)."""
 
     @property
-    def find(self) -> Search:
+    def chosen_search(self) -> Search:
         """The search that the user asked for."""
         style = self.call.search.style
         return (

@@ -139,7 +139,7 @@ class _Contraction:
         self.push(u)
         self.push(v)
 
-    def cut(self, u: int, v: int) -> None:
+    def drop_table(self, u: int, v: int) -> None:
         del self.tables[u][v], self.tables[v][u]
 
     def push(self, v: int) -> None:
@@ -168,7 +168,7 @@ class _Contraction:
         if len(self.costs[v]) == 1:
             for w, table in list(self.tables[v].items()):
                 self.pay(w, self.store.call(_first, table))
-                self.cut(v, w)
+                self.drop_table(v, w)
                 self.push(w)
         if not self.tables[v]:
             if not self.limited[v] or len(self.costs[v]) == 1:
@@ -201,7 +201,7 @@ class _Contraction:
             if parts is not None:
                 self.pay(v, parts[0])
                 self.pay(w, parts[1])
-                self.cut(v, w)
+                self.drop_table(v, w)
                 self.push(w)
 
     def follow(self, v: int, u: int) -> bool:
@@ -222,9 +222,9 @@ class _Contraction:
     def merge(self, v: int, u: int, label: Array) -> None:
         """`v` becomes a part of `u`, whose label says its own."""
         self.pay(u, self.store.call(_led, self.costs[v], self.tables[u][v], label))
-        self.cut(u, v)
+        self.drop_table(u, v)
         for w, mine in list(self.tables[v].items()):
-            self.cut(v, w)
+            self.drop_table(v, w)
             self.join(u, w, self.store.call(_rows, mine, label))
         names = np.full(self.sizes[u], -1)
         names[self.kept[u]] = self.kept[v][label]
@@ -250,7 +250,7 @@ class _Contraction:
         sizes = tuple(self.sizes[w] for w in others)
         names = self.store.call(_Named(sizes), best, self.kept[v], *(self.kept[w] for w in others))
         for w in others:
-            self.cut(v, w)
+            self.drop_table(v, w)
         self.steps.append(Minimised(v, others, names))
         self.alive[v] = False
         if not others:

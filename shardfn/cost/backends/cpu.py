@@ -61,17 +61,17 @@ class _Backend(ProgramBuilder):
                 op = into[op.outputs[0]]
             rewrite = getattr(self, f"rewrite_{op.name}", None)
             op = rewrite(op) if rewrite else op
-            self.ops.append(self.widened(op) if op.name in CONTRACTIONS else op)
+            self.ops.append(self.in_single_precision(op) if op.name in CONTRACTIONS else op)
         return self.built()
 
     def then(self, name: str, op: Op, *inputs: int, via: int | None = None) -> Op:
-        """The last step, which makes an op's result of what the op makes: a new value, or `via`."""
+        """The step after an op, which computes the op's result. The op itself then computes a new value, or `via`."""
         via = self.like(op.outputs[0]) if via is None else via
         self.ops.append(op.of(inputs or op.inputs, (via,)))
         return self.step(name, (via,), op)
 
     def step(self, name: str, inputs: Sequence[int], op: Op, output: int | None = None) -> Op:
-        """An op that belongs to another one, and makes its result or `output`."""
+        """A further op of another one, which computes its result or `output`."""
         return Op(name, tuple(inputs), op.outputs if output is None else (output,), None, op.trips, op.where)
 
     def rewrite_all_to_all(self, op: Op) -> Op:
@@ -87,14 +87,14 @@ class _Backend(ProgramBuilder):
             v = inputs[side]
             source = self.given.graph.maker(v, "transpose")
             if source and is_swap(source, op, op.rule.operands[side]):
-                given = self.wide(source.inputs[0], op)
-                inputs[side] = self.made("swapped", given, v, (), op, self.values[given].dtype)
+                given = self.as_single_precision(source.inputs[0], op)
+                inputs[side] = self.derived("swapped", given, v, (), op, self.values[given].dtype)
                 continue
             order = copy_order(op.rule, side, self.given.local_shape(v))
             if order:
-                inputs[side] = self.made("copy", v, v, order, op)
+                inputs[side] = self.derived("copy", v, v, order, op)
             elif is_flattened(self.given, op, v):
-                inputs[side] = self.made("bitcast", v, v, (-4,), op)
+                inputs[side] = self.derived("bitcast", v, v, (-4,), op)
         return op.of(tuple(inputs))
 
     def rewrite_divide(self, op: Op) -> Op:
@@ -107,7 +107,7 @@ class _Backend(ProgramBuilder):
             return op
         few, many = source.inputs[0], op.inputs[1]
         if few in self.there:  # a constant is divided by when it is compiled
-            many = self.made("broadcast_in_dim", self.made("divide", few, few, (-3,), op), many, (-3,), op)
+            many = self.derived("broadcast_in_dim", self.derived("divide", few, few, (-3,), op), many, (-3,), op)
         return Op("multiply", (op.inputs[0], many), op.outputs, None, op.trips, op.where, form=op.form)
 
     def rewrite_multiply(self, op: Op) -> Op:
@@ -141,8 +141,8 @@ class _Backend(ProgramBuilder):
         while True:
             groups = (-(-size // _AT_ONCE), _AT_ONCE) if size > _AT_ONCE else (1, size + 1)
             for name in ("slice", "reduce_window")[not steps :]:
-                wide = (*form.shape[:d], *groups, *form.shape[d + 1 :])
-                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]), wide)
+                grouped = (*form.shape[:d], *groups, *form.shape[d + 1 :])
+                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]), grouped)
                 self.ops.append(self.step(name, (v, *op.inputs[1:]), op, made))
                 v = made
             steps.append(v)
@@ -150,19 +150,19 @@ class _Backend(ProgramBuilder):
                 return self.step("copy", steps, op)
             size = groups[0]
 
-    def widened(self, op: Op) -> Op:
+    def in_single_precision(self, op: Op) -> Op:
         """A matmul in half precision converts its operands to `f32` first and its result back."""
-        inputs = [self.wide(v, op) for v in op.inputs]
+        inputs = [self.as_single_precision(v, op) for v in op.inputs]
         (result,) = op.outputs
         if self.values[result].dtype not in _HALF:
             return op.of(tuple(inputs))
         return self.then("convert", op, *inputs, via=self.like(result, dtype="f32"))
 
-    def wide(self, value: int, reader: Op) -> int:
+    def as_single_precision(self, value: int, reader: Op) -> int:
         """The value in `f32`, where it has half that precision."""
         if self.values[value].dtype not in _HALF:
             return value
-        return self.made("convert", value, value, (-2,), reader, "f32")
+        return self.derived("convert", value, value, (-2,), reader, "f32")
 
     def rewrite_convolution(self, op: Op) -> Op:
         """A convolution reads [batch, space, features] and [space, features, new features], and makes [batch, space,
@@ -176,14 +176,14 @@ class _Backend(ProgramBuilder):
         shape = op.convolution
         inputs = [self.with_edges(op), op.inputs[1]]
         if self.is_larger_kernel(op, shape):
-            return op.of((inputs[0], self.made("reverse", inputs[1], inputs[1], (-5,), op), *op.inputs[2:]))
+            return op.of((inputs[0], self.derived("reverse", inputs[1], inputs[1], (-5,), op), *op.inputs[2:]))
         for side, own, ends, space in (
             (0, image, (made, kernel), shape.image),
             (1, kernel, (image, made), shape.kernel),
         ):
             order = _ordered(own, ends, space, is_kernel=side == 1)
             if order and _moves(order, self.given.local_shape(op.inputs[side])):
-                inputs[side] = self.made("copy", inputs[side], inputs[side], order, op)
+                inputs[side] = self.derived("copy", inputs[side], inputs[side], order, op)
         order = _ordered(made, (image, kernel), shape.result)
         if not order or not _moves(order, self.given.local_shape(op.outputs[0])):
             return op.of(tuple(inputs))
@@ -213,7 +213,7 @@ class _Backend(ProgramBuilder):
             )
         for side in (0, 1):
             if _moves(orders[side], self.given.local_shape(op.inputs[side])):
-                inputs[side] = self.made("copy", inputs[side], inputs[side], orders[side], op)
+                inputs[side] = self.derived("copy", inputs[side], inputs[side], orders[side], op)
         result, groups = op.outputs[0], all_groups(self.given, op)
         if groups == 1 and not _moves(orders[2], self.given.local_shape(result)):
             return op.of(tuple(inputs))
@@ -253,7 +253,7 @@ class _Backend(ProgramBuilder):
             is_last = d == changed[0]
             step = op.of((v,), (result if is_last else self.like(result, tuple(spec)),))
             if math.prod(shape[:d]) != 1:
-                transposed = self.made("copy", v, v, (-1,), op)
+                transposed = self.derived("copy", v, v, (-1,), op)
                 step = self.then("copy", step, transposed, via=self.like(result, tuple(spec)))
             if is_last:
                 return step
@@ -261,10 +261,10 @@ class _Backend(ProgramBuilder):
             (v,) = step.outputs
         return op
 
-    def made(
+    def derived(
         self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op, dtype: str | None = None
     ) -> int:
-        """A value with the sharding of `like`, made of `source` for a matmul: once for all readers in one loop."""
+        """A value with the sharding of `like`, computed from `source` by op `name`: once for all readers in one loop."""
         key = like, order, reader.trips, reader.form and reader.form[1]
         if key not in self.copies:
             self.copies[key] = self.like(like, dtype=dtype)
