@@ -28,7 +28,9 @@ def attribute(
     """
     arguments = partitioned.graph.arguments(count)
     pairs = [(i, dim) for i, v in enumerate(arguments) for dim, axes in enumerate(partitioned.specs[v]) if axes]
-    nearest: dict[Place, int] = {}  # from a place to the pairs that it comes from by the fewest ops, a bit each
+    nearest: dict[
+        Place, int
+    ] = {}  # for each place, a bit for each of the pairs from which it is reached by the fewest ops
     for bit, (i, dim) in enumerate(pairs):
         for place in _places(partitioned, arguments[i], {dim}):
             nearest[place] = nearest.get(place, 0) | 1 << bit
@@ -54,7 +56,7 @@ def attribute(
 
 
 def _spread(nearest: dict[Place, int], links: Mapping[Place, Sequence[Place]]) -> None:
-    """Give each place that is not in `nearest` what the nearest ones of `nearest` have, by the number of links."""
+    """Give each place that is not in `nearest` the bits of the places in `nearest` from which it is the fewest links away."""
     reached = dict(nearest)
     while reached:
         further: dict[Place, int] = {}

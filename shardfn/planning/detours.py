@@ -1,7 +1,7 @@
-"""Reshards without all-to-all: where sharding constraints make XLA gather an array and take each device's shard of it.
+"""Reshards without all-to-all: sharding constraints that make XLA gather an array and then slice it.
 
-A constraint to the sharding between, which both sides reach without an all-to-all, is enough: XLA reshards to it and from it
-one after the other. Constraints to the shardings before and after keep propagation as it was.
+A constraint to an intermediate sharding is enough, if the array reaches it, and leaves it, without an all-to-all: XLA then
+reshards twice. Constraints to the shardings before and after keep propagation as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The headline's line `entries`: what a plan does inside otherwise than the entries say, or what a search would save."""
+"""The headline's line `entries`: where ops inside a function do not follow the entries, or what a search would save."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _beside_a_style(
 
 
 def _saved_by_a_search(problem: SearchProblem, answer: Answer, cost: Cost) -> str:
-    """What a search inside would save for certain: the work that devices along an unused mesh axis repeat."""
+    """What searching the ops inside would certainly save: the work that devices along an unused mesh axis repeat."""
     alike = problem.partitioned_of(answer).repeats
     if alike == 1 or not cost.flops:
         return ""

@@ -1,8 +1,8 @@
 """Mixtures of experts that are written in einsums: where tokens go to their experts and come back.
 
-A mask [.., tokens, experts, slots] times the tokens gives each expert its rows; products with the experts' own matrices
-follow; the mask times their results gives the tokens back (Lepikhin et al. 2020, GShard). In a gradient the same happens once
-more. They are found by following the experts' dimension through the program, by Shardy's rules.
+A mask [.., tokens, experts, slots] times the tokens gives each expert its rows. Matmuls with the experts' own matrices follow.
+The mask times their results gives the tokens back (Lepikhin et al. 2020, GShard). A gradient has the same matmuls again. They
+are found by following the experts' dimension through the program, by Shardy's rules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExpertEinsums(NamedTuple):
     """The einsums of a program's mixtures of experts.
 
     Attributes:
-      ops: the products with the experts' matrices, and those that bring rows to the experts and back.
+      ops: the matmuls with the experts' matrices, and those that bring rows to the experts and back.
       moved: the values that are brought to the experts or back, with how often: the rows of all experts.
     """
 
@@ -43,7 +43,7 @@ def expert_einsums(graph: Graph) -> ExpertEinsums:
     like = [op for op in graph.ops if len(_batch(op)) == 1 and any(len(graph.values[v].shape) == 3 for v in op.inputs)]
     program = _Program(graph if like else Graph((), (), (), (), ()))
     for op in like:
-        if (sides := program.expert_product(op)) is None:
+        if (sides := program.expert_matmul(op)) is None:
             continue
         rows, results = sides
         there, back = program.dispatches(rows), program.combines(results)
@@ -71,8 +71,11 @@ class _Program:
             for v in dict.fromkeys(op.inputs):
                 self.consumers[v].append(op)
 
-    def expert_product(self, op: Op) -> tuple[Dim, Dim] | None:
-        """Of a product of rows with a matrix for each expert, a parameter: the experts' dimension of rows and results."""
+    def expert_matmul(self, op: Op) -> tuple[Dim, Dim] | None:
+        """The experts' dimension of the rows and of the results, if an op is a matmul of rows with the experts' matrices.
+
+        These are a parameter with a matrix for each expert. None for any other op.
+        """
         batch = _batch(op)
         weights = [v for v in op.inputs if len(self.values[v].shape) == 3 and self.is_parameter(v)]
         if len(batch) != 1 or len(weights) != 1 or op.rule is None:
@@ -91,7 +94,7 @@ class _Program:
         return True
 
     def dispatches(self, rows: Dim) -> dict[int, Op]:
-        """The products that make the experts' rows of the tokens by a mask, which brings the experts' dimension; by result."""
+        """The matmuls of tokens with a mask that give the experts' rows, by result; the mask has the experts' dimension."""
         found: dict[int, Op] = {}
         waiting, seen = [rows], {rows}
         while waiting:
@@ -105,13 +108,13 @@ class _Program:
             if op.name == "dot_general" and len(sides) == 1:
                 if op.rule.reduction and not self.is_parameter(sides[0].value):
                     found[at.value] = op
-            elif op.name != "dot_general" or self.expert_product(op):
+            elif op.name != "dot_general" or self.expert_matmul(op):
                 waiting += [side for side in sides if factor and side not in seen]
                 seen.update(sides)
         return found
 
     def combines(self, results: Dim) -> dict[int, Op]:
-        """The products that sum the experts' results for each token by a mask, over the experts' dimension; by operand."""
+        """The matmuls of the experts' results with a mask that sum over the experts' dimension for each token, by operand."""
         found: dict[int, Op] = {}
         waiting, seen = [results], {results}
         while waiting:
@@ -125,7 +128,7 @@ class _Program:
                 if op.name == "dot_general" and not sides:
                     if not self.is_parameter(op.inputs[1 - side]):
                         found[at.value] = op
-                elif op.name != "dot_general" or self.expert_product(op):
+                elif op.name != "dot_general" or self.expert_matmul(op):
                     waiting += [each for each in sides if each not in seen]
                     seen.update(sides)
         return found

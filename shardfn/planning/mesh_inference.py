@@ -202,7 +202,7 @@ def _operands(
     needs: Sequence[Need], used: Sequence[tuple[Atom, ...]], chains: list[list[int]], devices: int,
     calls: Sequence[Sequence[int]],
 ) -> list[set[Atom]]:  # fmt: skip
-    """For each call inside the atoms of its operands, where the devices suffice for all of them."""
+    """For each call inside, the atoms of its operands; calls whose operands need more devices than there are are left out."""
     sets = [{a for need, row in zip(needs, used, strict=True) if need.leaf in call for a in row} for call in calls]
     return [atoms for atoms in sets if devices % math.prod(chains[c][at] for c, at in atoms) == 0]
 

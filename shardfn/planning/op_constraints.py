@@ -28,7 +28,7 @@ RESHARDED: Kinds = {**CONSTRAINABLE, **{kind: frozenset({primitive}) for kind, p
 
 
 def _kind_of(kinds: Kinds) -> dict[str, str]:
-    """By primitive the kind."""
+    """The kind of each primitive."""
     return {primitive: kind for kind, primitives in kinds.items() for primitive in primitives}
 
 
@@ -48,9 +48,13 @@ def anchors(jaxpr: Any, graph: Graph, kinds: Kinds = CONSTRAINABLE) -> dict[int,
     of all equations to ops exists: of all kinds together, or else kind by kind.
     """
     kind_of = _kind_of(kinds)
-    rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached, kind_of)]
+    rows = [
+        row
+        for number, eqn, is_reached in equations(jaxpr)
+        for row in _ops_of_equation(number, eqn, is_reached, kind_of)
+    ]
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
-           if op.name in kinds and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
+           if op.name in kinds and op.site >= 0 and _is_matched(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
     for left_out in ((), RESHAPING_KINDS):
         found = _matched(
             [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
@@ -72,16 +76,18 @@ def _matched(rows: Sequence[tuple[int | None, _Seen]], ops: Sequence[tuple[int, 
     return {ops[place][0]: number for place, number in pairs if place is not None and number is not None}
 
 
-def _made_by(number: int, eqn: Any, is_reached: bool, kind_of: Mapping[str, str]) -> Iterator[tuple[int | None, _Seen]]:
+def _ops_of_equation(
+    number: int, eqn: Any, is_reached: bool, kind_of: Mapping[str, str]
+) -> Iterator[tuple[int | None, _Seen]]:
     """The ops that an equation becomes, with its number for the one that can be constrained."""
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
     if name == "integer_pow":  # by squares
         y = abs(eqn.params["y"])
-        count = y.bit_length() + y.bit_count() - 2 if _counts("multiply", shape) else 0
+        count = y.bit_length() + y.bit_count() - 2 if _is_matched("multiply", shape) else 0
         yield from [(None, ("multiply", shape))] * (count - 1)
         if count > 0:
             yield number if is_reached and eqn.params["y"] > 0 else None, ("multiply", shape)
-    elif name in kind_of and _counts(kind_of[name], shape):
+    elif name in kind_of and _is_matched(kind_of[name], shape):
         yield number if is_reached else None, (kind_of[name], shape)
 
 
@@ -103,8 +109,8 @@ def unique_positions(part: Sequence[Any], whole: Sequence[Any]) -> list[int | No
     return [a if a == len(whole) - 1 - b else None for a, b in zip(first, reversed(last), strict=True)]
 
 
-def _counts(kind: str, shape: Sequence[int]) -> bool:
-    """Whether ops of a kind and shape are matched. JAX inserts scalar arithmetic of its own, for indices and counters."""
+def _is_matched(kind: str, shape: Sequence[int]) -> bool:
+    """Whether ops of a kind and shape are matched. Scalar arithmetic is not: JAX inserts its own, for indices and counters."""
     return kind not in ("add", "multiply", "subtract", "divide", "dynamic_slice") or math.prod(shape) > 1
 
 
@@ -182,9 +188,11 @@ def apply_constraints(
             fail(StrategyError, f"equation {number} is a {eqn.primitive.name}, and was a {found.kind} when planned",
                  why="the function does not trace to the same program twice",
                  fix="make it a pure function of its arguments")  # fmt: skip
-        operands = found.operands[: len(inputs)]  # a module's reduce has its start value as an operand
+        operands = found.operands[
+            : len(inputs)
+        ]  # in the lowered module, a reduce has its initial value as an operand too
         outs = resharded(eqn, [along(x, [s], mesh) for x, s in zip(inputs, operands, strict=True)], number)
-        results = found.results[-len(outs) :]  # an argmax's has the maximum beside the index
+        results = found.results[-len(outs) :]  # in the lowered module, an argmax returns the maximum too
         return [along(x, [s], mesh) for x, s in zip(outs, results, strict=True)]
 
     numbers = wanted.keys() | around.keys() - {-1}

@@ -7,8 +7,8 @@ JAX transposes the tangent program of each op. Three transposes meet bugs of XLA
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
 
 Here the tangents of the first three are written with reshapes, slices and concatenations, whose transposes XLA computes
-rightly for every sharding. Those of pooling are taken along unsharded windows. Cumulative ops have tangents made of such ops.
-The values of a function take none of this.
+correctly for every sharding. Those of pooling are taken along unsharded windows. Cumulative ops have tangents made of such ops.
+The values of a function are computed as without these rules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardfn.planning.workarounds import unsharded
 def correct_gradients(
     function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """`function` with derivatives that XLA computes rightly when they are taken from outside. Its values are the same ops.
+    """`function` with derivatives that XLA computes correctly when they are taken from outside. The ops of its values stay.
 
     Args:
       function: the function.

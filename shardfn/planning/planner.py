@@ -128,7 +128,7 @@ def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
 
 
 def is_correct(problem: SearchProblem, candidate: SearchCandidate | Answer) -> bool:
-    """Whether XLA computes all ops rightly as sharded there."""
+    """Whether XLA computes all ops of a candidate or an answer correctly."""
     return not wrong_ops(problem.partitioned_of(candidate))
 
 
@@ -139,7 +139,7 @@ def correct_answer(problem: SearchProblem, answer: Answer) -> Answer:
 
 
 def correct_candidate(problem: SearchProblem, answer: Answer) -> SearchCandidate | None:
-    """The best of the other candidates in which XLA computes all ops rightly."""
+    """The best of the other candidates in which XLA computes all ops correctly."""
     return next((c for c in answer.others if is_correct(problem, c)), None)
 
 
@@ -158,7 +158,7 @@ def _best_correct(problem: SearchProblem, *answers: Answer) -> Answer:
 
 
 def _unconstrained(answer: Answer) -> Answer:
-    """The answer for the program with workarounds: its ops have other numbers, and its costs differ."""
+    """The answer for the program with workarounds, without constraints and costs: that program's ops have other numbers."""
     return dataclasses.replace(answer, constraints={}, runner_up="")
 
 

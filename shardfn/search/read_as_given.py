@@ -1,8 +1,8 @@
-"""Ops that read an operand as the user shards it for a function inside: constraints that hold what another choice would change.
+"""Constraints that make ops read an operand in the sharding that the user gave it for a function inside.
 
 A constraint on an operand alone does not decide how XLA computes the op: where its result is wanted in another sharding, the
-partitioner reshards the operand once more. A constraint on the result, in the sharding that follows from the operands, leaves
-it no reason to.
+partitioner reshards the operand once more. A constraint on the result, in the sharding that follows from the operands,
+prevents that.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Sharding constraints for open results: propagation reaches results only from arguments, so it would leave unsharded what
-a function computes from none, such as parameters made from a key."""
+"""Sharding constraints for open results.
+
+Propagation reaches results from arguments only. It would replicate what a function computes from no sharded argument, such as
+parameters initialised from a key.
+"""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ def spread_labels(problem: SearchProblem, space: LabelSpace) -> MeshSolution:
     mesh = MeshModel.on(problem.hardware, problem.axes)
     labels, _ = filtered(labelling_of(space, problem), space, problem.graph, mesh.sizes, problem.algorithm)
     near: dict[int, list[SharedValue]] = {}
-    for join in shared_values(problem, space):
-        for node in join.nodes:
-            near.setdefault(node, []).append(join)
+    for shared in shared_values(problem, space):
+        for node in shared.nodes:
+            near.setdefault(node, []).append(shared)
     given = (value for value, spec in zip(problem.inputs, problem.specs, strict=True) if spec and any(spec))
     chosen = {space.layouts[value][0]: 0 for value in given}
     chosen |= {space.layouts[v][0]: 0 for v in problem.inner if len(space.layouts[v][1]) == 1}
@@ -145,27 +145,27 @@ def filled(labels: Labelling, chosen: dict[int, int]) -> tuple[int, ...]:
         near.setdefault(second, []).append((first, table.cost.T))
     for node, cost in enumerate(labels.costs):
         if node not in chosen:
-            beside = [table[:, chosen[other]] for other, table in near.get(node, ()) if other in chosen]
-            chosen[node] = int(np.argmin(cost + sum(beside, np.zeros(len(cost)))))
+            between = [table[:, chosen[other]] for other, table in near.get(node, ()) if other in chosen]
+            chosen[node] = int(np.argmin(cost + sum(between, np.zeros(len(cost)))))
     return tuple(chosen[node] for node in range(len(labels.costs)))
 
 
 def _others(near: dict[int, list[SharedValue]], node: int) -> set[int]:
-    return {other for join in near.get(node, ()) for other in join.nodes if other != node}
+    return {other for shared in near.get(node, ()) for other in shared.nodes if other != node}
 
 
 def _resharded(near: Sequence[SharedValue], node: int, chosen: dict[int, int], mesh: MeshModel, count: int) -> Array:
     """For each label of a node, the bytes that reshardings move, slices included, towards all decided nodes."""
     total = np.zeros(count)
-    for join in near:
-        place = join.nodes.index(node)
-        other = join.nodes[1 - place]
+    for shared in near:
+        place = shared.nodes.index(node)
+        other = shared.nodes[1 - place]
         if other not in chosen:
             continue
-        fixed = join.layouts[1 - place][chosen[other]][None]
-        mine = join.layouts[place]
+        fixed = shared.layouts[1 - place][chosen[other]][None]
+        mine = shared.layouts[place]
         before, after = (mine, fixed) if place == 0 else (fixed, mine)
-        sent = resharding_cost(before, after, join.bytes, mesh)[0].reshape(-1)
-        sliced = join.bytes / np.maximum(shard_count(mine, mesh.sizes), shard_count(fixed, mesh.sizes)[0])
+        sent = resharding_cost(before, after, shared.bytes, mesh)[0].reshape(-1)
+        sliced = shared.bytes / np.maximum(shard_count(mine, mesh.sizes), shard_count(fixed, mesh.sizes)[0])
         total += sent + np.where((mine != fixed).any(axis=1), sliced, 0.0)
     return total
