@@ -34,7 +34,7 @@ def heads(q, k):
     return jnp.einsum("bhsd,bhtd->bhst", q, k)
 
 
-def cuts(shape):
+def strategies_of(shape):
     every = itertools.product(*[[n for n in (1, 2, 4, 8) if size % n == 0] for size in shape])
     return [c for c in every if math.prod(c) <= 8]
 
@@ -42,7 +42,7 @@ def cuts(shape):
 def drawn(args, count):
     """So many layouts of these arguments, the same each time."""
     chance = random.Random(0)
-    return [tuple(chance.choice(cuts(a.shape)) for a in args) for _ in range(count)]
+    return [tuple(chance.choice(strategies_of(a.shape)) for a in args) for _ in range(count)]
 
 
 MLP = f32(64, 128), f32(128, 256), f32(256, 64)
@@ -51,7 +51,7 @@ HEADS = f32(4, 8, 16, 32), f32(4, 8, 64, 32)
 
 # function, arguments, layouts
 KNOWN = [
-    # a contracted dim of one operand, the other cut along its own dim, and devices that neither uses: it is gathered
+    # one operand is sharded along its contracting dim, the other along its own dim, and some devices are unused: the first is gathered
     (jnp.matmul, (f32(64, 256), f32(256, 64)), ((1, 2), (1, 2))),
     (jnp.matmul, (f32(64, 256), f32(256, 64)), ((2, 1), (2, 1))),
     (jnp.matmul, (f32(64, 256), f32(256, 64)), ((1, 2), (1, 4))),  # no such devices: the result is added up

@@ -24,7 +24,7 @@ def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-# What libtpu 0.0.42 made of a sum over a torus, from the shape of the piece, the dim along which pieces are cut, bits of an
+# What libtpu 0.0.42 made of a sum over a torus, from the shape of a shard, the sharded dim, bits of an
 # element, and whether it is over all of the torus.
 SCATTERED = [
     ((32,), 0, 32, True, (2, 4), False),
@@ -34,7 +34,7 @@ SCATTERED = [
     ((256, 128), 1, 32, True, (2, 4), True),
     ((256, 128), 1, 16, True, (2, 4), False),  # two elements share the 32 bits of a lane
     ((256, 512), 1, 16, True, (2, 4), True),
-    ((256, 64), 1, 32, True, (2, 4), True),  # turned round, it lies along the sublanes
+    ((256, 64), 1, 32, True, (2, 4), True),  # transposed, it is along the sublanes
     ((32, 8, 32), 0, 32, True, (2, 4), True),
     ((8, 32, 32), 2, 32, True, (2, 4), False),
     ((8, 4, 256), 1, 32, True, (2, 4), False),
@@ -52,12 +52,12 @@ SCATTERED = [
 ]
 
 
-@pytest.mark.parametrize(("piece", "dim", "bits", "is_whole", "torus", "expected"), SCATTERED)
-def test_which_sums_are_scattered(piece, dim, bits, is_whole, torus, expected):
-    assert makes_reduce_scatter(piece, dim, bits, is_whole, torus) is expected
+@pytest.mark.parametrize(("shard", "dim", "bits", "spans_torus", "torus", "expected"), SCATTERED)
+def test_which_sums_are_scattered(shard, dim, bits, spans_torus, torus, expected):
+    assert makes_reduce_scatter(shard, dim, bits, spans_torus, torus) is expected
 
 
-# What libtpu 0.0.42 made of an array that is gathered over all chips: its shape, the dim along which it was cut, its dtype,
+# What libtpu 0.0.42 made of an array that is gathered over all chips: its shape, the sharded dim, its dtype,
 # the target, and what runs.
 GATHERED = [
     ((64, 128), 0, "float32", "tpu-v5p:4x4x4", "all-reduce"),
@@ -80,11 +80,13 @@ GATHERED = [
 
 
 def gathered(shape, dim, dtype, device):
-    """The plan of an array that is cut along one dim over all devices, and comes out whole."""
+    """The plan of an array that is sharded along one dim over all devices, and returned replicated."""
     count = math.prod(map(int, device.partition(":")[2].split("x")))
-    cut = tuple(count if d == dim else 1 for d in range(len(shape)))
+    strategy = tuple(count if d == dim else 1 for d in range(len(shape)))
     args = (jax.ShapeDtypeStruct(shape, dtype),)
-    return shardfn.plan(lambda x: 2 * x, *args, in_strategy=(cut,), out_strategy=((1,) * len(shape),), device=device)
+    return shardfn.plan(
+        lambda x: 2 * x, *args, in_strategy=(strategy,), out_strategy=((1,) * len(shape),), device=device
+    )
 
 
 @pytest.mark.parametrize(("shape", "dim", "dtype", "device", "kind"), GATHERED)
@@ -133,7 +135,7 @@ def sent(fn, *args, entries, device=V5E, **options):
 
 
 def heads(x, wq, wk, wv, wo):
-    """Three products of one array with weights that are cut along their columns, and back."""
+    """Three matmuls of one array with weights that are sharded along their columns, and the gradient."""
     return jnp.tanh(x @ wq) * jnp.tanh(x @ wk) + jnp.tanh(x @ wv) @ wo.T @ wo
 
 
@@ -166,7 +168,7 @@ def test_what_is_put_together_is_computed_all_the_same(device):
 
 @pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))], ids=str)
 def test_sums_held_in_pieces_are_put_together_too(spec):
-    """What holds a sum to the layout in which it lies leaves nothing."""
+    """A constraint to the sharding that a sum already has leaves no collective."""
     args = (f32(64, 256), f32(256, 512)) * 3
     function = lambda x, a, y, b, z, c: x @ a + y @ b + z @ c  # noqa: E731
     problem = shardfn.plan(function, *args, device="h100:8")._answered.problem

@@ -91,24 +91,24 @@ OPS = {
     "reshape over a minor dim": (lambda x: x.reshape(64), (f32(8, 8),), ((1, 8),), ((8,),)),
     "broadcast": (lambda x: x[:, None] + jnp.zeros((16, 8)), (f32(16),), ((8,),), ((1, 8),)),
     "sum of one dim": (lambda x: x.sum(0), (f32(16, 24),), ((8, 1),), None),
-    "sum of two cut dims": (jnp.sum, (f32(16, 24),), ((2, 4),), None),
-    "sum to pieces": (lambda x: x.sum(0), (f32(16, 24),), ((8, 1),), ((8,),)),
+    "sum of two sharded dims": (jnp.sum, (f32(16, 24),), ((2, 4),), None),
+    "sum to shards": (lambda x: x.sum(0), (f32(16, 24),), ((8, 1),), ((8,),)),
     "maximum": (lambda x: x.max(1), (f32(16, 24),), ((1, 8),), None),
     "argmax": (lambda x: jnp.argmax(x, 1), (f32(16, 24),), ((1, 8),), None),
     "rows of a table": (lambda t, i: t[i], (f32(64, 16), i32(4)), ((8, 1), (1,)), None),
     "columns of a table": (lambda t, i: t[i], (f32(64, 16), i32(4)), ((1, 8), (1,)), None),
-    "a cut index": (lambda t, i: t[i], (f32(64, 16), i32(64)), ((1, 1), (8,)), None),
-    "a small table and a cut index": (lambda t, i: t[i], (f32(16, 4), i32(64)), ((8, 1), (8,)), None),
+    "a sharded index": (lambda t, i: t[i], (f32(64, 16), i32(64)), ((1, 1), (8,)), None),
+    "a small table and a sharded index": (lambda t, i: t[i], (f32(16, 4), i32(64)), ((8, 1), (8,)), None),
     "take_along_axis": (lambda x, i: jnp.take_along_axis(x, i, 1), (f32(16, 8), i32(16, 1)), ((8, 1), (8, 1)), None),
-    "scatter to cut rows": (lambda t, i, u: t.at[i].add(u), (f32(64, 16), i32(4), f32(4, 16)),
+    "scatter to sharded rows": (lambda t, i, u: t.at[i].add(u), (f32(64, 16), i32(4), f32(4, 16)),
                             ((8, 1), (1,), (1, 1)), ((8, 1),)),
-    "scatter of cut updates": (lambda t, i, u: t.at[i].add(u), (f32(16, 16), i32(64), f32(64, 16)),
+    "scatter of sharded updates": (lambda t, i, u: t.at[i].add(u), (f32(16, 16), i32(64), f32(64, 16)),
                                ((1, 1), (8,), (8, 1)), ((1, 1),)),
-    "scatter of cut updates that replace": (lambda t, i, u: t.at[i].set(u), (f32(16, 16), i32(64), f32(64, 16)),
+    "scatter of sharded updates that replace": (lambda t, i, u: t.at[i].set(u), (f32(16, 16), i32(64), f32(64, 16)),
                                             ((1, 1), (8,), (8, 1)), ((1, 1),)),
     "scatter of the largest": (lambda t, i, u: t.at[i].max(u), (f32(16, 16), i32(64), f32(64, 16)),
                                ((1, 1), (8,), (8, 1)), ((1, 1),)),
-    "scatter that replaces cut rows": (lambda t, i, u: t.at[i].set(u), (f32(16, 16), i32(64), f32(64, 16)),
+    "scatter that replaces sharded rows": (lambda t, i, u: t.at[i].set(u), (f32(16, 16), i32(64), f32(64, 16)),
                                        ((2, 1), (4,), (4, 1)), ((2, 1),)),
     "rows of a batch of tables": (batched_rows, (f32(16, 8, 8), i32(16)), ((1, 1, 8), (8,)), ((8, 1),)),
     "rows of a batch of tables, sharded by rows": (batched_rows, (f32(16, 8, 8), i32(16)), ((2, 4, 1), (8,)), ((8, 1),)),
@@ -117,15 +117,15 @@ OPS = {
     "scatter to a batch of tables, sharded by rows": (batched_update, (f32(16, 8, 8), i32(16), f32(16, 8)),
                                                       ((1, 8, 1), (4,), (4, 1)), ((1, 8, 1),)),
     "slice": (lambda x: x[3:51], (f32(64, 4),), ((8, 1),), ((8, 1),)),
-    "slice along a whole dim": (lambda x: x[:, 1:3], (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "slice along an unsharded dim": (lambda x: x[:, 1:3], (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "pad": (lambda x: jnp.pad(x, ((1, 7), (0, 0))), (f32(64, 4),), ((8, 1),), ((8, 1),)),
-    "slice of a cut line to a whole one": (lambda x: x[:40], (f32(64, 4),), ((8, 1),), ((1, 1),)),
+    "slice of a sharded line to an unsharded one": (lambda x: x[:40], (f32(64, 4),), ((8, 1),), ((1, 1),)),
     "slice of a half": (lambda x: x[32:], (f32(64, 8),), ((8, 1),), ((2, 4),)),
-    "pad of a whole line": (lambda x: jnp.pad(x, ((30, 34), (0, 0))), (f32(64, 16),), ((1, 8),), ((2, 4),)),
-    "pad of a line whose columns are cut": (lambda x: jnp.pad(x, ((1, 7), (0, 0))), (f32(64, 16),), ((1, 4),), ((2, 4),)),
+    "pad of an unsharded line": (lambda x: jnp.pad(x, ((30, 34), (0, 0))), (f32(64, 16),), ((1, 8),), ((2, 4),)),
+    "pad of a line whose columns are sharded": (lambda x: jnp.pad(x, ((1, 7), (0, 0))), (f32(64, 16),), ((1, 4),), ((2, 4),)),
     "pad of few elements to many": (lambda x: jnp.pad(x[:, :1], ((0, 0), (0, 1023))), (f32(64, 1024),), ((4, 2),), ((4, 2),)),
-    "product of equal cuts": (lambda x, y: x * y, (f32(64, 16), f32(64, 16)), ((8, 1), (8, 1)), ((1, 8),)),
-    "sum of whole arrays": (lambda x, y: x + y, (f32(64, 16), f32(64, 16)), ((1, 1), (1, 1)), ((8, 1),)),
+    "product of equal shardings": (lambda x, y: x * y, (f32(64, 16), f32(64, 16)), ((8, 1), (8, 1)), ((1, 8),)),
+    "sum of replicated arrays": (lambda x, y: x + y, (f32(64, 16), f32(64, 16)), ((1, 1), (1, 1)), ((8, 1),)),
     "roll": (lambda x: jnp.roll(x, 3, 0), (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "roll the other way": (lambda x: jnp.roll(x, -2, 0), (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "reverse": (lambda x: x[::-1], (f32(64, 4),), ((8, 1),), ((8, 1),)),
@@ -135,13 +135,13 @@ OPS = {
                               ((8, 1), (8, 1)), ((8, 1),)),
     "concatenate along it where no other dim divides": (
         lambda x, y: jnp.concatenate([x, y]), (f32(4, 6, 5), f32(4, 6, 5)), ((4, 2, 1), (4, 2, 1)), ((4, 2, 1),)),
-    "pool of a whole line": (thirds, (f32(64, 16),), ((1, 4),), ((2, 4),)),
+    "pool of an unsharded line": (thirds, (f32(64, 16),), ((1, 4),), ((2, 4),)),
     "pool without overlap": (halves, (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "pool with overlap": (thirds, (f32(64, 4),), ((8, 1),), ((8, 1),)),
     "convolution of batches": (conv, (f32(8, 16, 4), f32(3, 4, 8)), ((8, 1, 1), (1, 1, 1)), None),
-    "convolution of a cut line": (conv, (f32(2, 64, 4), f32(3, 4, 8)), ((1, 8, 1), (1, 1, 1)), None),
-    "convolution to cut channels": (conv, (f32(2, 16, 4), f32(3, 4, 8)), ((1, 1, 1), (1, 1, 8)), None),
-    "convolution of cut channels": (conv, (f32(2, 16, 8), f32(3, 8, 4)), ((1, 1, 8), (1, 8, 1)), None),
+    "convolution of a sharded line": (conv, (f32(2, 64, 4), f32(3, 4, 8)), ((1, 8, 1), (1, 1, 1)), None),
+    "convolution to sharded channels": (conv, (f32(2, 16, 4), f32(3, 4, 8)), ((1, 1, 1), (1, 1, 8)), None),
+    "convolution of sharded channels": (conv, (f32(2, 16, 8), f32(3, 8, 4)), ((1, 1, 8), (1, 8, 1)), None),
     "sort along it": (lambda x: jnp.sort(x, 0), (f32(64, 8),), ((8, 1),), ((8, 1),)),
     "sort along it where no other dim divides": (lambda x: jnp.sort(x, 0), (f32(4, 6, 5),), ((4, 2, 1),), ((4, 2, 1),)),
     "cumulative sum along it": (lambda x: jnp.cumsum(x, 0), (f32(64, 8),), ((8, 1),), ((8, 1),)),
@@ -156,7 +156,7 @@ OPS = {
     "sum of bfloat16": (jnp.matmul, (bf16(8, 64), bf16(64, 8)), ((1, 8), (8, 1)), None),
     "batched product": (jnp.matmul, (f32(8, 4, 6), f32(8, 6, 4)), ((8, 1, 1), (8, 1, 1)), None),
     "product to rows": (jnp.matmul, (f32(64, 64), f32(64, 8)), ((1, 8), (8, 1)), ((8, 1),)),
-    "product with a weight in pieces": (jnp.matmul, (f32(64, 64), f32(64, 8)), ((8, 1), (8, 1)), ((8, 1),)),
+    "product with a sharded weight": (jnp.matmul, (f32(64, 64), f32(64, 8)), ((8, 1), (8, 1)), ((8, 1),)),
     "product of few rows": (jnp.matmul, (f32(8, 512), f32(512, 512)), ((1, 1), (8, 1)), ((1, 1),)),
     "erf": (jax.scipy.special.erf, (f32(64, 4),), ((8, 1),), None),
     "a value used twice": (lambda x, w: (x @ w) + (x @ w[::-1]), (f32(64, 8), f32(8, 16)), ((8, 1), (1, 8)), None),
@@ -173,8 +173,8 @@ OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_single_ops_send_what_was_predicted(name):
-    fn, args, cuts, out = OPS[name]
-    function = shardfn.shard(fn, cuts, out)
+    fn, args, strategies, out = OPS[name]
+    function = shardfn.shard(fn, strategies, out)
     predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
 
     def sent(side):
@@ -222,7 +222,7 @@ def loss_of_rows(t, i):
     return jax.grad(lambda t: (t[i] ** 2).sum())(t)
 
 
-# Programs in which one axis cuts the batch and the weight, and the other leaves both whole.
+# Programs in which one axis shards the batch and the weight, and the other shards neither.
 IDLE = {
     "lookup": (lambda t, i: t[i], (f32(128, 64), i32(16, 32))),
     "lookup and its gradient": (loss_of_rows, (f32(128, 64), i32(16, 32))),
