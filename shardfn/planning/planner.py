@@ -89,11 +89,10 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
     if posed.call.function.wrong:  # their ops may have other numbers
         found = [dataclasses.replace(c, constraints={}) for c in found]
     is_limited = posed.call.search.memory_limit is not None and posed.call.search.is_limit_strict
-    seen = [(answer.axes, answer.specs, answer.constraints, answer.result_specs)]
+    seen = [_choice(answer)]
     for candidate in (*found, own):
-        key = (candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs)
-        if key not in seen and (problem.fits(candidate) or not is_limited):
-            seen.append(key)
+        if _choice(candidate) not in seen and (problem.fits(candidate) or not is_limited):
+            seen.append(_choice(candidate))
             yield candidate.name, chosen(answer, candidate, COMPILES)
 
 
@@ -114,9 +113,7 @@ def without_workarounds(call: TracedCall) -> TracedCall:
 
 def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
     """The answer with a candidate in the place of what the search chose."""
-    if (candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs) == (
-        answer.axes, answer.specs, answer.constraints, answer.result_specs,
-    ):  # fmt: skip
+    if _choice(candidate) == _choice(answer):
         return answer
     text = f"{why}: {candidate.name}"
     return dataclasses.replace(
@@ -125,6 +122,11 @@ def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
         reasons=tuple(text if reason else "" for reason in answer.reasons), runners_up=(), runner_up="", policy=text,
         gap=None,
     )  # fmt: skip
+
+
+def _choice(one: Answer | SearchCandidate) -> tuple[object, ...]:
+    """What a search decides: the mesh, the shardings of arguments and results, and the constraints."""
+    return one.axes, one.specs, one.constraints, one.result_specs
 
 
 def is_correct(problem: SearchProblem, candidate: SearchCandidate | Answer) -> bool:

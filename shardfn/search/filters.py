@@ -30,7 +30,7 @@ def filtered(problem: Labelling, space: LabelSpace, graph: Graph, sizes: tuple[i
 def allowed_labels(
     space: LabelSpace, graph: Graph, sizes: tuple[int, ...], algorithm: Algorithm
 ) -> Mapping[int, Array]:
-    """For each node that a rule applies to, whether each label keeps it. A rule that no label keeps does not apply.
+    """For each node that a rule applies to, whether each label keeps the rule. A rule that no label of a node keeps is ignored.
 
     Args:
       space: the choices of `graph` on a mesh.

@@ -219,9 +219,9 @@ class _Builder:
         """The part of a value's bytes that gathers and halo exchanges send: half where a matmul's operand is sent as `bf16`."""
         return 0.5 if value in self.narrowed else 1.0
 
-    def need(self, value: int, wanted: Array, node: int, trips: int, as_it_lies: bool = False) -> None:
+    def need(self, value: int, wanted: Array, node: int, trips: int, from_argument: bool = False) -> None:
         """Resharding for a `node` that reads `value` in the layouts `wanted`, one per label: from the shared copy of an
-        argument, or `as_it_lies` from the argument itself."""
+        argument, or `from_argument` from the argument itself."""
         while value in self.views:
             value, table = self.views[value]
             key = id(table), id(wanted)
@@ -230,7 +230,7 @@ class _Builder:
                 seen = self.seen[key] = self.one(table[wanted])
             wanted = seen
         if value in self.sources:  # else a constant
-            owner, have = self.layouts[value] if as_it_lies else self.sources[value]
+            owner, have = self.layouts[value] if from_argument else self.sources[value]
             rounds = min(trips, self.trips[value]) if self.facts.gathers is None else trips
             self.connect(owner, have, node, wanted, value, rounds)
 

@@ -18,7 +18,7 @@ BY_TREE = 32
 """
 
 _WRITTEN_OUT = 15
-"""How often the code of one op may be emitted inside another: XLA's `kAllowedCodeDuplication`."""
+"""How often XLA may emit the code of one op inside another: its `kAllowedCodeDuplication`."""
 
 _KEEPS = VIEWS | {"slice"}
 """Ops that may leave dims as they are."""
@@ -45,13 +45,13 @@ class CpuFuser(Fuser):
         """Results of views that a matmul, a collective or the library needs in memory. The value that such a view shows is fused
         into it, if possible."""
         self.repeated: set[int] = set()
-        """Ops that read an element of an operand more than once, or are computed inside such."""
-        self.places: dict[tuple[int, int], frozenset[int]] = {}
-        """For an op that is computed inside another, by both: the ops in there that each read it at a place of their own."""
+        """Ops that read an element of an operand more than once, or that are fused into such ops."""
+        self.readers_at: dict[tuple[int, int], frozenset[int]] = {}
+        """By root and op in its fusion: the ops of the fusion that each read that op at an index of their own (`read_at`)."""
         self.times: dict[tuple[int, int], int] = {}
-        """How often its code is written out there."""
+        """By root and op in its fusion: how often XLA emits the op's code there."""
         self.filled: set[int] = set()
-        """Ops inside which another is computed."""
+        """Roots of fusions of more than one op."""
         self.reading: dict[tuple[int, int], frozenset[int]] = {}
         """The cache of `read_at`, which is called when all readers of a value are decided."""
 
@@ -61,8 +61,8 @@ class CpuFuser(Fuser):
         op = self.graph.ops[i]
         for root in self.roots[i]:
             if root != i and len(op.outputs) == 1:
-                self.places[root, i] = places = self.read_at(op.outputs[0], root)
-                self.times[root, i] = sum([self.times.get((root, r), 1) for r in places])
+                self.readers_at[root, i] = readers_here = self.read_at(op.outputs[0], root)
+                self.times[root, i] = sum([self.times.get((root, r), 1) for r in readers_here])
                 self.filled.add(root)
         if op.name in REPEATED_READS or (i in self.fused and self.repeats(op.outputs[0])):
             self.repeated.add(i)
@@ -131,7 +131,7 @@ class CpuFuser(Fuser):
                 continue
             op = self.graph.ops[r]
             is_same = op.name == "transpose" or (len(op.outputs) == 1 and shape_of(op.outputs[0]) == shape_of(value))
-            found |= self.places.get((root, r), _AT_ROOT) if is_same else {r}
+            found |= self.readers_at.get((root, r), _AT_ROOT) if is_same else {r}
         self.reading[value, root] = found
         return found
 
