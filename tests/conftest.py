@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from shardfn.compiled.targets import has_gpu_compiler
+from shardfn.search.budget import BUDGETS, DEFAULT
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -25,6 +26,16 @@ def golden():
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture(autouse=True, scope="module")
+def search_budget():
+    """A search does a quarter of its default work, as most tests ask what becomes of a plan and not how good it is. Where that
+    is the question, or the plan is shown to users, a fixture of this name that does nothing stands in place of this one.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BUDGETS, DEFAULT, BUDGETS["fast"])
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,11 @@ SLOW = {
 """Scripts and notebooks that take long, each with the quick tests of what it shows."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def search_budget():
+    """The default: users see these plans."""
+
+
 def test_all_are_here():
     assert [p.name[:2] for p in SCRIPTS] == [f"{i:02}" for i in range(1, len(SCRIPTS) + 1)]
     assert len(SCRIPTS) >= 8

@@ -32,6 +32,11 @@ IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def search_budget():
+    """The default: users see these plans."""
+
+
 def blocks(path: pathlib.Path, language: str) -> list[str]:
     return [text for name, text in FENCE.findall(path.read_text(encoding="utf-8")) if name == language]
 
