@@ -135,7 +135,7 @@ def main() -> None:
         tables["broken promises"] = [{"functions": len(kept), **broken}]
         harness.show(tables["broken promises"])
     harness.show(tables["summary"])
-    harness.save(options.json, tables, packages=[])
+    harness.save(options.json, tables)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ def attribute(
     """
     arguments = partitioned.graph.arguments(count)
     pairs = [(i, dim) for i, v in enumerate(arguments) for dim, axes in enumerate(partitioned.specs[v]) if axes]
-    nearest: dict[
-        Place, int
-    ] = {}  # for each place, a bit for each of the pairs from which it is reached by the fewest ops
+    # for each place, a bit for each of the pairs from which it is reached by the fewest ops
+    nearest: dict[Place, int] = {}
     for bit, (i, dim) in enumerate(pairs):
         for place in _places(partitioned, arguments[i], {dim}):
             nearest[place] = nearest.get(place, 0) | 1 << bit

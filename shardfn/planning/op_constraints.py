@@ -188,9 +188,8 @@ def apply_constraints(
             fail(StrategyError, f"equation {number} is a {eqn.primitive.name}, and was a {found.kind} when planned",
                  why="the function does not trace to the same program twice",
                  fix="make it a pure function of its arguments")  # fmt: skip
-        operands = found.operands[
-            : len(inputs)
-        ]  # in the lowered module, a reduce has its initial value as an operand too
+        # in the lowered module, a reduce has its initial value as an operand too
+        operands = found.operands[: len(inputs)]
         outs = resharded(eqn, [along(x, [s], mesh) for x, s in zip(inputs, operands, strict=True)], number)
         results = found.results[-len(outs) :]  # in the lowered module, an argmax returns the maximum too
         return [along(x, [s], mesh) for x, s in zip(outs, results, strict=True)]
