@@ -13,7 +13,7 @@ from shardfn.search.objectives import COMMUNICATION
 from shardfn.search.problem import SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, UsageInterval
 
-HOLDING_PASSES, HOLDING_SENT = 0.1, 1e-3
+HOLDING_PASSES, HOLDING_SENT = 1e-3, 1e-6
 """What an argument's shard costs, so that ties go to the smaller: passes over its memory; at level 0, bytes sent per byte."""
 
 
