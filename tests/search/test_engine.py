@@ -18,7 +18,8 @@ from shardfn.search.archive import Archive
 from shardfn.search.engine import LEAST, run
 from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
-from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
+from shardfn.search.level_costs import totals
+from shardfn.search.mesh_solution import LEAST_SENT, LEAST_TIME, estimated_rank
 from shardfn.search.meshes import meshes
 from shardfn.search.problem import Proposal
 from tests.search.problems import S, planned_problem, random_program, two_layers
@@ -255,3 +256,11 @@ def test_estimates_count_less_where_another_generator_beat_that_of_its_mesh(is_b
         archive.evaluate(proposal)
         solved.add(proposal.solution.axes)
     assert solved == ({best.axes, worst.axes} if is_beaten else {best.axes})
+
+
+def test_least_sent_solution_sends_nothing_however_much_it_holds():
+    """A sharded vocabulary holds 22 MB less, and sends the largest of each row."""
+    args = S((16, 64), jnp.float32), S((64, 100_000), jnp.float32)
+    problem = planned_problem(lambda x, w: jnp.max(x @ w, -1), *args, device="cpu:8", level=0)
+    found = solve_mesh(problem, LEAST_SENT, (("a", 8),), Archive(problem))
+    assert totals(found.space, found.solution.choice).sent == 0
