@@ -1,8 +1,9 @@
-"""A graph on a mesh as a labelling problem: the strategies of each op, their costs, and the costs of resharding.
+"""A graph on a mesh as a labelling problem: nodes with the labels of each, and tables of the resharding costs between them.
 
 An op whose result has no factor that an operand lacks (elementwise, transpose, reshape, …) follows that operand's node. Of
-several such operands it follows the one that is computed last. Every other op is a node of its own. Tables give the resharding
-cost between nodes. The form is Alpa's (Zheng et al., OSDI 2022), on Shardy's rules instead of hand-written ones.
+several such operands it follows the one that is computed last. Every other op is a node of its own. A node has the costs of
+its ops (`op_costs`) under each label. The form is that of Alpa (Zheng et al., OSDI 2022), on Shardy's rules instead of
+hand-written ones.
 
 Equal ops on equal layouts are computed once, so a model of many equal layers costs little more than one layer.
 """
@@ -15,18 +16,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardfn.cost.backends.tpu import LANES, MAX_ROW_MAJOR_BYTES
-from shardfn.cost.compute import rate
 from shardfn.cost.memory.live_ranges import LiveBuffer
-from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec, dtype_bits
-from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
+from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec
 from shardfn.partition.op_rules import follow_result, replicate, rule_for
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
 from shardfn.search.graph_facts import SLICED, GraphFacts
-from shardfn.search.halo_costs import halo_cost
-from shardfn.search.partial_sum_costs import PartialSums
-from shardfn.search.resharding_costs import MeshModel, label_of_spec, resharding_cost, shard_count
+from shardfn.search.op_costs import OpCosts, OpLayouts
+from shardfn.search.resharding_costs import MeshModel, label_of_spec, resharding_cost
 from shardfn.solver.labelling import Array, UsageInterval
 
 SCATTERED, SCATTERED_LAST = 1, 2
@@ -100,16 +97,6 @@ class LabelSpace:
     shards them for a function inside."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _OpCosts:
-    """An op on the labels of a node: layouts of its operands and results, and its costs for one run."""
-
-    wanted: tuple[Array, ...]
-    made: tuple[Array, ...]
-    sums: Array
-    """The first five rows of `Node.sums`."""
-
-
 class _Builder:
     def __init__(
         self,
@@ -131,14 +118,13 @@ class _Builder:
         self.depth: dict[int, int] = {}
         self.trips = facts.trips
         self.sizes = mesh.sizes
-        self.counts: dict[int, Array] = {}
+        self.costs = OpCosts(graph, mesh, facts)
         self.is_first = not facts.leaders  # the first mesh: leaders are not known yet
         self.interned: dict[tuple[bytes, tuple[int, ...]], Array] = {}
         self.made: dict[object, Array] = {}
         self.decoded: dict[int, tuple[Array, Array]] = {}
-        self.op_costs: dict[tuple[object, ...], _OpCosts] = {}
+        self.costed: dict[tuple[object, ...], tuple[OpLayouts, Array]] = {}
         self.changes: dict[tuple[int, int, float, float], tuple[Array, Array]] = {}
-        self.narrowed = _multiplied(graph) if mesh.narrows else frozenset()
         self.pairs: dict[int, tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = {}
         self.broadcasts: dict[int, Array] = {}
         self.seen: dict[tuple[int, int], Array] = {}
@@ -149,13 +135,6 @@ class _Builder:
     def one(self, array: Array) -> Array:
         """The one array for its content, so that caches by identity hit."""
         return self.interned.setdefault((array.tobytes(), array.shape), array)
-
-    def shards(self, layouts: Array) -> Array:
-        """`shard_count` of layouts that come from `one`."""
-        found = self.counts.get(id(layouts))
-        if found is None:
-            found = self.counts[id(layouts)] = shard_count(layouts, self.sizes)
-        return found
 
     def node(self, labels: Callable[[Array | None], Array]) -> tuple[int, Array]:
         """A new node. Where a label was chosen before, its labels extend that."""
@@ -191,7 +170,7 @@ class _Builder:
         that the user replicated needs none."""
         self.value_node(value)
         node, labels = self.layouts[value]
-        self.nodes[node].sums[5] += self.facts.bytes[value] / self.shards(labels)
+        self.nodes[node].sums[5] += self.facts.bytes[value] / self.costs.shards(labels)
         shape, spec = self.graph.values[value].shape, self.given.get(value)
         if readers > 1 and shape and (spec is None or any(spec)):
             self.sources[value] = self.node(
@@ -200,24 +179,7 @@ class _Builder:
             rounds = (self.facts.gathers or {}).get(value, 1)
             self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, rounds)
 
-    def padding(self, value: int, layouts: Array) -> Array:
-        """The growth of rows that a TPU pads to whole lanes (`cost.backends.tpu`), for each layout."""
-        shape = self.graph.values[value].shape
-        shards = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
-        columns = shape[-1] / shards if shape else np.full(len(layouts), float(LANES))
-        grown = np.ceil(columns / LANES) * LANES / columns
-        return np.where(self.facts.bytes[value] / self.shards(layouts) * grown <= MAX_ROW_MAJOR_BYTES, grown, 1.0)
-
-    def stored(self, value: int, layouts: Array) -> Array:
-        """Bytes of a value in the memory of one device."""
-        size = self.facts.bytes[value] / self.shards(layouts)
-        return size * self.padding(value, layouts) if value in self.facts.row_major else size
-
     # ---- resharding
-
-    def share(self, value: int) -> float:
-        """The part of a value's bytes that gathers and halo exchanges send: half where a matmul's operand is sent as `bf16`."""
-        return 0.5 if value in self.narrowed else 1.0
 
     def need(self, value: int, wanted: Array, node: int, trips: int, from_argument: bool = False) -> None:
         """Resharding for a `node` that reads `value` in the layouts `wanted`, one per label: from the shared copy of an
@@ -237,7 +199,7 @@ class _Builder:
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
         if owner == node and have is wanted:
             return
-        full, share = self.facts.bytes[value], self.share(value)
+        full, share = self.facts.bytes[value], self.costs.sent_part(value)
         key = (id(have), id(wanted), full * trips, share)
         found = self.changes.get(key)
         if found is None:
@@ -331,7 +293,7 @@ class _Builder:
                 kept = {f for f, _ in results[0]}  # the result has the others unsharded
                 pairs = [(f, dim) for f, dim in operands[lead] if f in kept]
                 work = self.followed[key] = self.one(op_labels.dims_to_factors(have, pairs, rule, self.sizes))
-            costs = self.costs_of(index, rule, work, work, True)
+            layouts, costs = self.costed_op(index, rule, work, work, True)
         else:
             scattered = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.mesh.scatters else 0
             make = lambda row: op_labels.op_codes(rule, self.sizes, scattered, row)  # noqa: E731
@@ -342,19 +304,19 @@ class _Builder:
             if parts is None:
                 work, out = op_labels.decoded(codes)
                 parts = self.decoded[id(codes)] = self.one(work), self.one(out)
-            costs = self.costs_of(index, rule, *parts, index in self.facts.last)
+            layouts, costs = self.costed_op(index, rule, *parts, index in self.facts.last)
         target = self.nodes[node].sums[:5]
-        target += costs.sums * op.trips if op.trips != 1 else costs.sums
+        target += costs * op.trips if op.trips != 1 else costs
         if index in self.facts.sums:
-            target[3:] -= costs.sums[3:] * (op.trips - self.facts.sums[index])
-        for value, wanted in zip(op.inputs, costs.wanted, strict=True):
+            target[3:] -= costs[3:] * (op.trips - self.facts.sums[index])
+        for value, wanted in zip(op.inputs, layouts.operands, strict=True):
             self.need(value, wanted, node, op.trips, op.name == SLICED)
-        for value, made in zip(op.outputs, costs.made, strict=True):
+        for value, made in zip(op.outputs, layouts.results, strict=True):
             self.sources[value] = self.layouts[value] = node, made
         if self.is_first:
             depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
             self.depth |= dict.fromkeys(op.outputs, depth)
-        self.reads[index] = node, costs.wanted
+        self.reads[index] = node, layouts.operands
 
     def view(self, rule: ShardingRule) -> Array:
         """A table from the dimensions of a broadcast to those of its operand."""
@@ -370,72 +332,22 @@ class _Builder:
                     break
         return table
 
-    def costs_of(self, index: int, rule: ShardingRule, work: Array, out: Array, is_last: bool) -> _OpCosts:
+    def costed_op(
+        self, index: int, rule: ShardingRule, work: Array, out: Array, is_last: bool
+    ) -> tuple[OpLayouts, Array]:
+        """An op under labels that shard these factors, and its costs for one run: the first five rows of `Node.sums`."""
         key = (self.facts.kinds[index], is_last, id(work), id(out))
-        found = self.op_costs.get(key)
+        found = self.costed.get(key)
         if found is None:
-            found = self.op_costs[key] = self.computed_costs(index, rule, work, out, is_last)
+            operands, results = self.factor_pairs(rule)
+            layouts = OpLayouts(
+                work,
+                out,
+                tuple(self.one(op_labels.factors_to_dims(work, pairs, len(rule.sizes))) for pairs in operands),
+                tuple(self.one(op_labels.factors_to_dims(out, pairs, len(rule.sizes))) for pairs in results),
+            )
+            found = self.costed[key] = layouts, self.costs.of(index, rule, layouts, is_last)
         return found
-
-    def computed_costs(self, index: int, rule: ShardingRule, work: Array, out: Array, is_last: bool) -> _OpCosts:
-        op, mesh, full = self.graph.ops[index], self.mesh, self.facts.bytes
-        operands, results = self.factor_pairs(rule)
-        wanted = tuple(self.one(op_labels.factors_to_dims(work, pairs, len(rule.sizes))) for pairs in operands)
-        made = tuple(self.one(op_labels.factors_to_dims(out, pairs, len(rule.sizes))) for pairs in results)
-        flops, moved = self.work(index, work, wanted, made)
-        is_sum = np.isin(work, list(rule.reduction))
-        is_scattered = is_sum & (out >= 0)
-        partial = [np.where(is_scattered, -1, after) for after in made]
-        sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
-        if is_sum.any():
-            sums = PartialSums(work, out, is_sum, _summed_in_turn(op, rule), op.name == "dot_general", is_last)
-            for value, before, after in zip(op.outputs, partial, made, strict=True):
-                result = self.graph.values[value]
-                scatters = mesh.scatters_to(result.shape, dtype_bits(result.dtype), after, is_scattered)
-                parts = sums.cost(full[value] / shard_count(before, mesh.sizes), scatters, mesh)
-                sent, sent_s = sent + parts[0], sent_s + parts[1]
-            parts_of = self.facts.together.get(index, 1)
-            sent, sent_s = sent / parts_of, sent_s / parts_of
-        if op.window_dims:
-            local = [self.share(v) * full[v] / self.shards(w) for v, w in zip(op.inputs, wanted, strict=True)]
-            parts = halo_cost(op, self.graph, wanted, partial, local, mesh)
-            sent, sent_s = sent + parts[0], sent_s + parts[1]
-        computing_s = self.facts.kernels[index].computes * flops / rate(self.graph, op, mesh.chip)
-        moving_s = moved / mesh.chip.memory_bytes_s
-        compute_s = np.maximum(computing_s, moving_s) if op.name in CONTRACTIONS else computing_s + moving_s
-        of_products = flops if op.name in CONTRACTIONS else np.zeros(len(work))
-        return _OpCosts(wanted, made, np.array([flops, of_products, compute_s, sent, sent_s]))
-
-    def work(self, index: int, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
-        """FLOPs of one run of an op on one device, and the bytes that count in all kernels it is computed in."""
-        op, kernels = self.graph.ops[index], self.facts.kernels[index]
-        moved = np.zeros(len(work))
-        for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
-            if kernels.reads[position]:
-                size = self.stored(value, layouts)
-                if position == 0 and op.name in PARTIAL_READS:
-                    size = np.minimum(size, self.stored(op.outputs[0], made[0]))
-                elif position == 0 and op.name in UPDATES:
-                    size = np.zeros(len(work))
-                moved = moved + kernels.reads[position] * size
-        if kernels.is_written and op.name in UPDATES and op.inputs:  # in place: only the update is read and written
-            at = UPDATES[op.name]
-            moved = moved + 2 * self.stored(op.inputs[at], wanted[at])
-        elif kernels.is_written:
-            moved = moved + sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True))
-        return self.facts.op_flops[index] / self.shards(work), moved
-
-
-def _summed_in_turn(op: Op, rule: ShardingRule) -> list[int]:
-    """The factors that an op sums over, in the order in which the partitioner reduces them."""
-    found = [f for dim in rule.operands[op.name == "scatter"] for f in dim if f in rule.reduction]
-    return found if op.name == "convolution" else found[::-1]
-
-
-def _multiplied(graph: Graph) -> frozenset[int]:
-    """The `f32` values that matmuls of default precision read."""
-    read = {v for op in graph.ops if op.name in CONTRACTIONS and not op.precision for v in op.inputs}
-    return frozenset(v for v in read if graph.values[v].dtype == "f32")
 
 
 def build(
@@ -517,10 +429,10 @@ def _argument_intervals(builder: _Builder, places: Sequence[LiveBuffer]) -> tupl
         if value in builder.layouts:
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
-            total[key] = total.get(key, 0.0) + builder.stored(value, layouts)
+            total[key] = total.get(key, 0.0) + builder.costs.stored_bytes(value, layouts)
     for value in sorted(builder.facts.row_major_copies):
         node, layouts = builder.layouts[value]
-        rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]
+        rows, (first, last) = builder.costs.padding(value, layouts), builder.facts.read[value]
         key = (node, 2 * first, 2 * last + 1)
-        total[key] = total.get(key, 0.0) + np.where(rows > 1, full[value] / builder.shards(layouts) * rows, 0.0)
+        total[key] = total.get(key, 0.0) + np.where(rows > 1, full[value] / builder.costs.shards(layouts) * rows, 0.0)
     return tuple(UsageInterval(node, start, end, held) for (node, start, end), held in total.items())
