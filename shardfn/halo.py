@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.meshes import mesh_and_spec, on_devices_of, partition_spec
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, axes_of
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]
 
@@ -370,7 +370,7 @@ def _problems(
     if batch_groups > 1 and batch > 1:
         yield Problem(f"the batch of the image cannot be sharded {batch} ways with batch_group_count = {batch_groups}", where,
                       "a group of the batch must be on one device", "leave the batch unsharded")  # fmt: skip
-    used = {axis for dim in image for axis in dim}
+    used = set(axes_of(image))
     both = sorted(used & set(kernel[numbers.rhs_spec[0]]))
     if both:
         yield Problem(f"the kernel's output channels and the image are both sharded over {', '.join(both)}", where,

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from shardfn.ir.divisors import primes
+
 FILE_BYTES = 256 << 20
 """Most bytes of a file, uncompressed. A writer holds one file at a time in memory."""
 
@@ -58,21 +60,12 @@ def _shrunk(shape: Sequence[int], block: Sequence[int], most: float) -> tuple[in
     sizes = list(block)
     while math.prod(sizes) > most:
         # A small factor keeps chunks near the wanted size; a dimension with a large prime factor comes last.
-        choices = [(_least_factor(n) > 7, shape[i] // n, -n, i) for i, n in enumerate(sizes) if n > 1]
+        choices = [(primes(n)[0] > 7, shape[i] // n, -n, i) for i, n in enumerate(sizes) if n > 1]
         if not choices:
             break
         i = min(choices)[-1]
-        sizes[i] //= _least_factor(sizes[i])
+        sizes[i] //= primes(sizes[i])[0]
     return tuple(sizes)
-
-
-def _least_factor(n: int) -> int:
-    """The least prime factor of n > 1.
-
-    >>> [_least_factor(n) for n in (2, 15, 49, 131)]
-    [2, 3, 7, 131]
-    """
-    return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
 
 
 def boxes(shape: Sequence[int], size: Sequence[int]) -> Iterator[Box]:

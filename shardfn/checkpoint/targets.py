@@ -16,6 +16,7 @@ from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.meshes import mesh_on
 from shardfn.frontend.paths import escaped, join, normal, without_value
+from shardfn.ir.model import axes_of
 from shardfn.layoutfile.toml import rule_dims
 from shardfn.planning.decisions import partition_spec
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
@@ -114,7 +115,7 @@ def _stored(entries: Sequence[StoredArray]) -> dict[str, Sharding]:
 
 def _on_mesh(entries: Sequence[StoredArray], mesh: Mesh) -> dict[str, Sharding]:
     """The stored mesh axes, as far as the mesh has axes of these names."""
-    used = {axis for entry in entries for dim in entry.spec for axis in dim}
+    used = {axis for entry in entries for axis in axes_of(entry.spec)}
     if used and not used & set(mesh.shape):
         fail(CheckpointError, "the mesh has none of the axes that the checkpoint was sharded over", where=f"target = {mesh}",
              why=f"it was sharded over {', '.join(sorted(used))}; the mesh has {', '.join(mesh.shape)}",

@@ -14,10 +14,8 @@ from shardfn.draw.picture import Picture, head, percent, picture
 from shardfn.draw.scale import Scale
 from shardfn.draw.svg import MARGIN, fitted, line, polygon, rectangle, text, text_width
 from shardfn.frontend.paths import layer, starred
-from shardfn.ir.model import Op
-from shardfn.ir.source_lines import file_line
+from shardfn.ir.source_lines import file_line, source_line
 from shardfn.planning.plan import Plan
-from shardfn.search.memory_limit import source_line
 from shardfn.units import bytes_text
 
 BANDS = 6
@@ -83,7 +81,6 @@ def _groups(plan: Plan, live: LiveMemory) -> Iterator[_Group]:
     """What is alive at the peak, the largest first; the largest temporaries have colours of their own."""
     graph = live.partitioned.graph
     paths = dict(zip(graph.arguments(len(plan.inputs)), (d.path for d in plan.inputs), strict=True))
-    made = {v: op for op in graph.ops for v in op.outputs}
     results = dict(
         zip(graph.outputs[len(graph.outputs) - len(plan.outputs) :], (d.path for d in plan.outputs), strict=True)
     )
@@ -95,10 +92,10 @@ def _groups(plan: Plan, live: LiveMemory) -> Iterator[_Group]:
     for v, size in live.arguments:
         add("argument", paths.get(v, "captured"), "", size)
     for v, size in live.results:
-        add("result", results.get(v, "result"), _line(made, v), size)
+        add("result", results.get(v, "result"), _line(live, v), size)
     for i in live.at_peak:
         buffer = live.temporaries[i]
-        add("temporary", *_described(live, made, buffer.values), buffer.bytes, i)
+        add("temporary", *_described(live, buffer.values), buffer.bytes, i)
     ordered = sorted(found.items(), key=lambda item: -sum(size for _, size, _ in item[1]))
     hues = (strong(i) for i in range(2, 2 + BANDS))
     for (kind, _, where), same in ordered:
@@ -112,16 +109,18 @@ def _groups(plan: Plan, live: LiveMemory) -> Iterator[_Group]:
 _COLOUR = {"argument": strong(0), "result": strong(1)}
 
 
-def _described(live: LiveMemory, made: dict[int, Op], values: Sequence[int]) -> tuple[str, str]:
+def _described(live: LiveMemory, values: Sequence[int]) -> tuple[str, str]:
     """What a temporary is, with its line."""
-    v = next((v for v in values if v in made), values[0] if values else None)
+    graph = live.partitioned.graph
+    v = next((v for v in values if v in graph.makers), values[0] if values else None)
     if v is None:
         return "a copy by XLA", ""
-    return f"{made[v].name if v in made else 'loop carry'} {live.partitioned.graph.values[v]}", _line(made, v)
+    maker = graph.maker(v)
+    return f"{maker.name if maker else 'loop carry'} {graph.values[v]}", _line(live, v)
 
 
-def _line(made: dict[int, Op], value: int) -> str:
-    return file_line(source_line(made, value)) if value in made else ""
+def _line(live: LiveMemory, value: int) -> str:
+    return file_line(source_line(live.partitioned.graph, value))
 
 
 def _row(group: _Group, sizes: float, y: float, width: float) -> Iterator[str]:
@@ -172,11 +171,10 @@ def _chart(
 def _program(live: LiveMemory, across: Scale, y: float, width: float) -> Iterator[str]:
     """Below the area: the source lines of some ops, where they run."""
     ops = live.partitioned.graph.ops
-    made = {v: op for op in ops for v in op.outputs}
     edge, last = across.start - 1, ""
     for i, op in enumerate(ops):
         x = across(2 * i)
-        where = _line(made, op.outputs[0]) if x > edge and op.outputs else ""
+        where = _line(live, op.outputs[0]) if x > edge and op.outputs else ""
         if where and where != last and x + 4 + text_width(where, 11) <= width - MARGIN:
             yield line([(x, y - 15), (x, y - 11)], "muted")
             yield text(x, y, where, size=11, fill="muted")
@@ -190,9 +188,8 @@ def _peak_mark(plan: Plan, live: LiveMemory, across: Scale, up: Scale, left: flo
     """A dotted line at the peak, with its bytes and the line of the op that runs there."""
     x, peak = across(live.peak_tick + 0.5), live.estimate.peak
     ops = live.partitioned.graph.ops
-    made = {v: op for op in ops for v in op.outputs}
     at = min(live.peak_tick // 2, len(ops) - 1)
-    where = next((_line(made, v) for v in ops[at].outputs), "") if ops else ""
+    where = next((_line(live, v) for v in ops[at].outputs), "") if ops else ""
     label = f"peak {bytes_text(peak)}" + (f" at {where}" if where else "")
     is_left = x > (left + right) / 2
     label = fitted(label, (x - left if is_left else right - x) - 10, 12, True)

@@ -13,6 +13,7 @@ from shardfn.draw.palette import COLOURS, soft, strong
 from shardfn.draw.picture import Picture, head, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrapped
 from shardfn.frontend.meshes import shard_numbers
+from shardfn.ir.divisors import divisors
 from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Decision, Plan
 from shardfn.render.cells import shape_text, shard_text, spec_text
@@ -193,7 +194,7 @@ def _device_grid(plan: Plan, d: Decision) -> _Grid:
     *outer, (last, size) = plan.axes or (("", 1),)
     number = {shard: n for n, shard in enumerate(np.ndindex(*d.strategy))}
     shards = list(map(tuple, shard_numbers(plan.axes, d.spec)))
-    step = max((n for n in range(1, min(size, MOST_COLUMNS) + 1) if size % n == 0), default=1)
+    step = max(n for n in divisors(size) if n <= MOST_COLUMNS)
     step = size if size <= MOST_COLUMNS else step if step > MOST_COLUMNS // 4 else MOST_COLUMNS
     rows, titles, base = [], [], 0
     for index in itertools.product(*(range(n) for _, n in outer)):

@@ -11,10 +11,9 @@ from shardfn.cost.schedule import lower_for_backend, schedule_ops
 from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, percent, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width
-from shardfn.ir.source_lines import file_line
+from shardfn.ir.source_lines import file_line, source_line
 from shardfn.planning.plan import Plan
 from shardfn.render.cells import axes_text, shape_text
-from shardfn.search.memory_limit import source_line
 from shardfn.units import bytes_text, flops_text, time_text
 
 MOST_ROWS = 14
@@ -79,12 +78,11 @@ def time_parts(plan: Plan) -> list[TimePart]:
     chip = plan.hardware.chip
     schedule = schedule_ops(lower_for_backend(plan.partitioned, chip))
     graph = schedule.partitioned.graph
-    made = {v: op for op in graph.ops for v in op.outputs}
     for run in kernel_runs(schedule.partitioned, chip, schedule.fusion):
         if run.seconds:
             op = graph.ops[run.kernel[-1]]
             kind = "memory" if run.bytes_moved / chip.memory_bytes_s + chip.launch_s >= run.seconds else "compute"
-            where = op.where or (source_line(made, op.outputs[0]) if op.outputs else "")
+            where = op.where or (source_line(graph, op.outputs[0]) if op.outputs else "")
             found.setdefault((kind, "", where), []).append(run.seconds * run.trips)
     for c in plan.collectives:
         runs = f" in {c.trips:,} runs" if c.trips > 1 else ""

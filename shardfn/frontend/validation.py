@@ -14,7 +14,7 @@ from shardfn.errors import Problem, a
 from shardfn.frontend.meant_entries import meant
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, code_in_fix, count, fitting, has_open_dims
-from shardfn.partition.resharding import divisors
+from shardfn.ir.divisors import divisors
 
 
 def check_all(leaves: Sequence[Leaf], devices: int, problems: list[Problem]) -> None:
@@ -60,7 +60,7 @@ def completions(leaf: Leaf, devices: int) -> Iterator[tuple[int, ...]]:
     >>> list(completions(Leaf("x", "x", (8, 6), "float32", (4, AUTO)), 8))
     [(4, 1), (4, 2)]
     """
-    choices = [divisors(math.gcd(size, devices), devices) if ways is AUTO else [int(ways)]
+    choices = [divisors(math.gcd(size, devices)) if ways is AUTO else [int(ways)]
                for size, ways in zip(leaf.shape, leaf.entry, strict=True)]  # fmt: skip
     even = (one for one in itertools.product(*choices) if devices == 1 or devices % math.prod(one) == 0)
     yield from sorted(even, key=lambda one: (math.prod(one), one))
@@ -87,7 +87,7 @@ def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
         return
     product = math.prod(int(ways) for ways in strategy if ways is not AUTO)
     if devices > 1 and devices % product:
-        fitting_products = [p for p in divisors(devices) if math.prod(leaf.shape) % p == 0]
+        fitting_products = [p for p in divisors(devices)[:NAMED_DIVISORS] if math.prod(leaf.shape) % p == 0]
         yield Problem(f"{leaf.label} has {product} shards, which {devices} devices cannot hold evenly", leaf.source,
                       f"the product of the numbers must divide the device count: {devices} is not divisible by {product}",
                       f"choose numbers with a product of {any_of(fitting_products)}")  # fmt: skip
@@ -142,12 +142,16 @@ def _positive_int(ways: Any) -> str:
 
 def _fix_divides(leaf: Leaf, size: int, ways: int, devices: int) -> str:
     """Only what the devices can hold is offered."""
-    numbers = any_of(divisors(size if devices == 1 else math.gcd(size, devices)))
+    numbers = any_of(divisors(size if devices == 1 else math.gcd(size, devices))[:NAMED_DIVISORS])
     is_named = isinstance(leaf.entry, MeshLayout | PartitionSpec | NamedSharding)
     fix = f"shard it over mesh axes of {numbers} devices" if is_named else f"use {numbers} there"
     return fix + (
         f", or pad that dimension to {-(-size // ways) * ways}" if devices % ways == 0 or devices == 1 else ""
     )
+
+
+NAMED_DIVISORS = 12
+"""Divisors that an error names."""
 
 
 def any_of(numbers: Sequence[int | str]) -> str:

@@ -1,4 +1,7 @@
-"""The user's line in a stack of frames. Packages decide whose a frame is: `cli` uses this library as a user does."""
+"""Lines of the user's source: in a stack of frames, and of a value of the traced program.
+
+Packages decide whose a frame is: `cli` uses this library as a user does.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+
+from shardfn.ir.model import Graph
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OURS = re.compile(re.escape(_HERE) + r"(?!cli[/\\])")
@@ -38,6 +43,19 @@ def user_line(frames: Sequence[tuple[str, str]]) -> str:
     inside = [f for f in frames[:end] if f[0] and not _OURS.match(f[0])]
     own = [f for f in inside if not _LIBRARY.search(f[0])]
     return ":".join((own or inside)[0]) if inside else ""
+
+
+def source_line(graph: Graph, value: int) -> str:
+    """The source line of the op that makes a value, or else of the nearest op before it: sums of gradients have none."""
+    front, seen = [value], {value}
+    while front:
+        ops = [op for v in front if (op := graph.maker(v)) is not None]
+        found = next((op.where for op in ops if op.where), "")
+        if found:
+            return found
+        front = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in seen]
+        seen.update(front)
+    return ""
 
 
 def file_line(where: str) -> str:

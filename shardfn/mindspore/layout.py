@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import DeviceError, LayoutError, fail, raise_problems
 from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on, partition_spec, shard_numbers, spec_of
+from shardfn.ir.specs import strategy_of
 from shardfn.mindspore import layout_checks as checks
 from shardfn.mindspore.layout_checks import INTERLEAVED, UNSHARDED, axis_names, call_text, real_axes
 
@@ -217,8 +218,7 @@ class Layout:
     @property
     def strategy(self) -> tuple[int, ...]:
         """The number of shards of each dim."""
-        sizes = dict(self.axes)
-        return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.spec)
+        return strategy_of(self.spec, self.axes)
 
     def slice_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of one shard.

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import count
 from shardfn.frontend.validation import any_of
-from shardfn.partition.resharding import divisors
+from shardfn.ir.divisors import divisors
 
 INTERLEAVED = "interleaved_parallel"
 UNSHARDED = "None"
@@ -144,9 +144,7 @@ def strategy_problems(strategy: Any, device_num: Any) -> Iterator[Problem]:
     if not found and device_num % math.prod(strategy):
         needed = math.prod(strategy)
         what, why = f"the strategy needs {needed} devices", f"{device_num} is not divisible by {needed}"
-        yield Problem(
-            what, where, why, f"choose a strategy whose product is {any_of(divisors(device_num, device_num))}"
-        )
+        yield Problem(what, where, why, f"choose a strategy whose product is {any_of(divisors(device_num))}")
 
 
 def map_problems(matrix: tuple[int, ...], tensor_map: Any) -> Iterator[Problem]:
@@ -197,7 +195,7 @@ def shape_problems(layout: Any, shape: Any) -> Iterator[Problem]:
     else:
         for i, (n, shards) in enumerate(zip(shape, layout.strategy, strict=True)):
             if n % shards:
-                ways = any_of(divisors(math.gcd(int(n), layout.size), layout.size))
+                ways = any_of(divisors(math.gcd(int(n), layout.size)))
                 other = f"shard it {ways} ways on {layout.size} devices" if ways != "1" else "leave it unsharded"
                 fix = f"{other}, or pad it to {-(-n // shards) * shards}"
                 why = f"{n} is not divisible by {shards}"

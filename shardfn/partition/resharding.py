@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardfn.ir.divisors import primes
 from shardfn.ir.model import Spec, axis_name, axis_part
 from shardfn.partition.tile_assignment import DeviceGroup, ReshardingStep
 
@@ -153,28 +154,3 @@ def joined_axes(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]
         else:
             found.append((axis, low, size))
     return tuple(axis if size == mesh.get(axis) else f"{axis}:({low}){size}" for axis, low, size in found)
-
-
-def primes(n: int) -> list[int]:
-    """The prime factors of `n`, smallest first.
-
-    >>> primes(24)
-    [2, 2, 2, 3]
-    """
-    found, p = [], 2
-    while n > 1:
-        while n % p == 0:
-            found.append(p)
-            n //= p
-        p = p + 1 if p * p <= n else n
-    return found
-
-
-def divisors(n: int, most: int = 12) -> list[int]:
-    """The divisors of `n`, smallest first, at most `most` of them.
-
-    >>> divisors(30)
-    [1, 2, 3, 5, 6, 10, 15, 30]
-    """
-    small = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})[:most]

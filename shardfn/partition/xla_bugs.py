@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import Convolution, Op, Spec, axis_name, axis_size
+from shardfn.ir.model import Convolution, Op, Spec, axes_of, axis_name, axis_size
 
 
 def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
@@ -76,4 +76,4 @@ def _is_grouped_miscompiled(
 
 
 def _axes(spec: Spec) -> set[str]:
-    return {axis_name(axis) for dim in spec for axis in dim}
+    return {axis_name(axis) for axis in axes_of(spec)}

@@ -28,6 +28,7 @@ from shardfn.ir.model import (
 from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
+from shardfn.ir.specs import strategy_of
 from shardfn.planning.decisions import Decision
 from shardfn.planning.expert_einsums import expert_einsums
 from shardfn.planning.field_lookups import field_lookups
@@ -37,7 +38,6 @@ from shardfn.planning.summary import FIX
 from shardfn.search.array_changes import array_specs
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Algorithm, objective
-from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, time_text
 
 LEAST_BYTES = 1 << 20

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.estimate import Cost, collectives
 from shardfn.cost.schedule import lower_for_backend
 from shardfn.frontend.strategy import Leaf
-from shardfn.ir.model import Axes, Detour, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
+from shardfn.ir.model import Axes, Detour, Graph, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.specs import strategy_of
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.detours import PlacedDetour, alltoalls_left, placed_detours
@@ -180,8 +181,7 @@ def _decision(
     leaf: Leaf, spec: Spec | None, axes: Axes, graph: Graph, value: int, source: str, reason: str, runner_up: str
 ) -> Decision:
     spec = spec if spec is not None else ((),) * len(leaf.shape)
-    sizes = dict(axes)
-    strategy = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
+    strategy = strategy_of(spec, axes)
     if source in ("you", "file", "mode"):
         reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
     elif source == "propagated":

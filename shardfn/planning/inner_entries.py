@@ -20,10 +20,11 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on
 from shardfn.frontend.strategy import AUTO, Leaf
 from shardfn.ir.dimension_groups import corresponding
+from shardfn.ir.divisors import primes
 from shardfn.ir.model import INNER_AXIS, Graph, InnerSpec
 from shardfn.ir.op_traits import PARTIAL_READS, REARRANGING
 from shardfn.ir.rewrite import equation_line, equations, inner, rebind
-from shardfn.partition.resharding import primes
+from shardfn.ir.specs import strategy_of
 from shardfn.planning.plan_mesh import PlanMesh
 
 _READ, _MADE, _NAMED = "shardfn_read", "shardfn_made", "shardfn_named_"
@@ -118,7 +119,7 @@ def inner_entries(jaxpr: Any, hardware: Hardware) -> tuple[InnerEntry, ...]:
                      for d, dim in enumerate(raw))  # fmt: skip
         spec = tuple(tuple(name.removeprefix(_NAMED) for name in dim) for dim in spec)
         sizes = {name.removeprefix(_NAMED): size for name, size in sharding.mesh.shape.items()}
-        entry: Any = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
+        entry: Any = strategy_of(spec, sizes)
         is_mark = _is_mark(sharding)
         if not is_mark:
             ranks = _ranks(sharding, hardware)
@@ -168,8 +169,7 @@ def resolve_read_inside(
 def _as_stored(graph: Graph, value: int, entry: Any) -> tuple[int, Any]:
     """The value of whose elements, or a part of them, one with an entry consists, and its entry; None if none shards it so."""
     is_layout = isinstance(entry, MeshLayout)
-    sizes = dict(entry.axes) if is_layout else {}
-    ways = [math.prod(sizes[axis] for axis in dim) for dim in entry.spec] if is_layout else entry
+    ways = strategy_of(entry.spec, entry.axes) if is_layout else entry
     at = {dim: dim for dim, n in enumerate(ways) if n > 1}
     sharded = len(at)
     while (op := graph.maker(value)) is not None and op.name in _OF_ITS_ELEMENTS and op.rule is not None:

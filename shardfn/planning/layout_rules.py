@@ -18,9 +18,10 @@ from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
-from shardfn.frontend.validation import any_of, check_strategy
+from shardfn.frontend.validation import NAMED_DIVISORS, any_of, check_strategy
+from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, Spec
-from shardfn.partition.resharding import divisors
+from shardfn.ir.specs import strategy_of
 from shardfn.planning.decisions import Constraint
 
 RuleDim = int | str | tuple[str, ...]
@@ -168,7 +169,7 @@ def mesh_axes(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes
     fixed = math.prod(size for _, size in layout.mesh if size is not None)
     is_open = any(size is None for _, size in layout.mesh)
     if layout.mesh and (devices % fixed if is_open else fixed != devices):
-        can = any_of(divisors(devices))
+        can = any_of(divisors(devices)[:NAMED_DIVISORS])
         fix = f"use a multiple of {fixed} devices, or sizes whose product is {can}"
         if not is_open:
             fix = (f'use {fixed} devices, or change [mesh]: sizes with a product of {devices}, or an axis left to the '
@@ -299,7 +300,7 @@ def rule_entry(rule: LayoutRule, leaf: Leaf, axes: Axes, devices: int, where: st
         return AUTO
     if devices == 1:
         return (1,) * len(leaf.shape)
-    strategy = tuple(math.prod(dict(axes)[a] for a in dim) for dim in spec)
+    strategy = strategy_of(spec, axes)
     return AUTO if check_strategy(leaf, strategy, devices, problems) is None else spec
 
 

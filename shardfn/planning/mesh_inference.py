@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import Leaf
+from shardfn.ir.divisors import primes
 from shardfn.ir.model import Spec
-from shardfn.partition.resharding import primes
 
 TRIES = 6
 """Attempts with fewer and fewer pairs of groups on axes of their own, where the devices are too few for all."""

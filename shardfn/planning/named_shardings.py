@@ -14,6 +14,7 @@ from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec, mesh_text
+from shardfn.ir.specs import strategy_of
 from shardfn.planning.given_mesh import place_on_axes
 from shardfn.planning.mesh_inference import Placement
 
@@ -101,9 +102,9 @@ def _named_spec(
     if problem is not None:
         problems.append(problem)
         return None
-    spec, sizes = _spec(leaf), dict(_axes(leaf, mesh_axes))
-    shards = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
-    return None if check_strategy(leaf, shards, devices, problems) is None else spec
+    spec = _spec(leaf)
+    strategy = strategy_of(spec, _axes(leaf, mesh_axes))
+    return None if check_strategy(leaf, strategy, devices, problems) is None else spec
 
 
 def _refusals(

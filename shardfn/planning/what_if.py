@@ -15,6 +15,7 @@ from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.paths import alike, did_you_mean, layer, listed, met, near, normal, starred
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Spec
+from shardfn.ir.specs import strategy_of
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan, answered_call
@@ -22,7 +23,6 @@ from shardfn.planning.planner import plan_search_answer, search, without_workaro
 from shardfn.planning.pose import place_call
 from shardfn.search.array_changes import array_specs
 from shardfn.search.problem import objective
-from shardfn.search.resharding_costs import strategy_of
 
 MOST = 12
 """Shardings of an array that are evaluated by default, at most."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
+from shardfn.ir.specs import strategy_of
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import OpConstraints, SearchProblem
 
@@ -43,13 +44,12 @@ def batch_arguments(problem: SearchProblem) -> frozenset[int]:
 
 def resident_bytes(problem: SearchProblem, axes: Axes, specs: Sequence[Spec]) -> int:
     """Bytes on one device of the arguments, and of the results that alias them or whose sharding the user gave."""
-    sizes = dict(axes)
     arguments = dict(zip(problem.inputs, specs, strict=True))
     results = dict(problem.results) | {v: arguments[source] for v, source in problem.same_as.items()}
 
     def on_one(sharded: Mapping[int, Spec]) -> int:
         return sum(
-            math.ceil(array_bytes(problem.graph.values[v]) / math.prod(sizes[a] for dim in spec for a in dim))
+            math.ceil(array_bytes(problem.graph.values[v]) / math.prod(strategy_of(spec, axes)))
             for v, spec in sharded.items()
         )
 

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterator
 
-from shardfn.ir.model import Axes, Op, OpConstraint, Spec, mesh_sizes_text
+from shardfn.ir.model import Axes, Op, OpConstraint, Spec, axes_of, mesh_sizes_text
 from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
+from shardfn.ir.specs import merge_axes, results_only
 from shardfn.search.archive import Archive
 from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import merge_axes, results_only, used_axes
 from shardfn.search.result_shardings import results_as_solved
 
 REPEATS = 2
@@ -157,7 +157,7 @@ def _broadcast_operands(
             root = v
             while root in source:
                 root = source[root]
-            if root != v and root in found.space.layouts and not used_axes(spec_of(root)) <= used_axes(spec):
+            if root != v and root in found.space.layouts and not set(axes_of(spec_of(root))) <= set(axes_of(spec)):
                 operands[position] = spec
         if any(spec is not None for spec in operands):
             constraints[index] = OpConstraint(tuple(operands), (None,) * len(op.outputs))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram
+from shardfn.ir.specs import results_only
 from shardfn.search.array_changes import proposal_from
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import results_only
 
 
 def fewer_constraints(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:

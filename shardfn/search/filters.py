@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.ir.model import Graph, PartitionedProgram, axis_size
+from shardfn.ir.model import Graph, PartitionedProgram, axes_of, axis_size
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm
@@ -77,7 +77,7 @@ def keeps_rules(partitioned: PartitionedProgram, algorithm: Algorithm) -> bool:
         if op.name != "dot_general":
             continue
         specs = [partitioned.specs[value] for value in (*op.inputs, *op.outputs)]
-        used = {axis for spec in specs for dim in spec for axis in dim}
+        used = {axis for spec in specs for axis in axes_of(spec)}
         if algorithm.fully_use_devices and math.prod(axis_size(a, partitioned.axes) for a in used) < math.prod(
             partitioned.axes.values()
         ):

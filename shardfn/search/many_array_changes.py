@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Op, OpConstraint, Spec
+from shardfn.ir.model import Op, OpConstraint, Spec, axes_of
+from shardfn.ir.specs import strategy_of
 from shardfn.search import baselines
 from shardfn.search.array_changes import proposal_from
 from shardfn.search.baselines import batch_arguments
 from shardfn.search.constrained import DECIDING_OPS
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import used_axes
 from shardfn.search.result_shardings import fits
 
 
@@ -77,7 +77,7 @@ def _fully_sharded(problem: SearchProblem, candidate: SearchCandidate, only_stat
     is_state = baselines.is_optimizer_state(problem)
     for i, shape in enumerate(problem.shapes):
         if problem.specs[i] is None and i not in batch and (is_state[i] or not only_state):
-            for axis in (axis for axis in sizes if axis not in used_axes(specs[i])):
+            for axis in (axis for axis in sizes if axis not in axes_of(specs[i])):
                 specs[i] = _with_axis(shape, specs[i], axis, sizes)
     kept = {group for i, groups in enumerate(problem.groups) if i not in batch for group in groups}
     batch_groups = {group for i in batch for group in problem.groups[i]} - kept
@@ -88,7 +88,7 @@ def _fully_sharded(problem: SearchProblem, candidate: SearchCandidate, only_stat
         if (
             index in problem.can_constrain
             and op.name in DECIDING_OPS
-            and all(used_axes(spec) <= sizes.keys() for spec in results)
+            and all(sizes.keys() >= set(axes_of(spec)) for spec in results)
             and batch_groups.intersection(problem.value_groups[op.outputs[0]])
         ):
             constraints[index] = OpConstraint((None,) * len(op.inputs), results)
@@ -97,7 +97,7 @@ def _fully_sharded(problem: SearchProblem, candidate: SearchCandidate, only_stat
 
 def _with_axis(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> Spec:
     """The sharding with an axis more, where it divides a dimension."""
-    left = [n // math.prod(sizes[a] for a in dim) for n, dim in zip(shape, spec, strict=True)]
+    left = [n // shards for n, shards in zip(shape, strategy_of(spec, sizes), strict=True)]
     at = baselines.largest_dimension(spec, left, sizes[axis])
     order = list(sizes)
     return tuple(tuple(sorted((*dim, axis), key=order.index)) if d == at else dim for d, dim in enumerate(spec))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NoReturn
 
 from shardfn.cost.memory.live_memory import MemoryEstimate, live_memory
 from shardfn.errors import StrategyError, fail
-from shardfn.ir.model import Op
+from shardfn.ir.source_lines import source_line
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, SearchProblem
 from shardfn.units import bytes_text
@@ -104,37 +103,19 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
     """The largest arrays at an answer's memory peak: what each is, the line it comes from, and bytes on one device. Equal
     ones of a line are one entry."""
     live = live_memory(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)
-    partitioned, alive = live.partitioned, live.held_at_peak
-    names = {
-        v: f"`{name}`" for v, name in zip(partitioned.graph.arguments(len(problem.names)), problem.names, strict=True)
-    }
-    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
+    graph, alive = live.partitioned.graph, live.held_at_peak
+    names = {v: f"`{name}`" for v, name in zip(graph.arguments(len(problem.names)), problem.names, strict=True)}
     counts: dict[tuple[int, str], int] = {}
     for values, size in alive:
         text = "a copy by XLA"
         if values:
-            v = next((v for v in values if v in names or v in made), values[0])
-            at = source_line(made, v) if v in made else ""
-            name = names.get(v) or (
-                made[v].name if v in made else "captured" if v in partitioned.graph.inputs else "carried"
-            )
-            text = f"{name} {partitioned.graph.values[v]}{at and f' at {at}'}"
+            v = next((v for v in values if v in names or v in graph.makers), values[0])
+            maker, at = graph.maker(v), source_line(graph, v)
+            name = names.get(v) or (maker.name if maker else "captured" if v in graph.inputs else "carried")
+            text = f"{name} {graph.values[v]}{at and f' at {at}'}"
         key = -size, text
         counts[key] = counts.get(key, 0) + 1
     return [
         f"{text}: {bytes_text(-size)}" + (f", {counts[size, text]} of them" if counts[size, text] > 1 else "")
         for size, text in sorted(counts)[:NAMED]
     ]
-
-
-def source_line(made: Mapping[int, Op], value: int) -> str:
-    """The source line of the op that makes a value, or else of the nearest op before it: sums of gradients have none."""
-    front, seen = [value], {value}
-    while front:
-        ops = [made[v] for v in front if v in made]
-        found = next((op.where for op in ops if op.where), "")
-        if found:
-            return found
-        front = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in seen]
-        seen.update(front)
-    return ""

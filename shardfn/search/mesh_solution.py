@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardfn.ir.model import Axes, Spec
+from shardfn.ir.specs import strategy_of
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import totals
 from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Rank, is_no_worse, rank
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import spec_of_label, strategy_of
+from shardfn.search.resharding_costs import spec_of_label
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 

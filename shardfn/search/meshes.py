@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardfn.cost.devices.links import are_alike, links
+from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes
-from shardfn.partition.resharding import divisors
 from shardfn.search.mesh_solution import MeshSolution, transposed_mesh
 from shardfn.search.problem import SearchProblem
 
@@ -48,6 +48,6 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
     if most == 1 or n == 1:
         return [(n,)]
     found = [(n,)]
-    for first in divisors(n, n)[1:-1]:
+    for first in divisors(n)[1:-1]:
         found += [(first, *rest) for rest in splits(n // first, most - 1)]
     return sorted(found, key=lambda s: (len(s), [-size for size in s]))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import ContextTypeError, StrategyError, a, fail
-from shardfn.ir.model import Axes
+from shardfn.ir.model import Axes, axes_of
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator
 from shardfn.search.problem import Proposal, SearchProblem
@@ -88,7 +88,7 @@ def _spec_fault(name: str, shape: tuple[int, ...], spec: Any, sizes: Mapping[str
     """Why a sharding does not fit an array; where `is_even`, because it does not divide it too."""
     if not isinstance(spec, tuple) or len(spec) != len(shape) or not all(isinstance(dim, tuple) for dim in spec):
         return f"{name} has the sharding {spec!r}, which is not one tuple of axes for each of {len(shape)} dimensions"
-    used = [axis for dim in spec for axis in dim]
+    used = axes_of(spec)
     if len(set(used)) < len(used) or not sizes.keys() >= set(used):
         return f"{name} has the sharding {spec}, and each of the axes {', '.join(sizes)} can shard one dimension"
     for size, dim in zip(shape, spec, strict=True):

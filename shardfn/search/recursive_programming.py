@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes
-from shardfn.partition.resharding import divisors
 from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
 from shardfn.search.exact import solve_mesh
@@ -57,7 +57,7 @@ def divisions(devices: int) -> list[int]:
     """
     found = []
     while devices > 1:
-        size = next(d for d in divisors(devices, devices) if d * d >= devices)
+        size = next(d for d in divisors(devices) if d * d >= devices)
         found.append(size)
         devices //= size
     return found

@@ -1,4 +1,4 @@
-"""The cost of resharding a value over mesh axes, and small functions on shardings.
+"""The cost of resharding a value over mesh axes, and labels as shardings.
 
 Bytes are what one device sends. Seconds are bytes over each axis's own link, plus its latency.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from shardfn.cost.devices.chips import Chip, Hardware
 from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.cost.platforms import backend_of
-from shardfn.ir.model import Axes, OpConstraint, Spec, axes_of
+from shardfn.ir.divisors import primes
+from shardfn.ir.model import Axes, Spec, axes_of
 from shardfn.partition.libtpu import makes_reduce_scatter, max_reduced_gather_bytes
-from shardfn.partition.resharding import primes
 from shardfn.partition.tile_assignment import DeviceGroup
 from shardfn.solver.labelling import Array
 
@@ -253,52 +253,6 @@ def _path(
     return tuple(found)
 
 
-def merge_axes(
-    axes: Axes, specs: Sequence[Spec], constraints: Mapping[int, OpConstraint]
-) -> tuple[Axes, list[Spec], dict[int, OpConstraint]]:
-    """Merge neighbouring axes that always shard together, in order.
-
-    >>> merge_axes((("a", 2), ("b", 2)), [(("a", "b"), ())], {})[:2]
-    ((('a', 4),), [(('a',), ())])
-    """
-    constrained = [s for c in constraints.values() for s in (*c.operands, *c.results) if s is not None]
-    dims = {dim for spec in (*specs, *constrained) for dim in spec}
-    groups: list[list[tuple[str, int]]] = []
-    for axis in axes:
-        last = groups[-1][-1][0] if groups else ""
-        if groups and all((last in dim) == (axis[0] in dim) and
-                          (last not in dim or dim.index(axis[0]) == dim.index(last) + 1) for dim in dims):  # fmt: skip
-            groups[-1].append(axis)
-        else:
-            groups.append([axis])
-    names = [chr(ord("a") + i) for i in range(len(groups))]
-    first = {group[0][0]: name for group, name in zip(groups, names, strict=True)}
-
-    def renamed(spec: Spec) -> Spec:
-        return tuple(tuple(first[a] for a in dim if a in first) for dim in spec)
-
-    sizes = tuple((name, math.prod(size for _, size in group)) for group, name in zip(groups, names, strict=True))
-    return sizes, [renamed(spec) for spec in specs], {i: map_specs(c, renamed) for i, c in constraints.items()}
-
-
-def map_specs(constraint: OpConstraint, change: Callable[[Spec], Spec]) -> OpConstraint:
-    """A constraint with each of its shardings changed."""
-    operands, results = (
-        tuple(s if s is None else change(s) for s in specs) for specs in (constraint.operands, constraint.results)
-    )
-    return OpConstraint(operands, results)
-
-
-def results_only(constraint: OpConstraint) -> OpConstraint:
-    """A constraint that leaves the operands to the compiler."""
-    return OpConstraint((None,) * len(constraint.operands), constraint.results)
-
-
-def used_axes(spec: Spec) -> set[str]:
-    """The axes of a sharding."""
-    return {axis for dim in spec for axis in dim}
-
-
 def label_of_spec(spec: Spec, names: Sequence[str]) -> list[int]:
     """A sharding as the dimension that each axis shards, -1 for none.
 
@@ -316,13 +270,3 @@ def spec_of_label(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
     (('b',), (), ('a',))
     """
     return tuple(tuple(n for n, d in zip(names, row, strict=True) if d == dim) for dim in range(rank))
-
-
-def strategy_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
-    """The number of shards of each dimension.
-
-    >>> strategy_of((("a",), ()), (("a", 4), ("b", 2)))
-    (4, 1)
-    """
-    sizes = dict(axes)
-    return tuple(math.prod(sizes[a] for a in dim) for dim in spec)

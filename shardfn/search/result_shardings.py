@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.ir.model import Axes, Spec
+from shardfn.ir.specs import map_specs, merge_axes
 from shardfn.search import baselines
 from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, specs_of
 from shardfn.search.problem import Proposal, ResultSpecs, SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import map_specs, merge_axes
 
 
 def results_as_solved(problem: SearchProblem, candidate: SearchCandidate, found: MeshSolution) -> Proposal | None:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator
 
 from shardfn.errors import StrategyError, fail
+from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, mesh_sizes_text
-from shardfn.partition.resharding import divisors
 from shardfn.search.archive import Archive
 from shardfn.search.baselines import (
     ArgumentSharding,
@@ -226,7 +226,7 @@ def _roles(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Roles]
     if not wanted.has_tensor:
         yield Roles((("a", n),), ("a",), ())
         return
-    for size in sorted(divisors(n, n)[1:-1], key=lambda t: (max(t, n // t), t)) if batch else ():
+    for size in sorted(divisors(n)[1:-1], key=lambda t: (max(t, n // t), t)) if batch else ():
         yield Roles((("a", n // size), ("b", size)), ("a",), ("b",))
     if not wanted.has_batch:
         yield Roles((("a", n),), (), ("a",))

@@ -10,8 +10,9 @@ import pytest
 import shardfn
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
+from shardfn.ir.divisors import primes
 from shardfn.mindspore.parallel import layout_of
-from shardfn.planning.mesh_inference import place, primes
+from shardfn.planning.mesh_inference import place
 
 
 def placed(devices, *arrays):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.devices.hardware import CHIPS, resolve
-from shardfn.partition.resharding import primes, resharding_steps
+from shardfn.ir.divisors import primes
+from shardfn.partition.resharding import resharding_steps
 from shardfn.search import resharding_costs
 from shardfn.search.resharding_costs import MeshModel, resharding_cost
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from shardfn.errors import Problem
 from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import short
+from shardfn.ir.divisors import divisors
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 
 
@@ -55,10 +56,10 @@ def sharded_dims(
                 problems.append(Problem(f"`{paths[i]}` has {len(shapes[i])} dims, its entry {len(entry)}", where,
                                         f"`{paths[i]}`: {list(shapes[i])}", "write one int for each dimension"))  # fmt: skip
             elif shapes[i][dim] % shards:
-                divisors = [str(n) for n in range(2, shards) if math.gcd(n, shapes[i][dim]) == n]
+                fewer = [n for n in divisors(shapes[i][dim]) if 1 < n < shards]
                 problems.append(Problem(f"`{paths[i]}` cannot be sharded {shards} ways along dimension {dim}", where,
                                         f"{shapes[i][dim]} is not divisible by {shards}",
-                                        f"use {' or '.join(divisors)}" if divisors else "leave it unsharded"))  # fmt: skip
+                                        f"use {' or '.join(map(str, fewer))}" if fewer else "leave it unsharded"))  # fmt: skip
             else:
                 dims[i] = dim
     return dims, shards, problems

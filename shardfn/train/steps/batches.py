@@ -15,6 +15,7 @@ from shardfn.errors import Problem, StrategyTypeError, fail
 from shardfn.frontend.option_checks import positional
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import short
+from shardfn.ir.divisors import divisors
 
 
 def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -131,7 +132,7 @@ def _split_fix(common: int, size: int, devices: int, micro_batches: int, option:
     """Counts of micro-batches near to the wanted one that divide arrays with `common` as a divisor of all sizes, and sizes of
     the batch near to `size` that the wanted count divides."""
     parts, fits = devices * micro_batches, common // devices if common % devices == 0 else 0
-    counts = [n for n in range(1, fits + 1) if fits % n == 0] if micro_batches > 1 else []
+    counts = divisors(fits) if micro_batches > 1 else []
     near = sorted(sorted(counts, key=lambda n: abs(math.log(n / micro_batches)))[:2])
     below = size // parts * parts
     sizes = f"use a batch of {f'{below} or ' if below else ''}{below + parts}, or pad it"

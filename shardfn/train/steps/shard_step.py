@@ -16,6 +16,7 @@ from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.parameter_plan import no_such_array
 from shardfn.frontend.paths import array_paths, met, ruled
 from shardfn.frontend.strategy import AUTO, ModeEntry
+from shardfn.ir.divisors import divisors
 from shardfn.planning.inner_entries import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
@@ -239,7 +240,7 @@ def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, i
         return (("data", count),)
     if size > count or count % size:
         where = f"optimizer_weight_shard_size = {size}"
-        fix = f"use one of {', '.join(str(n) for n in range(2, count + 1) if count % n == 0)}, or -1 for all"
+        fix = f"use one of {', '.join(map(str, divisors(count)[1:]))}, or -1 for all"
         raise_problems([Problem(f"states cannot be sharded over {size} of {count} devices", where,
                                 f"{size} does not divide {count}", fix)])  # fmt: skip
     return (("replica", count // size), ("data", size))

@@ -15,6 +15,7 @@ from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import join, tidy
 from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.ir.model import Spec
+from shardfn.ir.specs import strategy_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ def shard_further(
     ((), ('a',), ('b',))
     """
     sizes = dict(axes)
-    shards = [math.prod(sizes[a] for a in dim) for dim in spec]
+    shards = strategy_of(spec, sizes)
     if 0 in shape or math.prod(shape) * itemsize // math.prod(shards) < how.threshold * 1024:
         return spec
     free = [a for a, n in axes if n > 1 and not any(a in dim for dim in spec)]
