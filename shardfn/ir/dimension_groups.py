@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 from shardfn.ir.model import DimFactors, Graph, ShardingRule
 
@@ -79,6 +81,30 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
         tuple(numbers[find(first[v] + d)] for d in range(len(value.shape))) for v, value in enumerate(graph.values)
     )
     return DimensionGroups(of, len(numbers))
+
+
+def shared_elements(
+    values: Sequence[tuple[int, ...]], sizes: Sequence[int], groups: Collection[int]
+) -> Counter[tuple[int, int]]:
+    """By ordered pair of groups, the elements of the values that have a dimension of each: batch and hidden dimension share
+    activations, the hidden dimensions of two layers share none.
+
+    Args:
+      values: the groups of each value's dimensions.
+      sizes: elements of each value.
+      groups: those whose pairs are wanted.
+
+    >>> dict(shared_elements([(0, 1), (1, 2), (1, 0)], [8, 4, 2], {0, 1}))
+    {(0, 1): 10, (1, 0): 10}
+    """
+    wanted = frozenset(groups)
+    rows: Counter[tuple[int, ...]] = Counter()
+    for row, size in zip(values, sizes, strict=True):
+        rows[tuple(sorted(wanted.intersection(row)))] += size
+    found: Counter[tuple[int, int]] = Counter()
+    for row, size in rows.items():
+        found.update(dict.fromkeys(itertools.permutations(row, 2), size))
+    return found
 
 
 def corresponding(rule: ShardingRule, source: DimFactors, target: DimFactors) -> dict[int, tuple[int, int]]:

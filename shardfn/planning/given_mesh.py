@@ -1,18 +1,18 @@
 """Integer strategies on the axes of a given mesh: each dimension takes axes whose sizes multiply to its number of shards.
 
-Tied dimensions take the same axes, or some of them; dimensions that meet on a value inside the function take different axes
-where the mesh has them. An axis is never split.
+Tied dimensions take the same axes, or some of them. Dimensions of one value inside the function take different axes where the
+mesh has them. An axis is never split.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import Leaf
+from shardfn.ir.dimension_groups import shared_elements
 from shardfn.ir.model import Axes, Spec, mesh_text
 
 SHOWN = 4
@@ -50,13 +50,13 @@ def place_on_axes(
     used: dict[int, list[tuple[str, ...]]] = {}
     for spec, of in zip(specs, groups, strict=True):
         _note(used, spec or (), of)
-    meeting = _meeting(values, sizes or (1,) * len(values))
+    shared = shared_elements(values, sizes or (1,) * len(values), {group for of in groups for group in of})
     options = {i: list(_specs(s, axes)) for i, s in enumerate(strategies) if s is not None and specs[i] is None}
     for i in sorted(options, key=lambda i: (len(options[i]), i)):
         if not options[i]:
             problems.append(_misfit(leaves[i], strategies[i] or (), axes, instead))
             continue
-        found[i] = min(options[i], key=lambda spec: _cost(spec, groups[i], used, meeting))
+        found[i] = min(options[i], key=lambda spec: _cost(spec, groups[i], used, shared))
         _note(used, found[i] or (), groups[i])
     return tuple(found)
 
@@ -79,17 +79,6 @@ def _specs(strategy: Sequence[int], axes: Axes) -> Iterator[Spec]:
                     yield (tuple(name for name, _ in chosen), *spec)
 
 
-def _meeting(values: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Mapping[tuple[int, int], int]:
-    """The pairs of groups that meet on a value inside the function, with the elements of these values."""
-    rows: collections.Counter[tuple[int, ...]] = collections.Counter()
-    for row, size in zip(values, sizes, strict=True):
-        rows[row] += size
-    found: collections.Counter[tuple[int, int]] = collections.Counter()
-    for row, size in rows.items():
-        found.update({pair: size for pair in set(itertools.permutations(row, 2))})
-    return found
-
-
 def _note(used: dict[int, list[tuple[str, ...]]], spec: Spec, groups: Sequence[int]) -> None:
     for dim, group in zip(spec, groups):  # noqa: B905
         if dim:
@@ -100,7 +89,7 @@ def _cost(
     spec: Spec,
     groups: Sequence[int],
     used: Mapping[int, Sequence[tuple[str, ...]]],
-    meeting: Mapping[tuple[int, int], int],
+    elements: Mapping[tuple[int, int], int],
 ) -> tuple[int, int]:
     """How often tied dimensions would be on other axes; then the elements of the values where two groups share an axis."""
     apart, shared = 0, 0
@@ -109,7 +98,7 @@ def _cost(
         apart += sum(not (mine <= set(other) or mine >= set(other)) for other in used.get(group, ()) if dim)
         for other, rows in used.items():
             if other != group and mine & {axis for row in rows for axis in row}:
-                shared += meeting.get((group, other), 0)
+                shared += elements.get((group, other), 0)
     return apart, shared
 
 

@@ -8,7 +8,6 @@ data share first. Dimensions of one array never share an axis.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -18,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import Leaf
+from shardfn.ir.dimension_groups import shared_elements
 from shardfn.ir.divisors import primes
 from shardfn.ir.model import Spec
 
@@ -82,7 +82,7 @@ def place(
         atoms = ((chain, position) for chain, factors in enumerate(chains) for position in range(len(factors)))
         slots_of = {atom: slot for slot, atom in enumerate(atoms)}
     else:
-        tries = list(_kept_apart(_meeting(needs, groups, values, sizes or (1,) * len(values))))
+        tries = list(_kept_apart(_shared_by_chains(needs, groups, values, sizes or (1,) * len(values))))
         operands = _operands(needs, used, chains, devices, calls)
         both = itertools.product([operands, ()] if operands else [()], tries)
         found = (_share(needs, used, chains, devices, apart, mine) for mine, apart in both)
@@ -178,24 +178,15 @@ def _atoms(need: Need, chain: list[int]) -> tuple[Atom, ...]:
     return tuple(taken)
 
 
-def _meeting(
+def _shared_by_chains(
     needs: Sequence[Need], groups: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """The pairs of chains that meet on a value inside the function, with the elements of these values.
-
-    Batch and hidden dimension meet; the hidden dimensions of two layers do not.
-    """
+    """`shared_elements` of the groups of two chains, by pair of chains."""
     chains_of: dict[int, set[int]] = {}
     for need in needs:
         chains_of.setdefault(groups[need.leaf][need.dim], set()).add(need.chain)
-    met: collections.Counter[tuple[int, ...]] = collections.Counter()
-    for row, size in zip(values, sizes, strict=True):
-        met[tuple(sorted(chains_of.keys() & set(row)))] += size
-    found: collections.Counter[tuple[int, int]] = collections.Counter()
-    for row, count in met.items():
-        for a, b in itertools.permutations(row, 2):
-            found.update({(c, d): count for c in chains_of[a] for d in chains_of[b]})
-    return found
+    shared = shared_elements(values, sizes, chains_of)
+    return {(c, d): count for (a, b), count in shared.items() for c in chains_of[a] for d in chains_of[b]}
 
 
 def _operands(

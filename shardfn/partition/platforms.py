@@ -1,0 +1,78 @@
+"""What each XLA backend does differently with the collectives of a partitioned program: one row each.
+
+The partitioner, which emits the collectives, and the search, which charges for them, read the same row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from shardfn.ir.model import PartitionedProgram, is_gpu
+from shardfn.partition.combine_reductions import combine_partial_sums
+from shardfn.partition.libtpu import all_reduce_gathers, makes_reduce_scatter, repeat_distant_gathers
+from shardfn.partition.loop_reductions import all_reduces_after_loops
+from shardfn.partition.rebuild import without_unread
+
+
+def _gpu_passes(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
+    return all_reduces_after_loops(without_unread(combine_partial_sums(partitioned)))
+
+
+def _tpu_passes(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
+    found = all_reduces_after_loops(without_unread(repeat_distant_gathers(combine_partial_sums(partitioned))))
+    return all_reduce_gathers(found, torus)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRules:
+    """How one XLA backend communicates."""
+
+    passes: Callable[[PartitionedProgram, Sequence[int]], PartitionedProgram] = lambda partitioned, torus: partitioned
+    """What it changes after partitioning, on all chips of a torus (empty elsewhere); unread resharding is removed."""
+    makes_reduce_scatters: bool = True
+    """Whether it reduce-scatters sums of which each device needs a shard; else it all-reduces and slices."""
+    scatters_shard: Callable[[tuple[int, ...], int, int, bool, tuple[int, ...]], bool] | None = None
+    """Where it does so for some shards only, along one dimension, for which (`libtpu.makes_reduce_scatter`)."""
+    combines_reductions: bool = True
+    """Whether it adds partial sums before they are reduced (`combine_reductions`), and reduces what a loop adds up after the
+    loop (`loop_reductions`)."""
+    sent_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By dtype, another one in which collectives send; what arrives is converted back."""
+    operands_sent_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By dtype, another one in which all-gathers and collective-permutes send what a matmul of default precision reads; it
+    reads what arrives."""
+    sends_halo_rows_once: bool = False
+    """Whether rows that neighbours on both sides read are sent in one collective-permute."""
+    hoists_invariants: bool = False
+    """Whether it computes before a loop what the loop does not change (`loop_invariants`)."""
+    hoists_gathers: bool = False
+    """Whether it does so for ops whose result is larger than their operands, such as all-gathers."""
+
+
+_RULES = {
+    "cpu": CollectiveRules(
+        makes_reduce_scatters=False,
+        combines_reductions=False,
+        sent_as={"bf16": "f32"},
+        hoists_invariants=True,
+        hoists_gathers=True,
+    ),
+    "gpu": CollectiveRules(_gpu_passes),
+    "tpu": CollectiveRules(
+        _tpu_passes,
+        scatters_shard=makes_reduce_scatter,
+        operands_sent_as={"f32": "bf16"},
+        sends_halo_rows_once=True,
+        hoists_invariants=True,
+    ),
+}
+
+
+def collective_rules(platform: str) -> CollectiveRules:
+    """The rules of a platform's backend.
+
+    >>> [collective_rules(platform).makes_reduce_scatters for platform in ("cpu", "cuda", "tpu")]
+    [False, True, True]
+    """
+    return _RULES["gpu" if is_gpu(platform) else platform]
