@@ -7,8 +7,8 @@ collectives. Where the rule for something is:
   terms of `grouped_dot`; convolutions: `convolution`; the types that a rule takes and returns: `sharded_op`
 - from one sharding of an array to another: `resharding`, and within a group of devices `tile_assignment`
 - windows and slices along a sharded dimension: `halo_exchange`
+- what a backend does differently: `platforms`, one row each
 - passes after partitioning: `simplify`; all-reduces that are combined: `combine_reductions`, and in loops
-  `loop_reductions`;
-  what libtpu does differently: `libtpu`, `tpu_padding`; the rebuilt program: `rebuild`
+  `loop_reductions`; those of libtpu: `libtpu`, `tpu_padding`; the rebuilt program: `rebuild`
 - layouts for which XLA computes wrong results: `xla_bugs`
 """

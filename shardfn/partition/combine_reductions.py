@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
-from shardfn.partition.loop_reductions import all_reduces_after_loops
-from shardfn.partition.rebuild import ProgramBuilder, live_ops, live_out_values, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, live_ops, live_out_values
 
 
 def scatter_into_addend(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
@@ -50,13 +49,6 @@ def _untransposed(value: int, transposes: Mapping[int, Op]) -> int:
         return value
     there, back = (tuple(map(r.operands[0].index, r.results[0])) for r in (first.rule, last.rule))
     return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
-
-
-def gpu_collectives(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """The collectives as XLA's GPU backend runs them: reductions combined, and moved out of loops; unread resharding
-    removed.
-    """
-    return all_reduces_after_loops(without_unread(combine_partial_sums(partitioned)))
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})

@@ -9,16 +9,8 @@ import math
 from collections.abc import Sequence
 
 from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
-from shardfn.partition.combine_reductions import combine_partial_sums
-from shardfn.partition.loop_reductions import all_reduces_after_loops
-from shardfn.partition.rebuild import ProgramBuilder, resolved_chains, without_unread
+from shardfn.partition.rebuild import ProgramBuilder, resolved_chains
 from shardfn.partition.tpu_padding import LANES, SUBLANES, row_major_tiled_bytes, tiled_dims
-
-
-def tpu_collectives(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
-    """The collectives as libtpu runs them on all chips of a torus."""
-    found = all_reduces_after_loops(without_unread(repeat_distant_gathers(combine_partial_sums(partitioned))))
-    return all_reduce_gathers(found, torus)
 
 
 def makes_reduce_scatter(

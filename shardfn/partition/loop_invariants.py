@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, first_of_body
 from shardfn.ir.op_traits import CONTRACTIONS, HOISTED_ALONG, NEVER_HOISTED
+from shardfn.partition.platforms import collective_rules
 from shardfn.partition.rebuild import ProgramBuilder
-
-PLATFORMS = ("cpu", "tpu")
-"""Platforms whose XLA backend moves loop invariants."""
 
 _MOVED_WITH_OPERANDS = CONTRACTIONS | {"reduce"}
 """Ops that on TPU move together with operands that are too large to move by themselves."""
@@ -28,7 +26,7 @@ _MOVED_WITH_OPERANDS = CONTRACTIONS | {"reduce"}
 def hoist_invariants(partitioned: PartitionedProgram) -> PartitionedProgram:
     """The program with its loop invariants before their loops, inner loops first."""
     graph = partitioned.graph
-    if partitioned.platform not in PLATFORMS or not any(op.seen for op in graph.ops):
+    if not collective_rules(partitioned.platform).hoists_invariants or not any(op.seen for op in graph.ops):
         return partitioned
     builder, sent = ProgramBuilder(partitioned), {c.result: c for c in partitioned.communications}
     copied_from: dict[int, int] = {}  # by a value that an inner loop's rearrangement added
@@ -59,7 +57,7 @@ def with_hoisted_trips(graph: Graph, platform: str, size_of: Callable[[int], int
       size_of: bytes of a value.
     """
     ops = list(graph.ops)
-    for i, op in enumerate(graph.ops if platform in PLATFORMS else ()):
+    for i, op in enumerate(graph.ops if collective_rules(platform).hoists_invariants else ()):
         if op.seen:
             first = first_of_body(ops[:i], op)
             for at in _Invariants(graph, ops[first:i], op, platform, size_of).moved:
@@ -87,7 +85,7 @@ class _Invariants:
         self.moved: list[int] = []
         if self.has_invariants():
             region = self.region()
-            worth = self.worth_moving(region, may_grow=platform != "tpu")
+            worth = self.worth_moving(region, may_grow=collective_rules(platform).hoists_gathers)
             self.moved = sorted({at for i in worth for at in self.needed(i)})
 
     def has_invariants(self) -> bool:

@@ -25,14 +25,13 @@ from shardfn.ir.model import (
     axes_of,
     body_start,
     dtype_bits,
-    is_gpu,
     trips_of,
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
-from shardfn.partition.combine_reductions import gpu_collectives, scatter_into_addend
+from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.dead_carries import without_dead_carries
-from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.op_rules import rule_for
+from shardfn.partition.platforms import collective_rules
 from shardfn.partition.rebuild import ProgramBuilder, live_ops
 from shardfn.partition.resharding import (
     emitted_steps,
@@ -121,7 +120,7 @@ class _Partitioner(ProgramBuilder):
         self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...], mesh: _Mesh, alltoall: bool
     ):
         super().__init__(partitioned)
-        self.platform, self.torus = platform, torus
+        self.platform, self.torus, self.rules = platform, torus, collective_rules(platform)
         self.mesh, self.sizes = mesh, mesh.sizes
         graph = partitioned.graph
         self.specs = list(map(mesh.in_parts, partitioned.specs))
@@ -143,7 +142,7 @@ class _Partitioner(ProgramBuilder):
         is_sharded = list(map(any, self.specs)).__getitem__
         graph = self.given.graph
         ops = [_rotation(graph, op) if op.name == "concatenate" else op for op in graph.ops]
-        if self.platform != "cpu":
+        if self.rules.combines_reductions:
             ops = scatter_into_addend(ops, self.filled, graph.outputs)
         for op in _needed(graph, ops):
             if own:
@@ -166,9 +165,7 @@ class _Partitioner(ProgramBuilder):
         found = simplify(
             PartitionedProgram(graph, specs, self.given.axes, sent, self.platform, detours=tuple(self.detours))
         )
-        if self.platform == "cpu":
-            return found
-        return gpu_collectives(found) if is_gpu(self.platform) else tpu_collectives(found, self.torus)
+        return self.rules.passes(found, self.torus)
 
     def reshard_carries(self, op: Op) -> None:
         """Reshard what enters a loop, comes back from its body or leaves a branch, to the shardings of the results."""
@@ -287,7 +284,7 @@ class _Partitioner(ProgramBuilder):
             self.note_detour(value, how.to, op)
         trips = op.trips if trips is None else trips
         once = min(trips, self.trips[value])
-        stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
+        stays = once < trips and not self.rules.hoists_gathers and any(step.kind == "all-gather" for step in path)
         key = (how.to, how.group_axes, op.form and op.form[1] if stays else None)
         if into is None and (value, *key) in self.resharded:
             return self.resharded[value, *key]
@@ -315,9 +312,7 @@ class _Partitioner(ProgramBuilder):
         kind, after = step.kind, step.after
         was = made = self.values[value]
         trips, where = op.trips if trips is None else trips, op.where
-        travels = _wire_dtype(
-            self.platform, kind, was.dtype, self.is_read and op.name in CONTRACTIONS and not op.precision
-        )
+        travels, is_converted = self.sent_dtype(kind, was.dtype, op)
         if kind == "all-to-all":  # the shards are padded before the all-to-all
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
@@ -328,11 +323,11 @@ class _Partitioner(ProgramBuilder):
                 zeros = self.make(self.values[value], after, self.trips[value])
                 self.ops.append(Op("pad", (value,), (zeros,), None, self.trips[value], op.where, form=_place(op)))
                 value = zeros
-            if travels != was.dtype and self.platform == "tpu":  # the matmul reads it as it arrives
+            if travels != was.dtype and not is_converted:
                 made = Value(was.shape, travels)
         result = self.make(made, after, trips) if into is None else into
         arrived = result
-        if self.platform == "cpu" and kind and travels != was.dtype:
+        if kind and is_converted:
             arrived = self.make(Value(was.shape, travels), after, trips)
         form = _place(op)
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where, form=form))
@@ -344,6 +339,13 @@ class _Partitioner(ProgramBuilder):
         if arrived != result:
             self.ops.append(Op("convert", (arrived,), (result,), None, trips, where, form=form))
         return result
+
+    def sent_dtype(self, kind: str, dtype: str, op: Op) -> tuple[str, bool]:
+        """The dtype in which a collective for an op sends a value, and whether what arrives is converted back."""
+        is_operand = self.is_read and op.name in CONTRACTIONS and not op.precision
+        if is_operand and kind in ("all-gather", "collective-permute") and dtype in self.rules.operands_sent_as:
+            return self.rules.operands_sent_as[dtype], False
+        return self.rules.sent_as.get(dtype, dtype), dtype in self.rules.sent_as
 
     def as_form(self, value: int, form: Value, op: Op) -> int:
         """The value in another shape or dtype for an op, with the same sharding: itself, or converted, or padded."""
@@ -377,8 +379,9 @@ class _Partitioner(ProgramBuilder):
 
         `dims_order` is the dimension order of a transpose that is the only reader; empty without one.
         """
-        if self.platform != "tpu":
-            return self.platform != "cpu"
+        scatters_shard = self.rules.scatters_shard
+        if scatters_shard is None:
+            return self.rules.makes_reduce_scatters
         value, sharded = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
         if len(sharded) != 1:
             return False
@@ -387,7 +390,7 @@ class _Partitioner(ProgramBuilder):
         added = self.shards(axes_of(want)) // self.shards(axes_of(self.specs[partial]))
         spans_torus = added == math.prod(self.sizes.values())
         shape = tuple(shard[d] for d in dims)
-        return makes_reduce_scatter(shape, dims.index(sharded[0]), dtype_bits(value.dtype), spans_torus, self.torus)
+        return scatters_shard(shape, dims.index(sharded[0]), dtype_bits(value.dtype), spans_torus, self.torus)
 
     @functools.cached_property
     def transposed_dims(self) -> dict[int, tuple[int, ...]]:
@@ -424,7 +427,7 @@ class _Partitioner(ProgramBuilder):
                 part = self.halo_parts[key] = self.make(Value(shape, self.values[value].dtype), spec, op.trips)
                 self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where, form=_place(op)))
             again = key, op.name, op.trips
-            if self.platform != "tpu" or again not in self.halo_parts:  # on TPU the same rows are sent once
+            if not self.rules.sends_halo_rows_once or again not in self.halo_parts:
                 self.halo_parts[again] = self.send(ReshardingStep("collective-permute", spec[halo.dim], spec), part, op)
             found.append(self.halo_parts[again])
         return found
@@ -481,16 +484,6 @@ def _rotation(graph: Graph, op: Op) -> Op:
 def _rotation_rule(shape: tuple[int, ...]) -> ShardingRule:
     every = tuple((d,) for d in range(len(shape)))
     return ShardingRule((every,), (every,), shape)
-
-
-def _wire_dtype(platform: str, kind: str, dtype: str, is_read: bool) -> str:
-    """The dtype on the wire: on CPU `bf16` as `f32`; on TPU an operand of a matmul of default precision
-    as `bf16` in an all-gather or collective-permute.
-    """
-    if platform == "cpu" and dtype == "bf16":
-        return "f32"
-    is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
-    return "bf16" if is_narrowed else dtype
 
 
 _HOST_CALLBACKS = frozenset(

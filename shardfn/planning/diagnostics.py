@@ -29,6 +29,7 @@ from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
 from shardfn.ir.specs import strategy_of
+from shardfn.partition.platforms import collective_rules
 from shardfn.planning.decisions import Decision
 from shardfn.planning.expert_einsums import expert_einsums
 from shardfn.planning.field_lookups import field_lookups
@@ -65,7 +66,7 @@ def in_loops(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
 
     for c, sent in _alike_sent(plan.partitioned, is_wanted)[:2]:
         same = is_constant(plan.partitioned, c.operand, c.trips)
-        if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
+        if same and collective_rules(plan.hardware.platform).hoists_gathers:
             continue
         if sent < LEAST_BYTES or sent < plan.cost.bytes_sent / (20 if same else 4):
             continue

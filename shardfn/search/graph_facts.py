@@ -16,6 +16,7 @@ from shardfn.ir.model import Graph, PartitionedProgram, Value, dtype_bits, trips
 from shardfn.ir.op_traits import CONTRACTIONS
 from shardfn.partition.combine_reductions import combined_matmul_counts
 from shardfn.partition.loop_reductions import loop_accumulations
+from shardfn.partition.platforms import collective_rules
 from shardfn.search.kernel_costs import KernelShare, kernel_shares
 
 SLICED = "dynamic_slice"
@@ -90,7 +91,7 @@ def unsharded_program(graph: Graph, platform: str) -> PartitionedProgram:
 def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> GraphFacts:
     """The facts of a graph on a chip; `donated` are inputs whose memory results reuse. On CPU the ops run in the order of XLA's
     scheduler, which depends on no sharding there; elsewhere in program order."""
-    platform = chip.platform
+    platform, rules = chip.platform, collective_rules(chip.platform)
     whole = unsharded_program(graph, platform)
     order = combine_collectives(whole)
     if platform == "cpu":
@@ -117,7 +118,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         else:
             kept.append(buffer)
     trips, last = tuple(trips_of(graph)), _last(graph)
-    together = combined_matmul_counts(graph) if platform != "cpu" else {}
+    together = combined_matmul_counts(graph) if rules.combines_reductions else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
     total = [each * op.trips * op.instances for each, op in zip(flops, graph.ops, strict=True)]
     row_major = scattered_values(graph) if platform == "tpu" else frozenset[int]()
@@ -136,8 +137,8 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         loop_carries(graph, trips),
         row_major,
         gathered_arguments(graph) if platform == "tpu" else frozenset(),
-        _sums(graph) if platform != "cpu" else {},
-        _gathers(graph, trips) if platform != "cpu" else None,
+        _sums(graph) if rules.combines_reductions else {},
+        None if rules.hoists_gathers else _gathers(graph, trips),
         together,
     )
 

@@ -39,7 +39,7 @@ def halo_cost(
         for n in map(int, np.unique(count[alike & along.any(axis=1)])):
             here, own = alike & (count == n), -(-size // n)
             permutes = halo_permutes(size, other[window.out_dim], n, window)
-            if permutes and mesh.sends_rows_once:
+            if permutes and mesh.rules.sends_halo_rows_once:
                 permutes = tuple(dict.fromkeys(permutes))
             moved = (n - 1) * own if permutes is None else sum(fetch.end - fetch.start for fetch in permutes)
             part = np.where(here, moved / own * held[window.operand], 0.0)

@@ -119,6 +119,7 @@ class _Builder:
         self.trips = facts.trips
         self.sizes = mesh.sizes
         self.costs = OpCosts(graph, mesh, facts)
+        self.scattered = SCATTERED if mesh.rules.makes_reduce_scatters else 0
         self.is_first = not facts.leaders  # the first mesh: leaders are not known yet
         self.interned: dict[tuple[bytes, tuple[int, ...]], Array] = {}
         self.made: dict[object, Array] = {}
@@ -295,7 +296,7 @@ class _Builder:
                 work = self.followed[key] = self.one(op_labels.dims_to_factors(have, pairs, rule, self.sizes))
             layouts, costs = self.costed_op(index, rule, work, work, True)
         else:
-            scattered = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.mesh.scatters else 0
+            scattered = SCATTERED_LAST if index in self.facts.last else self.scattered
             make = lambda row: op_labels.op_codes(rule, self.sizes, scattered, row)  # noqa: E731
             node, codes = self.node(
                 self.fixed(()) if self.is_replicated(op) else self.labels((id(rule), scattered), make)

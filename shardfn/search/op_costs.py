@@ -7,6 +7,7 @@ not among them: `label_tables` charges it between nodes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class OpCosts:
 
     def __init__(self, graph: Graph, mesh: MeshModel, facts: GraphFacts):
         self.graph, self.mesh, self.facts = graph, mesh, facts
-        self.narrowed = _matmul_operands(graph) if mesh.narrows else frozenset[int]()
+        self.sent_parts = _sent_parts(graph, mesh.rules.operands_sent_as)
         self.counts: dict[int, Array] = {}
 
     def shards(self, layouts: Array) -> Array:
@@ -65,7 +66,7 @@ class OpCosts:
 
     def sent_part(self, value: int) -> float:
         """The part of a value's bytes that gathers and halo exchanges send: half where a matmul's operand is sent as `bf16`."""
-        return 0.5 if value in self.narrowed else 1.0
+        return self.sent_parts.get(value, 1.0)
 
     def of(self, index: int, rule: ShardingRule, layouts: OpLayouts, is_last: bool) -> Array:
         """FLOPs, those of matmuls, seconds of compute, bytes sent and their seconds of the op `index`: [5, labels].
@@ -131,7 +132,8 @@ def _summed_in_turn(op: Op, rule: ShardingRule) -> list[int]:
     return found if op.name == "convolution" else found[::-1]
 
 
-def _matmul_operands(graph: Graph) -> frozenset[int]:
-    """The `f32` values that matmuls of default precision read."""
-    read = {v for op in graph.ops if op.name in CONTRACTIONS and not op.precision for v in op.inputs}
-    return frozenset(v for v in read if graph.values[v].dtype == "f32")
+def _sent_parts(graph: Graph, sent_as: Mapping[str, str]) -> dict[int, float]:
+    """By value that matmuls of default precision read: bits of the dtype in which it is sent to them over those of its own."""
+    read = {v for op in graph.ops if sent_as and op.name in CONTRACTIONS and not op.precision for v in op.inputs}
+    dtypes = {v: dtype for v in read if (dtype := graph.values[v].dtype) in sent_as}
+    return {v: dtype_bits(sent_as[dtype]) / dtype_bits(dtype) for v, dtype in dtypes.items()}

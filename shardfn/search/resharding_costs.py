@@ -17,7 +17,8 @@ from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.cost.platforms import backend_of
 from shardfn.ir.divisors import primes
 from shardfn.ir.model import Axes, Spec, axes_of
-from shardfn.partition.libtpu import makes_reduce_scatter, max_reduced_gather_bytes
+from shardfn.partition.libtpu import max_reduced_gather_bytes
+from shardfn.partition.platforms import CollectiveRules, collective_rules
 from shardfn.partition.tile_assignment import DeviceGroup
 from shardfn.solver.labelling import Array
 
@@ -48,19 +49,9 @@ class MeshModel:
         return tuple(size for _, size in self.axes)
 
     @property
-    def scatters(self) -> bool:
-        """Whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice."""
-        return self.chip.platform != "cpu"
-
-    @property
-    def narrows(self) -> bool:
-        """Whether XLA gathers an `f32` operand of a matmul as `bf16`."""
-        return self.chip.platform == "tpu"
-
-    @property
-    def sends_rows_once(self) -> bool:
-        """Whether rows that neighbours on both sides read are sent in one permute."""
-        return self.chip.platform == "tpu"
+    def rules(self) -> CollectiveRules:
+        """How the chip's backend communicates."""
+        return collective_rules(self.chip.platform)
 
     @property
     def max_reduced_gather_bytes(self) -> float:
@@ -76,15 +67,16 @@ class MeshModel:
           made: [labels, axes], the dimension of the result that each axis shards, -1 for none.
           over: [labels, axes], the axes over which it would scatter.
         """
-        if self.chip.platform != "tpu" or not shape:
-            return np.full(len(made), self.scatters)
+        scatters_shard = self.rules.scatters_shard
+        if scatters_shard is None or not shape:
+            return np.full(len(made), self.rules.makes_reduce_scatters)
         counts = [shard_count(np.where(made == dim, 0, -1), self.sizes) for dim in range(len(shape))]
         shards = np.stack([-(-n // count) for n, count in zip(shape, counts, strict=True)], axis=1).astype(int).tolist()
         spans = np.where(over, self.sizes, 1).prod(axis=1) == math.prod(self.sizes)
         found = np.zeros(len(made), bool)
         for at in np.flatnonzero(over.any(axis=1)):
             dims = set(made[at, over[at]].tolist())
-            found[at] = len(dims) == 1 and makes_reduce_scatter(
+            found[at] = len(dims) == 1 and scatters_shard(
                 tuple(shards[at]), min(dims), bits, bool(spans[at]), self.torus
             )
         return found
