@@ -187,13 +187,14 @@ def has_own_time(op: Op) -> bool:
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
     """FLOP/s of an op. Special functions use an eighth of the lanes (CUDA C++ Programming Guide: 16 of 128)."""
     if op.name in CONTRACTIONS:
-        return chip.rate(graph.values[op.inputs[0]].dtype, op.precision, _sums_over_rows(op))
+        return chip.rate(graph.values[op.inputs[0]].dtype, op.precision, _contracts_rows(op))
     lanes = chip.vector_flops or chip.flops
     return lanes / 8 if op.name in EXPENSIVE else lanes
 
 
-def _sums_over_rows(op: Op) -> bool:
-    """Whether neither operand of a matmul has its contracting dimension last, as in a weight's gradient."""
+def _contracts_rows(op: Op) -> bool:
+    """Whether a matmul contracts the rows of both operands, as a weight's gradient does: neither has its contracting dimension
+    last."""
     return op.name == "dot_general" and op.rule is not None and all(op.rule.matmul_roles(s)[-1:] != [2] for s in (0, 1))
 
 

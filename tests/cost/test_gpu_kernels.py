@@ -108,19 +108,22 @@ def test_any_number_of_readers_make_a_constant_array_again():
     assert {op.name for op in own} == {"dot_general", "select"}
 
 
-@pytest.mark.parametrize(("summed", "over_rows"), [((1, 0), False), ((0, 0), True), ((1, 1), False), ((0, 1), False)])
-def test_f32_products_over_the_rows_of_both_are_slower_on_hopper(summed, over_rows):
-    """As the gradient of a weight is."""
-    x, y = summed
+@pytest.mark.parametrize(
+    ("contracted", "is_weight_gradient"), [((1, 0), False), ((0, 0), True), ((1, 1), False), ((0, 1), False)]
+)
+def test_f32_matmul_that_contracts_the_rows_of_both_operands_is_slower_on_hopper(contracted, is_weight_gradient):
+    """As a weight's gradient does."""
+    x, y = contracted
     function = lambda a, b: jax.lax.dot_general(a, b, (((x,), (y,)), ((), ())))  # noqa: E731
     partitioned = shardfn.plan(function, f32(N, N), f32(N, N), device="h100:1").partitioned
-    products = [op for op in partitioned.graph.ops if op.name == "dot_general"]
-    assert len(products) == 1
-    even = dataclasses.replace(H100, rows_share=(), memory_bytes_s=1e18)
-    slow = dataclasses.replace(even, rows_share=(("f32", 0.5),))
-    assert work(partitioned, slow).seconds == pytest.approx(work(partitioned, even).seconds * (2 if over_rows else 1))
+    assert [op.name for op in partitioned.graph.ops].count("dot_general") == 1
+    even = dataclasses.replace(H100, weight_gradient_efficiency=(), memory_bytes_s=1e18)
+    slow = dataclasses.replace(even, weight_gradient_efficiency=(("f32", 0.5),))
+    assert work(partitioned, slow).seconds == pytest.approx(
+        work(partitioned, even).seconds * (2 if is_weight_gradient else 1)
+    )
 
 
-def test_bf16_products_are_as_fast_over_rows():
-    assert H100.rate("bf16", over_rows=True) == H100.rate("bf16")
-    assert H100.rate("f32", over_rows=True) < H100.rate("f32")
+def test_bf16_weight_gradients_run_at_the_matmul_rate():
+    assert H100.rate("bf16", is_weight_gradient=True) == H100.rate("bf16")
+    assert H100.rate("f32", is_weight_gradient=True) < H100.rate("f32")

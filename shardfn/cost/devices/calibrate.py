@@ -42,10 +42,13 @@ class Calibration:
 
     def __str__(self) -> str:
         chip = self.chip
-        names = dict.fromkeys(name for name, _ in chip.rows_share)  # those that were measured
+        names = dict.fromkeys(name for name, _ in chip.weight_gradient_efficiency)  # those that were measured
         rows = [
             *((f"matmuls, {name}", chip.rate(name) / 1e9, "GFLOP/s") for name in names),
-            *((f"weight gradients, {name}", chip.rate(name, over_rows=True) / 1e9, "GFLOP/s") for name in names),
+            *(
+                (f"weight gradients, {name}", chip.rate(name, is_weight_gradient=True) / 1e9, "GFLOP/s")
+                for name in names
+            ),
             ("operations on elements", chip.vector_flops / 1e9, "GFLOP/s"),
             ("memory", chip.memory_bytes_s / 1e9, "GB/s"),
             ("a kernel's launch", chip.launch_s * 1e6, "us"),
@@ -67,10 +70,10 @@ class Calibration:
 def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
     """The rates of some devices that are here. Sizes of memory, topology, and what is not measured are the preset's.
 
-    Measured: products of square matrices, also with the contracting dimension first in both as for a weight's gradient, and
-    chains of multiplications and additions, with arrays that grow while that makes them a tenth faster; passes over an array
-    that no cache holds; kernels with nearly no work; each kind of collective over all devices of one node, with little and with
-    much to send. Each is the median of its runs.
+    Measured: matmuls of square matrices, also those that contract the rows of both as for a weight's gradient; chains of
+    multiplications and additions, with arrays that grow while that makes them a tenth faster; passes over an array that no cache
+    holds; kernels with nearly no work; each kind of collective over all devices of one node, with little and with much to send.
+    Each is the median of its runs.
 
     Args:
       devices: all of one kind.
@@ -79,13 +82,13 @@ def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
     known = preset_of(devices[0].platform, devices[0].device_kind)
     mesh = Mesh(np.array(devices), ("d",))
     most = known.memory_bytes / 256
-    rates, over_rows = (
+    rates, gradient_rates = (
         {name: _fastest(functools.partial(run, mesh, dtype), most, seconds) for name, dtype in _dtypes()}
-        for run in (_matmul, _matmul_over_rows)
+        for run in (_matmul, _weight_gradient)
     )
     chip = dataclasses.replace(
         known,
-        rows_share=tuple((name, min(1.0, rate / rates[name])) for name, rate in over_rows.items()),
+        weight_gradient_efficiency=tuple((name, min(1.0, rate / rates[name])) for name, rate in gradient_rates.items()),
         flops=rates.pop("f32" if known.platform == "cpu" else "bf16"),
         dtype_flops=tuple((dict(known.dtype_flops) | rates).items()),
         vector_flops=_fastest(functools.partial(_chain, mesh), most, seconds),
@@ -164,7 +167,7 @@ def _matmul(mesh: Mesh, dtype: Any, elements: int, seconds: float) -> tuple[floa
     return 3 * 2.0 * side**3, _seconds(_each(mesh, lambda x: x @ (x @ (x @ x)), x), seconds)
 
 
-def _matmul_over_rows(mesh: Mesh, dtype: Any, elements: int, seconds: float) -> tuple[float, float]:
+def _weight_gradient(mesh: Mesh, dtype: Any, elements: int, seconds: float) -> tuple[float, float]:
     side = math.isqrt(elements)
 
     def product(x: jax.Array) -> jax.Array:

@@ -65,9 +65,9 @@ class Chip:
     """How coarsely XLA splits small matmuls on a GPU (`cost.backends.gpu.split_k`); fitted on JAX 0.10.2."""
     launch_s: float = 0.0
     """What a kernel takes that computes nearly nothing; each kernel adds it to its time."""
-    rows_share: tuple[tuple[str, float], ...] = ()
-    """The part of their rate at which matrix products run whose operands both have the summed dimension before their last, by
-    element type: 1 where it is not named."""
+    weight_gradient_efficiency: tuple[tuple[str, float], ...] = ()
+    """By element type, the part of the matmul rate that a weight's gradient (`x.T @ dy`) reaches, as any matmul does that
+    contracts the rows of both operands; types not named reach all of it."""
 
     def __post_init__(self) -> None:
         rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
@@ -84,20 +84,22 @@ class Chip:
                  where=f"Chip({self.name!r}, node={self.node})", why="larger groups send beyond the node",
                  fix="give network_bytes_s, or leave node out")  # fmt: skip
 
-    def rate(self, dtype: str, precision: str = "", over_rows: bool = False) -> float:
+    def rate(self, dtype: str, precision: str = "", is_weight_gradient: bool = False) -> float:
         """The matmul rate for an element type.
 
         Args:
           dtype: the element type, named as in MLIR (`f32`, `bf16`).
           precision: `high` or `highest` of `jax.lax.Precision`; empty for the default.
-          over_rows: whether both operands have the summed dimension before their last.
+          is_weight_gradient: whether the matmul contracts the rows of both operands.
 
         Returns:
           FLOP/s of one device.
         """
         rates = dict(self.dtype_flops)
         named = f"{dtype} {precision}" if f"{dtype} {precision}" in rates else dtype
-        return rates.get(named, self.flops) * (dict(self.rows_share).get(named, 1.0) if over_rows else 1.0)
+        return rates.get(named, self.flops) * (
+            dict(self.weight_gradient_efficiency).get(named, 1.0) if is_weight_gradient else 1.0
+        )
 
     def pod(self, size: int | str) -> Hardware:
         """A number of these chips, as a target to plan for.
@@ -233,7 +235,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
             data = json.load(file)["chip"]
         data |= {name: tuple(data.get(name, ())) for name in ("largest", "sides", "device_kinds")}
         data["aot"] = tuple((str(name), value) for name, value in data.get("aot", ()))
-        for name in ("dtype_flops", "rows_share"):
+        for name in ("dtype_flops", "weight_gradient_efficiency"):
             data[name] = tuple((str(dtype), float(rate)) for dtype, rate in data.get(name, ()))
         return Chip(**data)
     except DeviceError:
@@ -255,13 +257,13 @@ def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
 
 def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,
             link: float, network: float, kinds: tuple[str, ...], aot: dict[str, Any], fp8: bool = False,
-            split_k_coarseness: int = 2, rows_share: float = 1.0) -> Chip:  # fmt: skip
+            split_k_coarseness: int = 2, f32_gradients: float = 1.0) -> Chip:  # fmt: skip
     # XLA runs f32 products as TF32, unless the highest precision is asked for; int8 and fp8 at twice the rate of bf16.
     twice = ("i8", "ui8", *(("f8E4M3FN", "f8E5M2") if fp8 else ()))
     dtypes = (("f32", f32), ("f32 highest", vector), ("f64", f64), *((dtype, 2 * flops) for dtype in twice))
     return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes, node=8,
                 network_bytes_s=network, device_kinds=kinds, aot_name=name, aot=tuple((_GPU_LIMITS | aot).items()),
-                split_k_coarseness=split_k_coarseness, rows_share=(("f32", rows_share),))  # fmt: skip
+                split_k_coarseness=split_k_coarseness, weight_gradient_efficiency=(("f32", f32_gradients),))  # fmt: skip
 
 
 # XLA's description of a GPU (`GpuTargetConfigProto`): it plans tiles, fusions and schedules by these.
@@ -307,10 +309,10 @@ CHIPS = {
                 memory_s=1.555e12, memory=40e9, link=300e9, network=25e9, kinds=("NVIDIA A100-SXM4-40GB",), split_k_coarseness=8,
                 aot=_AMPERE | {"memory_bandwidth": 1555 * 10**9, "device_memory_size": 42331013120}),
         _nvidia("h100", "NVIDIA H100 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
-                rows_share=0.6, memory_s=3.35e12, memory=80e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H100",),
+                f32_gradients=0.6, memory_s=3.35e12, memory=80e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H100",),
                 aot=_HOPPER | {"memory_bandwidth": 3352 * 10**9, "device_memory_size": 79 * 2**30}),
         _nvidia("h200", "NVIDIA H200 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
-                rows_share=0.6, memory_s=4.8e12, memory=141e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H200",),
+                f32_gradients=0.6, memory_s=4.8e12, memory=141e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H200",),
                 aot=_HOPPER | {"memory_bandwidth": 4800 * 10**9, "device_memory_size": 140 * 2**30}),
         _nvidia("b200", "NVIDIA Blackwell architecture technical brief, HGX B200", flops=2250e12, f32=1100e12, f64=40e12,
                 vector=80e12, memory_s=8e12, memory=180e9, link=900e9, network=50e9, fp8=True, kinds=("NVIDIA B200",),
@@ -334,8 +336,8 @@ its rate are the makers' figures for dense arithmetic.
 
 GPUs: the NVLink figure of the datasheet is both directions together, half of it is one; a network card for each GPU
 (200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100, H200 or B200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
-collective; on one H100, TF32 products over the rows of both operands ran at 0.58 to 0.65 of the rate of others. TPUs: pods
-of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
+collective; on one H100, TF32 matmuls that contract the rows of both operands ran at 0.58 to 0.65 of the rate of others.
+TPUs: pods of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
 directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about 1 µs a hop (Austin et al., "How to Scale Your
 Model", 2025); a slice of v5e or v6e is of dims that are powers of two, one of v4 or v5p of 1, 2 or whole cubes of 4x4x4 (Cloud
 TPU's lists of types); vector units: 1,024 lanes of four units (v4: two) in each
