@@ -159,23 +159,24 @@ def kernel_runs(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan)
 def once(
     partitioned: PartitionedProgram, kernel: Sequence[int], chip: Chip, fusion: FusionPlan
 ) -> tuple[float, float, float]:
-    """FLOPs, bytes and seconds of one run of a kernel, without its launch: its ops and what is fused into them.
+    """FLOPs, bytes and seconds of one run of a kernel, without its launch.
 
-    Zeros if all its ops are fused themselves or take no time.
+    Args:
+      partitioned: the program.
+      kernel: those of the kernel's ops that have time of their own; what is fused into them is added. Zeros if there are none.
+      chip: its rates.
+      fusion: how XLA fuses the ops.
     """
     graph = partitioned.graph
-    own = [i for i in kernel if fusion.inside[i] is not None and has_own_time(graph.ops[i])]
-    if not own:
-        return 0.0, 0.0, 0.0
     flops = time = 0.0
-    for at in dict.fromkeys(n for i in own for n in (i, *(fusion.inside[i] or ()))):
+    for at in dict.fromkeys(n for i in kernel for n in (i, *(fusion.inside[i] or ()))):
         step = graph.ops[at]
         if step.name != "add_parts":
             count = op_flops(partitioned, step)
             flops += count
             time += count / rate(graph, step, chip)
-    read = sum(size for size, _, _ in reads(partitioned, own, fusion).values())
-    size = read + sum(_written(partitioned, graph.ops[i], fusion) for i in own)
+    read = sum(size for size, _, _ in reads(partitioned, kernel, fusion).values())
+    size = read + sum(_written(partitioned, graph.ops[i], fusion) for i in kernel)
     return flops, size, max(time, size / chip.memory_bytes_s)
 
 

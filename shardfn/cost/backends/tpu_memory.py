@@ -12,7 +12,7 @@ import numpy as np
 
 from shardfn.cost.backends.tpu import gathered_arguments, row_major_bytes
 from shardfn.cost.collectives import communication_bytes
-from shardfn.cost.compute import once
+from shardfn.cost.compute import has_own_time, once
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.cost.schedule import Schedule
@@ -193,7 +193,8 @@ def _clock(schedule: Schedule, chip: Chip) -> tuple[list[float], list[bool]]:
     now, clock, gains = 0.0, [], []
     for i, op in enumerate(partitioned.graph.ops):
         over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
-        _, moved, time = once(partitioned, (i,), chip, schedule.fusion)
+        is_kernel = schedule.fusion.inside[i] is not None and has_own_time(op)
+        _, moved, time = once(partitioned, (i,) if is_kernel else (), chip, schedule.fusion)
         now += (time + over) * op.trips
         clock.append(now)
         gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)
