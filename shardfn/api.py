@@ -214,7 +214,8 @@ def load_layout(path: str | os.PathLike[str] | LayoutFile | Plan) -> LayoutFile:
       path: a file that `plan.save` or a person wrote, the name of a recipe ("llama/fsdp-tp"), or a plan.
 
     Returns:
-      The layout. It equals the plan it was saved from; `shard(f, layout=...)` uses it, as it does the path.
+      The layout. It equals the plan it was saved from; `shard(f, layout=...)` uses it, as it does the path. It has no costs:
+      `plan(f, *args, layout=layout)` makes a plan of it.
 
     Raises:
       ShardError: all problems of the file.

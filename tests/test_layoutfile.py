@@ -881,3 +881,21 @@ def test_a_grid_for_other_devices_is_one_problem_however_many_arrays_there_are(t
     assert [p.what for p in caught.value.problems] == [
         f"the mesh of {tmp_path / 'pod.toml'} has 16 devices, but there are 8"
     ]
+
+
+def test_attribute_of_a_plan_on_a_layout_says_how_to_get_the_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan(step, PARAMS, X, device="tpu-v5e:2x2", style="fsdp").save("layout.toml")
+    layout = load_layout("layout.toml")
+    for name in ("why", "cost", "collectives"):  # a method, a field and a property
+        with pytest.raises(AttributeError, match="a layout holds shardings, not the function") as error:
+            getattr(layout, name)
+        assert not hasattr(layout, name)
+    fix = str(error.value).partition("; fix: ")[2].replace("...", "'tpu-v5e:2x2'").removesuffix(".collectives")
+    found = eval(fix, {"plan": plan, "f": step, "args": (PARAMS, X), "layout": layout})
+    assert found.collectives and found.why("x", most=1).rows
+
+
+def test_misspelt_attribute_of_a_layout_is_no_matter_of_plans():
+    with pytest.raises(AttributeError, match=r"^a layout has no attribute 'meshes'$"):
+        getattr(LayoutFile(), "meshes")  # noqa: B009

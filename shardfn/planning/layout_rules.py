@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardfn.errors import Problem
 from shardfn.frontend.closed_over import option_for
@@ -141,6 +142,17 @@ class LayoutFile:
         ordered = sorted(self.constraints, key=lambda c: (c.number, c.kind, repr((c.operands, c.results))))
         return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped), ordered)
 
+    if not TYPE_CHECKING:  # a checker knows what a layout has
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"a layout has no attribute {name!r}"
+            if not name.startswith("_") and name in _plan_attributes():
+                text += (
+                    ", which plans have: a layout holds shardings, not the function that costs and collectives come from; "
+                    f"fix: plan(f, *args, layout=layout, device=...).{name}"
+                )
+            raise AttributeError(text, name=name, obj=self)
+
     def with_mesh(self, **sizes: int) -> LayoutFile:
         """A copy with other sizes of mesh axes.
 
@@ -154,6 +166,11 @@ class LayoutFile:
         (('data', None), ('model', 8))
         """
         return dataclasses.replace(self, mesh=tuple((name, sizes.get(name, size)) for name, size in self.mesh))
+
+
+def _plan_attributes() -> set[str]:
+    plan = importlib.import_module("shardfn.planning.plan").Plan  # it imports this module
+    return {*dir(plan), *(field.name for field in dataclasses.fields(plan))}
 
 
 def mesh_axes(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:
