@@ -15,14 +15,14 @@ KINDS = [
     for _, kind in inspect.getmembers(errors, inspect.isclass)
     if issubclass(kind, ShardError) and kind is not ShardError
 ]
-FULL = Problem("`w1` cannot be cut", where="in_strategy[1]", why="30 is odd", fix="use 3")
+FULL = Problem("`w1` cannot be sharded", where="in_strategy[1]", why="30 is odd", fix="use 3")
 
 
 @pytest.mark.parametrize(
     ("problem", "text"),
     [
         (Problem("only this"), "only this"),
-        (FULL, "`w1` cannot be cut\n  where: in_strategy[1]\n  why:   30 is odd\n  fix:   use 3"),
+        (FULL, "`w1` cannot be sharded\n  where: in_strategy[1]\n  why:   30 is odd\n  fix:   use 3"),
         (Problem("no reason", fix="use 3"), "no reason\n  fix:   use 3"),
     ],
 )
@@ -32,7 +32,7 @@ def test_a_problem_tells_what_it_knows(problem, text):
 
 def test_several_problems_are_numbered_and_indented():
     assert str(ShardError([FULL, Problem("another")])) == (
-        "2 problems:\n1. `w1` cannot be cut\n     where: in_strategy[1]\n     why:   30 is odd\n     fix:   use 3\n2. another"
+        "2 problems:\n1. `w1` cannot be sharded\n     where: in_strategy[1]\n     why:   30 is odd\n     fix:   use 3\n2. another"
     )
 
 

@@ -171,7 +171,7 @@ def test_layers_that_are_cut_alike_have_one_rule(more, plan_of, rules, tmp_path)
     function = lambda p: jax.tree.map(jnp.sin, p)  # noqa: E731
     made = plan(function, p, parameter_plan=plan_of, device="cpu:8")
     assert {r.glob: r.sharding for r in plan_file.layout_of_plan(made).arguments} == {
-        g.replace("[/]", "/"): cut for g, cut in rules.items()
+        g.replace("[/]", "/"): sharding for g, sharding in rules.items()
     }
     made.save(tmp_path / "layout.toml")
     assert load_layout(tmp_path / "layout.toml") == made
@@ -196,8 +196,8 @@ def test_a_file_by_hand_lays_out_what_nothing_is_said_of(tmp_path):
                    plan(step, PARAMS, X, layout=tmp_path / "mine.toml")):  # fmt: skip
         sharded = shard(step, layout=layout)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded(PARAMS, X), wanted)
-        cuts = {d.path: d.strategy for d in sharded.plan(PARAMS, X).inputs}
-        assert cuts == {"params/up": (1, 2), "params/down": (2, 4), "x": (4, 1)}
+        strategies = {d.path: d.strategy for d in sharded.plan(PARAMS, X).inputs}
+        assert strategies == {"params/up": (1, 2), "params/down": (2, 4), "x": (4, 1)}
     mine = plan(step, PARAMS, X, layout=tmp_path / "mine.toml", parameter_plan={"x": (1, 1)})
     assert [(d.path, d.source) for d in mine.inputs if d.source == "you"] == [("x", "you")]
     smaller = plan(step, PARAMS, X, layout=load_layout(tmp_path / "mine.toml").with_mesh(model=8))
@@ -207,8 +207,8 @@ def test_a_file_by_hand_lays_out_what_nothing_is_said_of(tmp_path):
 
 def test_cuts_in_a_file_are_placed_together(tmp_path):
     head = 'format = "shardfn-layout"\nversion = 2\n[arguments]\n'
-    (tmp_path / "cuts.toml").write_text(head + '"x" = [2, 1]\n"up" = [1, 4]\n"params/down" = "open"\n')
-    found = plan(step, PARAMS, X, layout=tmp_path / "cuts.toml", search_mode="sharding_propagation")
+    (tmp_path / "strategies.toml").write_text(head + '"x" = [2, 1]\n"up" = [1, 4]\n"params/down" = "open"\n')
+    found = plan(step, PARAMS, X, layout=tmp_path / "strategies.toml", search_mode="sharding_propagation")
     assert [(d.path, d.strategy, d.source) for d in found.inputs] == [
         ("params/down", (4, 1), "propagated"), ("params/up", (1, 4), "file"), ("x", (2, 1), "file"),
     ]  # fmt: skip
@@ -217,8 +217,8 @@ def test_cuts_in_a_file_are_placed_together(tmp_path):
 def test_what_if_overrules_the_file(tmp_path):
     (tmp_path / "mine.toml").write_text(BY_HAND)
     first = plan(step, PARAMS, X, layout=tmp_path / "mine.toml")
-    whole = Layout((4, 2), ("data", "model"))("None", "None")
-    other = first.what_if({"params/up": whole})
+    replicated = Layout((4, 2), ("data", "model"))("None", "None")
+    other = first.what_if({"params/up": replicated})
     assert [(d.strategy, d.source) for d in other.inputs if d.path == "params/up"] == [((1, 1), "you")]
 
 
@@ -281,7 +281,7 @@ def test_a_tag_that_does_not_fit_is_told():
     "rules", ['"h" = [4, 1]', '[arguments]\nx = [1, 1]\n[activations]\n"h" = [4, 1]', '"*" = "replicated"']
 )
 def test_a_rule_of_a_tag_without_axes_is_refused(rules):
-    """It would not act: which axes the arguments' pieces lie on is decided after the tags are held."""
+    """It would not act: the axes of the arguments are decided after the tags are placed."""
     text = 'format = "shardfn-layout"\nversion = 2\n' + ("" if "[arg" in rules else "[activations]\n") + rules
     with pytest.raises(ShardError, match=r"(of|for) an activation") as caught:
         plan(lambda x: tag(x, "h") * 2, jnp.ones((16, 16)), layout=made(text))
@@ -489,7 +489,7 @@ def test_a_strategy_json_found_elsewhere_is_used(tmp_path):
     assert [(r.glob, r.sharding) for r in layout.arguments] == [("up", ("a", ("b", "c"))), ("down", (("a", "b"), 1))]
     held = {d.path: d for d in plan(step, PARAMS, X, layout=file).inputs}
     assert (held["params/up"].strategy, held["params/down"].strategy) == ((2, 4), (4, 1))
-    # by MindSpore's own rule: rank 5 is at (1, 1) of the matrix (2, 4); its optimizer's piece is the first axis
+    # by MindSpore's own rule: rank 5 is at (1, 1) of the matrix (2, 4); its optimizer shards the first axis
     slices = layout_of(plan(step, PARAMS, X, layout=file), "params/up").slices(PARAMS["up"].shape)[5]
     assert slices == (slice(8, 16), slice(8, 16))
 
@@ -555,9 +555,9 @@ def test_the_contexts_files(name, tmp_path):
         )
     assert (found["params/up"], found["params/down"]) == (((1, 4), "file"), ((4, 1), "file"))
     assert found["x"][1] == "searched"  # only parameters were saved
-    whole = {"load_file": "", "save_file": file, "only_trainable_params": False}
-    with auto_parallel(strategy_ckpt_config=whole):
-        assert shardfn.mindspore.get_auto_parallel_context("strategy_ckpt_config") == whole
+    config = {"load_file": "", "save_file": file, "only_trainable_params": False}
+    with auto_parallel(strategy_ckpt_config=config):
+        assert shardfn.mindspore.get_auto_parallel_context("strategy_ckpt_config") == config
         assert shardfn.mindspore.get_auto_parallel_context("strategy_ckpt_save_file") == file
         shard(step, **asked).plan(PARAMS, X)
     with auto_parallel(strategy_ckpt_config={"load_file": file}):
@@ -605,15 +605,15 @@ def test_the_readme_of_the_recipes_is_true(planned, monkeypatch):
 
 
 def test_recipes_do_what_they_say(planned):
-    def pieces(name, path):
+    def strategy_of(name, path):
         return next(d.strategy for d in planned[name].inputs if d.path.endswith(path))
 
-    assert pieces("llama/data-parallel", "0/mlp/up_proj/weight") == (1, 1)
-    assert pieces("llama/fsdp", "0/mlp/up_proj/weight") == (1, 8)
-    assert pieces("llama/tensor-parallel", "0/mlp/up_proj/weight") == (8, 1)
-    assert pieces("llama/fsdp-tp", "0/mlp/up_proj/weight") == (4, 2)
-    assert pieces("llama-nnx/fsdp-tp", "0/mlp/up_proj/kernel") == (2, 4)
-    assert pieces("large-image/height-width", "image") == (4, 2, 1)
+    assert strategy_of("llama/data-parallel", "0/mlp/up_proj/weight") == (1, 1)
+    assert strategy_of("llama/fsdp", "0/mlp/up_proj/weight") == (1, 8)
+    assert strategy_of("llama/tensor-parallel", "0/mlp/up_proj/weight") == (8, 1)
+    assert strategy_of("llama/fsdp-tp", "0/mlp/up_proj/weight") == (4, 2)
+    assert strategy_of("llama-nnx/fsdp-tp", "0/mlp/up_proj/kernel") == (2, 4)
+    assert strategy_of("large-image/height-width", "image") == (4, 2, 1)
     for name, plan_ in planned.items():
         tree = [d for d in plan_.inputs if d.path.split("/")[0] in ("params", "state")]
         share = sum(d.local_bytes for d in tree) / max(1, sum(d.local_bytes * np.prod(d.strategy) for d in tree))

@@ -124,7 +124,7 @@ def test_a_candidate_is_compiled_once_whatever_the_limit(compiles):
 
 
 def test_memory_limit_is_judged_as_compiled():
-    """A finalist that is predicted to hold more is not exchanged for another answer before it was compiled."""
+    """A candidate that is predicted to take more memory is compiled before another answer replaces it."""
     with pytest.raises(shardfn.ShardError) as error:
         shardfn.shard(mlp, level=2, compile_candidates=3, memory_limit=1000).plan(X, W1, W2)
     least = re.search(

@@ -143,7 +143,7 @@ FORMS = {
         %r = bf16[1]{0} reduce-scatter(bf16[4]{0:T(256)} %elsewhere), replica_groups={{0,1,2,3}}, to_apply=%add""",
         [("reduce-scatter", 4, (4,), "bf16", 6, 1)],
     ),
-    "all-to-all in pieces": (
+    "all-to-all in parts": (
         """%a = f32[16,2]{1,0} parameter(0)
         %r = (f32[16,2]{1,0}, f32[16,2]{1,0}) all-to-all(%a, %a), replica_groups={{0,1},{2,3}}""",
         [("all-to-all", 2, (64,), "f32", 128, 1)],
@@ -531,14 +531,14 @@ MANUAL = {  # function, in_specs, out_specs
 
 # Function or name in MANUAL; shapes and specs; spec of the result; collectives; operations on one device.
 LIVE: dict[str, tuple[Any, tuple, Any, list, int]] = {
-    "contracted dim cut": (
+    "contracted dim sharded": (
         jnp.matmul,
         (((32, 64), P(None, "b")), ((64, 16), P("b"))),
         P(),
         [("all-reduce", 4, (32, 16), "f32", 3072, 1)],
         2 * 32 * 16 * 16,
     ),
-    "rows cut": (jnp.matmul, (((32, 64), P("a")), ((64, 16), P())), P("a"), [], 2 * 16 * 64 * 16),
+    "rows sharded": (jnp.matmul, (((32, 64), P("a")), ((64, 16), P())), P("a"), [], 2 * 16 * 64 * 16),
     "gather": (jnp.negative, (((1024, 8), P(("a", "b"))),), P(), [("all-gather", 8, (128, 8), "f32", 28672, 1)], 0),
     "sort": (jnp.sort, (((1024,), P("b")),), P(), [("all-gather", 4, (256,), "f32", 3072, 1)], 0),
     "scan": (
@@ -618,13 +618,13 @@ def test_a_while_loop_and_a_conditional_are_findings(mesh):
     def either(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ (w * 2))
 
-    found = read(compiled(mesh, either, LIVE["contracted dim cut"][1]))
+    found = read(compiled(mesh, either, LIVE["contracted dim sharded"][1]))
     assert [f for f in found.diagnostics if f.endswith("every branch is counted, though one runs")]
     assert len([c for c in found.collectives if c.shape == (32, 16)]) == 2
 
 
 def test_memory(mesh):
-    found = read(compiled(mesh, jnp.matmul, LIVE["contracted dim cut"][1], P()))
+    found = read(compiled(mesh, jnp.matmul, LIVE["contracted dim sharded"][1], P()))
     assert (found.argument_bytes, found.output_bytes, found.alias_bytes) == (3072, 2048, 0)
     assert found.temp_bytes is not None
     donated = read(compiled(mesh, lambda x: x + 1, (((64, 8), P("b")),), P("b"), donate_argnums=0))
@@ -652,8 +652,8 @@ def test_tpu():
         return weights - jax.grad(lambda w: (scanned(w, x).astype(jnp.float32) ** 2).sum())(weights)
 
     found = read(jax.jit(step, out_shardings=weights.sharding).lower(weights, x).compile())
-    piece, whole = 256 * 2048 * 2, 2048 * 2048 * 2
+    shard, full = 256 * 2048 * 2, 2048 * 2048 * 2
     sent = sorted((c.kind, c.bytes_sent, c.trips) for c in found.collectives)
-    assert sent == [("all-gather", 7 * piece, 4)] * 2 + [("reduce-scatter", 7 * whole // 8, 4)]
+    assert sent == [("all-gather", 7 * shard, 4)] * 2 + [("reduce-scatter", 7 * full // 8, 4)]
     assert found.flops == 3 * 4 * 2 * math.prod((128, 2048, 2048))
     assert found.diagnostics == ()

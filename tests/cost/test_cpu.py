@@ -1,4 +1,4 @@
-"""What XLA's CPU backend makes of a flow, held against what it compiles: copies, places that serve twice, ops made simpler."""
+"""What XLA's CPU backend makes of a partitioned program, compared with what it compiles: copies, reused buffers, simplified ops."""
 
 import functools
 
@@ -21,8 +21,8 @@ from .programs import AS_RELEASED, array
 
 def both(fn, args, entries=None, **options):
     """The plan, and the compiled program."""
-    whole = tuple(jax.tree.map(lambda a: (1,) * a.ndim, arg) for arg in args)
-    function = shardfn.shard(fn, entries or whole, device=jax.devices()[:8], **options)
+    replicated = tuple(jax.tree.map(lambda a: (1,) * a.ndim, arg) for arg in args)
+    function = shardfn.shard(fn, entries or replicated, device=jax.devices()[:8], **options)
     return function.plan(*args), compiled.read(function.lower(*args).compile(AS_RELEASED))
 
 
@@ -104,11 +104,11 @@ HALVES = {
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="products of half precision are made as they are")
-@pytest.mark.parametrize("cut", [1, 8])
+@pytest.mark.parametrize("shards", [1, 8])
 @pytest.mark.parametrize("name", HALVES)
-def test_products_of_half_precision_read_and_make_single(name, cut):
+def test_half_precision_matmul_reads_and_makes_single_precision(name, shards):
     fn, *args = HALVES[name]
-    plan, real = both(fn, args, ((cut, 1), *((1, 1),) * (len(args) - 1)))
+    plan, real = both(fn, args, ((shards, 1), *((1, 1),) * (len(args) - 1)))
     assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, abs=64)
 
 
@@ -142,7 +142,7 @@ def test_images_and_kernels_that_stand_the_wrong_way_round_are_copied():
     image, made = 4 * 2 * 8 * 16 * 16, 4 * 2 * 4 * 16 * 16
     assert (
         plan.cost.memory.temporaries == real.temp_bytes == image + made
-    )  # the kernel's copy lies in the result's place
+    )  # the kernel's copy is in the result's buffer
 
 
 # ---- loops that run once

@@ -1,4 +1,4 @@
-"""What XLA's CPU backend leaves to its library, held against what it compiles: temporaries of one device."""
+"""What XLA's CPU backend leaves to its library, compared with what it compiles: temporaries of one device."""
 
 from typing import Any
 

@@ -106,7 +106,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("rows", "columns", "summed", "h100", "a100"), PARTS)
-def test_small_products_are_made_in_parts(rows, columns, summed, h100, a100):
+def test_small_matmuls_are_split_into_parts(rows, columns, summed, h100, a100):
     assert split_k(1, rows, columns, summed) == h100
     assert split_k(1, rows, columns, summed, CHIPS["a100"].split_k_coarseness) == a100
 

@@ -165,5 +165,5 @@ def test_a_target_of_a_platform_that_is_here_says_how_to_run_on_it(target, inste
     for call in (sharded, lambda x: sharded.explain(x, compiled=True)):
         with pytest.raises(shardfn.ShardError) as caught:
             call(x)
-        (told,) = caught.value.problems
-        assert told.what.endswith(f"{target}, which is a target") and instead in told.fix
+        (problem,) = caught.value.problems
+        assert problem.what.endswith(f"{target}, which is a target") and instead in problem.fix

@@ -1,4 +1,4 @@
-"""Links of grid axes, and targets made of a chip of one's own."""
+"""Links of mesh axes, and targets made of a user's own chip."""
 
 import math
 import types

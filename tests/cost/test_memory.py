@@ -25,7 +25,7 @@ from .programs import (
     step,
 )
 
-BATCH, WHOLE = (8, 1), (1, 1)
+BATCH, REPLICATED = (8, 1), (1, 1)
 COLUMNS = {"w1": (1, 8), "w2": (8, 1)}
 HEAD_CUTS = (*((1, 8, 1),) * 3, (8, 1, 1))
 
@@ -44,14 +44,14 @@ def both(fn, args, entries, **options):
 @pytest.mark.parametrize(
     ("fn", "args", "entries"),
     [
-        (jnp.matmul, (array(512, 256), array(256, 1024)), (BATCH, WHOLE)),
+        (jnp.matmul, (array(512, 256), array(256, 1024)), (BATCH, REPLICATED)),
         (jnp.matmul, (array(512, 256), array(256, 1024)), ((1, 8), (8, 1))),
-        (mlp, (WEIGHTS, X), (WHOLE, BATCH)),
-        (mlp, (WEIGHTS, X), (COLUMNS, WHOLE)),
-        (step, (WEIGHTS, X), (WHOLE, BATCH)),
-        (step, (WEIGHTS, X), (COLUMNS, WHOLE)),
-        (scanned, (LAYERS, array(512, 128)), (WHOLE, BATCH)),
-        (scanned_step, (LAYERS, array(4096, 128)), (WHOLE, BATCH)),
+        (mlp, (WEIGHTS, X), (REPLICATED, BATCH)),
+        (mlp, (WEIGHTS, X), (COLUMNS, REPLICATED)),
+        (step, (WEIGHTS, X), (REPLICATED, BATCH)),
+        (step, (WEIGHTS, X), (COLUMNS, REPLICATED)),
+        (scanned, (LAYERS, array(512, 128)), (REPLICATED, BATCH)),
+        (scanned_step, (LAYERS, array(4096, 128)), (REPLICATED, BATCH)),
         (attention, HEADS, ((8, 1, 1), *((1, 1, 1),) * 4)),
         (attention, HEADS, ((1, 1, 1), *HEAD_CUTS)),
     ],
@@ -71,8 +71,8 @@ def test_peak(fn, args, entries):
 
 
 def test_donated_arguments_are_the_places_of_results():
-    predicted, real = both(step, (WEIGHTS, X), (COLUMNS, WHOLE), donate_argnums=(0,))
-    kept, _ = both(step, (WEIGHTS, X), (COLUMNS, WHOLE))
+    predicted, real = both(step, (WEIGHTS, X), (COLUMNS, REPLICATED), donate_argnums=(0,))
+    kept, _ = both(step, (WEIGHTS, X), (COLUMNS, REPLICATED))
     assert predicted.donated == real.alias_bytes == 2 * 256 * 1024 * 4 // 8
     assert kept.donated == 0
     peak = real.argument_bytes + real.output_bytes + real.temp_bytes - real.alias_bytes

@@ -60,7 +60,7 @@ def mixed(x, y, w):
     return (x * 2) @ w, (y * 3) @ w
 
 
-def whole_call(x, w):
+def call_on_one(x, w):
     """Product, maximum, and what is taken away from it: one call of the library."""
     z = x @ w
     return jnp.exp(z - z.max(-1, keepdims=True))[:, :8], x * 2
@@ -81,7 +81,7 @@ def language_model(p, tokens, labels):
 
 
 def split(w, x):
-    """Queries, keys and values of one product: parts of a cut dim that lie on other devices."""
+    """Queries, keys and values of one matmul: parts of a sharded dim that are on other devices."""
     q, k, v = jnp.split(x @ w, 3, -1)
     return q * k + v
 
@@ -163,7 +163,7 @@ def half(p, x):
 
 @step
 def layers(p, x):
-    """Weights whose layers lie on other devices: gathered before the loops, and there until their last rounds."""
+    """Weights whose layers are on other devices: gathered before the loops, and there until their last rounds."""
     return (lax.scan(jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p[0]) @ p[1], None)), x, p)[0] ** 2).mean()
 
 
@@ -177,7 +177,7 @@ def recomputed(w, x):
 ROWS, WEIGHT = array(256, 64), array(64, 512)
 TEXT = array(16, 32, dtype=jnp.int32)
 MODEL = (array(512, 64), WEIGHT), TEXT, TEXT
-GRID, HEADS = array(256, 512), (*(array(64, 8, 16),) * 3, array(8, 16, 64))
+MATRIX, HEADS = array(256, 512), (*(array(64, 8, 16),) * 3, array(8, 16, 64))
 LAYERS = array(8, 64, 128), array(8, 128, 64)
 IMAGE = array(16, 16, 16, 16)
 EDITED = ROWS, WEIGHT, array(16, 512), array(16, dtype=jnp.int32)
@@ -202,15 +202,15 @@ CASES = {
     "language model, batch and length": (language_model, MODEL, (((1, 1), (1, 1)), (2, 4), (2, 4))),
     "language model, vocabulary": (language_model, MODEL, (((8, 1), (1, 8)), (1, 1), (1, 1))),
     "in three, 8 ways": (split, (array(64, 192), ROWS), ((1, 8), (1, 1))),
-    "running sums": (running, (GRID,), ((1, 1),)),
-    "running sums, 2 x 4": (running, (GRID,), ((2, 4),)),
-    "running maxima, 2 x 4": (running_down, (GRID,), ((2, 4),)),
+    "running sums": (running, (MATRIX,), ((1, 1),)),
+    "running sums, 2 x 4": (running, (MATRIX,), ((2, 4),)),
+    "running maxima, 2 x 4": (running_down, (MATRIX,), ((2, 4),)),
     "halves, 4 x 2": (halves, (ROWS,), ((4, 2),)),
-    "masked": (masked, (KEY, GRID), ((), (8, 1))),
+    "masked": (masked, (KEY, MATRIX), ((), (8, 1))),
     "one example": (one_example, (HEADS, array(4, 128, 64)), (((1, 1, 1),) * 4, (4, 1, 1))),
     "a channel a group": (in_groups(16), (array(3, 3, 1, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
     "a channel a group makes two": (in_groups(16), (array(3, 3, 1, 32), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
-    "a channel a group, cut": (in_groups(16), (array(3, 3, 1, 16), IMAGE), ((1, 1, 1, 8), (1, 1, 1, 8))),
+    "a channel a group, sharded": (in_groups(16), (array(3, 3, 1, 16), IMAGE), ((1, 1, 1, 8), (1, 1, 1, 8))),
     "a channel a group, one each": (in_groups(8), (array(3, 3, 1, 8), array(8, 8, 8, 8)), ((1, 1, 1, 8), (1, 1, 1, 8))),
     "a channel a group, 2 x 4": (in_groups(16), (array(3, 3, 1, 16), IMAGE), ((1, 1, 1, 4), (2, 1, 1, 4))),
     "four channels a group": (in_groups(4), (array(3, 3, 4, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
@@ -220,7 +220,7 @@ CASES = {
     "recurrence of 64": (recurrence, (array(16, 64, 64),) * 2, ((8, 1, 1),) * 2),
     "recurrence of 256": (recurrence, (array(16, 256, 64),) * 2, ((8, 1, 1),) * 2),
     "state space": (state_space, (array(32, 64, 128), array(128), array(128, 128)), ((8, 1, 1), (1,), (1, 1))),
-    "whole call": (whole_call, (ROWS, WEIGHT), ((1, 1), (1, 1))),
+    "call on one device": (call_on_one, (ROWS, WEIGHT), ((1, 1), (1, 1))),
 }
 
 
@@ -233,7 +233,7 @@ SPLIT = {
     "lstm, 8 ways": (lstm, (array(96, 256), array(16, 32, 32)), ((1, 8), (1, 1, 1))),
     "lstm, 2 x 4": (lstm, (array(96, 256), array(16, 32, 32)), ((1, 4), (1, 2, 1))),
     "halves": (halves, (ROWS,), ((8, 1),)),
-    "half, weights in pieces": (
+    "half, sharded weights": (
         half,
         ((array(128, 512), array(512, 128)), array(256, 128)),
         (((8, 1), (8, 1)), (8, 1)),

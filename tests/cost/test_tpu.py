@@ -59,11 +59,11 @@ def test_products_compute_their_operands_and_are_computed_in_what_reads_them():
     """gelu is no array of its own, the product before it is one; on other platforms both are."""
 
     def stored(device):
-        laid = partitioned(
+        program = partitioned(
             lambda w, x: jax.nn.gelu(2.0 * (x @ w["w1"])) @ w["w2"], WEIGHTS, X, entries=DATA, device=device
         )
-        kept = fuse(laid).stored - set(laid.graph.inputs) - set(laid.graph.outputs)
-        return sum(laid.local_bytes(v) for v in kept)
+        kept = fuse(program).stored - set(program.graph.inputs) - set(program.graph.outputs)
+        return sum(program.local_bytes(v) for v in kept)
 
     assert stored(V5E) == 2048 // 8 * 1024 * 4
     assert stored("h100:8") == stored("cpu:8") > stored(V5E)
@@ -92,8 +92,8 @@ def test_all_reduces_merge_up_to_120_mib():
         return jax.grad(lambda ws: sum(jnp.sum(jnp.square(x @ w)) for w in ws))(ws)
 
     def groups(rows):
-        laid = partitioned(grads, [array(rows, 1024)] * 4, array(64, rows), entries=([(1, 1)] * 4, (8, 1)))
-        return len(set(combine_collectives(laid).groups.values()))
+        program = partitioned(grads, [array(rows, 1024)] * 4, array(64, rows), entries=([(1, 1)] * 4, (8, 1)))
+        return len(set(combine_collectives(program).groups.values()))
 
     assert (groups(1024), groups(16 * 1024), groups(64 * 1024)) == (1, 4, 4)
     assert groups(12 * 1024) == 2  # 48 MiB each
@@ -126,12 +126,12 @@ def test_peaks(sizes, layout, peak, within):
 
 
 def test_without_vector_memory_temporaries_count():
-    laid = partitioned(step, WEIGHTS, X, entries=DATA)
+    program = partitioned(step, WEIGHTS, X, entries=DATA)
     bare = dataclasses.replace(CHIPS["tpu-v5e"], fast_bytes=0.0)
-    assert live_memory(laid, chip=CHIPS["tpu-v5e"]).estimate.temporaries == 0
+    assert live_memory(program, chip=CHIPS["tpu-v5e"]).estimate.temporaries == 0
     assert (
-        live_memory(laid, chip=bare).estimate.temporaries
-        == live_memory(laid).estimate.temporaries
+        live_memory(program, chip=bare).estimate.temporaries
+        == live_memory(program).estimate.temporaries
         > 2048 // 8 * 1024 * 4
     )
 
@@ -147,7 +147,7 @@ def test_compiled_peaks(layout):
 
 
 # Weights that an all-gather makes in the place of donated ones: shape, the dim that is gathered over 8 devices, and whether
-# libtpu 0.0.42 copies the donated ones first. It does where the shards are whole tiles.
+# libtpu 0.0.42 copies the donated ones first. It does where the shards are complete tiles.
 UPDATED = [
     ((8192, 8192), 0, True),
     ((8192, 8192), 1, True),
@@ -160,10 +160,10 @@ UPDATED = [
 
 
 def updated(shape, dim):
-    cut = tuple(8 if d == dim else 1 for d in range(len(shape)))
+    sharded = tuple(8 if d == dim else 1 for d in range(len(shape)))
     arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 2
-    whole = (1,) * len(shape)
-    return shardfn.plan(lambda w, m: w - m * m, *arrays, in_strategy=(whole, cut), out_strategy=(whole,), device=V5E,
+    replicated = (1,) * len(shape)
+    return shardfn.plan(lambda w, m: w - m * m, *arrays, in_strategy=(replicated, sharded), out_strategy=(replicated,), device=V5E,
                         donate_argnums=0)  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def test_compiled_copies_of_donated_weights(shape, dim, is_copied):
 
 
 def test_what_is_too_large_is_not_copied_row_by_row():
-    """A table that the user cuts into columns of 16 elements, whose rows would take eight times that: libtpu updates it in
+    """A table that the user shards into columns of 16 elements, whose rows would take eight times that: libtpu updates it in
     place, without temporaries."""
 
     def step(table, rows):

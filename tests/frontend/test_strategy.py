@@ -218,7 +218,7 @@ def test_parameter_plan(rules, changed):
     assert all(leaf.where.startswith("parameter_plan[") for leaf in found if leaf.entry != "before")
 
 
-# ---- cuts
+# ---- strategies
 
 
 @pytest.mark.parametrize(
@@ -245,20 +245,20 @@ def test_parameter_plan(rules, changed):
 def test_cuts_that_fit(shape, entry, devices, expected):
     found = check(Leaf("x", "x", shape, "float32", entry), devices, problems := [])
     assert (found, problems) == (expected, [])
-    assert all(type(cut) is int for cut in found or ())
+    assert all(type(ways) is int for ways in found or ())
 
 
 @pytest.mark.parametrize(
-    ("size", "cut", "devices", "fix"),
+    ("size", "ways", "devices", "fix"),
     [
         (30, 4, 8, "use 1 or 2 there, or pad that dimension to 32"),
         (30, 4, 1, "use 1, 2, 3, 5, 6, 10, 15 or 30 there, or pad that dimension to 32"),
         (30, 4, 12, "use 1, 2, 3 or 6 there, or pad that dimension to 32"),
-        (30, 7, 8, "use 1 or 2 there"),  # padding would not help: 7 pieces do not lie on 8 devices
+        (30, 7, 8, "use 1 or 2 there"),  # padding would not help: 8 devices cannot hold 7 shards evenly
     ],
 )
-def test_only_what_would_do_is_offered(size, cut, devices, fix):
-    check(Leaf("x", "x", (size,), "float32", (cut,)), devices, problems := [])
+def test_only_what_would_do_is_offered(size, ways, devices, fix):
+    check(Leaf("x", "x", (size,), "float32", (ways,)), devices, problems := [])
     assert problems[0].fix == fix
 
 

@@ -1,4 +1,4 @@
-"""How products of matrices are partitioned, held against XLA: layouts over one to three axes, used by some or by none."""
+"""How matmuls are partitioned, compared with XLA: shardings over one to three axes, used by some or by none."""
 
 import itertools
 import math
@@ -82,7 +82,7 @@ def test_products_are_done_as_xla_does_them(function, args, layout):
 
 # ---- from one layout to another
 
-GRID = DeviceGroup({"a": 2, "b": 2, "c": 2})
+DEVICES = DeviceGroup({"a": 2, "b": 2, "c": 2})
 
 
 @st.composite
@@ -94,11 +94,11 @@ def layouts(draw, dims=3):
 
 @given(layouts(), layouts())
 def test_a_road_leads_there_and_sends_no_more_than_all(before, after):
-    here, sent = GRID.tile(before), 0.0
-    for one in GRID.path(here, GRID.tile(after)):
-        now, then = (1 / GRID.count([a for axes in spec for a in axes]) for spec in (here.dims, one.after))
+    here, sent = DEVICES.tile(before), 0.0
+    for one in DEVICES.path(here, DEVICES.tile(after)):
+        now, then = (1 / DEVICES.count([a for axes in spec for a in axes]) for spec in (here.dims, one.after))
         sent += {"all-gather": then - now, "all-to-all": now, "collective-permute": now, "": 0}[one.kind]
-        here = GRID.tile(one.after)
+        here = DEVICES.tile(one.after)
     assert here.dims == after
     assert sent <= 2
 
@@ -115,9 +115,9 @@ def test_roads_are_those_of_xla(seed):
     before, after = one(), one()
     here, there = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (before, after))
 
-    def held(x):
+    def constrained(x):
         return jax.lax.with_sharding_constraint(jnp.sin(jax.lax.with_sharding_constraint(x, there)), there)
 
-    made = jax.jit(held, in_shardings=here, out_shardings=there).lower(f32(16, 32, 64)).compile()
-    path = GRID.path(GRID.tile(before), GRID.tile(after))
+    made = jax.jit(constrained, in_shardings=here, out_shardings=there).lower(f32(16, 32, 64)).compile()
+    path = DEVICES.path(DEVICES.tile(before), DEVICES.tile(after))
     assert [s.kind for s in path if s.kind] == [c.kind for c in compiled.read(made).collectives]

@@ -1,4 +1,4 @@
-"""Callbacks into Python run on one device: what is sent for them, held against what XLA sends."""
+"""Callbacks into Python run on one device: what is sent for them, compared with what XLA sends."""
 
 from typing import Any
 

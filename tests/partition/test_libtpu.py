@@ -72,7 +72,7 @@ GATHERED = [
     ((4352, 1024), 0, "float32", "tpu-v5e:8x8", "all-gather"),
     ((8192, 1024), 0, "bfloat16", "tpu-v5e:8x8", "all-reduce"),
     ((4096, 1024), 0, "float32", "tpu-v6e:16x16", "all-reduce"),
-    ((40960, 64), 0, "float32", "tpu-v5e:8x8", "all-gather"),  # 10 MiB, in whole tiles 20
+    ((40960, 64), 0, "float32", "tpu-v5e:8x8", "all-gather"),  # 10 MiB, in complete tiles 20
     ((512, 3, 3, 512), 0, "float32", "tpu-v5e:8x8", "all-gather"),
     ((3, 3, 512, 512), 2, "float32", "tpu-v5e:8x8", "all-reduce"),
     ((65536, 128), 0, "float32", "tpu-v5p:8x8x1", "all-gather"),  # two dims

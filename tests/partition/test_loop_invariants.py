@@ -11,7 +11,7 @@ from shardfn import compiled
 
 S = jax.ShapeDtypeStruct
 W, X = S((64, 64), "float32"), S((64, 64), "float32")
-ROWS, WHOLE = (8, 1), (1, 1)
+ROWS, REPLICATED = (8, 1), (1, 1)
 ROUNDS = 20
 
 
@@ -68,7 +68,7 @@ def sent(collectives):
     return sum(c.total_bytes for c in collectives)
 
 
-@pytest.mark.parametrize("entries", [(ROWS, ROWS), (ROWS, WHOLE)], ids=["rows", "batch"])
+@pytest.mark.parametrize("entries", [(ROWS, ROWS), (ROWS, REPLICATED)], ids=["rows", "batch"])
 @pytest.mark.parametrize("name", BODIES)
 def test_loop_invariants_count_as_often_as_xla_runs_them(name, entries):
     function: Any = shardfn.shard(BODIES[name], entries, device=jax.devices()[:8])

@@ -44,34 +44,34 @@ def twice(w, xs):
     return recurrent(w, xs + h) @ w
 
 
-DATA, PIECES = ((1, 1), (1, 8, 1)), ((8, 1), (1, 8, 1))
+DATA, SHARDED = ((1, 1), (1, 8, 1)), ((8, 1), (1, 8, 1))
 REDUCED, GATHERED = 2 * 7 * ONE // 8, 7 * ONE // 8
 CASES = [  # function, layout, device, bytes sent as compiled by libtpu 0.0.42 and XLA of JAX 0.10.2
     (summed, DATA, H100, REDUCED),
     (summed, DATA, V5E, REDUCED),
     (summed, DATA, CPU, ROUNDS * REDUCED),
     (clipped, DATA, H100, ROUNDS * REDUCED),
-    (recurrent, PIECES, H100, ROUNDS * GATHERED),
-    (recurrent, PIECES, V5E, ROUNDS * GATHERED // 2),
-    (recurrent, PIECES, CPU, GATHERED),
-    (twice, PIECES, H100, (2 * ROUNDS + 1) * GATHERED),
+    (recurrent, SHARDED, H100, ROUNDS * GATHERED),
+    (recurrent, SHARDED, V5E, ROUNDS * GATHERED // 2),
+    (recurrent, SHARDED, CPU, GATHERED),
+    (twice, SHARDED, H100, (2 * ROUNDS + 1) * GATHERED),
 ]
 NAMES = [f"{function.__name__}-{device}" for function, _, device, _ in CASES]
 
 
-def laid(function, layout, device):
+def planned(function, layout, device):
     return shardfn.plan(function, *ARGS, in_strategy=layout, out_strategy=None, device=device)
 
 
 @pytest.mark.parametrize(("function", "layout", "device", "sent"), CASES, ids=NAMES)
 def test_what_is_sent(function, layout, device, sent):
-    assert laid(function, layout, device).cost.bytes_sent == pytest.approx(sent, rel=1e-3)
+    assert planned(function, layout, device).cost.bytes_sent == pytest.approx(sent, rel=1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("function", "layout", "device", "sent"), [c for c in CASES if c[2] == H100])
 def test_what_gpus_send(cuda, function, layout, device, sent):
-    kinds = laid(function, layout, device).verify().to_dict()["compiled"]["kinds"]
+    kinds = planned(function, layout, device).verify().to_dict()["compiled"]["kinds"]
     assert sum(both["compiled"]["bytes_sent"] for both in kinds.values()) == pytest.approx(sent, rel=1e-3)
 
 
@@ -79,13 +79,13 @@ def test_what_gpus_send(cuda, function, layout, device, sent):
 @pytest.mark.parametrize(("function", "layout", "device", "sent"), [c for c in CASES if c[2] == V5E])
 def test_what_tpus_send(function, layout, device, sent):
     pytest.importorskip("libtpu")
-    kinds = laid(function, layout, device).verify().to_dict()["compiled"]["kinds"]
+    kinds = planned(function, layout, device).verify().to_dict()["compiled"]["kinds"]
     assert sum(both["compiled"]["bytes_sent"] for both in kinds.values()) == pytest.approx(sent, rel=1e-3)
 
 
 def test_what_is_accumulated():
     for function, found in ((summed, 1), (clipped, 0), (recurrent, 0)):
-        assert len(loop_accumulations(laid(function, DATA, CPU).partitioned.graph)) == found, function
+        assert len(loop_accumulations(planned(function, DATA, CPU).partitioned.graph)) == found, function
 
 
 def test_the_search_counts_rounds():
@@ -107,9 +107,9 @@ def test_the_search_counts_rounds():
 
     params = {"w": S((128, 512), "float32"), "u": S((128, 512), "float32"), "b": S((512,), "float32")}
     args = params, S((32, 64, 128), "float32")
-    whole = {"w": (1, 1), "u": (1, 1), "b": (1,)}
+    replicated = {"w": (1, 1), "u": (1, 1), "b": (1,)}
     for device in (H100, V5E):
-        batch = shardfn.plan(step, *args, in_strategy=(whole, (1, 8, 1)), device=device)
+        batch = shardfn.plan(step, *args, in_strategy=(replicated, (1, 8, 1)), device=device)
         assert batch.cost.bytes_sent == pytest.approx(2 * 7 / 8 * 4 * (2 * 128 * 512 + 512), rel=1e-3)
         for level in (0, 2):
             found = shardfn.plan(step, *args, device=device, level=level)

@@ -183,7 +183,7 @@ def test_single_ops_send_what_was_predicted(name):
     assert sent(predicted) == sent(real)
 
 
-def laid(fn, axes, specs, outs, *args):
+def propagated(fn, axes, specs, outs, *args):
     """The flow before anything is worked out."""
     module = shardy.flat(jax.jit(fn).trace(*args).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
     return shardy.PreparedModule(module).propagate(axes, specs, outs)
@@ -199,7 +199,7 @@ def kinds(partitioned):
 )
 def test_a_sum_wanted_in_pieces(platform, sent):
     specs = (((), ("a",)), (("a",), ()))
-    partitioned = laid(jnp.matmul, (("a", 8),), specs, ((("a",), ()),), bf16(64, 64), bf16(64, 256))
+    partitioned = propagated(jnp.matmul, (("a", 8),), specs, ((("a",), ()),), bf16(64, 64), bf16(64, 256))
     assert kinds(partitioned) == []
     assert kinds(insert_collectives(partitioned, platform)) == sent
 
@@ -209,7 +209,7 @@ def test_weights_are_gathered_once_for_all_their_uses(platform, sent):
     def both_ways(x, w):
         return jnp.einsum("bd,kd->bk", x @ w, w)
 
-    partitioned = laid(
+    partitioned = propagated(
         both_ways, (("a", 8),), ((("a",), ()), (("a",), ())), ((("a",), ()),), f32(4096, 64), f32(64, 64)
     )
     assert kinds(insert_collectives(partitioned, platform)) == [("all-gather", *sent)]
@@ -277,7 +277,7 @@ def test_axes_in_parts_come_together_again(used):
 
 
 @pytest.mark.parametrize(
-    ("size", "out", "tap", "edges"),
+    ("size", "out", "window", "extent"),
     [
         (64, 64, WindowDim(0, 0, 0, low=-1, extent=3), (1, 1)),
         (64, 32, WindowDim(0, 0, 0, stride=2, extent=2), (0, 0)),
@@ -286,8 +286,8 @@ def test_axes_in_parts_come_together_again(used):
         (64, 64, WindowDim(0, 0, 0, low=0, extent=1), (0, 0)),
     ],
 )
-def test_rows_that_come_from_neighbours(size, out, tap, edges):
-    assert halo_extent(size, out, 8, tap) == edges
+def test_halo_extent_is_the_rows_that_neighbours_send(size, out, window, extent):
+    assert halo_extent(size, out, 8, window) == extent
 
 
 def test_an_empty_slice_may_be_padded_along_a_cut_dim():

@@ -1,4 +1,4 @@
-"""Slices along a sharded dimension with fewer elements than shards: what is sent for them, held against what XLA sends."""
+"""Slices along a sharded dimension with fewer elements than shards: what is sent for them, compared with what XLA sends."""
 
 from typing import Any
 

@@ -25,15 +25,15 @@ from shardfn.report.report import Report, make_report
 from shardfn.report.saved_graphs import save_graphs, strategies_text
 
 LAYERS = 4
-X, CUT, WHOLE = (("b",), ()), ((), ("a",)), ((), ())
+X, COLUMNS, REPLICATED = (("b",), ()), ((), ("a",)), ((), ())
 FILE = "/home/me/project/model.py"
 
 
 def decided(path, shape, spec, source, reason="", runner_up=""):
     sizes = {"a": 4, "b": 2}
-    cuts = tuple(int(np.prod([sizes[axis] for axis in dim])) for dim in spec)
+    strategy = tuple(int(np.prod([sizes[axis] for axis in dim])) for dim in spec)
     return Decision(
-        path, shape, "float32", cuts, spec, source, reason, runner_up, 4 * int(np.prod(shape) / np.prod(cuts))
+        path, shape, "float32", strategy, spec, source, reason, runner_up, 4 * int(np.prod(shape) / np.prod(strategy))
     )
 
 
@@ -50,7 +50,7 @@ def made(**changes) -> Plan:
             runner[name],
         )
         for i in range(LAYERS)
-        for name, shape, spec, dim in (("up", (32, 128), CUT, 1), ("down", (128, 32), (("a",), ()), 0))
+        for name, shape, spec, dim in (("up", (32, 128), COLUMNS, 1), ("down", (128, 32), (("a",), ()), 0))
     ]
     inputs += [
         decided("params/scale", (32,), ((),), "file", "mlp.toml"),
@@ -66,7 +66,7 @@ def made(**changes) -> Plan:
         Op("all_reduce", (7,), (4,), None, 1, f"{FILE}:13"),
     )
     ops = (*one * LAYERS, Op("reduce", (4, 5), (6,), None, 3, "", ((0, 0),), site=1))
-    specs = (X, CUT, (("b",), ("a",)), (("a",), ()), X, (), (), X)
+    specs = (X, COLUMNS, (("b",), ("a",)), (("a",), ()), X, (), (), X)
     graph = Graph(values, ops, (1, 3) * LAYERS + (5, 0), (4, 6), ())
     layer = Collective("all-reduce", ("a",), 4, (32, 32), "f32", 6144, 1, f"{FILE}:13", "dot_general")
     made = Plan(
@@ -133,12 +133,12 @@ def test_report_without_a_terminal_wraps_nothing():
 
 
 def test_headline_on_one_device_says_so():
-    alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
+    alone = decided("x", (64, 32), REPLICATED, "you", "in_strategy[0]")
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
         dimension_groups=(), collectives=(), diagnostics=(), policy="every sharding was given", constraints=(), candidates=(),
         gap=None, cost=Cost(1.5e6, 0, MemoryEstimate(8192, 0, 0), 7.6e-9, 0.0),
-        partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
+        partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (REPLICATED,), {}, ()),
     )  # fmt: skip
     report = make_report(plan)
     assert report.to_text().startswith("step: one device\ndevices: 1 x cpu, mesh of one device\n")
@@ -259,8 +259,8 @@ def test_pieces_are_what_jax_puts_there(axes):
     sizes = dict(axes)
     arrays = []
     for i, spec in enumerate(specs):
-        cuts = tuple(int(np.prod([sizes[a] for a in dim])) for dim in spec)
-        arrays.append(Decision(f"x{i}", (16, 8 * (i + 1)), "float32", cuts, spec, "you"))
+        strategy = tuple(int(np.prod([sizes[a] for a in dim])) for dim in spec)
+        arrays.append(Decision(f"x{i}", (16, 8 * (i + 1)), "float32", strategy, spec, "you"))
     drawn = drawing(made(axes=axes, inputs=tuple(arrays), outputs=(), dimension_groups=(), collectives=()))
     assert drawn.axes == axes
     assert len(drawn.arrays) == len(arrays)
@@ -409,7 +409,9 @@ def test_a_report_shows_itself():
 
 
 def test_equal_layers_are_one_row_and_cut_arrays_stay():
-    many = tuple(decided(f"p{chr(97 + i // 26)}{chr(97 + i % 26)}", (32, 32), WHOLE, "searched") for i in range(50))
+    many = tuple(
+        decided(f"p{chr(97 + i // 26)}{chr(97 + i % 26)}", (32, 32), REPLICATED, "searched") for i in range(50)
+    )
     text = make_report(made(inputs=(*many, made().inputs[-1]))).to_text()
     table = text[text.index("Arguments") : text.index("Results")]
     assert "\nx " in table

@@ -27,7 +27,7 @@ def randn(*shape):
 
 X, W, V = randn(8, 16), randn(16, 8) / 4, randn(8, 8) / 4
 MESH = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-GRID = jax.make_mesh((2, 4), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+MESH = jax.make_mesh((2, 4), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
 
 
 def close(found, wanted, tol=1e-4):
@@ -62,7 +62,7 @@ def mapped(x):
     def body(block):
         return lax.psum(block, "j") * 2
 
-    return jax.shard_map(body, mesh=GRID, in_specs=P("i", "j"), out_specs=P("i"))(x)
+    return jax.shard_map(body, mesh=MESH, in_specs=P("i", "j"), out_specs=P("i"))(x)
 
 
 def host_double(x):
@@ -76,7 +76,7 @@ SPD = V @ V.T + 8 * jnp.eye(8)
 INSIDE = {
     "scan": (lambda x, ws: lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum()), x, ws), (X, randn(3, 16, 16)),
              ((2, 1), (1, 1, 4)), None),
-    "scan along a cut dim": (lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(16), x), (X,), ((8, 1),), None),
+    "scan along a sharded dim": (lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(16), x), (X,), ((8, 1),), None),
     "while_loop": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x))[1], (X,),
                    ((8, 1),), ((1, 8),)),
     "while_loop on the data": (lambda x: lax.while_loop(lambda c: c.sum() < 300, lambda c: 2 * c, abs(x)), (X,), ((4, 2),), None),
@@ -93,30 +93,30 @@ INSIDE = {
     "with_sharding_constraint": (lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P(None, "i"))) + 1, (X,),
                                  ((8, 1),), None),
     "top_k": (lambda x: lax.top_k(x, 3), (X,), ((8, 1),), None),
-    "top_k along a cut dim": (lambda x: lax.top_k(x, 3), (X,), ((1, 8),), None),
+    "top_k along a sharded dim": (lambda x: lax.top_k(x, 3), (X,), ((1, 8),), None),
     "sort": (lambda x: jnp.sort(x, 0), (X,), ((8, 1),), None),
     "argsort": (lambda x: jnp.argsort(x, 1), (X,), ((2, 4),), None),
     "fft": (lambda x: abs(jnp.fft.fft(x)), (X,), ((8, 1),), None),
-    "fft along a cut dim": (lambda x: abs(jnp.fft.rfft2(x)), (X[None],), ((1, 1, 8),), None),
+    "fft along a sharded dim": (lambda x: abs(jnp.fft.rfft2(x)), (X[None],), ((1, 1, 8),), None),
     "convolution": (convolution, (IMAGES, KERNEL), ((4, 1, 1, 1), (1, 1, 1, 2)), None),
-    "convolution of a cut image": (convolution, (IMAGES, KERNEL), ((2, 2, 2, 1), (1, 1, 1, 1)), None),
-    "convolution of a cut image with a cut kernel": (convolution, (IMAGES, KERNEL), ((2, 2, 1, 1), (1, 1, 1, 2)), None),
+    "convolution of a sharded image": (convolution, (IMAGES, KERNEL), ((2, 2, 2, 1), (1, 1, 1, 1)), None),
+    "convolution of a sharded image with a sharded kernel": (convolution, (IMAGES, KERNEL), ((2, 2, 1, 1), (1, 1, 1, 2)), None),
     "gather": (lambda t, i: t[i], (TABLE, INDEX), ((8, 1), (1,)), None),
-    "gather by cut indices": (lambda t, i: t[i], (TABLE, INDEX), ((1, 2), (4,)), ((4, 2),)),
+    "gather by sharded indices": (lambda t, i: t[i], (TABLE, INDEX), ((1, 2), (4,)), ((4, 2),)),
     "scatter": (lambda t, i, v: t.at[i].add(v), (TABLE, INDEX, randn(16, 4)), ((8, 1), (1,), (1, 1)), None),
-    "scatter of cut updates": (lambda t, i, v: t.at[i].set(v), (TABLE, jnp.arange(8), TABLE * 2), ((1, 4), (2,), (2, 4)), None),
+    "scatter of sharded updates": (lambda t, i, v: t.at[i].set(v), (TABLE, jnp.arange(8), TABLE * 2), ((1, 4), (2,), (2, 4)), None),
     "random numbers": (lambda k: jax.random.normal(k, (8, 16)), (jax.random.key(1),), None, ((8, 1),)),
     "dropout": (lambda k, x: x * jax.random.bernoulli(k, 0.5, x.shape), (jax.random.key(1), X), (AUTO, (2, 4)), None),
     "cumsum": (lambda x: jnp.cumsum(x, 0), (X,), ((8, 1),), None),
-    "softmax over a cut dim": (jax.nn.softmax, (X,), ((1, 8),), None),
+    "softmax over a sharded dim": (jax.nn.softmax, (X,), ((1, 8),), None),
     "einsum": (lambda a, b: jnp.einsum("bhd,bkd->bhk", a, b), (randn(4, 2, 8), randn(4, 6, 8)), ((4, 2, 1), (4, 1, 1)), None),
     "cholesky": (jnp.linalg.cholesky, (SPD,), ((8, 1),), None),
-    "reshape across a cut dim": (lambda x: x.reshape(4, 32).T, (X,), ((8, 1),), None),
+    "reshape across a sharded dim": (lambda x: x.reshape(4, 32).T, (X,), ((8, 1),), None),
     "concatenate": (lambda x, y: jnp.concatenate([x, y]), (X, X), ((8, 1), (1, 8)), None),
     "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 16)), (X, 2), ((8, 1), ()), None),
     "pure_callback": (host_double, (X,), ((1, 1),), None),
     "another shard": (lambda x, w: shard(jnp.matmul, ((2, 4), (4, 1)), ((2, 1),))(x, w) + 1, (X, W), ((8, 1), AUTO), None),
-    "two of them on other grids": (
+    "two of them on other meshes": (
         lambda x, w, v: shard(jnp.matmul, ((1, 2), (2, 4)))(shard(jnp.matmul, ((8, 1), (1, 1)))(x, w), v), (X, W, V),
         ((4, 1), AUTO, (1, 2)), ((1, 8),),
     ),
@@ -215,8 +215,8 @@ def test_jit_keeps_the_layouts_asked_for():
 def test_export():
     exported = jax.export.export(jax.jit(LAYER))(X, W)
     assert exported.nr_devices == 8
-    whole = NamedSharding(GRID, P())
-    close(jax.jit(exported.call)(jax.device_put(X, whole), jax.device_put(W, whole)), layer(X, W))
+    replicated = NamedSharding(MESH, P())
+    close(jax.jit(exported.call)(jax.device_put(X, replicated), jax.device_put(W, replicated)), layer(X, W))
 
 
 def test_an_error_of_the_function_itself_comes_out_as_it_is():
@@ -406,7 +406,7 @@ def test_a_training_loop_has_the_losses_of_the_unsharded_one(name, sharded_part)
     assert losses[-1] < losses[0]
     close(params, wanted_params, 1e-3)
     if sharded_part == "step":
-        assert len(step._entries) == 1, "what comes out lies as it goes in: no step is planned or compiled again"
+        assert len(step._entries) == 1, "results are sharded as the arguments: no step is planned or compiled again"
         assert params["layers"][1]["w1"].sharding.shard_shape((16, 32)) == (16, 8)
 
 
@@ -418,7 +418,7 @@ def test_an_nnx_network_trains_with_one_block_sharded():
         def __call__(self, x):
             return self.down(jax.nn.gelu(self.up(x)))
 
-    class Whole(nnx.Module):
+    class Net(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
             self.block1, self.head = Part(rngs), nnx.Linear(16, 4, rngs=rngs)
@@ -435,9 +435,9 @@ def test_an_nnx_network_trains_with_one_block_sharded():
         optimizer = nnx.Optimizer(net, optax.adamw(1e-2), wrt=nnx.Param)
         return [float(step(net, optimizer, x, y)) for x, y in BATCHES[:3]]
 
-    net = Whole()
+    net = Net()
     net.block1.shard(in_strategy=((2, 1),), parameter_plan={"up/kernel": (1, 4), "down/kernel": (4, 1)})
-    np.testing.assert_allclose(train(net, step), train(Whole(), nnx.jit(step)), rtol=1e-4)
+    np.testing.assert_allclose(train(net, step), train(Net(), nnx.jit(step)), rtol=1e-4)
     assert len(net.block1._sharded()._entries) == 1
 
 

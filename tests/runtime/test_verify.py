@@ -1,4 +1,4 @@
-"""A plan held against what XLA compiles for it: for devices that are here, for CPUs and TPUs that are not."""
+"""A plan compared with what XLA compiles for it: for devices that are here, for CPUs and TPUs that are not."""
 
 import copy
 import dataclasses
@@ -66,7 +66,7 @@ def step_args(batch=64, d=64, hidden=256):
 
 STEP = {"static_argnums": 0, "donate_argnums": 1}
 DATA = (Weights((1, 1), (1, 1)), (8, 1), (8, 1), (), (1, 1))
-PIECES = (Weights((8, 1), (8, 1)), (8, 1), (8, 1), (), (1, 1))
+SHARDED = (Weights((8, 1), (8, 1)), (8, 1), (8, 1), (), (1, 1))
 
 
 def compiled_part(report):
@@ -74,7 +74,7 @@ def compiled_part(report):
 
 
 def test_here_it_is_what_explain_shows():
-    options = {**STEP, "in_strategy": PIECES}
+    options = {**STEP, "in_strategy": SHARDED}
     report = shardfn.plan(step, *step_args(), **options).verify()
     assert compiled_part(report) == compiled_part(shardfn.explain(step, *step_args(), compiled=True, **options))
     assert "Compiled: collectives" in str(report)
@@ -93,7 +93,7 @@ def test_verify_a_gradient_through_branches_has_the_flops_that_are_compiled(stra
 
 
 def test_a_target_compiles_in_another_process_to_what_compiles_here():
-    """Eight CPU devices as a target, and these eight: pytrees, donation, static values, keys, grid and lines alike."""
+    """Eight CPU devices as a target, and these eight: pytrees, donation, static values, keys, mesh and lines alike."""
     options = {**STEP, "in_strategy": (Weights((1, 4), (4, 1)), (2, 1), (2, 1), (), (1, 1))}
     before = dict(os.environ)
     target = shardfn.plan(step, *step_args(), device="cpu:8", **options)
@@ -115,7 +115,7 @@ def test_a_target_compiles_in_another_process_to_what_compiles_here():
 
 @pytest.mark.slow
 def test_the_line_that_calls_the_library_is_none_of_the_function():
-    """The convolution and the transform are made whole, by ops of this library: no line of theirs, rather than that of `plan`."""
+    """The convolution and the transform are replicated, by ops of this library: no line of theirs, rather than that of `plan`."""
 
     def transformed(w, x):
         h = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
@@ -143,11 +143,13 @@ def test_constraints_inside_and_other_plans_of_the_function():
     x, w = array(64, 32), array(32, 16)
     plan = shardfn.plan(jnp.matmul, x, w, in_strategy=((8, 1), (1, 1)), out_strategy=((8, 1),))
     assert compiled_part(plan.verify())["collectives"] == []
-    whole = ((), ())
-    moved = dataclasses.replace(plan, outputs=(dataclasses.replace(plan.outputs[0], strategy=(1, 1), spec=whole),))
+    replicated = ((), ())
+    moved = dataclasses.replace(plan, outputs=(dataclasses.replace(plan.outputs[0], strategy=(1, 1), spec=replicated),))
     assert [c["kind"] for c in compiled_part(moved.verify())["collectives"]] == ["all-gather"]
-    held = dataclasses.replace(plan, constraints=(Constraint("dot_general", 0, "", (whole, whole), (whole,)),))
-    work = compiled_part(held.verify())["matmul_flops"]
+    constrained = dataclasses.replace(
+        plan, constraints=(Constraint("dot_general", 0, "", (replicated, replicated), (replicated,)),)
+    )
+    work = compiled_part(constrained.verify())["matmul_flops"]
     assert work["compiled"] == 8 * work["predicted"] == 2 * 64 * 32 * 16
 
 
@@ -311,8 +313,8 @@ def test_data_parallel_on_tpus(libtpu, device):
 
 @pytest.mark.tpu
 def test_pieces_of_weights_are_reduced_by_scattering(libtpu):
-    """Where a CPU sums up whole gradients, a TPU hands each device its piece of the sum."""
-    report = shardfn.plan(step, *BIG, in_strategy=PIECES, device="tpu-v5e:2x4", **STEP).verify()
+    """Where a CPU all-reduces gradients, a TPU reduce-scatters them."""
+    report = shardfn.plan(step, *BIG, in_strategy=SHARDED, device="tpu-v5e:2x4", **STEP).verify()
     found = kinds(report)
     predicted, compiled = found["reduce-scatter"]
     assert predicted == compiled > 0
@@ -386,7 +388,7 @@ def test_data_parallel_on_gpus(cuda, device):
 
 @pytest.mark.gpu
 def test_pieces_of_weights_on_gpus(cuda):
-    found = kinds(shardfn.plan(step, *BIG, in_strategy=PIECES, device="h100:8", **STEP).verify())
+    found = kinds(shardfn.plan(step, *BIG, in_strategy=SHARDED, device="h100:8", **STEP).verify())
     predicted, compiled = found["reduce-scatter"]
     assert predicted == compiled > 0
 

@@ -80,7 +80,7 @@ def test_resharding_cost_of_twelve_axes_is_that_of_the_one_they_make():
 def test_labels_of_f32_matmuls_on_a_tpu_gather_half_the_bytes(device, part):
     problem = problem_of(lambda x, w: jnp.tanh(x) @ w, (S((64, 64), jnp.float32), S((64, 64), jnp.float32)), device)
     space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 4),)), {}, {}, {}, None, problem.facts)
-    assert max(edge.sent[np.isfinite(edge.sent)].max() for edge in space.reshardings) == part * 3 / 4 * 64 * 64 * 4
+    assert max(table.sent[np.isfinite(table.sent)].max() for table in space.reshardings) == part * 3 / 4 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow), 2])
@@ -132,8 +132,8 @@ def test_exact_plan_keeps_a_mesh():
 def test_exact_plan_on_any_number_of_devices_spreads_the_work(devices):
     args = (S((84, 36), jnp.float32), S((36, 84), jnp.float32), S((84, 36), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **EXACT)
-    whole = shardfn.plan(two_layers, *args, device="h100:1")
-    assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
+    unsharded = shardfn.plan(two_layers, *args, device="h100:1")
+    assert made.cost.flops == pytest.approx(unsharded.cost.flops / devices, rel=0.01)
     assert np.prod(made.mesh.axis_sizes) == devices
 
 
@@ -152,8 +152,8 @@ def test_exact_plan_of_a_checkpointed_block_shards_each_array_in_its_own_way():
         return (jax.checkpoint(two_layers)(x, *w) ** 2).mean()
 
     args = (S((64, 128), jnp.float32), S((128, 64), jnp.float32)), S((4096, 64), jnp.float32)
-    pieces = ((1, 8), (1, 8))
+    sharded = ((1, 8), (1, 8))
     options = EXACT | {"device": "cpu:8", "level": 2}
-    made = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, shardfn.AUTO), **options)
-    given = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, (8, 1)), **options)
+    made = shardfn.plan(jax.grad(loss), *args, in_strategy=(sharded, shardfn.AUTO), **options)
+    given = shardfn.plan(jax.grad(loss), *args, in_strategy=(sharded, (8, 1)), **options)
     assert made.cost.time_s <= given.cost.time_s

@@ -1,4 +1,4 @@
-"""What holds of every search by construction, on random programs: objectives share one archive, and the budget only ends it."""
+"""What is true of every search by construction, on random programs: objectives share one archive, and the budget only ends it."""
 
 import dataclasses
 import functools

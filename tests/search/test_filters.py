@@ -84,9 +84,9 @@ def test_tensor_slice_align_makes_shards_of_matmuls_multiples():
         shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=False)
         assert set(slices(shardfn.plan(dense, *args, **HERE))) == {size // 2}
         shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=size)
-        held = shardfn.plan(dense, *args, **HERE)
-        assert all(n % size == 0 for n in slices(held))
-        assert held.cost.flops < 65536 * 4 * size, "something is sharded nevertheless"
+        found = shardfn.plan(dense, *args, **HERE)
+        assert all(n % size == 0 for n in slices(found))
+        assert found.cost.flops < 65536 * 4 * size, "something is sharded nevertheless"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -95,11 +95,11 @@ def test_drop_dominated_loses_no_more_than_it_says(seed):
     sizes = random.integers(2, 5, 5)
     pairs = list(itertools.combinations(range(5), 2))
     tables = [((a, b), random.integers(0, 4, sizes[a] * sizes[b])) for a, b in pairs[:: 1 + seed % 3]]
-    held = [(node, 0, 9, random.integers(0, 9, n)) for node, n in enumerate(sizes)] if seed % 2 else []
-    whole = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, usage_intervals=held)
-    smaller, lost = filters.drop_dominated(whole, 0.3)
+    usage = [(node, 0, 9, random.integers(0, 9, n)) for node, n in enumerate(sizes)] if seed % 2 else []
+    every = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, usage_intervals=usage)
+    smaller, lost = filters.drop_dominated(every, 0.3)
     best, left = (
-        min(total_cost(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (whole, smaller)
+        min(total_cost(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (every, smaller)
     )
     assert best <= left <= best + lost
     assert lost <= 0.3 * best
@@ -107,7 +107,7 @@ def test_drop_dominated_loses_no_more_than_it_says(seed):
 
 def test_algo_approxi_keeps_a_bounded_gap():
     function, args = abstract(mlp.make)
-    options = HERE  # where the flow keeps the model's promise: else there is no gap
+    options = HERE  # where the partitioned program costs what the label model estimates: else there is no gap
     exact = shardfn.plan(function, *args, **options)
     shardfn.mindspore.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
     rough = shardfn.plan(function, *args, **options)

@@ -153,10 +153,10 @@ def test_labels_of_an_unsharded_program_take_as_long_as_its_kernels(device):
     """What several kernels compute is read by each; what one of them reads twice, once."""
     problem = problem_of(softmaxed, (S((256, 256), jnp.float32), S((8192, 256), jnp.float32)), device)
     space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
-    whole = [node.compute_s[(node.labels < 0).all(axis=1)].item() for node in space.nodes]
+    unsharded = [node.compute_s[(node.labels < 0).all(axis=1)].item() for node in space.nodes]
     layouts = tuple(((),) * len(v.shape) for v in problem.graph.values)
     partitioned = PartitionedProgram(problem.graph, layouts, {}, (), problem.hardware.platform)
-    assert sum(whole) == pytest.approx(work(partitioned, problem.hardware.chip).seconds, rel=0.05)
+    assert sum(unsharded) == pytest.approx(work(partitioned, problem.hardware.chip).seconds, rel=0.05)
     kernels = problem.facts.kernels
     assert max(max((*k.reads, k.computes)) for k in kernels) > 1, "nothing is computed in several kernels"
     assert any(sum(k.reads) < len(k.reads) for k in kernels), "no kernel reads anything twice"

@@ -99,7 +99,7 @@ def test_memory_limit_without_its_unit_is_refused(options):
 
 
 def test_memory_limit_error_lists_the_largest_arrays_with_shape_and_line():
-    """Sums of gradients have no line of their own: the one of what they add is told."""
+    """Sums of gradients have no line of their own: the error names the line of what they add."""
 
     def both(w, x):
         return jax.grad(lambda w: (jnp.tanh(x @ w) + jnp.sin(x @ w)).sum())(w)
@@ -166,14 +166,14 @@ def test_memory_of_the_device_is_a_diagnostic_and_no_error():
 
 def test_memory_limit_error_of_captured_arrays_names_them():
     """It has no arguments of its own, and what it captures comes first in its graph."""
-    told = []
+    texts = []
 
     def outer(w):
         made = shardfn.plan(lambda: w @ w, device="cpu:8")
-        told.append(strategies_text(made))
+        texts.append(strategies_text(made))
         with pytest.raises(StrategyError, match=r"(?s)memory_limit = 100\n.*the largest: "):
             shardfn.plan(lambda: w @ w, device="cpu:8", memory_limit=100)
         return w
 
     jax.eval_shape(outer, S((64, 64), jnp.float32))
-    assert "dot_general(" in told[0] and "argument" not in told[0]
+    assert "dot_general(" in texts[0] and "argument" not in texts[0]

@@ -30,11 +30,11 @@ def test_propagation_of_one_seed_gives_every_block_tensor_and_data_parallel(trai
         function, *args, parameter_plan=SEED, search_mode="sharding_propagation", level=2, device=DEVICE
     )
     assert made.decision("params/0/q").source == "you"
-    cuts = {d.path: d.strategy for d in made.inputs}
-    assert {f"params/{i}/{name}": cuts[f"params/{i}/{name}"] for i in range(4) for name in BLOCK} == {
-        f"params/{i}/{name}": cut for i in range(4) for name, cut in BLOCK.items()
+    strategies = {d.path: d.strategy for d in made.inputs}
+    assert {f"params/{i}/{name}": strategies[f"params/{i}/{name}"] for i in range(4) for name in BLOCK} == {
+        f"params/{i}/{name}": strategy for i in range(4) for name, strategy in BLOCK.items()
     }
-    assert cuts["x"] == (2, 1, 1)
+    assert strategies["x"] == (2, 1, 1)
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
@@ -58,8 +58,8 @@ def test_plan_with_every_block_named_shards_every_block():
 @pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
 def test_plan_without_a_seed_sends_no_more_than_data_parallel(mode, config, train):
     function, args = program(config, train)
-    whole = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])
-    data_parallel = shardfn.plan(function, *args, in_strategy=(whole, cut_of_batch(config)), device=DEVICE)
+    replicated = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])
+    data_parallel = shardfn.plan(function, *args, in_strategy=(replicated, cut_of_batch(config)), device=DEVICE)
     made = shardfn.plan(function, *args, in_strategy=(AUTO, AUTO), search_mode=mode, level=2, device=DEVICE)
     assert made.cost.time_s <= data_parallel.cost.time_s
     assert made.cost.bytes_sent <= 1.001 * data_parallel.cost.bytes_sent, "small arrays at most, gathered to save time"

@@ -9,14 +9,15 @@ from shardfn.search.resharding_costs import MeshModel
 
 
 @pytest.mark.parametrize(
-    ("device", "whole", "pieces"), [("h100:8", 0.5, 0.0625), ("tpu-v5e:2x4", 0.125, 1.0), ("cpu:8", 0.0, 1.0)]
+    ("device", "all_reduced", "scattered_share"),
+    [("h100:8", 0.5, 0.0625), ("tpu-v5e:2x4", 0.125, 1.0), ("cpu:8", 0.0, 1.0)],
 )
-def test_reduction_cost_of_a_merged_sum_is_a_share_of_the_latency(device, whole, pieces):
+def test_reduction_cost_of_a_merged_sum_is_a_share_of_the_latency(device, all_reduced, scattered_share):
     """By its result's bytes, of those of a full one: 30 MiB on GPUs, 120 MiB on TPUs, of which only all-reduces are merged."""
     mesh = MeshModel.on(resolve(device), (("a", 8),))
     partial, here, none = np.array([15.0 * 2**20]), np.array([[True]]), np.array([[False]])
     no = np.array([False])
-    for reduced, scattered, rate, share in ((here, none, 2, whole), (none, here, 1, pieces)):
+    for reduced, scattered, rate, share in ((here, none, 2, all_reduced), (none, here, 1, scattered_share)):
         sent, seconds = reduction_cost(partial, reduced, scattered, mesh, True, no, no)
         assert sent.item() == rate * 7 / 8 * partial.item()
         (link,) = mesh.links

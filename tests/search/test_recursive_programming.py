@@ -26,9 +26,9 @@ def step(x, w1, w2):
 def test_recursive_plan_on_any_number_of_devices_spreads_the_work(devices):
     args = (S((5376, 192), jnp.float32), S((192, 5376), jnp.float32), S((5376, 192), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **RECURSIVE)
-    whole = shardfn.plan(two_layers, *args, device="h100:1")
+    unsharded = shardfn.plan(two_layers, *args, device="h100:1")
     assert math.prod(made.mesh.axis_sizes) == devices
-    assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
+    assert made.cost.flops == pytest.approx(unsharded.cost.flops / devices, rel=0.01)
 
 
 def test_recursive_plan_keeps_a_mesh():

@@ -34,10 +34,10 @@ def test_resharding_path_is_that_of_the_partitioner(move):
         tuple(tuple(name for axis, at in enumerate(row) if at == dim for name in parts[axis]) for dim in range(5))
         for row in rows
     )
-    road = [step for step in resharding_steps(before, after, of) if step.kind]
+    steps = [step for step in resharding_steps(before, after, of) if step.kind]
     found = resharding_costs._path((*rows[0], *rows[1]), sizes)
-    assert [kind for kind, *_ in found] == [step.kind for step in road]
-    for (_, taken, _), step in zip(found, road, strict=True):
+    assert [kind for kind, *_ in found] == [step.kind for step in steps]
+    for (_, taken, _), step in zip(found, steps, strict=True):
         assert {axis for axis, _ in taken} == {int(name[0]) for name in step.axes}
         assert np.prod([n for _, n in taken]) == np.prod([of[name] for name in step.axes])
 

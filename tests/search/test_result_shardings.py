@@ -1,4 +1,4 @@
-"""Results whose layout is left open: they are searched with the rest, and held where propagation would leave them otherwise."""
+"""Results whose sharding is left open: they are searched with the rest, and constrained where propagation would choose another."""
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ def test_result_made_of_a_key_is_sharded(level):
     made = shardfn.plan(drawn, KEY, level=level, device="cpu:8")
     by_hand = shardfn.plan(drawn, KEY, level=level, device="cpu:8", out_strategy=((8, 1),))
     options = {"out_strategy": ((1, 1),), "search_mode": "sharding_propagation"}
-    whole = shardfn.plan(drawn, KEY, level=level, device="cpu:8", **options)
+    unsharded = shardfn.plan(drawn, KEY, level=level, device="cpu:8", **options)
     assert made.outputs[0].source == "searched" and made.outputs[0].reason
-    assert made.cost.flops <= by_hand.cost.flops < whole.cost.flops / 4
-    assert made.cost.memory.peak <= by_hand.cost.memory.peak < whole.cost.memory.peak / 4
+    assert made.cost.flops <= by_hand.cost.flops < unsharded.cost.flops / 4
+    assert made.cost.memory.peak <= by_hand.cost.memory.peak < unsharded.cost.memory.peak / 4
     if made.gap is not None:
         assert "proved" in made.policy
     assert "searched: with the arguments: propagation" in str(shardfn.explain(made, detail="full"))
@@ -53,9 +53,9 @@ def test_result_shardings_are_compiled_as_planned(tmp_path):
 
 
 def test_memory_limit_that_sharded_results_keep_is_kept():
-    whole = 64 * 32 * 4
-    made = shardfn.plan(drawn, KEY, memory_limit=int(0.6 * whole), device="cpu:8")
-    assert made.cost.memory.peak <= 0.6 * whole
+    size = 64 * 32 * 4
+    made = shardfn.plan(drawn, KEY, memory_limit=int(0.6 * size), device="cpu:8")
+    assert made.cost.memory.peak <= 0.6 * size
     with pytest.raises(ShardError, match=f"memory_limit={made.cost.memory.peak}$"):
         shardfn.plan(drawn, KEY, memory_limit=100, level=1, device="cpu:8")
 

@@ -1,4 +1,4 @@
-"""What holds in every search mode: a user's strategy stays, values stay, the same plan twice; and searches of one's own."""
+"""What is true in every search mode: a user's strategy stays, values stay, the same plan twice; and searches of a user's own."""
 
 import itertools
 import os

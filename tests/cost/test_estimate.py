@@ -93,10 +93,12 @@ def test_products_run_at_the_rate_of_their_type(target, dtype, rate):
 
 def test_local_shapes_are_priced():
     args = (array(4096, 4096), array(4096, 4096))
-    whole = estimate_cost(partitioned(jnp.matmul, *args, device="h100:1"), resolve("h100:1"))
-    cut = estimate_cost(partitioned(jnp.matmul, *args, entries=((8, 1), (1, 1)), device="h100:8"), resolve("h100:8"))
-    assert cut.flops == whole.flops / 8 and cut.compute_s == pytest.approx(whole.compute_s / 8)
-    assert cut.communication_s == 0
+    unsharded = estimate_cost(partitioned(jnp.matmul, *args, device="h100:1"), resolve("h100:1"))
+    sharded = estimate_cost(
+        partitioned(jnp.matmul, *args, entries=((8, 1), (1, 1)), device="h100:8"), resolve("h100:8")
+    )
+    assert sharded.flops == unsharded.flops / 8 and sharded.compute_s == pytest.approx(unsharded.compute_s / 8)
+    assert sharded.communication_s == 0
 
 
 def test_a_collective_takes_its_bytes_over_its_axes():
@@ -106,13 +108,13 @@ def test_a_collective_takes_its_bytes_over_its_axes():
         (((1, 64), (64, 1)), 2 * 63 / 64, 400e9),
         (((8, 8), (8, 1)), 2 * 7 / 8 / 8, 450e9),
     ):
-        laid = shardfn.plan(jnp.matmul, x, w, in_strategy=entries, device="h100:64")
-        found = estimate_cost(laid.partitioned, hardware)
+        plan = shardfn.plan(jnp.matmul, x, w, in_strategy=entries, device="h100:64")
+        found = estimate_cost(plan.partitioned, hardware)
         bytes_sent = sent * 1024 * 1024 * 4
         assert found.bytes_sent == pytest.approx(bytes_sent)
-        latency = link_over(hardware, laid.axes, laid.collectives[0].axes).latency_s
+        latency = link_over(hardware, plan.axes, plan.collectives[0].axes).latency_s
         assert found.communication_s == pytest.approx(bytes_sent / rate + latency)
-        assert sum(collective_s(c, hardware, laid.axes) for c in laid.collectives) == pytest.approx(
+        assert sum(collective_s(c, hardware, plan.axes) for c in plan.collectives) == pytest.approx(
             found.communication_s
         )
 
@@ -121,19 +123,19 @@ def test_all_reduces_that_run_as_one_cost_one_latency():
     def grads(ws, x):
         return jax.grad(lambda ws: sum(jnp.sum(jnp.square(x @ w)) for w in ws))(ws)
 
-    laid = shardfn.plan(
+    plan = shardfn.plan(
         grads, [array(64, 64)] * 5, array(64, 64), in_strategy=(None, (8, 1)), device="h100:8",
         parameter_plan={"ws/*": (1, 1)},
     )  # fmt: skip
     hardware = resolve("h100:8")
-    sent = sum(c.bytes_sent for c in laid.collectives)
-    assert len(laid.collectives) == 5
-    assert estimate_cost(laid.partitioned, hardware).communication_s == pytest.approx(
+    sent = sum(c.bytes_sent for c in plan.collectives)
+    assert len(plan.collectives) == 5
+    assert estimate_cost(plan.partitioned, hardware).communication_s == pytest.approx(
         sent / 450e9 + hardware.chip.latency_s
     )
-    shared = sum(collective_s(c, hardware, laid.axes) for c in laid.collectives)
-    assert shared == pytest.approx(estimate_cost(laid.partitioned, hardware).communication_s)
-    assert len(set(combine_collectives(laid.partitioned).groups.values())) == 1
+    shared = sum(collective_s(c, hardware, plan.axes) for c in plan.collectives)
+    assert shared == pytest.approx(estimate_cost(plan.partitioned, hardware).communication_s)
+    assert len(set(combine_collectives(plan.partitioned).groups.values())) == 1
 
 
 def test_all_reduces_that_need_each_other_stay_apart():
@@ -143,18 +145,18 @@ def test_all_reduces_that_need_each_other_stay_apart():
         return x
 
     ws = [(array(64, 64), array(64, 64))] * 3
-    laid = shardfn.plan(layers, ws, array(16, 64), in_strategy=(None, (1, 1)), device="h100:8",
+    plan = shardfn.plan(layers, ws, array(16, 64), in_strategy=(None, (1, 1)), device="h100:8",
                         parameter_plan={"ws/*/0": (1, 8), "ws/*/1": (8, 1)})  # fmt: skip
-    assert len(laid.collectives) == 3
-    assert len(set(combine_collectives(laid.partitioned).groups.values())) == 3
+    assert len(plan.collectives) == 3
+    assert len(set(combine_collectives(plan.partitioned).groups.values())) == 3
 
 
 def test_an_op_without_a_rule_is_listed_and_charged():
-    laid = partitioned(lambda x: jnp.linalg.qr(x)[0], array(64, 64), device="cpu:1")
-    found = work(laid, SLOW)
+    program = partitioned(lambda x: jnp.linalg.qr(x)[0], array(64, 64), device="cpu:1")
+    found = work(program, SLOW)
     assert any(name.startswith("custom_call lapack_sgeqrf") for name in found.unmodelled_ops)
     assert found.seconds >= 2 * N * F
-    assert estimate_cost(laid, resolve("cpu:1")).unmodelled_ops == found.unmodelled_ops
+    assert estimate_cost(program, resolve("cpu:1")).unmodelled_ops == found.unmodelled_ops
 
 
 @pytest.mark.parametrize(
