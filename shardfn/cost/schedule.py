@@ -19,8 +19,8 @@ from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
 def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]) -> list[int]:
     """The ops of a graph in another order, which `arrange` chooses within each region, inner loops first.
 
-    A region is the program, or a loop's body and the loop's own op. `arrange` takes the parts of one, which are single
-    ops and inner loops, and whether it is of a loop; it returns their ops.
+    A region is the program, or a loop's body with the loop's own op. `arrange` takes the parts of a region (single ops and inner
+    loops, as lists of ops) and whether the region is a loop; it returns the ops in their new order.
     """
     parts: list[tuple[int, list[int]]] = []  # (first op, ops)
     for i, op in enumerate(graph.ops):
@@ -159,8 +159,8 @@ def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
 class _Combiner:
     """Which collectives of one region XLA combines.
 
-    XLA's combiner collects those of one kind in program order until one depends on another that was collected, or together
-    they are too large. A combined collective depends on everything that one of its parts depends on.
+    XLA's combiner collects those of one kind in program order. It begins a new group where a collective depends on one of the
+    group, or the group would be too large. A combined collective depends on everything that one of its parts depends on.
     """
 
     def __init__(self) -> None:
@@ -279,17 +279,17 @@ def _as_ready(
 
 
 def _before_moved_reshapes(partitioned: PartitionedProgram) -> list[int]:
-    """Values whose only reader is a reshape that several elementwise ops read. XLA moves the reshape behind those ops, which
-    reorders the readers.
+    """Values that only a reshape reads whose result several elementwise ops read. XLA moves the reshape behind those ops, which
+    changes the order of the readers.
     """
     graph = partitioned.graph
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for v in dict.fromkeys(op.inputs):
             readers.setdefault(v, []).append(op)
-    held, found = set(graph.outputs), []
+    results, found = set(graph.outputs), []
     for v, (op, *others) in readers.items():
-        if op.name != "reshape" or others or held.intersection((v, op.outputs[0])):
+        if op.name != "reshape" or others or results.intersection((v, op.outputs[0])):
             continue
         behind = readers.get(op.outputs[0], ())
         if len(behind) > 1 and all(other.name in ELEMENTWISE for other in behind):

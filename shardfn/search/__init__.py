@@ -8,10 +8,10 @@ A search is a list of candidate generators, one evaluator, one budget and one ar
 3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` makes the plans that people write by hand,
    from `baselines`. Then `GENERATORS`, in the order of their first turns: `exact` solves a label model of the program, on the
    meshes of `meshes`; `local_search` tries moves around the best candidates. `recursive_programming` is the fast search.
-4. The label model of a mesh: `label_tables` builds it from `graph_facts`, `op_labels`, `convolution_labels`, `resharding_costs`
-   and `op_costs` (with `partial_sum_costs`, `halo_costs` and `kernel_costs`); `level_costs` states the objective; `filters`
-   removes labels; `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and `constrained` makes proposals
-   of it.
+4. The label model of a mesh: `label_tables` builds it from `mesh_model`, `graph_facts`, `op_labels`, `convolution_labels`,
+   `resharding_costs` and `op_costs` (with `partial_sum_costs`, `halo_costs` and `kernel_costs`). `level_costs` states the
+   objective, `filters` removes labels, `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and
+   `constrained` makes proposals of it.
 5. The moves of local search: `fewer_constraints`, `array_changes`, `many_array_changes`, `result_shardings`.
 6. `objectives` ranks candidates; `explanation` writes the answer; `memory_limit` says why nothing keeps a limit;
    `proposal_checks` says what is wrong with a proposal of a user's generator.

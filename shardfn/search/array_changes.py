@@ -121,7 +121,11 @@ def changed_arrays(problem: SearchProblem, start: Proposal, best: Proposal) -> s
 
 @functools.lru_cache(maxsize=1 << 10)
 def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, for_memory: bool) -> tuple[Spec, ...]:
-    """The fewest moved axes first; then replicated first, at level 1 last; then the most shards on the fewest dimensions."""
+    """The other shardings of an array, the most promising first.
+
+    Those that move the fewest axes come first. Among them the replicated one is first (`for_memory` last), then those with the
+    most shards, on the fewest dimensions.
+    """
     place = {axis: dim for dim, of in enumerate(now) for axis in of}
 
     def preference(spec: Spec) -> tuple[object, ...]:

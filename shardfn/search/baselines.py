@@ -1,4 +1,4 @@
-"""What the arguments of a program are, and their shardings in a plan that shards dimension groups, as people write plans by hand.
+"""The parts of baseline plans: which arguments are the batch, parameters or optimizer state, and shardings by dimension group.
 
 `styles` makes the plans.
 """

@@ -17,6 +17,7 @@ from shardfn.search.constrained import constrained
 from shardfn.search.filters import filtered, with_loss
 from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of, with_smallest_arguments
+from shardfn.search.mesh_model import MeshModel
 from shardfn.search.mesh_solution import (
     LEAST_SENT,
     LEAST_TIME,
@@ -28,16 +29,15 @@ from shardfn.search.mesh_solution import (
 from shardfn.search.meshes import meshes, three_axis_meshes
 from shardfn.search.objectives import MEMORY, TIME, Rank, is_no_worse
 from shardfn.search.problem import Proposal, SearchProblem
-from shardfn.search.resharding_costs import MeshModel
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, Solution, solve
 
 NEAR = 0.02
-"""The relative distance that counts as near, for memory. A cheap labelling near the least peak may exceed it by this part. A
-solution aims this far below a limit, because estimates of memory are rough. Each next solution of `less_memory` takes less
-than the least peak so far by this part."""
+"""A small part of a peak, for three uses. A cheap labelling near the least peak may exceed it by this part. A solution aims this
+far below a limit, because estimates of memory are rough. Each next solution of `less_memory` must take less than the least
+peak so far by this part."""
 
 BUILD_WORK = 1e4
 """Work per op to build the labelling of a mesh, in the solver's units."""
@@ -178,13 +178,14 @@ def solve_mesh(
 
 
 def _part(archive: Archive) -> Budget:
-    """The budget of one solve. What is left plays no part: a larger budget would else change the candidates."""
+    """The budget of one solve. It does not depend on what is left of the search's budget, or a larger budget would change the
+    candidates."""
     return Budget(SOLVE * archive.evaluation_work, archive.budget.seconds_left, archive.budget)
 
 
 def within(found: MeshSolution, limit: float, archive: Archive) -> Iterator[MeshSolution]:
-    """Solutions that hold less: the cheapest within a limit in bytes, or near the least peak; and with every argument in its
-    smallest shards."""
+    """Solutions that take less memory: the cheapest within a limit in bytes, or one near the least peak where none keeps the
+    limit; then the cheapest with every argument in its smallest shards."""
     solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), EFFORT)
     if solution.feasible:
         yield dataclasses.replace(found, solution=solution)

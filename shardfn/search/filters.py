@@ -116,9 +116,9 @@ def forbid(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
 def drop_dominated(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
     """The problem without labels that another label nearly dominates, and the most that this can lose.
 
-    A label goes where one other label of its node costs no more whatever the neighbours do, and holds no more, up to
-    `epsilon` of the node's least own cost. Costs are never negative, so these least costs together bound the optimum from
-    below, and the loss is at most `epsilon` of it.
+    A label is dropped if one other label of its node takes no more memory and costs no more, whatever the labels of other nodes,
+    up to `epsilon` of the node's least own cost. Costs are never negative, so the sum of these least costs bounds the optimum
+    from below, and the loss is at most `epsilon` of the optimum.
 
     >>> from shardfn.solver.labelling import labelling
     >>> smaller, lost = drop_dominated(labelling([[10, 10.25], [0, 0]], tables=[((0, 1), [0.5, 0, 0, 0])]), 0.1)

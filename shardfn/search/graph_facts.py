@@ -61,7 +61,7 @@ class GraphFacts:
     op_flops: tuple[float, ...]
     """Of one run of each op, unsharded."""
     last: frozenset[int]
-    """Ops, by index, that no matmul depends on: XLA merges the reductions of their sums."""
+    """Ops, by index, on which no matmul depends: XLA merges the reductions of their sums."""
     bytes: tuple[float, ...]
     """Of each unsharded value."""
     kinds: tuple[int, ...]
@@ -92,8 +92,8 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     """The facts of a graph on a chip; `donated` are inputs whose memory results reuse. On CPU the ops run in the order of XLA's
     scheduler, which depends on no sharding there; elsewhere in program order."""
     platform, rules = chip.platform, collective_rules(chip.platform)
-    whole = unsharded_program(graph, platform)
-    order = combine_collectives(whole)
+    unsharded = unsharded_program(graph, platform)
+    order = combine_collectives(unsharded)
     if platform == "cpu":
         schedule = schedule_ops(order)
     else:
@@ -119,7 +119,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
             kept.append(buffer)
     trips, last = tuple(trips_of(graph)), _last(graph)
     together = combined_matmul_counts(graph) if rules.combines_reductions else {}
-    flops = tuple([op_flops(whole, op) for op in graph.ops])
+    flops = tuple([op_flops(unsharded, op) for op in graph.ops])
     total = [each * op.trips * op.instances for each, op in zip(flops, graph.ops, strict=True)]
     row_major = scattered_values(graph) if platform == "tpu" else frozenset[int]()
     return GraphFacts(

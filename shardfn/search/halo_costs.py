@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn.ir.model import Graph, Op
 from shardfn.partition.halo_exchange import halo_permutes, rows_read
-from shardfn.search.resharding_costs import MeshModel, shard_count
+from shardfn.search.mesh_model import MeshModel, shard_count
 from shardfn.solver.labelling import Array
 
 
@@ -28,7 +28,7 @@ def halo_cost(
     sent, seconds = np.zeros(len(wanted[0])), np.zeros(len(wanted[0]))
     rates = [link.exchange_bytes_s for link in mesh.links]
     latencies = [link.latency_s for link in mesh.links]
-    held = list(local)
+    shard_bytes = list(local)
     for window in op.window_dims:
         of_kernel = window.over >= 0
         other = graph.values[op.inputs[window.over] if of_kernel else op.outputs[0]].shape
@@ -42,12 +42,14 @@ def halo_cost(
             if permutes and mesh.rules.sends_halo_rows_once:
                 permutes = tuple(dict.fromkeys(permutes))
             moved = (n - 1) * own if permutes is None else sum(fetch.end - fetch.start for fetch in permutes)
-            part = np.where(here, moved / own * held[window.operand], 0.0)
+            part = np.where(here, moved / own * shard_bytes[window.operand], 0.0)
             sent += part
             seconds += part / np.where(along, rates, np.inf).min(axis=1, where=here[:, None], initial=max(rates))
             launches = 1 if permutes is None else len(permutes)
             seconds += np.where(here, np.where(along, latencies, 0.0).max(axis=1) * launches, 0.0)
             if permutes:  # the next dimension's rows are as long as what arrived makes them
                 grown = rows_read(window, other[window.out_dim], n) / own
-                held[window.operand] = np.where(here, held[window.operand] * grown, held[window.operand])
+                shard_bytes[window.operand] = np.where(
+                    here, shard_bytes[window.operand] * grown, shard_bytes[window.operand]
+                )
     return sent, seconds

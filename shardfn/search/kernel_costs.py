@@ -1,7 +1,8 @@
 """The cost of an op as a part of the kernels that XLA computes it in.
 
-A kernel takes the larger of its compute time and its memory time (`cost.compute`), which is no sum over its ops. The search
-needs a sum, so each op gets its part of what bounds the kernels of the unsharded program.
+A kernel takes the larger of its compute time and its memory time (`cost.compute`), and a maximum is no sum over ops. The search
+needs a sum. So an op is charged its FLOPs in kernels that are compute-bound in the unsharded program, and its bytes in kernels
+that are memory-bound there.
 """
 
 from __future__ import annotations

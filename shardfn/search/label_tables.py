@@ -22,12 +22,14 @@ from shardfn.partition.op_rules import follow_result, replicate, rule_for
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
 from shardfn.search.graph_facts import SLICED, GraphFacts
+from shardfn.search.mesh_model import MeshModel, label_of_spec
 from shardfn.search.op_costs import OpCosts, OpLayouts
-from shardfn.search.resharding_costs import MeshModel, label_of_spec, resharding_cost
+from shardfn.search.resharding_costs import resharding_cost
 from shardfn.solver.labelling import Array, UsageInterval
 
 SCATTERED, SCATTERED_LAST = 1, 2
-"""Along how many factors of a result its sum may be reduce-scattered: before further matmuls, and after the last."""
+"""Along how many of a result's largest factors its partial sums may be reduce-scattered: of a result on which a matmul depends,
+and of one on which none does."""
 
 
 @dataclasses.dataclass
@@ -98,6 +100,12 @@ class LabelSpace:
 
 
 class _Builder:
+    """Builds the `LabelSpace` of a graph op by op.
+
+    A node is named by its index; `(node, layouts)` is a value's layout under each label of the node. Arrays are interned (`one`),
+    so that caches can use their identity.
+    """
+
     def __init__(
         self,
         graph: Graph,
@@ -113,9 +121,12 @@ class _Builder:
         self.tables: dict[tuple[int, int], list[Array]] = {}
         self.layouts: dict[int, tuple[int, Array]] = {}
         self.sources: dict[int, tuple[int, Array]] = {}
+        """Where ops read a value from: its layouts, or those of the shared copy of an argument."""
         self.views: dict[int, tuple[int, Array]] = {}
+        """For a broadcast, its operand, and the operand's dimension for each of its dimensions."""
         self.reads: dict[int, tuple[int, tuple[Array, ...]]] = {}
         self.depth: dict[int, int] = {}
+        """How many ops lead to a value, at most."""
         self.trips = facts.trips
         self.sizes = mesh.sizes
         self.costs = OpCosts(graph, mesh, facts)
@@ -138,14 +149,15 @@ class _Builder:
         return self.interned.setdefault((array.tobytes(), array.shape), array)
 
     def node(self, labels: Callable[[Array | None], Array]) -> tuple[int, Array]:
-        """A new node. Where a label was chosen before, its labels extend that."""
+        """A new node, with the labels of `labels(row)`. `row` is the label that was chosen for it, which they extend; None if all
+        are open."""
         row = self.chosen[len(self.nodes)] if self.chosen is not None else None
         found = labels(row)
         self.nodes.append(Node(found, np.zeros((6, len(found)))))
         return len(self.nodes) - 1, found
 
     def labels(self, key: object, make: Callable[[Array | None], Array]) -> Callable[[Array | None], Array]:
-        """`make`, called once for each key and row."""
+        """`make`, but called only once for each key and row."""
 
         def found(row: Array | None) -> Array:
             full = key, None if row is None else row.tobytes()
@@ -160,6 +172,7 @@ class _Builder:
         return lambda row: self.one(np.array([label_of_spec(spec, self.mesh.names)], np.int16))
 
     def value_node(self, value: int) -> None:
+        """A node for the sharding of a value that no op decides; of one label if the user gave it."""
         shape = self.graph.values[value].shape
         spec = self.given.get(value)
         labels = self.labels(shape, lambda row: op_labels.value_labels(shape, self.sizes, row))
@@ -198,6 +211,7 @@ class _Builder:
             self.connect(owner, have, node, wanted, value, rounds)
 
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
+        """Add the cost of resharding a value from the layouts of node `owner` to those that `node` wants, `trips` times."""
         if owner == node and have is wanted:
             return
         full, share = self.facts.bytes[value], self.costs.sent_part(value)
@@ -235,8 +249,11 @@ class _Builder:
         return rule_for(op.name, self.mesh.chip.platform) is replicate
 
     def leader(self, op: Op, rule: ShardingRule) -> int | None:
-        """The operand that an op follows: it has every factor of the result, and is made last. It follows none where each device
-        computes all of it, or where it reads a dimension in full and the partitioner would gather that."""
+        """The operand that an op follows, by position: of those with every factor of the result the one that is computed last.
+
+        None for an op that sums, has several results, is computed in full on each device, or whose sharding the partitioner would
+        gather; and where no operand has every factor.
+        """
         if op.reduced or rule.reduction or len(op.outputs) != 1 or self.is_replicated(op):
             return None
         operands, results = self.factor_pairs(rule)

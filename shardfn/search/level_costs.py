@@ -1,5 +1,7 @@
-"""The objective of a level as the costs of a labelling: bytes at level 0, seconds at levels 1 and 2. What holds less memory is
-found by a limit or the smallest shards (`exact`). `objectives` states the objective for partitioned and compiled programs.
+"""The objective of a level as the costs of a labelling: bytes at level 0, seconds at levels 1 and 2.
+
+Memory has no cost: `exact` finds plans that take less by a limit, or with the smallest shards. `objectives` states the objective
+for partitioned and compiled programs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from shardfn.search.problem import SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, UsageInterval
 
 HOLDING_PASSES, HOLDING_SENT = 1e-3, 1e-6
-"""What an argument's shard costs, so that ties go to the smaller: passes over its memory; at level 0, bytes sent per byte."""
+"""A small cost of an argument's shard, so that the smaller of two otherwise equal shards wins: passes over its memory; at
+level 0, bytes sent per byte."""
 
 
 def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: float = 1.0) -> Labelling:

@@ -13,8 +13,8 @@ from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import smallest_results
 
 Move = Callable[[SearchProblem, SearchCandidate, int], Iterator[Proposal]]
-"""The neighbours of a candidate that a move makes. The number says how many neighbours were better so far, so that moves of
-single arrays can go on where the last one succeeded."""
+"""A move makes proposals that change a candidate. The number counts the proposals that were better so far, so that a move
+of single arrays does not begin with the same array each time."""
 
 MOVES: tuple[Move, ...] = (
     fewer_constraints,
@@ -31,9 +31,9 @@ MOVES: tuple[Move, ...] = (
 def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
     """The generator of the local search for the objective of a level.
 
-    It starts from the best candidate of each mesh, the best of all first. Where its own proposal becomes that, it goes on from
-    there with the move that was at work; where another generator's does, with the first move. It ends where a plan costs
-    nothing, such as one that sends nothing.
+    It starts from the best candidate of each mesh, the best of all first. A better candidate replaces its start: if the local
+    search proposed that, it repeats the move that made it; if another generator did, it begins with the first move. It ends
+    with a plan that costs nothing, such as one that sends nothing.
     """
     at, proposed, ended, better, moves = problem.at(level), set[object](), set[object](), 0, deque(MOVES)
     while (start := _start(archive, level, ended)) is not None and any(at.rank(start).aim):
@@ -56,6 +56,6 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
 
 
 def _start(archive: Archive, level: int, ended: set[object]) -> SearchCandidate | None:
-    """The best candidate whose neighbours are not known yet, of those that are the best of their mesh."""
+    """The best candidate around which not all moves were tried, of those that are the best of their mesh."""
     best = (candidate for candidate in archive.best_of_each_mesh(level) if candidate.key not in ended)
     return next(best, None)

@@ -11,15 +11,15 @@ from shardfn.ir.model import Axes, Spec
 from shardfn.ir.specs import strategy_of
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import totals
+from shardfn.search.mesh_model import spec_of_label
 from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Rank, is_no_worse, rank
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import spec_of_label
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 
 NEARLY = 1.05
-"""A proof for an estimate says something of a program that costs at most this multiple of it."""
-
+"""An estimate holds for a program that costs at most this multiple of it; a proof for the estimate then says something of the
+program."""
 
 REACHED = 0.01
 """No more constraints are tried where a candidate's cost differs from its solution's estimate by at most this part."""
@@ -32,7 +32,8 @@ class Objective:
     level: int
     """The objective of the plans that it is to find."""
     solved: int
-    """The level whose cost is solved for: memory is found by what is fast, or sends little, in small shards."""
+    """The level whose cost the solver minimises. Memory has no cost of its own: it is found by the cost of another level, within
+    a limit or in the smallest shards."""
     weight: float = 1.0
     """At level 0, the weight of FLOPs in multiples of the exchange rate: less than 1 lets plans use the share of work that counts
     as balanced to save bytes; much more balances the work first, and holds less memory."""
@@ -40,8 +41,8 @@ class Objective:
     """Whether every argument is in its smallest shards."""
 
 
+# What the exact search solves for.
 LEAST_TIME = Objective(TIME, TIME)
-"""The exact solutions, by what they are solved for."""
 LEAST_SENT = Objective(COMMUNICATION, COMMUNICATION, weight=0.3)
 LEAST_SENT_BALANCED = Objective(COMMUNICATION, COMMUNICATION)
 LEAST_SENT_IN_SMALLEST_SHARDS = Objective(MEMORY, COMMUNICATION, weight=10.0, is_sharded=True)

@@ -18,7 +18,8 @@ MOST_LABELS = 256
 """Labels of a node, for each mesh."""
 
 BASE = 100
-"""A factor `f` that is summed into a factor `g` has the code `(f + 1) * BASE + g`."""
+"""An axis that shards factor `f` for the work and factor `g` of the result has the code `(f + 1) * BASE + g`. For a factor that
+is kept, `g` is `f`; for one that is summed over, the factor along which the sum is scattered, or -1."""
 
 FREE = -99
 """A column of a label that is still to be decided."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.resharding_costs import MeshModel
+from shardfn.search.mesh_model import MeshModel
 from shardfn.solver.labelling import Array
 
 
@@ -26,12 +26,12 @@ class PartialSums:
     is_sum: Array
     """Where the work leaves partial sums."""
     apart: Sequence[int]
-    """Factors that are reduced one after the other, of which only the last may be scattered."""
+    """The factors that are summed over, in the order in which XLA reduces them. Only the last may be scattered."""
     in_turn: bool
-    """Whether, where the result is scattered, each axis is reduced by itself whatever its factor; else a sum is all-reduced or
-    scattered as one."""
+    """Where the result is scattered: whether XLA reduces each axis by itself, whichever factor it shards. Otherwise it
+    all-reduces or scatters each sum over all its axes at once."""
     is_last: bool
-    """Whether no op waits for it, so that XLA merges the collectives of several ops."""
+    """Whether no matmul depends on the sums, so that XLA merges their collectives with those of other ops."""
 
     def cost(self, partial: Array, scatters: Array, mesh: MeshModel) -> tuple[Array, Array]:
         """Bytes sent and seconds, for each label: of `partial` bytes on one device, where the compiler `scatters` or not."""

@@ -63,6 +63,8 @@ def _with_results(
 
 
 def _wanted(problem: SearchProblem, axes: Axes, spec_of: Callable[[int], Spec | None]) -> dict[int, Spec]:
+    """The sharding that each open result should have: by `spec_of`, else that of another result of its shape, else the smallest
+    shards."""
     found = {at: spec_of(result.value) for at, result in problem.open_results.items()}
     same_shape = {problem.open_results[at].shape: spec for at, spec in found.items() if spec is not None}
     every = [name for name, _ in axes]

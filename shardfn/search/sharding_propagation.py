@@ -23,10 +23,11 @@ from shardfn.search.filters import filtered
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import labelling_of
+from shardfn.search.mesh_model import MeshModel, shard_count
 from shardfn.search.mesh_solution import MeshSolution, Objective
 from shardfn.search.objectives import LEVELS
 from shardfn.search.problem import Answer, Proposal, SearchProblem
-from shardfn.search.resharding_costs import MeshModel, resharding_cost, shard_count
+from shardfn.search.resharding_costs import resharding_cost
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution
 

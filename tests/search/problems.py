@@ -10,8 +10,8 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.frontend.trace import trace
 from shardfn.search.label_tables import build
 from shardfn.search.level_costs import labelling_of
+from shardfn.search.mesh_model import MeshModel
 from shardfn.search.problem import SearchProblem
-from shardfn.search.resharding_costs import MeshModel
 
 S = jax.ShapeDtypeStruct
 

@@ -13,9 +13,10 @@ from examples.models import abstract, attention, mlp
 from shardfn.cost.devices.hardware import resolve
 from shardfn.ir.model import OpConstraint
 from shardfn.search.label_tables import build
+from shardfn.search.mesh_model import MeshModel, spec_of_label
 from shardfn.search.op_labels import value_labels
 from shardfn.search.problem import objective
-from shardfn.search.resharding_costs import MeshModel, resharding_cost, spec_of_label
+from shardfn.search.resharding_costs import resharding_cost
 from tests.search.problems import S, planned_problem, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}

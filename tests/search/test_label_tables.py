@@ -10,8 +10,8 @@ from shardfn.cost.compute import work
 from shardfn.ir.model import PartitionedProgram
 from shardfn.search.label_tables import SCATTERED, build
 from shardfn.search.level_costs import labelling_of, totals
+from shardfn.search.mesh_model import MeshModel
 from shardfn.search.op_labels import decoded, op_codes
-from shardfn.search.resharding_costs import MeshModel
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
 from tests.search.problems import S, problem_of

@@ -11,7 +11,7 @@ from shardfn.cost.estimate import collective_s, collectives
 from shardfn.ir.model import Graph, PartitionedProgram
 from shardfn.partition.partitioner import insert_collectives
 from shardfn.search.label_tables import build
-from shardfn.search.resharding_costs import MeshModel, spec_of_label
+from shardfn.search.mesh_model import MeshModel, spec_of_label
 from tests.search.problems import S, problem_of
 
 MOST = 60

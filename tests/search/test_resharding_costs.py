@@ -12,7 +12,8 @@ from shardfn.cost.devices.hardware import CHIPS, resolve
 from shardfn.ir.divisors import primes
 from shardfn.partition.resharding import resharding_steps
 from shardfn.search import resharding_costs
-from shardfn.search.resharding_costs import MeshModel, resharding_cost
+from shardfn.search.mesh_model import MeshModel
+from shardfn.search.resharding_costs import resharding_cost
 
 
 @st.composite
