@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -19,8 +18,7 @@ from jax import tree_util
 from jax.core import Tracer
 
 from shardfn.compiled.executable import read
-from shardfn.cost.devices.hardware import Hardware, used_here
-from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind
@@ -32,7 +30,6 @@ from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
-from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
@@ -40,6 +37,13 @@ from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import counted_run, lies_elsewhere, moved
+from shardfn.runtime.call_checks import (
+    refuse_donated_twice,
+    refuse_shapes,
+    refuse_shard_map,
+    refuse_target,
+    refuse_target_of_report,
+)
 from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.processes import check_devices, refuse_numpy
 from shardfn.runtime.progress import progress
@@ -185,13 +189,7 @@ class ShardedFunction(Generic[P, R]):
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
         callee, call = self._bound(args, kwargs)
         entry = self._entry(callee, call)
-        hardware = entry.plan.hardware
-        if (compiled or run) and not hardware.is_here:
-            instead, option = used_here(hardware), "compiled" if compiled else "run"
-            fail(DeviceError, f"nothing can be {'compiled for' if compiled else 'run on'} {_a_target(hardware, instead)}",
-                 where=f"{option} = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
-                 fix=f"leave `{option}` out, or use .plan(...).verify(); or "
-                     + (instead or "give a device of this machine"))  # fmt: skip
+        refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
             entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
         found = read(self._lower(entry, call).compile()) if compiled else None
@@ -285,32 +283,21 @@ class ShardedFunction(Generic[P, R]):
         if is_per_device():
             callee, call = self._bound(args, kwargs)
             return _finish(callee, call, pure_function(callee, call)(*call.values))
-        context = jax.sharding.get_abstract_mesh()
-        if (manual := context.manual_axes) and math.prod(context.shape[axis] for axis in manual) == context.size:
-            named = ", ".join(str(axis) for axis in manual if not str(axis).startswith("_"))
-            fail(StrategyError, f"`{self.callee.name}` is called inside a {'shard_map' if named else 'pmap'}",
-                 where=f"the axes {named} of the shard_map" if named else "the pmap around it",
-                 why="there every device already works on its own shard",
-                 fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
+        refuse_shard_map(self.callee.name)
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
         if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
             return _finish(callee, call, call_inside(callee, self.options, call, outer))
-        self._refuse_donated_twice(call)
+        refuse_donated_twice(self.callee.name, call, self.options)
         entry = self._entry(callee, call)
-        if not entry.plan.hardware.is_here:
-            instead = used_here(entry.plan.hardware)
-            fail(StrategyError, f"`{self.callee.name}` is planned for {_a_target(entry.plan.hardware, instead)}",
-                 where=f"device = {self.options.device!r}",
-                 why="a target is only planned for, and not run on" + (", whatever devices are here" if instead else ""),
-                 fix=f"use .plan(...) or .explain(...); to run, {instead or 'give a device of this machine'}")  # fmt: skip
+        refuse_target(self.callee.name, entry.plan.hardware, self.options.device)
         if not entry.is_agreed:
             check_devices(entry.plan)
         if call.closed_over is not None:
             call = self._placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
-        self._refuse_shapes(entry, leaves)
+        refuse_shapes(self.callee.name, entry.plan, leaves)
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return _finish(callee, call, self._run_nested(entry, call, leaves, treedef), entry.holds_static)
@@ -338,20 +325,12 @@ class ShardedFunction(Generic[P, R]):
             self._fast, self._fast_defaults = _no_fast_path, None
         return _finish(callee, call, result, entry.holds_static)
 
-    def _refuse_shapes(self, entry: Entry, leaves: Sequence[Any]) -> None:
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
-                 where=", ".join(d.path for d, leaf in zip(entry.plan.inputs, leaves, strict=True)
-                                 if isinstance(leaf, jax.ShapeDtypeStruct)),
-                 why="a jax.ShapeDtypeStruct holds no data: it can be planned for",
-                 fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
-
     def _counted(self, callee: Callee, call: Call, entry: Entry) -> tuple[Counted, ...]:
         """What a run of the call counts."""
         if call.closed_over is not None:
             call = self._placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
-        self._refuse_shapes(entry, leaves)
+        refuse_shapes(self.callee.name, entry.plan, leaves)
         return counted_run(entry.plan, _arrays(call, entry, leaves, treedef))
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
@@ -453,30 +432,6 @@ class ShardedFunction(Generic[P, R]):
             entry = self._entries[_key(callee, call)] = compile_entry(entry, values)
         return entry
 
-    def _refuse_donated_twice(self, call: Call) -> None:
-        """Refuse arrays whose memory an earlier call took, or that this call would take and read as well.
-
-        Raises:
-          StrategyError: it names the arguments.
-        """
-        leaves = tree_util.tree_leaves(call.dynamic)
-        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
-        gone = [i for i, x in arrays.items() if x.is_deleted()]
-        if gone:
-            fail(StrategyError, f"`{self.callee.name}` is called with an array that has no memory any more",
-                 where=listed([call.paths()[i] for i in gone]),
-                 why="an earlier call took it: the argument was donated there",
-                 fix="pass the results of that call on, or do not donate the argument")  # fmt: skip
-        donated = call.leaves_of(call.positions(self.options.donate_argnums, self.options.donate_argnames))
-        owner = {id(arrays[i]): i for i in donated if i in arrays}
-        twice = [(owner[id(x)], i) for i, x in arrays.items() if owner.get(id(x), i) != i]
-        if twice:
-            paths = call.paths()
-            fail(StrategyError, f"`{self.callee.name}` takes one array twice, and it is donated",
-                 where="; ".join(f"{paths[first]} is {paths[other]}" for first, other in twice),
-                 why="a donated array's memory is used for results, so that nothing else may read it",
-                 fix="pass a copy (`jnp.copy`), or do not donate the argument")  # fmt: skip
-
 
 def _key(callee: Callee, call: Call) -> Any:
     """What calls of one kind share."""
@@ -508,10 +463,6 @@ class Methods(dict[ShardedFunction, ShardedFunction]):
 
     def __reduce__(self) -> Any:
         return Methods, ()
-
-
-def _a_target(hardware: Hardware, instead: str) -> str:
-    return f"{hardware.name}, which is {'a target' if instead else 'not here'}"
 
 
 def _no_fast_path(*args: Any) -> Any:
