@@ -29,7 +29,7 @@ X, K = normal(2, 16, 24, 4), normal(3, 3, 4, 8)
 
 
 def unsharded(x, k, strides=(1, 1), padding="SAME", inner=(1, 1), outer=(1, 1), numbers=NHWC, **more):
-    """The same convolution reference; zeros and negative padding are put in first, because XLA's CPU mistakes the latter."""
+    """The same convolution, unsharded. Zeros and negative padding are inserted first, because XLA on CPU miscomputes the latter."""
     if not isinstance(padding, str):
         spatial = lax.conv_dimension_numbers(x.shape, k.shape, numbers).lhs_spec[2:]
         config = [(0, 0, 0)] * x.ndim
@@ -229,7 +229,7 @@ def test_a_sharded_training_step_with_it_inside():
             x = jax.nn.relu(conv(x, kernel, (stride, stride)))
         return (x**2).mean()
 
-    def sharded(x, k, strides):
+    def by_halo(x, k, strides):
         return halo.conv(x, k, strides, "SAME", dimension_numbers=NHWC, layout=layout)
 
     def step(conv):
@@ -237,7 +237,7 @@ def test_a_sharded_training_step_with_it_inside():
 
     kernels = [K, normal(3, 3, 8, 4)]
     want = jax.jit(step(unsharded))(kernels, X)
-    sharded = shardfn.shard(step(sharded), (LAYOUT("None", "None", "None", "None"), layout))
+    sharded = shardfn.shard(step(by_halo), (LAYOUT("None", "None", "None", "None"), layout))
     for mine, theirs in zip(sharded(kernels, X), want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
     assert not [f for f in sharded.plan(kernels, X).diagnostics if "shardfn gathers" in f]

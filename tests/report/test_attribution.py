@@ -57,7 +57,7 @@ def test_what_is_gathered_names_what_is_cut():
 def test_a_loop_carries_cuts_along():
     stacked = (S((3, 32, 64), "float32"), S((3, 64, 32), "float32"))
     plan = shardfn.plan(scanned, X, stacked, in_strategy=((1, 4), ((1, 4, 1), (1, 1, 4))), device="tpu-v5e:2x2")
-    assert all("ws/0 dim 1 over a" in cuts and "x dim 1 over a" in cuts for (kind, *_), cuts in due(plan).items()
+    assert all("ws/0 dim 1 over a" in causes and "x dim 1 over a" in causes for (kind, *_), causes in due(plan).items()
                if kind == "all-reduce") and due(plan)  # fmt: skip
 
 
