@@ -13,6 +13,7 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardfn.data import order
 from shardfn.data.dataset_strategy import input_shardings
 from shardfn.data.shards import assemble_array, mesh_positions, windows_by_device
 from shardfn.data.sources import PADDING, ArrayColumn, Read, RecordsColumn, Window, columns, names_of
@@ -122,41 +123,35 @@ class Batches(Iterator[Any]):
 
     Attributes:
       loader: the loader.
-      reads: the reads of this process for the last batch.
     """
 
     def __init__(self, loader: Loader):
         self.loader = loader
-        self.reads: tuple[Read, ...] = ()
+        self._rows: np.ndarray | None = None  # the record numbers of the last batch
         options = need("grain", "data").ReadOptions(num_threads=loader.prefetch, prefetch_buffer_size=loader.prefetch)
         # Grain's iterator, whose state is the number of the next batch.
         self._ahead = iter(_batch_rows(loader).map(self._read).to_iter_dataset(options))
 
     def __next__(self) -> Any:
-        shards, self.reads = next(self._ahead)
+        shards, self._rows = next(self._ahead)
         arrays = [assemble_array(x.shape, x.sharding, found, x.windows)
                   for x, found in zip(self.loader.arrays, shards, strict=True)]  # fmt: skip
         return self.loader._tree(arrays)
 
-    def _read(self, rows: np.ndarray) -> tuple[list[list[np.ndarray]], tuple[Read, ...]]:
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """The reads of this process for the last batch; none before the first."""
+        return () if self._rows is None else tuple(_reads(self.loader, self._rows))
+
+    def _read(self, rows: np.ndarray) -> tuple[list[list[np.ndarray]], np.ndarray]:
         """The windows of a batch that this process's devices hold; runs in Grain's threads."""
-        loader, found, reads = self.loader, [], []
-        place = 0
-        for column in loader.columns:
-            count = len(tree_util.tree_leaves(column.record))
-            mine = loader.arrays[place : place + count]
+        loader, found = self.loader, []
+        for column, mine in _arrays_of_columns(loader):
             found += column.read(rows, [list(x.windows) for x in mine])
-            for leaf, x in enumerate(mine):
-                for ((first, last), *inner), devices in x.windows.items():
-                    kept = [row for row in rows[first:last].tolist() if row != PADDING]
-                    reads.append(Read(x.path, ((first, last), *inner), mesh_positions(x.sharding, devices),
-                                     len(kept) * _bytes(tuple(inner), x.dtype),
-                                     column.stored(leaf, kept, tuple(inner)) if kept else 0))  # fmt: skip
-            place += count
         if loader.last == "pad":
             mask = rows != PADDING
             found.append([mask[first:last] for ((first, last),) in loader.arrays[-1].windows])
-        return found, tuple(reads)
+        return found, rows
 
     def get_state(self) -> dict[str, Any]:
         """The position of the iterator.
@@ -186,7 +181,7 @@ class Batches(Iterator[Any]):
             Problem(f"the state is of a loader with {key} = {state.get(key)!r}",
                     f"set_state: this loader has {key} = {value!r}",
                     "its batches differ, so its position has no meaning here",
-                    f"load with {key}={state.get(key)!r}" if key != "records" else "load the same records")
+                    _STATE_FIXES.get(key, f"load with {key}={state.get(key)!r}"))
             for key, value in _identity(self.loader).items() if state.get(key) != value
         ])  # fmt: skip
         end = None if self.loader.epochs is None else len(self.loader)
@@ -195,25 +190,64 @@ class Batches(Iterator[Any]):
                  where=f"epochs = {self.loader.epochs}", why="it was saved in a later epoch",
                  fix="load with as many epochs as before, or epochs=None")  # fmt: skip
         self._ahead.set_state({"next_index": state["next_index"]})
-        self.reads = ()
+        self._rows = None
+
+
+def _arrays_of_columns(loader: Loader) -> Iterator[tuple[ArrayColumn | RecordsColumn, tuple[BatchArray, ...]]]:
+    """Each column with the arrays of a batch that it fills."""
+    place = 0
+    for column in loader.columns:
+        count = len(tree_util.tree_leaves(column.record))
+        yield column, loader.arrays[place : place + count]
+        place += count
+
+
+def _reads(loader: Loader, rows: np.ndarray) -> Iterator[Read]:
+    """The reads of this process for the batch of these records."""
+    for column, mine in _arrays_of_columns(loader):
+        for leaf, x in enumerate(mine):
+            for ((first, last), *inner), devices in x.windows.items():
+                kept = [row for row in rows[first:last].tolist() if row != PADDING]
+                yield Read(x.path, ((first, last), *inner), mesh_positions(x.sharding, devices),
+                           len(kept) * _bytes(tuple(inner), x.dtype),
+                           column.stored(leaf, kept, tuple(inner)) if kept else 0)  # fmt: skip
 
 
 def _batch_rows(loader: Loader) -> Any:
-    """The record numbers of each batch, as a Grain dataset of int arrays; an incomplete batch has `PADDING` at the end.
+    """The record numbers of each batch, as a Grain dataset of int arrays.
 
     The order is over record numbers and equal on every process. Each process computes it and reads what its devices hold,
     so that one number is the position in the data, for any number of processes.
     """
-    rows = need("grain", "data").MapDataset.range(loader.records)
+    numbers = need("grain", "data").MapDataset.range(loader.batches_per_epoch)
+    numbers = numbers if loader.epochs == 1 else numbers.repeat(loader.epochs)
+    return numbers.map_with_index(lambda index, _: batch_rows(loader, index))
+
+
+def batch_rows(loader: Loader, index: int) -> np.ndarray:
+    """The record numbers of a batch, counted over all epochs; an incomplete one has `PADDING` at the end.
+
+    >>> loader = load(np.arange(5), "full_batch", batch_size=4, last="pad", epochs=2)
+    >>> batch_rows(loader, 0).tolist(), batch_rows(loader, 3).tolist()
+    ([0, 1, 2, 3], [4, -1, -1, -1])
+    """
+    epoch, batch = divmod(index, loader.batches_per_epoch)
+    numbers = np.arange(batch * loader.batch_size, min((batch + 1) * loader.batch_size, loader.records))
     if loader.seed is not None:
-        rows = rows.seed(loader.seed).shuffle()
-    rows = rows.batch(loader.batch_size, drop_remainder=loader.last != "pad")  # no batch spans two epochs
-    rows = rows.map(lambda found: np.pad(found, (0, loader.batch_size - len(found)), constant_values=PADDING))
-    return rows if loader.epochs == 1 else rows.repeat(loader.epochs)
+        numbers = order.permuted(numbers, loader.records, (loader.seed, epoch))
+    return np.pad(numbers, (0, loader.batch_size - len(numbers)), constant_values=PADDING)
 
 
 def _identity(loader: Loader) -> dict[str, Any]:
-    return {"records": loader.records, "batch_size": loader.batch_size, "seed": loader.seed, "last": loader.last}
+    """What two loaders with the same batches have in common."""
+    shuffled = {} if loader.seed is None else {"order": order.VERSION}
+    return {"records": loader.records, "batch_size": loader.batch_size, "seed": loader.seed, "last": loader.last, **shuffled}
+
+
+_STATE_FIXES = {
+    "records": "load the same records",
+    "order": "go on with the release of shardfn that saved the state: this one shuffles otherwise",
+}
 
 
 def _bytes(window: Window, dtype: Any) -> int:
