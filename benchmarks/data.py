@@ -1,8 +1,9 @@
 """What does a device's window of a large image cost compared with the complete image, in bytes read and in time?
 
 For each format one image is written and sharded; a device's window is read, and the complete image is read and sliced, in turn.
-The median times are with files in the page cache: the disk's own time comes on top of the bytes. Then batches a second of
-a data set, through `load` and through whole records that are put on the devices.
+The median times are with files in the page cache: the disk's own time comes on top of the bytes. Then shuffled batches of two
+data sets of equal bytes, few large records and many small ones: through `load`, and by hand (NumPy's order, `source[numbers]`,
+`device_put`), in turn.
 Run: python benchmarks/data.py [--size 4096] [--cuts 2 4] [--rounds 7] [--platform cpu] [--json OUT]
 """
 
@@ -64,30 +65,39 @@ def windows(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
 
 
 def batches(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
-    """One row for each way to feed the devices; the last column is what each device got."""
-    records, batch = 256, 32
-    np.save(folder / "set.npy", np.random.default_rng(0).normal(size=(records, 128, 128, 3)).astype("float32"))
-    source = np.load(folder / "set.npy", mmap_mode="r")
+    """One row for each data set and sharding: milliseconds of a batch in each way, and what a device gets of it."""
     rows = []
+    for records, batch, shape in ((256, 32, (128, 128, 3)), (65_536, 2_048, (16, 16, 3))):
+        np.save(folder / "set.npy", np.random.default_rng(0).normal(size=(records, *shape)).astype("float32"))
+        source = np.load(folder / "set.npy", mmap_mode="r")
+        for strategy in ("full_batch", "data_parallel", ((1, 2, 4, 1),), ((2, 2, 2, 1),)):
+            loaders = [data.load(source, strategy, batch_size=batch, shuffle=True, prefetch=n) for n in (0, 2)]
 
-    def show(name: str, seconds: float, held: int) -> None:
-        rows.append({"way": name, "batches/s": records // batch / seconds, "B on a device": held})
+            def by_hand(source=source, size=batch, sharding=loaders[0].shardings):
+                for chosen in np.random.default_rng(0).permutation(len(source)).reshape(-1, size):
+                    yield jax.device_put(source[chosen], sharding)
 
-    for strategy in ("full_batch", "data_parallel", ((1, 2, 4, 1),), ((2, 2, 2, 1),)):
-        for prefetch in (0, 2):
-            loader = data.load(source, strategy, batch_size=batch, shuffle=True, prefetch=prefetch)
-            ms = median_ms(lambda loader=loader: [jax.block_until_ready(b) for b in loader], options.rounds)
-            show(f"{strategy}, {prefetch} ahead", ms / 1e3, loader.bytes_per_device()[0])
-    order = np.random.default_rng(0).permutation(records).reshape(-1, batch)
-    spread = data.load(source, "data_parallel", batch_size=batch).shardings
-
-    def whole() -> None:
-        for chosen in order:
-            jax.block_until_ready(jax.device_put(np.array(source[chosen]), spread))
-
-    show("whole records, device_put", median_ms(whole, options.rounds) / 1e3, batch * 128 * 128 * 3 * 4 // 8)
-    harness.show(rows, f"{records} records of 128 x 128 x 3 float32, {batch} to a batch, shuffled")
+            ways = [by_hand, *(loader.__iter__ for loader in loaders)]
+            hand, *ours = np.transpose([[per_batch(way) for way in ways] for _ in range(options.rounds + 1)][1:], (1, 2, 0))
+            (ms, cpu), (ahead, _) = ours
+            rows.append({
+                "record": "x".join(map(str, shape)), "records": batch, "sharding": str(strategy),
+                "by hand ms": np.median(hand[0]), "0 ahead ms": np.median(ms), "2 ahead ms": np.median(ahead),
+                "ratio": np.median(ms / hand[0]), "ratio, 2 ahead": np.median(ahead / hand[0]),
+                "by hand CPU ms": np.median(hand[1]), "0 ahead CPU ms": np.median(cpu),
+                "B on a device": loaders[0].bytes_per_device()[0],
+            })  # fmt: skip
+    harness.show(rows, "batches, shuffled")
     return rows
+
+
+def per_batch(way) -> tuple[float, float]:
+    """Milliseconds of a batch, by the clock and of the processor; no batch is kept."""
+    count, begin, cpu = 0, time.perf_counter(), time.process_time()
+    for batch in way():
+        jax.block_until_ready(batch)
+        count += 1
+    return (time.perf_counter() - begin) / count * 1e3, (time.process_time() - cpu) / count * 1e3
 
 
 def main() -> None:

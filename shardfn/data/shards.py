@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,18 +26,20 @@ def windows_by_device(
     found: dict[Window, list[Any]] = {}
     for device in _mesh(sharding).devices.flat:
         if device in own:
-            window = tuple(s.indices(n)[:2] for s, n in zip(indices[device], shape, strict=True))
-            found.setdefault(window, []).append(device)
+            found.setdefault(_window(indices[device], shape), []).append(device)
     return found
 
 
+def _window(index: Sequence[slice], shape: Sequence[int]) -> Window:
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
 def assemble_array(
-    shape: Sequence[int], sharding: NamedSharding, shards: Sequence[np.ndarray], windows: dict[Window, list[Any]]
+    shape: Sequence[int], sharding: NamedSharding, shards: Sequence[np.ndarray], windows: Iterable[Window]
 ) -> jax.Array:
     """The global array with the values `shards` in `windows`, in their order."""
-    pairs = [(shard, device) for shard, devices in zip(shards, windows.values(), strict=True) for device in devices]
-    parts = jax.device_put([shard for shard, _ in pairs], [device for _, device in pairs])
-    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+    values = dict(zip(windows, shards, strict=True))
+    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: values[_window(index, shape)])
 
 
 def mesh_positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
