@@ -39,6 +39,14 @@ COUNTERS = "/tensorstore/kvstore/file/"
 
 def open_array(directory: pathlib.Path, entry: StoredArray, *, write: bool = False, dtype: Any = None) -> Any:
     """The `tensorstore.TensorStore` of an array, which casts to `dtype`; its metadata must agree with `entry`."""
+    store = _opening(directory, entry, write).result()
+    if dtype is None or jnp.dtype(dtype) == entry.numpy_dtype:
+        return store
+    return need("tensorstore", "checkpoint").cast(store, jnp.dtype(dtype).name)
+
+
+def _opening(directory: pathlib.Path, entry: StoredArray, write: bool) -> Any:
+    """The future of an array's `TensorStore`."""
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     sharding = {
         "chunk_shape": entry.chunks.chunk,
@@ -61,11 +69,7 @@ def open_array(directory: pathlib.Path, entry: StoredArray, *, write: bool = Fal
         "open": True,
         "create": write,
     }
-    tensorstore = need("tensorstore", "checkpoint")
-    store = tensorstore.open(spec).result()
-    if dtype is None or jnp.dtype(dtype) == entry.numpy_dtype:
-        return store
-    return tensorstore.cast(store, jnp.dtype(dtype).name)
+    return need("tensorstore", "checkpoint").open(spec)
 
 
 def bytes_read() -> int:
@@ -74,13 +78,23 @@ def bytes_read() -> int:
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
-def write_shards(
-    directory: pathlib.Path, entry: StoredArray, shards: Iterable[tuple[Box, np.ndarray]]
-) -> Iterator[Any]:
-    """Begin to write shards of an array. The futures are done when their files are on disk."""
-    store = open_array(directory, entry, write=True)
-    for box, value in shards:
-        yield store[box].write(value, can_reference_source_data_indefinitely=True)
+def write_arrays(directory: pathlib.Path, wanted: Iterable[tuple[StoredArray, Iterable[tuple[Box, np.ndarray]]]]) -> None:
+    """Write shards of arrays, all at once: each file waits for the disk. They are on disk when this returns.
+
+    Raises:
+      ValueError, OSError: the first error; no file is being written any more.
+    """
+    opening = [(_opening(directory, entry, True), shards) for entry, shards in wanted]
+    writing = [
+        store.result()[box].write(value, can_reference_source_data_indefinitely=True)
+        for store, shards in opening
+        if store.exception() is None
+        for box, value in shards
+    ]
+    futures = [*(store for store, _ in opening), *writing]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
 
 
 def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:

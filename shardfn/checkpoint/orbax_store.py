@@ -75,13 +75,8 @@ class StateSave(ocp.args.CheckpointArgs):
 
 
 def _write(directory: pathlib.Path, args: StateSave) -> None:
-    futures = []
-    for entry in args.contents.entries:
-        if 0 not in entry.shape and (shards := args.shards[entry.path]):
-            futures += arrays.write_shards(directory, entry, shards)
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+    pairs = [(entry, args.shards[entry.path]) for entry in args.contents.entries if 0 not in entry.shape]
+    arrays.write_arrays(directory, [(entry, shards) for entry, shards in pairs if shards])
     if jax.process_index() == 0:
         for name, text in args.texts.items():
             write_text(directory / name, text)
