@@ -78,7 +78,9 @@ def batches(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
                     yield jax.device_put(source[chosen], sharding)
 
             ways = [by_hand, *(loader.__iter__ for loader in loaders)]
-            hand, *ours = np.transpose([[per_batch(way) for way in ways] for _ in range(options.rounds + 1)][1:], (1, 2, 0))
+            hand, *ours = np.transpose(
+                [[per_batch(way) for way in ways] for _ in range(options.rounds + 1)][1:], (1, 2, 0)
+            )
             (ms, cpu), (ahead, _) = ours
             rows.append({
                 "record": "x".join(map(str, shape)), "records": batch, "sharding": str(strategy),

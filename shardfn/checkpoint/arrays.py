@@ -78,7 +78,9 @@ def bytes_read() -> int:
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
-def write_arrays(directory: pathlib.Path, wanted: Iterable[tuple[StoredArray, Iterable[tuple[Box, np.ndarray]]]]) -> None:
+def write_arrays(
+    directory: pathlib.Path, wanted: Iterable[tuple[StoredArray, Iterable[tuple[Box, np.ndarray]]]]
+) -> None:
     """Write shards of arrays, all at once: each file waits for the disk. They are on disk when this returns.
 
     Raises:

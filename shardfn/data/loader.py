@@ -241,7 +241,13 @@ def batch_rows(loader: Loader, index: int) -> np.ndarray:
 def _identity(loader: Loader) -> dict[str, Any]:
     """What two loaders with the same batches have in common."""
     shuffled = {} if loader.seed is None else {"order": order.VERSION}
-    return {"records": loader.records, "batch_size": loader.batch_size, "seed": loader.seed, "last": loader.last, **shuffled}
+    return {
+        "records": loader.records,
+        "batch_size": loader.batch_size,
+        "seed": loader.seed,
+        "last": loader.last,
+        **shuffled,
+    }
 
 
 _STATE_FIXES = {

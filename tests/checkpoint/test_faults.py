@@ -16,6 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint
+from shardfn.checkpoint import arrays
+from shardfn.checkpoint.chunks import full_box
+from shardfn.checkpoint.contents import read_contents
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.checkpoint.states import mesh, plain
 
@@ -129,6 +132,18 @@ def test_a_description_of_nonsense(tmp_path, small, text):
     (tmp_path / "0" / "state" / "checkpoint.json").write_text(text)
     with pytest.raises(CheckpointFileError, match=r"checkpoint\.json cannot be read"):
         checkpoint.restore(tmp_path)
+
+
+def test_an_array_that_cannot_be_opened_is_an_error_when_nothing_is_being_written(tmp_path, small):
+    run = tmp_path / "run"
+    checkpoint.save(run, small)
+    held = read_contents(run / "0" / "state")
+    (tmp_path / "zeros").write_text("a file in the place of a folder")
+    wanted = [(held[name], [(full_box(held[name].shape), np.asarray(small[name]))]) for name in ("zeros", "w")]
+    with pytest.raises((ValueError, OSError)):
+        arrays.write_arrays(tmp_path, wanted)
+    found = arrays.open_array(tmp_path, held["w"]).read().result()
+    assert np.array_equal(found, small["w"]), "the other one is complete"
 
 
 @pytest.fixture

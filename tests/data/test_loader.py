@@ -174,6 +174,7 @@ BAD_STATES = [
     (StrategyTypeError, "not the state of a data iterator", {"next_index": True}),
     (StrategyError, "with seed = 7", state(seed=7)),
     (StrategyError, "3 problems", state(batch_size=8, records=5, last="pad")),
+    (StrategyError, "this one shuffles otherwise", {k: v for k, v in state().items() if k != "order"}),
     (StrategyError, "is at batch 6, and there are 5", state(next_index=6)),
     (StrategyError, "is at batch -1", state(next_index=-1)),
 ]
