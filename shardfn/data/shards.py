@@ -39,7 +39,7 @@ def assemble_array(
 ) -> jax.Array:
     """The global array with the values `shards` in `windows`, in their order."""
     values = dict(zip(windows, shards, strict=True))
-    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: values[_window(index, shape)])
+    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: values[_window(index or (), shape)])
 
 
 def mesh_positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
