@@ -16,7 +16,7 @@ HALF_BITS = 3
 """Fewest bits of a half, so that few records have many orders."""
 
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93], np.uint64)
-"""Odd numbers with as many ones as zeros; a product with one of them mixes the lower bits into the upper ones."""
+"""Odd numbers with irregular bits; a product with one of them mixes the lower bits into the upper ones."""
 
 
 def permuted(numbers: np.ndarray, count: int, key: Sequence[int]) -> np.ndarray:
