@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=NAMES, choices=NAMES, metavar="NAME")
     parser.add_argument("--most", type=int, default=400)
-    options = harness.parse(parser, DEVICES)
+    options = harness.parse(parser, devices=DEVICES)
     rows = []
     for name in options.only:
         try:
