@@ -34,6 +34,7 @@ from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
+from shardfn.search.objectives import FULL_MEMORY
 
 DEVICES = 8
 QUICK = {"xla_backend_optimization_level": 0}
@@ -58,6 +59,8 @@ class Figures:
     peak: float
     flops: float
     time_s: float
+    memory: float
+    """Bytes of the device's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Row:
 
 
 def predicted(plan: Plan) -> Figures:
-    return Figures(plan.cost.bytes_sent, plan.cost.memory.peak, products(plan), plan.cost.time_s)
+    memory = plan.hardware.chip.memory_bytes
+    return Figures(plan.cost.bytes_sent, plan.cost.memory.peak, products(plan), plan.cost.time_s, memory)
 
 
 def products(plan: Plan) -> float:
@@ -116,18 +120,18 @@ def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
     compute_s = plan.cost.compute_s * (real.flops / model if model else 1.0)
     links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}
     sent_s = sum(links[c.group_size].seconds(c.kind, c.bytes_sent) * c.trips for c in real.collectives)
-    return Figures(sent, peak, real.flops, compute_s + sent_s)
+    return Figures(sent, peak, real.flops, compute_s + sent_s, plan.hardware.chip.memory_bytes)
 
 
 def score(figures: Figures, level: int, least_flops: float) -> float:
-    """What each level makes least: 0 bytes with the work spread, 1 peak memory, 2 modelled time.
+    """What each level makes least: 0 bytes with the work spread, 1 peak memory, 2 modelled time and the price of memory.
 
     Level 0's aim is the most FLOPs for each byte. All layouts are asked for the same FLOPs: those that a layout adds by
     doing some on several devices are no merit, and count only against `SPREAD`.
     """
     if level == 0:
         return figures.bytes if figures.flops <= SPREAD * least_flops else math.inf
-    return figures.peak if level == 1 else figures.time_s
+    return figures.peak if level == 1 else figures.time_s * (1 + FULL_MEMORY * figures.peak / figures.memory)
 
 
 # ---- measuring one family on one device count

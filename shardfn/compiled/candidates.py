@@ -100,11 +100,21 @@ class CompiledCandidate:
     time_s: float
     data_bytes: float
     """Of all arguments and results, unsharded."""
+    memory: float
+    """Bytes of a device's memory."""
 
     def rank(self, limit: float, least: float) -> Rank:
         """The rank at the level's objective, within the memory limit first; `least` is the least FLOPs of all candidates."""
         excess = excess_bytes(self.flops, least, self.data_bytes)
-        return rank(self.level, limit, sent=self.bytes_sent, excess=excess, time_s=self.time_s, peak=self.peak)
+        return rank(
+            self.level,
+            limit,
+            sent=self.bytes_sent,
+            excess=excess,
+            time_s=self.time_s,
+            peak=self.peak,
+            memory=self.memory,
+        )
 
 
 def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) -> CompiledCandidate:
@@ -119,7 +129,7 @@ def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) ->
     sent = sum(c.total_bytes for c in made.collectives)
     return CompiledCandidate(
         name, answer.axes, problem.level, sent, peak, made.flops or cost.flops, sent_s + share * cost.compute_s,
-        problem.data_bytes,
+        problem.data_bytes, hardware.chip.memory_bytes,
     )  # fmt: skip
 
 

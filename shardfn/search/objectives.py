@@ -16,16 +16,31 @@ LEVELS = (TIME, COMMUNICATION, MEMORY)
 BALANCED = 1.1
 """Work counts as balanced up to this multiple of an even share per device."""
 
+FULL_MEMORY = 0.01
+"""At level 2, what a full device memory costs, as a part of the time."""
 
-def aim(level: int, *, sent: float, excess: float, time_s: float, peak: float) -> tuple[float, ...]:
+
+def aim(level: int, *, sent: float, excess: float, time_s: float, peak: float, memory: float) -> tuple[float, ...]:
     """The objective of a level, to be minimised lexicographically.
 
     Level 0 adds what work beyond an even share costs (`excess_bytes`) to the bytes sent: replicated work sends none.
+    Level 2 adds what memory costs to the time: `FULL_MEMORY` of the time for all memory of the device, in proportion.
 
-    >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64)
+    Args:
+      level: 0, 1 or 2.
+      sent: bytes that one device sends in one call.
+      excess: bytes, of `excess_bytes`.
+      time_s: seconds of one call.
+      peak: the device's peak memory in bytes.
+      memory: the device's memory in bytes.
+
+    >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64, memory=128)
     (10.0,)
+    >>> aim(2, sent=8, excess=2.0, time_s=1.0, peak=64, memory=128)
+    (1.005,)
     """
-    return {COMMUNICATION: (sent + excess,), MEMORY: (peak, time_s), TIME: (time_s,)}[level]
+    priced_s = time_s * (1 + FULL_MEMORY * peak / memory)
+    return {COMMUNICATION: (sent + excess,), MEMORY: (peak, time_s), TIME: (priced_s,)}[level]
 
 
 class Rank(NamedTuple):
@@ -39,14 +54,15 @@ class Rank(NamedTuple):
     """What decides between equals."""
 
 
-def rank(level: int, limit: float, *, sent: float, excess: float, time_s: float, peak: float) -> Rank:
-    """The rank at a level within a memory limit in bytes.
+def rank(level: int, limit: float, *, sent: float, excess: float, time_s: float, peak: float, memory: float) -> Rank:
+    """The rank at a level within a memory limit in bytes; the other arguments are those of `aim`.
 
-    >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64)
+    >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64, memory=128)
     Rank(over=16, aim=(8.0,), ties=(0.001,))
     """
     ties = {COMMUNICATION: (time_s,), MEMORY: (), TIME: (peak,)}[level]
-    return Rank(over(peak, limit), aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak), ties)
+    objective = aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak, memory=memory)
+    return Rank(over(peak, limit), objective, ties)
 
 
 def over(peak: float, limit: float) -> float:

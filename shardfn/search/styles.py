@@ -101,13 +101,15 @@ def search(style: str, problem: SearchProblem) -> Answer:
 
 
 def baselines(problem: SearchProblem) -> Iterator[Proposal]:
-    """The plans that people write by hand: those of each style, with the largest parameters sharded over tensor axes, on the
-    mesh of two axes nearest to a square and on one axis.
+    """Nothing sharded, and the plans that people write by hand: those of each style, with the largest parameters sharded over
+    tensor axes, on the mesh of two axes nearest to a square and on one axis.
 
     None where the user's entries shard arrays.
     """
     if are_meant(problem) and problem.devices > 1:
         batch = batch_groups(problem)
+        axes = problem.axes or (("a", problem.devices),)
+        yield Proposal("nothing sharded", axes, argument_specs(problem, axes, {}))
         for style, wanted in STYLES.items():
             if batch or not wanted.has_batch:
                 leading: dict[bool, Roles] = {}

@@ -87,8 +87,8 @@ def test_compile_candidates_that_is_no_count_is_refused(count):
 def test_best_ranks_the_limit_before_the_level():
     axes = (("a", 8),)
     small, quick = (
-        CompiledCandidate("small", axes, 2, 10, 100, 8.0, 2.0, 0),
-        CompiledCandidate("quick", axes, 2, 20, 300, 8.0, 1.0, 0),
+        CompiledCandidate("small", axes, 2, 10, 100, 8.0, 2.0, 0, 1e9),
+        CompiledCandidate("quick", axes, 2, 20, 300, 8.0, 1.0, 0, 1e9),
     )
     assert best([small, quick], 1000)[0] == 1
     assert best([small, quick], 200)[0] == 0
