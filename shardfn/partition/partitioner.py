@@ -379,18 +379,14 @@ class _Partitioner(ProgramBuilder):
 
         `dims_order` is the dimension order of a transpose that is the only reader; empty without one.
         """
-        scatters_shard = self.rules.scatters_shard
-        if scatters_shard is None:
-            return self.rules.makes_reduce_scatters
-        value, sharded = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
-        if len(sharded) != 1:
-            return False
+        value = self.values[partial]
         shard = [-(-n // self.shards(axes)) for n, axes in zip(value.shape, want, strict=True)]
-        dims = tuple(dims_order) or tuple(range(len(shard)))
+        order = tuple(dims_order) or tuple(range(len(shard)))
+        dims = [at for at, d in enumerate(order) if self.specs[partial][d] != want[d]]
         added = self.shards(axes_of(want)) // self.shards(axes_of(self.specs[partial]))
         spans_torus = added == math.prod(self.sizes.values())
-        shape = tuple(shard[d] for d in dims)
-        return scatters_shard(shape, dims.index(sharded[0]), dtype_bits(value.dtype), spans_torus, self.torus)
+        shape = tuple(shard[d] for d in order)
+        return self.rules.scatters(shape, dims, dtype_bits(value.dtype), spans_torus, self.torus)
 
     @functools.cached_property
     def transposed_dims(self) -> dict[int, tuple[int, ...]]:

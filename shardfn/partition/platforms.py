@@ -6,7 +6,7 @@ The partitioner, which emits the collectives, and the search, which charges for 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shardfn.ir.model import PartitionedProgram, is_gpu
 from shardfn.partition.combine_reductions import combine_partial_sums
@@ -48,6 +48,27 @@ class CollectiveRules:
     """Whether it computes before a loop what the loop does not change (`loop_invariants`)."""
     hoists_gathers: bool = False
     """Whether it does so for ops whose result is larger than their operands, such as all-gathers."""
+
+    def scatters(
+        self, shard: tuple[int, ...], dims: Collection[int], bits: int, spans_torus: bool, torus: tuple[int, ...]
+    ) -> bool:
+        """Whether it reduce-scatters a sum; else it all-reduces and slices.
+
+        Args:
+          shard: the shape that one device needs.
+          dims: the dimensions along which the sum is to be scattered.
+          bits: of one element.
+          spans_torus: whether the sum is over all devices of the torus.
+          torus: its dimensions, empty elsewhere.
+
+        >>> collective_rules("cpu").scatters((32, 256), {0}, 32, True, ())
+        False
+        >>> [collective_rules("tpu").scatters((32, 256), dims, 32, True, (2, 4)) for dims in ({0}, {0, 1})]
+        [True, False]
+        """
+        if self.scatters_shard is None:
+            return self.makes_reduce_scatters
+        return len(dims) == 1 and self.scatters_shard(shard, *dims, bits, spans_torus, torus)
 
 
 _RULES = {

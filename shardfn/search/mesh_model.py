@@ -61,18 +61,16 @@ class MeshModel:
           made: [labels, axes], the dimension of the result that each axis shards, -1 for none.
           over: [labels, axes], the axes over which it would scatter.
         """
-        scatters_shard = self.rules.scatters_shard
-        if scatters_shard is None or not shape:
-            return np.full(len(made), self.rules.makes_reduce_scatters)
+        rules = self.rules
+        if rules.scatters_shard is None or not shape:
+            return np.full(len(made), rules.makes_reduce_scatters)
         counts = [shard_count(np.where(made == dim, 0, -1), self.sizes) for dim in range(len(shape))]
         shards = np.stack([-(-n // count) for n, count in zip(shape, counts, strict=True)], axis=1).astype(int).tolist()
         spans = np.where(over, self.sizes, 1).prod(axis=1) == math.prod(self.sizes)
         found = np.zeros(len(made), bool)
         for at in np.flatnonzero(over.any(axis=1)):
             dims = set(made[at, over[at]].tolist())
-            found[at] = len(dims) == 1 and scatters_shard(
-                tuple(shards[at]), min(dims), bits, bool(spans[at]), self.torus
-            )
+            found[at] = rules.scatters(tuple(shards[at]), dims, bits, bool(spans[at]), self.torus)
         return found
 
     @property
