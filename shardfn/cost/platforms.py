@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 
 from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.backends.cpu_fusion import CpuFuser
 from shardfn.cost.backends.gpu import on_gpu
 from shardfn.cost.backends.gpu_kernels import gpu_kernels
+from shardfn.cost.backends.tpu import gathered_arguments, row_growth, row_major_and_narrow_bytes, scattered_values
 from shardfn.cost.backends.tpu_fusion import TpuFuser
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import Fuser, FusionPlan
-from shardfn.ir.model import PartitionedProgram, is_gpu
+from shardfn.ir.model import Graph, PartitionedProgram, is_gpu
+
+Array = np.ndarray
 
 
 def _each_alone(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[int, ...]]:
@@ -34,15 +39,34 @@ class Backend:
     """The ops of each kernel, each with what is fused into it."""
     asynchronous: frozenset[str] = frozenset()
     """The kinds of collectives that it starts early and overlaps with compute."""
+    schedules_breadth_first: bool = False
+    """Whether it orders ops for many threads, whatever their shardings; else it frees memory early."""
+    stored_bytes: Callable[[PartitionedProgram, Iterable[int]], Mapping[int, int]] = lambda partitioned, narrow: {}
+    """Bytes of the values that take more or less than their elements, such as `narrow` ones (`FusionPlan.narrow`)."""
+    row_major_values: Callable[[Graph], frozenset[int]] = lambda graph: frozenset()
+    """The values that it stores row by row, each row padded."""
+    row_major_copies: Callable[[Graph], frozenset[int]] = lambda graph: frozenset()
+    """The arguments of which it stores a copy so."""
+    row_growth: Callable[[Array, Array], Array] = lambda columns, size: np.ones_like(size)
+    """How much they grow by the padding, from the elements of a row and the bytes without it."""
 
 
 _BACKENDS = {
     "": Backend({"all-reduce": math.inf}),
-    "cpu": Backend({"all-reduce": math.inf}, CpuFuser, lambda partitioned, _: on_cpu(partitioned)),
+    "cpu": Backend(
+        {"all-reduce": math.inf},
+        CpuFuser,
+        rewrite=lambda partitioned, _: on_cpu(partitioned),
+        schedules_breadth_first=True,
+    ),
     "tpu": Backend(
         {"all-reduce": 120 * 2**20},  # libtpu's `xla_jf_crs_combiner_threshold_in_bytes`
         TpuFuser,
         asynchronous=frozenset(("all-gather", "reduce-scatter", "collective-permute")),
+        stored_bytes=row_major_and_narrow_bytes,
+        row_major_values=scattered_values,
+        row_major_copies=gathered_arguments,
+        row_growth=row_growth,
     ),
     # The defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like.
     "gpu": Backend(

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from shardfn.cost.backends.cpu import is_flattened
-from shardfn.cost.backends.tpu import row_major_and_narrow_bytes
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import backend_of, fuse
@@ -201,8 +200,9 @@ class _Combiner:
 
 
 def schedule_ops(order: ExecutionOrder) -> Schedule:
-    """The order of the platform's scheduler: `schedule_breadth_first` on CPU, else `schedule_for_memory`."""
-    return schedule_breadth_first(order) if order.partitioned.platform == "cpu" else schedule_for_memory(order)
+    """The order of the platform's scheduler: `schedule_breadth_first` or `schedule_for_memory`."""
+    is_breadth_first = backend_of(order.partitioned.platform).schedules_breadth_first
+    return schedule_breadth_first(order) if is_breadth_first else schedule_for_memory(order)
 
 
 def schedule_breadth_first(order: ExecutionOrder) -> Schedule:
@@ -308,10 +308,8 @@ def schedule_for_memory(order: ExecutionOrder) -> Schedule:
     """Run an op as early as possible where that frees much memory, as XLA's memory scheduler does within each region."""
     partitioned = order.partitioned
     graph, fusion = partitioned.graph, fuse(partitioned)
-    if partitioned.platform == "tpu":
-        partitioned = dataclasses.replace(
-            partitioned, stored_bytes=row_major_and_narrow_bytes(partitioned, fusion.narrow)
-        )
+    if stored := backend_of(partitioned.platform).stored_bytes(partitioned, fusion.narrow):
+        partitioned = dataclasses.replace(partitioned, stored_bytes=stored)
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:

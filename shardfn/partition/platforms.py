@@ -10,7 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shardfn.ir.model import PartitionedProgram, is_gpu
 from shardfn.partition.combine_reductions import combine_partial_sums
-from shardfn.partition.libtpu import all_reduce_gathers, makes_reduce_scatter, repeat_distant_gathers
+from shardfn.partition.libtpu import (
+    all_reduce_gathers,
+    makes_reduce_scatter,
+    max_reduced_gather_bytes,
+    repeat_distant_gathers,
+)
 from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.rebuild import without_unread
 
@@ -34,6 +39,8 @@ class CollectiveRules:
     """Whether it reduce-scatters sums of which each device needs a shard; else it all-reduces and slices."""
     scatters_shard: Callable[[tuple[int, ...], int, int, bool, tuple[int, ...]], bool] | None = None
     """Where it does so for some shards only, along one dimension, for which (`libtpu.makes_reduce_scatter`)."""
+    max_reduced_gather_bytes: Callable[[Sequence[int]], float] = lambda torus: 0
+    """Bytes of the result up to which it all-reduces in the place of an all-gather over all chips of a torus."""
     combines_reductions: bool = True
     """Whether it adds partial sums before they are reduced (`combine_reductions`), and reduces what a loop adds up after the
     loop (`loop_reductions`)."""
@@ -68,7 +75,7 @@ class CollectiveRules:
         """
         if self.scatters_shard is None:
             return self.makes_reduce_scatters
-        return len(dims) == 1 and self.scatters_shard(shard, *dims, bits, spans_torus, torus)
+        return len(dims) == 1 and self.scatters_shard(shard, next(iter(dims)), bits, spans_torus, torus)
 
 
 _RULES = {
@@ -83,6 +90,7 @@ _RULES = {
     "tpu": CollectiveRules(
         _tpu_passes,
         scatters_shard=makes_reduce_scatter,
+        max_reduced_gather_bytes=max_reduced_gather_bytes,
         operands_sent_as={"f32": "bf16"},
         sends_halo_rows_once=True,
         hoists_invariants=True,

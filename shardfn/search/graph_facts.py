@@ -6,11 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.backends.tpu import gathered_arguments, scattered_values
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
-from shardfn.cost.platforms import fuse
+from shardfn.cost.platforms import backend_of, fuse
 from shardfn.cost.schedule import Schedule, combine_collectives, schedule_ops
 from shardfn.ir.model import Graph, PartitionedProgram, Value, dtype_bits, trips_of
 from shardfn.ir.op_traits import CONTRACTIONS
@@ -89,12 +88,12 @@ def unsharded_program(graph: Graph, platform: str) -> PartitionedProgram:
 
 
 def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> GraphFacts:
-    """The facts of a graph on a chip; `donated` are inputs whose memory results reuse. On CPU the ops run in the order of XLA's
-    scheduler, which depends on no sharding there; elsewhere in program order."""
-    platform, rules = chip.platform, collective_rules(chip.platform)
+    """The facts of a graph on a chip; `donated` are inputs whose memory results reuse. The ops run in the order of XLA's
+    scheduler where it depends on no sharding; elsewhere in program order."""
+    platform, rules, backend = chip.platform, collective_rules(chip.platform), backend_of(chip.platform)
     unsharded = unsharded_program(graph, platform)
     order = combine_collectives(unsharded)
-    if platform == "cpu":
+    if backend.schedules_breadth_first:
         schedule = schedule_ops(order)
     else:
         schedule = Schedule(order.partitioned, order.groups, order.bodies, fuse(order.partitioned))
@@ -121,7 +120,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     together = combined_matmul_counts(graph) if rules.combines_reductions else {}
     flops = tuple([op_flops(unsharded, op) for op in graph.ops])
     total = [each * op.trips * op.instances for each, op in zip(flops, graph.ops, strict=True)]
-    row_major = scattered_values(graph) if platform == "tpu" else frozenset[int]()
+    row_major = backend.row_major_values(graph)
     return GraphFacts(
         trips,
         readers,
@@ -136,7 +135,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         _kinds(graph, kernels, last, row_major, together),
         loop_carries(graph, trips),
         row_major,
-        gathered_arguments(graph) if platform == "tpu" else frozenset(),
+        backend.row_major_copies(graph),
         _sums(graph) if rules.combines_reductions else {},
         None if rules.hoists_gathers else _gathers(graph, trips),
         together,

@@ -12,7 +12,6 @@ from shardfn.cost.devices.chips import Chip, Hardware
 from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.cost.platforms import backend_of
 from shardfn.ir.model import Axes, Spec
-from shardfn.partition.libtpu import max_reduced_gather_bytes
 from shardfn.partition.platforms import CollectiveRules, collective_rules
 from shardfn.solver.labelling import Array
 
@@ -21,7 +20,7 @@ from shardfn.solver.labelling import Array
 class MeshModel:
     """The axes that labels refer to, the link of each, and the chip.
 
-    `over_all`: the link of all axes together. `torus`: dimensions of the TPU torus, none elsewhere.
+    `over_all`: the link of all axes together. `torus`: the dimensions of a torus, none elsewhere.
     """
 
     axes: Axes
@@ -33,9 +32,8 @@ class MeshModel:
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> MeshModel:
         """The model of a mesh on the hardware."""
-        torus = hardware.topology if hardware.platform == "tpu" else ()
         over_all = link_over(hardware, axes, [name for name, _ in axes])
-        return cls(axes, links(hardware, axes), hardware.chip, over_all, torus)
+        return cls(axes, links(hardware, axes), hardware.chip, over_all, hardware.topology)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -49,8 +47,8 @@ class MeshModel:
 
     @property
     def max_reduced_gather_bytes(self) -> float:
-        """Bytes of an array up to which a gather over all axes is an all-reduce (`partition.libtpu`)."""
-        return max_reduced_gather_bytes(self.torus)
+        """Bytes of an array up to which a gather over all axes is an all-reduce."""
+        return self.rules.max_reduced_gather_bytes(self.torus)
 
     def scatters_to(self, shape: Sequence[int], bits: int, made: Array, over: Array) -> Array:
         """Whether the compiler scatters a sum, for each label; else it all-reduces and slices.

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.cost.backends.tpu import LANES, MAX_ROW_MAJOR_BYTES
 from shardfn.cost.compute import rate
+from shardfn.cost.platforms import backend_of
 from shardfn.ir.model import Graph, Op, ShardingRule, dtype_bits
 from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
 from shardfn.search.graph_facts import GraphFacts
@@ -52,12 +52,12 @@ class OpCosts:
         return found
 
     def padding(self, value: int, layouts: Array) -> Array:
-        """The growth of rows that a TPU pads to whole lanes (`cost.backends.tpu`), for each layout."""
+        """The growth of an array that is stored row by row, each row padded, for each layout."""
         shape = self.graph.values[value].shape
-        shards = np.where(layouts == len(shape) - 1, self.mesh.sizes, 1).prod(axis=1)
-        columns = shape[-1] / shards if shape else np.full(len(layouts), float(LANES))
-        grown = np.ceil(columns / LANES) * LANES / columns
-        return np.where(self.facts.bytes[value] / self.shards(layouts) * grown <= MAX_ROW_MAJOR_BYTES, grown, 1.0)
+        if not shape:
+            return np.ones(len(layouts))
+        columns = shape[-1] / np.where(layouts == len(shape) - 1, self.mesh.sizes, 1).prod(axis=1)
+        return backend_of(self.mesh.chip.platform).row_growth(columns, self.facts.bytes[value] / self.shards(layouts))
 
     def stored_bytes(self, value: int, layouts: Array) -> Array:
         """Bytes of a value in the memory of one device, for each layout."""

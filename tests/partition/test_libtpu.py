@@ -337,5 +337,5 @@ def test_gradient_of_a_loop_in_a_loop_is_planned():
     def loss(w, x):
         return (lax.scan(outer, x, w)[0] ** 2).sum()
 
-    plan = shardfn.plan(jax.grad(loss), f32(3, 64, 64), f32(64, 64), device="tpu-v5e:2x2", level=2, budget=50)
+    plan = shardfn.plan(jax.grad(loss), f32(3, 64, 64), f32(64, 64), device="tpu-v5e:2x2", style="data_parallel")
     assert plan.kind == "data parallel over 4 devices"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from shardfn.ir.model import Graph, PartitionedProgram, dtype_bits
 from shardfn.partition.tpu_padding import LANES, tiled_bytes
 
@@ -26,6 +28,20 @@ def row_major_bytes(shape: tuple[int, ...], bits: int) -> int:
         return tiled_bytes(shape, bits)
     padded = math.prod(shape[:-1]) * -(-shape[-1] // LANES) * LANES * bits // 8
     return padded if padded <= MAX_ROW_MAJOR_BYTES else tiled_bytes(shape, bits)
+
+
+def row_growth(columns: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """How much arrays grow that are stored row by row: `row_major_bytes` over the bytes without padding.
+
+    Args:
+      columns: elements of a row.
+      size: bytes without padding.
+
+    >>> row_growth(np.array([64, 96, 64]), np.array([2**18, 2**18, 2**28])).round(3).tolist()
+    [2.0, 1.333, 1.0]
+    """
+    grown = np.ceil(columns / LANES) * LANES / columns
+    return np.where(size * grown <= MAX_ROW_MAJOR_BYTES, grown, 1.0)
 
 
 def row_major_and_narrow_bytes(partitioned: PartitionedProgram, narrow: Iterable[int]) -> dict[int, int]:
