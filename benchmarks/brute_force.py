@@ -21,8 +21,9 @@ from typing import Any
 import shardfn
 from benchmarks import harness
 from examples.gallery import NAMES, Program
-from shardfn.ir.model import Axes, Spec
+from shardfn.ir.model import Axes
 from shardfn.search import BASELINES, GENERATORS
+from shardfn.search.baselines import argument_specs
 from shardfn.search.engine import run
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 
@@ -47,19 +48,15 @@ def assignments(problem: SearchProblem, most: int) -> Iterator[tuple[Axes, tuple
     yield from random.Random(0).sample(more, min(rest, len(more)))
 
 
-def sharding(shape: tuple[int, ...], groups: tuple[int, ...], axes: Axes, assigned: tuple[frozenset[int], ...]) -> Spec:
-    """Each axis on the first dimension of its groups that it divides.
+def by_group(axes: Axes, assigned: tuple[frozenset[int], ...]) -> dict[int, tuple[str, ...]]:
+    """The axes of each dimension group.
 
-    >>> sharding((4, 8), (1, 2), (("x", 8),), (frozenset({1, 2}),))
-    ((), ('x',))
+    >>> by_group((("x", 2), ("y", 4)), (frozenset({1}), frozenset({1, 3})))
+    {1: ('x', 'y'), 3: ('y',)}
     """
-    dims: list[tuple[str, ...]] = [()] * len(shape)
-    left = list(shape)
-    for (axis, size), of in zip(axes, assigned, strict=True):
-        at = next((d for d, group in enumerate(groups) if group in of and left[d] and left[d] % size == 0), None)
-        if at is not None:
-            dims[at], left[at] = (*dims[at], axis), left[at] // size
-    return tuple(dims)
+    names = [name for name, _ in axes]
+    groups = sorted(frozenset[int]().union(*assigned))
+    return {group: tuple(n for n, of in zip(names, assigned, strict=True) if group in of) for group in groups}
 
 
 def least_by_brute_force(problem: SearchProblem, most: int) -> tuple[int, list[float]]:
@@ -67,8 +64,7 @@ def least_by_brute_force(problem: SearchProblem, most: int) -> tuple[int, list[f
     least = [math.inf] * len(LEVELS)
     seen = set[object]()
     for axes, assigned in assignments(problem, most):
-        rows = zip(problem.shapes, problem.groups, strict=True)
-        specs = tuple(sharding(shape, groups, axes, assigned) for shape, groups in rows)
+        specs = argument_specs(problem, axes, by_group(axes, assigned))
         if (axes, specs) not in seen:
             seen.add((axes, specs))
             candidate = problem.candidate(Proposal("brute force", axes, specs))

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import harness, libraries, peers, plan_quality, results, speedup, truth
+import shardfn
+from benchmarks import compilers, harness, libraries, peers, plan_quality, results, speedup, truth
 
 ROOT = pathlib.Path(__file__).parent.parent
 IMPORT = re.compile(r"^\s*from (shardfn[\w.]*) import ([\w, ]+)", re.MULTILINE)
@@ -110,9 +111,15 @@ def test_platform_is_read_before_jax_starts(monkeypatch):
     assert asked == [("gpu", 8)]
 
 
+def test_ratios_of_a_compiled_matmul_are_one():
+    shape = jax.ShapeDtypeStruct((64, 64), np.float32)
+    found = compilers.ratios(shardfn.plan(jax.numpy.matmul, shape, shape, in_strategy=((1, 8), (8, 1))))
+    assert found["bytes"] == found["flops"] == 1 and 0.9 < found["peak"] < 1.1
+
+
 def test_scores_of_plans_are_those_of_the_best_layout_by_hand_that_fits():
     def row(layout, sent, peak, level=None, limit=""):
-        figures = plan_quality.Figures(bytes=sent, peak=peak, flops=1.0, time_s=sent, memory=1e9)
+        figures = plan_quality.Figures(bytes=sent, peak=peak, flops=1.0, time_s=sent, memory=math.inf)
         bounds = {"ample": 100.0, "tight": 10.0}
         return plan_quality.Row("mlp", "cpu", 8, layout, figures, None, 0.0, level, limit, bounds.get(limit))
 
