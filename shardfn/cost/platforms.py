@@ -11,6 +11,7 @@ import numpy as np
 from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.backends.cpu_fusion import CpuFuser
 from shardfn.cost.backends.gpu import on_gpu
+from shardfn.cost.backends.gpu_fusion import GpuFuser
 from shardfn.cost.backends.gpu_kernels import gpu_kernels
 from shardfn.cost.backends.tpu import gathered_arguments, row_growth, row_major_and_narrow_bytes, scattered_values
 from shardfn.cost.backends.tpu_fusion import TpuFuser
@@ -71,6 +72,7 @@ _BACKENDS = {
     # The defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like.
     "gpu": Backend(
         dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7),
+        GpuFuser,
         rewrite=on_gpu,
         kernels=gpu_kernels,
         asynchronous=frozenset(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")),
