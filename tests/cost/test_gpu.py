@@ -169,3 +169,44 @@ def test_compiled_memory(cuda, layout):
     plan = step.plan(*args)
     made = compile_plan(plan)
     assert plan.cost.memory.peak == pytest.approx(made.together("cuda"), rel=0.1)
+
+
+def added_rows(x, ids):
+    return jnp.zeros((4096, 256)).at[ids].add(2 * jnp.tanh(x))
+
+
+def added_to_what_is_computed(x, y, ids):
+    return jnp.tanh(y).at[ids].add(2 * jnp.tanh(x))
+
+
+def added_and_summed(x, ids):
+    rows = 2 * jnp.tanh(x)
+    return jnp.zeros((4096, 256)).at[ids].add(rows), rows.sum()
+
+
+def added_products(x, w, ids):
+    return jnp.zeros((4096, 256)).at[ids].add(x @ w)
+
+
+ROWS, IDS = f32(65536, 256), jax.ShapeDtypeStruct((65536,), jnp.int32)
+# Function, arguments, and the MiB of temporaries. Each was compiled.
+SCATTERED = {
+    "elementwise": (added_rows, (ROWS, IDS), 0),
+    "array written over": (added_to_what_is_computed, (ROWS, f32(4096, 256), IDS), 0),
+    "two readers": (added_and_summed, (ROWS, IDS), 64),
+    "matmul": (added_products, (ROWS, f32(256, 256), IDS), 64),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_scatter_computes_its_updates(name):
+    fn, args, mib = SCATTERED[name]
+    plan = shardfn.plan(fn, *args, device="h100:1")
+    assert plan.cost.memory.temporaries / 2**20 == pytest.approx(mib, abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCATTERED)
+def test_scatter_computes_its_updates_compiled(cuda, name):
+    fn, args, mib = SCATTERED[name]
+    assert compile_plan(shardfn.plan(fn, *args, device="h100:1")).temp_bytes / 2**20 == pytest.approx(mib, abs=0.1)

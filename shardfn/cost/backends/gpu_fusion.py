@@ -16,12 +16,14 @@ class GpuFuser(Fuser):
         return self.graph.ops[i].name == "scatter" or super().can_run_with(i)
 
     def fusion_roots(self, op: Op, readers: Sequence[int], roots: tuple[int, ...]) -> tuple[int, ...] | None:
-        """`computed_in` for an op with one result. Into a scatter it is fused if nothing else reads the result, and if it neither
-        makes nor reads the array that the scatter writes over (JAX 0.10.2).
+        """`computed_in` for an op with one result. A scatter computes what nothing else reads, unless that makes or reads the array
+        that the scatter writes over (JAX 0.10.2).
         """
         written = [self.written_over(root) for root in roots if self.graph.ops[root].name == "scatter"]
-        if written and (len(roots) > 1 or not written[0].isdisjoint((*op.inputs, *op.outputs))):
-            return None
+        if written and not self.partitioned.is_view(op):
+            is_shared = len(roots) > 1 and bool(self.sources.get(op.outputs[0], True))
+            if is_shared or any(not over.isdisjoint((*op.inputs, *op.outputs)) for over in written):
+                return None
         return super().fusion_roots(op, readers, roots)
 
     def written_over(self, scatter: int) -> frozenset[int]:
