@@ -69,10 +69,5 @@ def program(size: str) -> Program:
     return Program(draw_samples, (state, *data), None if size == "tiny" else "h100:8", options, draw=draw)
 
 
-NOTES = """
-XLA computes the gradients of the observations inside the scatter that adds them up. The prediction stores them: it knows no
-scatter on a GPU that computes what it reads, and so the predicted peak and time are too high.
-"""
-
 if __name__ == "__main__":
     show(program)
