@@ -1,4 +1,4 @@
-"""Fusion in XLA's TPU backend: matmuls and reductions fuse their operands, and a matmul fuses into its only
+"""Fusion in XLA's TPU backend: matmuls, reductions and scatters fuse their operands, and a matmul fuses into its only
 elementwise reader.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shardfn.cost.fusion_walk import Fuser
+from shardfn.cost.backends.scatter_fusion import ScatterFuser
 from shardfn.ir.model import Op
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 
@@ -14,7 +14,7 @@ _READ_INSIDE = CONTRACTIONS | {"reduce"}
 _WRITES_NARROW = ELEMENTWISE | CONTRACTIONS
 
 
-class TpuFuser(Fuser):
+class TpuFuser(ScatterFuser):
     """Fuses one graph as on a TPU."""
 
     def fusion_roots(self, op: Op, readers: Sequence[int], roots: tuple[int, ...]) -> tuple[int, ...] | None:
