@@ -68,7 +68,24 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
             op = replace(op, form=(op.form[0], regions[op.form[1]]))
         if same.keys().isdisjoint(op.outputs):
             ops.append(op.of(tuple([same.get(v, v) for v in op.inputs])))
-    return _substituted(partitioned, ops, same)
+    return _substituted(partitioned, _makers_first(ops), same)
+
+
+def _makers_first(ops: Sequence[Op]) -> list[Op]:
+    """The ops in their order, but each behind those that make its operands: what enters a loop is resharded behind its body."""
+    makers = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    found: dict[int, None] = {}
+
+    def place(i: int) -> None:
+        for v in ops[i].inputs:
+            if makers.get(v, -1) > i and makers[v] not in found:
+                place(makers[v])
+        found[i] = None
+
+    for i in range(len(ops)):
+        if i not in found:
+            place(i)
+    return [ops[i] for i in found]
 
 
 def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:
