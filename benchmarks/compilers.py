@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 import shardfn
 from benchmarks import harness
 from examples.models.families import FAMILIES
@@ -41,7 +43,7 @@ def measure(name: str, target: str) -> tuple[dict[str, Ratios], dict[str, str]]:
         options = {"device": device, "donate_argnums": family.donated, "in_strategy": expert.in_strategy}
         try:
             found[layout] = ratios(shardfn.plan(expert.written(step), *arguments, **options))
-        except shardfn.ShardError as error:
+        except (shardfn.ShardError, jax.errors.JaxRuntimeError) as error:
             refused[layout] = str(error).splitlines()[0]
     return found, refused
 
@@ -91,16 +93,17 @@ def main() -> None:
     options = harness.parse(parser, devices=DEVICES)
     rows, shardings = list[dict[str, Any]](), list[dict[str, Any]]()
     for target in options.targets:
-        every = list[Ratios]()
+        every, missing = list[Ratios](), 0
         for name in options.families:  # each in a process of its own: what compilers keep of their programs grows
             found, refused = harness.in_own_process(measure, name, target, backend=options.platform, devices=DEVICES)
             every += found.values()
+            missing += len(refused)
             rows.append(line(name, target, list(found.values()), len(refused)))
             shardings += [{"target": target, "family": name, "sharding": layout, **of} for layout, of in found.items()]
             harness.show(rows[-1:])
             for layout, why in refused.items():
                 print(f"  {layout}: {why}")
-        rows.append(line("all", target, every))
+        rows.append(line("all", target, every, missing))
     harness.show(rows)
     harness.save(options.json, {"families": rows, "shardings": shardings})
 

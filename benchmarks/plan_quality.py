@@ -34,7 +34,7 @@ from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
-from shardfn.search.objectives import FULL_MEMORY
+from shardfn.search.objectives import aim
 
 DEVICES = 8
 QUICK = {"xla_backend_optimization_level": 0}
@@ -59,8 +59,8 @@ class Figures:
     peak: float
     flops: float
     time_s: float
-    memory: float
-    """Bytes of the device's memory."""
+    memory_bytes: float
+    """Of the device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +124,21 @@ def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
 
 
 def score(figures: Figures, level: int, least_flops: float) -> float:
-    """What each level makes least: 0 bytes with the work spread, 1 peak memory, 2 modelled time and the price of memory.
+    """What each level makes least: 0 bytes with the work spread, 1 peak memory, 2 modelled time and the charge for memory.
 
     Level 0's aim is the most FLOPs for each byte. All layouts are asked for the same FLOPs: those that a layout adds by
     doing some on several devices are no merit, and count only against `SPREAD`.
     """
     if level == 0:
         return figures.bytes if figures.flops <= SPREAD * least_flops else math.inf
-    return figures.peak if level == 1 else figures.time_s * (1 + FULL_MEMORY * figures.peak / figures.memory)
+    return aim(
+        level,
+        sent=figures.bytes,
+        excess=0.0,
+        time_s=figures.time_s,
+        peak=figures.peak,
+        memory_bytes=figures.memory_bytes,
+    )[0]
 
 
 # ---- measuring one family on one device count

@@ -100,8 +100,8 @@ class CompiledCandidate:
     time_s: float
     data_bytes: float
     """Of all arguments and results, unsharded."""
-    memory: float
-    """Bytes of a device's memory."""
+    memory_bytes: float
+    """Of a device's memory."""
 
     def rank(self, limit: float, least: float) -> Rank:
         """The rank at the level's objective, within the memory limit first; `least` is the least FLOPs of all candidates."""
@@ -113,7 +113,7 @@ class CompiledCandidate:
             excess=excess,
             time_s=self.time_s,
             peak=self.peak,
-            memory=self.memory,
+            memory_bytes=self.memory_bytes,
         )
 
 

@@ -41,15 +41,15 @@ class Backend:
     asynchronous: frozenset[str] = frozenset()
     """The kinds of collectives that it starts early and overlaps with compute."""
     schedules_breadth_first: bool = False
-    """Whether it orders ops for many threads, whatever their shardings; else it frees memory early."""
+    """Whether it schedules breadth first, in an order that does not depend on shardings; else it frees memory early."""
     stored_bytes: Callable[[PartitionedProgram, Iterable[int]], Mapping[int, int]] = lambda partitioned, narrow: {}
-    """Bytes of the values that take more or less than their elements, such as `narrow` ones (`FusionPlan.narrow`)."""
+    """Bytes of the values whose storage differs from their elements, such as `narrow` ones (`FusionPlan.narrow`)."""
     row_major_values: Callable[[Graph], frozenset[int]] = lambda graph: frozenset()
     """The values that it stores row by row, each row padded."""
     row_major_copies: Callable[[Graph], frozenset[int]] = lambda graph: frozenset()
-    """The arguments of which it stores a copy so."""
+    """The arguments of which it stores a row-major copy."""
     row_growth: Callable[[Array, Array], Array] = lambda columns, size: np.ones_like(size)
-    """How much they grow by the padding, from the elements of a row and the bytes without it."""
+    """The factor by which padding enlarges row-major arrays, from the elements of a row and the bytes without padding."""
 
 
 _BACKENDS = {

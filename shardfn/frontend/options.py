@@ -14,7 +14,8 @@ from shardfn.search.budget import DEFAULT
 from shardfn.search.problem import Algorithm
 
 OBJECTIVES = ("communication", "memory", "time")
-"""By level: the fewest bytes sent with the work evenly spread, the smallest peak per device, the shortest modelled step."""
+"""By level: the fewest bytes sent with the work evenly spread, the smallest peak per device, the shortest
+modelled step with a small charge for memory."""
 
 
 def level_of(objective: Any) -> Any:

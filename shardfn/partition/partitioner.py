@@ -23,7 +23,6 @@ from shardfn.ir.model import (
     Value,
     WindowDim,
     axes_of,
-    body_start,
     dtype_bits,
     trips_of,
 )
@@ -32,7 +31,7 @@ from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.dead_carries import without_dead_carries
 from shardfn.partition.op_rules import rule_for
 from shardfn.partition.platforms import collective_rules
-from shardfn.partition.rebuild import ProgramBuilder, live_ops
+from shardfn.partition.rebuild import ProgramBuilder, before_loops, live_ops
 from shardfn.partition.resharding import (
     emitted_steps,
     gathered_between,
@@ -158,7 +157,7 @@ class _Partitioner(ProgramBuilder):
             if op.name == "reshard" and op.inputs[0] in self.on_one_device:
                 self.on_one_device[op.outputs[0]] = self.on_one_device[op.inputs[0]]
         specs = tuple(map(self.mesh.joined, self.specs))
-        graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops, self.trips)))
+        graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(before_loops(self.ops, self.trips)))
         needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=self.mesh.join(c.axes)) for c in self.sent if c.result in kept)
@@ -439,24 +438,6 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
     read = {v for op in ops for v in op.inputs}
     conditions = (v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1"))
     return live_ops(ops, {*graph.outputs, *conditions}, lambda op: not op.outputs)
-
-
-def _before_loops(ops: Sequence[Op], trips: Sequence[int]) -> list[Op]:
-    """Move ops that run less often than the loop body in which they are to the front of the loop.
-
-    Args:
-      ops: the ops of a program.
-      trips: how often each value is made.
-    """
-    if not any(op.seen for op in ops):
-        return list(ops)
-    found: list[Op] = []
-    for op in ops:
-        if op.seen and min(trips[v] for v in op.seen) > op.trips:
-            first = body_start(found, op)
-            found[first:] = sorted(found[first:], key=lambda o: o.trips > op.trips)
-        found.append(op)
-    return found
 
 
 def _rotation(graph: Graph, op: Op) -> Op:

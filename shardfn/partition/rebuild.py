@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
+from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value, body_start
 from shardfn.ir.op_traits import RESHARDING_OPS
 
 
@@ -83,3 +83,21 @@ def without_unread(partitioned: PartitionedProgram) -> PartitionedProgram:
         return partitioned
     kept = {v for op in builder.ops for v in op.outputs}
     return builder.built({c.result: c for c in partitioned.communications if c.result in kept})
+
+
+def before_loops(ops: Sequence[Op], trips: Sequence[int]) -> list[Op]:
+    """Move ops that run less often than the loop body in which they are to the front of the loop.
+
+    Args:
+      ops: the ops of a program.
+      trips: how often each value is made.
+    """
+    if not any(op.seen for op in ops):
+        return list(ops)
+    found: list[Op] = []
+    for op in ops:
+        if op.seen and min(trips[v] for v in op.seen) > op.trips:
+            first = body_start(found, op)
+            found[first:] = sorted(found[first:], key=lambda o: o.trips > op.trips)
+        found.append(op)
+    return found

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim
+from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim, trips_of
 from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.partition.loop_invariants import hoist_invariants
-from shardfn.partition.rebuild import resolved_chains
+from shardfn.partition.rebuild import before_loops, resolved_chains
 
 
 def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
@@ -68,11 +68,14 @@ def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedPro
             op = replace(op, form=(op.form[0], regions[op.form[1]]))
         if same.keys().isdisjoint(op.outputs):
             ops.append(op.of(tuple([same.get(v, v) for v in op.inputs])))
-    return _substituted(partitioned, _makers_first(ops), same)
+    return _substituted(partitioned, before_loops(_makers_first(ops), trips_of(graph)), same)
 
 
 def _makers_first(ops: Sequence[Op]) -> list[Op]:
-    """The ops in their order, but each behind those that make its operands: what enters a loop is resharded behind its body."""
+    """The ops in their order, but each after the ops that make its operands.
+
+    The partitioner emits the reshard of a loop's initial carry after the body, just before the `while`.
+    """
     makers = {v: i for i, op in enumerate(ops) for v in op.outputs}
     found: dict[int, None] = {}
 

@@ -5,9 +5,10 @@ A search is a list of candidate generators, one evaluator, one budget and one ar
 1. `problem`: the question (`SearchProblem`), a choice (`Proposal`), an evaluated choice (`SearchCandidate`) and the answer.
 2. `engine`: generators take turns until the budget is spent, or half of it in vain. `archive`: what they found, for all
    objectives. `budget`: work.
-3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` makes the plans that people write by hand,
-   from `baselines`. Then `GENERATORS`, in the order of their first turns: `exact` solves a label model of the program, on the
-   meshes of `meshes`; `local_search` tries moves around the best candidates. `recursive_programming` is the fast search.
+3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` proposes nothing sharded and the plans
+   that people write by hand, from `baselines`. Then `GENERATORS`, in the order of their first turns: `exact` solves a label
+   model of the program, on the meshes of `meshes`; `local_search` tries moves around the best candidates.
+   `recursive_programming` is the fast search.
 4. The label model of a mesh: `label_tables` builds it from `mesh_model`, `graph_facts`, `op_labels`, `convolution_labels`,
    `resharding_costs` and `op_costs` (with `partial_sum_costs`, `halo_costs` and `kernel_costs`). `level_costs` states the
    objective, `filters` removes labels, `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and

@@ -60,7 +60,7 @@ class MeshModel:
           over: [labels, axes], the axes over which it would scatter.
         """
         rules = self.rules
-        if rules.scatters_shard is None or not shape:
+        if rules.scatters_shard is None or not shape:  # the same for all labels
             return np.full(len(made), rules.makes_reduce_scatters)
         counts = [shard_count(np.where(made == dim, 0, -1), self.sizes) for dim in range(len(shape))]
         shards = np.stack([-(-n // count) for n, count in zip(shape, counts, strict=True)], axis=1).astype(int).tolist()

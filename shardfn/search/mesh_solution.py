@@ -105,7 +105,7 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
     """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
     total = totals(found.space, found.solution.choice)
     estimate = rank(problem.level, problem.memory_limit, sent=total.sent, time_s=found.solution.cost, peak=found.peak,
-                    memory=problem.hardware.chip.memory_bytes,
+                    memory_bytes=problem.hardware.chip.memory_bytes,
                     excess=problem.excess(total.flops, total.matrix_flops))  # fmt: skip
     return estimate._replace(ties=(len(found.axes),))
 

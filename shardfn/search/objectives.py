@@ -1,6 +1,6 @@
 """The objective of each level as a rank, for partitioned programs, mesh solutions and compiled programs alike.
 
-`level_costs` states the same objectives as the costs of a labelling.
+`level_costs` states them as the costs of a labelling, without memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ LEVELS = (TIME, COMMUNICATION, MEMORY)
 BALANCED = 1.1
 """Work counts as balanced up to this multiple of an even share per device."""
 
-FULL_MEMORY = 0.01
-"""At level 2, what a full device memory costs, as a part of the time."""
+FULL_MEMORY_SHARE = 0.01
+"""At level 2, the part of the time that a full device memory adds."""
 
 
-def aim(level: int, *, sent: float, excess: float, time_s: float, peak: float, memory: float) -> tuple[float, ...]:
+def aim(
+    level: int, *, sent: float, excess: float, time_s: float, peak: float, memory_bytes: float
+) -> tuple[float, ...]:
     """The objective of a level, to be minimised lexicographically.
 
     Level 0 adds what work beyond an even share costs (`excess_bytes`) to the bytes sent: replicated work sends none.
-    Level 2 adds what memory costs to the time: `FULL_MEMORY` of the time for all memory of the device, in proportion.
+    Level 2 adds what memory costs to the time: `FULL_MEMORY_SHARE` of the time for all memory of the device, in proportion.
 
     Args:
       level: 0, 1 or 2.
@@ -32,15 +34,15 @@ def aim(level: int, *, sent: float, excess: float, time_s: float, peak: float, m
       excess: bytes, of `excess_bytes`.
       time_s: seconds of one call.
       peak: the device's peak memory in bytes.
-      memory: the device's memory in bytes.
+      memory_bytes: the device's memory.
 
-    >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64, memory=128)
+    >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64, memory_bytes=128)
     (10.0,)
-    >>> aim(2, sent=8, excess=2.0, time_s=1.0, peak=64, memory=128)
+    >>> aim(2, sent=8, excess=2.0, time_s=1.0, peak=64, memory_bytes=128)
     (1.005,)
     """
-    priced_s = time_s * (1 + FULL_MEMORY * peak / memory)
-    return {COMMUNICATION: (sent + excess,), MEMORY: (peak, time_s), TIME: (priced_s,)}[level]
+    charged_s = time_s * (1 + FULL_MEMORY_SHARE * peak / memory_bytes)
+    return {COMMUNICATION: (sent + excess,), MEMORY: (peak, time_s), TIME: (charged_s,)}[level]
 
 
 class Rank(NamedTuple):
@@ -54,14 +56,16 @@ class Rank(NamedTuple):
     """What decides between equals."""
 
 
-def rank(level: int, limit: float, *, sent: float, excess: float, time_s: float, peak: float, memory: float) -> Rank:
+def rank(
+    level: int, limit: float, *, sent: float, excess: float, time_s: float, peak: float, memory_bytes: float
+) -> Rank:
     """The rank at a level within a memory limit in bytes; the other arguments are those of `aim`.
 
-    >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64, memory=128)
+    >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64, memory_bytes=128)
     Rank(over=16, aim=(8.0,), ties=(0.001,))
     """
     ties = {COMMUNICATION: (time_s,), MEMORY: (), TIME: (peak,)}[level]
-    objective = aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak, memory=memory)
+    objective = aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak, memory_bytes=memory_bytes)
     return Rank(over(peak, limit), objective, ties)
 
 

@@ -306,7 +306,7 @@ def objective(cost: Cost, problem: SearchProblem) -> Rank:
         excess=problem.excess(cost.flops, cost.matrix_flops),
         time_s=cost.time_s,
         peak=cost.memory.peak,
-        memory=problem.hardware.chip.memory_bytes,
+        memory_bytes=problem.hardware.chip.memory_bytes,
     )
 
 

@@ -101,7 +101,9 @@ SPEC.loader.exec_module(quality)
 
 
 def row(layout, level=None, limit="", limit_bytes=None, family="f", **figures):
-    known = quality.Figures(**({"bytes": 100.0, "peak": 100.0, "flops": 10.0, "time_s": 1.0, "memory": 1e9} | figures))
+    known = quality.Figures(
+        **({"bytes": 100.0, "peak": 100.0, "flops": 10.0, "time_s": 1.0, "memory_bytes": 1e9} | figures)
+    )
     return quality.Row(family, "cpu", 8, layout, known, known, 0.0, level, limit, limit_bytes)
 
 

@@ -21,7 +21,7 @@ from shardfn.search.explanation import answer_of
 from shardfn.search.level_costs import totals
 from shardfn.search.mesh_solution import LEAST_SENT, LEAST_TIME, estimated_rank
 from shardfn.search.meshes import meshes
-from shardfn.search.objectives import FULL_MEMORY, TIME, rank
+from shardfn.search.objectives import FULL_MEMORY_SHARE, TIME, rank
 from shardfn.search.problem import Proposal
 from tests.search.problems import S, planned_problem, random_program, two_layers
 
@@ -74,15 +74,15 @@ def test_least_budget_is_no_worse_than_any_baseline(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_fastest_plan_is_no_slower_than_one_device(seed):
+def test_fastest_plan_is_at_most_one_percent_slower_than_one_device(seed):
     function, args, _ = random_program(seed)
     alone = shardfn.plan(function, *args, device="cpu:1")
     made = shardfn.plan(function, *args, level="time", device="cpu:8", budget=1)
-    assert made.cost.time_s <= (1 + FULL_MEMORY) * alone.cost.time_s
+    assert made.cost.time_s <= (1 + FULL_MEMORY_SHARE) * alone.cost.time_s
 
 
 def test_memory_decides_between_plans_of_almost_the_same_time():
-    figures = {"sent": 0, "excess": 0.0, "memory": 100}
+    figures = {"sent": 0, "excess": 0.0, "memory_bytes": 100}
     lean, full = (rank(TIME, math.inf, time_s=t, peak=p, **figures) for t, p in ((1.0, 20), (0.995, 100)))
     faster = rank(TIME, math.inf, time_s=0.98, peak=100, **figures)
     assert faster < lean < full

@@ -6,4 +6,4 @@ from shardfn.cost.backends.scatter_fusion import ScatterFuser
 class GpuFuser(ScatterFuser):
     """Fuses one graph as on a GPU."""
 
-    recomputes = False
+    duplicates_into_scatters = False

@@ -31,7 +31,8 @@ def row_major_bytes(shape: tuple[int, ...], bits: int) -> int:
 
 
 def row_growth(columns: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """How much arrays grow that are stored row by row: `row_major_bytes` over the bytes without padding.
+    """How much arrays grow that are stored row by row: rows padded to whole lanes; 1 above
+    `MAX_ROW_MAJOR_BYTES`.
 
     Args:
       columns: elements of a row.
