@@ -9,7 +9,6 @@ Run: python benchmarks/compilers.py [--families NAME ...] [--targets cpu:8 tpu-v
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,8 @@ import jax
 
 import shardfn
 from benchmarks import harness
-from examples.models.families import FAMILIES
+from benchmarks.plan_quality import WITHIN, ratio
+from examples.models.families import FAMILIES, with_layers
 from shardfn.compiled.comparison import compare
 from shardfn.runtime.verify import compile_plan
 
@@ -25,8 +25,6 @@ DEVICES = 8
 HERE = "cpu:8"
 TARGETS = (HERE, "tpu-v5e:2x4", "h100:8")
 NAMES = tuple(name for name in FAMILIES if not name.startswith("mindspore"))
-NEAR = {"bytes": 0.05, "peak": 0.10, "flops": 0.02}
-"""The deviation from 1 up to which a ratio counts as close."""
 
 Ratios = dict[str, float]
 
@@ -34,8 +32,7 @@ Ratios = dict[str, float]
 def measure(name: str, target: str) -> tuple[dict[str, Ratios], dict[str, str]]:
     """By sharding the ratios, or why its step does not compile."""
     family = FAMILIES[name]
-    counted = next((field for field in ("layers", "blocks") if hasattr(family.small, field)), None)
-    size = dataclasses.replace(family.small, **{counted: 1}) if counted else family.small
+    size = with_layers(family.small, 1)
     step, arguments = family.on_paper(size)
     device = None if target == HERE else target
     found, refused = dict[str, Ratios](), dict[str, str]()
@@ -61,15 +58,6 @@ def ratios(plan: shardfn.Plan) -> Ratios:
     return {what: ratio(float(one or 0), float(other or 0)) for what, (one, other) in pairs.items()}
 
 
-def ratio(predicted: float, compiled: float) -> float:
-    """One over the other.
-
-    >>> ratio(0, 0), ratio(1, 2), ratio(1, 0)
-    (1.0, 0.5, inf)
-    """
-    return predicted / compiled if compiled else float("inf") if predicted else 1.0
-
-
 def line(name: str, target: str, found: Sequence[Ratios], refused: int = 0) -> dict[str, Any]:
     """The ratios of a family's shardings in a line.
 
@@ -77,7 +65,7 @@ def line(name: str, target: str, found: Sequence[Ratios], refused: int = 0) -> d
     '1.000 to 1.100'
     """
     row: dict[str, Any] = {"target": target, "family": name, "shardings": len(found), "refused": refused}
-    for what, near in NEAR.items():
+    for what, near in WITHIN.items():
         of = [each[what] for each in found]
         least, most = (f"{end(of):.3f}" if of else "-" for end in (min, max))
         row[what] = least if least == most else f"{least} to {most}"

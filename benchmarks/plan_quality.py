@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import shardfn
 from benchmarks import harness
 from examples.models import mindspore
-from examples.models.families import FAMILIES
+from examples.models.families import FAMILIES, with_layers
 from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
@@ -151,9 +151,8 @@ def measure(
     family = FAMILIES[name]
     compiles = devices == DEVICES
     size = family.small if compiles else family.large
-    counted = next((field for field in ("layers", "blocks") if hasattr(size, field)), None)
-    if layers and counted:
-        size = dataclasses.replace(size, **{counted: layers})
+    if layers:
+        size = with_layers(size, layers)
     fn, args = family.on_paper(size)
     device: Any = None if compiles else TARGETS.get(devices, f"cpu:{devices}")
     if tpu:

@@ -29,6 +29,16 @@ class Family:
         return abstract(self.make, size)
 
 
+def with_layers(size: Any, layers: int) -> Any:
+    """A size with so many layers, or blocks in each stage; as it is where it has neither.
+
+    >>> with_layers(gpt2.TINY, 1).layers, with_layers({"batch": 16}, 1)
+    (1, {'batch': 16})
+    """
+    counted = next((field for field in ("layers", "blocks") if hasattr(size, field)), None)
+    return dataclasses.replace(size, **{counted: layers}) if counted else size
+
+
 def _mindspore(name: str, tiny: mindspore.Config, size: mindspore.Config) -> Iterator[Family]:
     for train in (True, False):
         small, big = (dataclasses.replace(s, train=train) for s in (tiny, size))
