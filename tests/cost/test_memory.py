@@ -150,6 +150,21 @@ def test_an_op_writes_over_what_dies():
     assert found.temporaries == 1024 * 512 * 4 // 8
 
 
+def updated_rows(x, at):
+    return x.at[at].add(jnp.sort(x))
+
+
+def updated_slice(x, at):
+    return jax.lax.dynamic_update_slice(x, jnp.sort(x)[1:], (at[0],))
+
+
+@pytest.mark.parametrize("function", [updated_rows, updated_slice])
+def test_an_update_never_writes_over_what_it_writes(function):
+    values, at = jax.ShapeDtypeStruct((2**16,), jnp.float32), jax.ShapeDtypeStruct((2**16,), jnp.int32)
+    predicted, found = both(function, (values, at), ((1,), (1,)))
+    assert predicted.temporaries == found.temp_bytes
+
+
 def test_loops_keep_what_they_carry_in_one_place():
     shallow, deep = (
         live_memory(

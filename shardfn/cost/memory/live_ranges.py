@@ -213,7 +213,7 @@ class _LiveRanges:
         return found
 
     def write_over(self, bound: frozenset[int]) -> None:
-        """Let elementwise ops and updates write over an operand of their own size that dies there.
+        """Let elementwise ops write over an operand of their own size that dies there, and updates over the array they update.
 
         On CPU, each element must be read only for the one at its position. On accelerators all-reduces write over their
         operand too, on GPUs only those that are not combined. Values in `bound`, which share a buffer with others already,
@@ -230,8 +230,13 @@ class _LiveRanges:
                 continue
             (made,) = op.outputs
             form = partitioned.local_shape(made), partitioned.local_bytes(made)
-            for v in self.fusion.reads[i]:
-                if not self.dies_in(v, i) or (partitioned.local_shape(v), partitioned.local_bytes(v)) != form:
+            written = op.inputs[:1] if op.name in UPDATES else self.fusion.reads[i]
+            for v in written:
+                if (
+                    v not in self.fusion.reads[i]
+                    or not self.dies_in(v, i)
+                    or (partitioned.local_shape(v), partitioned.local_bytes(v)) != form
+                ):
                     continue
                 if not self.is_on_cpu or self.keeps_places(i, v):
                     is_apart = op.name not in UPDATES and not bound.isdisjoint((v, made))
