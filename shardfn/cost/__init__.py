@@ -9,5 +9,5 @@ Entry point: `estimate.estimate_cost`. Where the rule for something is:
 - fusion: `fusion_walk`; the order of ops and combined collectives: `schedule`
 - the time if collectives overlap with compute: `overlap`
 - memory: `memory.live_memory`, from the live ranges of `memory.live_ranges`
-- what one XLA backend does differently: `backends`, one row each in `platforms`
+- what one XLA backend does differently: `backends`, one row each in `platforms` and, for buffers, in `memory.platforms`
 """

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
+from shardfn.cost.memory.live_ranges import LiveBuffer
+from shardfn.cost.memory.platforms import live_buffers
 from shardfn.cost.platforms import backend_of, fuse
 from shardfn.cost.schedule import Schedule, combine_collectives, schedule_ops
 from shardfn.ir.model import Graph, PartitionedProgram, Value, dtype_bits, trips_of

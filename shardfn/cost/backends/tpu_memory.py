@@ -14,7 +14,7 @@ from shardfn.cost.backends.tpu import gathered_arguments, row_major_bytes
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.compute import has_own_time, once
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.memory.live_ranges import LiveBuffer
+from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges, ReusableBuffer
 from shardfn.cost.schedule import Schedule
 from shardfn.ir.model import PartitionedProgram, dtype_bits
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_bytes, tiled_dims
@@ -88,6 +88,32 @@ def residency_intervals(gaps: Sequence[float], longest: float) -> list[tuple[int
 def tiled_local_bytes(partitioned: PartitionedProgram, value: int) -> int:
     """Bytes of a value on one device in whole tiles."""
     return tiled_bytes(partitioned.local_shape(value), dtype_bits(partitioned.graph.values[value].dtype))
+
+
+class TpuLiveRanges(LiveRanges):
+    """Combined all-reduces write over their operands too."""
+
+    def may_write_over(self, i: int, v: int) -> bool:
+        """Always."""
+        return True
+
+
+def argument_copies(
+    schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]
+) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
+    """Copies of tables, and of the arguments of `gathers_over_arguments`, with the buffers of the gathered arrays. Also these
+    arguments' own buffers, which are free from the first tick to the last.
+
+    Args:
+      schedule: the scheduled program.
+      pairs: donated arguments with the buffers of the results that take their place.
+    """
+    copies, vacated = table_copies(schedule), []
+    for v, buffer in gathers_over_arguments(schedule, pairs):
+        last = max((i for i, reads in enumerate(schedule.fusion.reads) if v in reads), default=0)
+        copies += [LiveBuffer((), 0, 2 * last, buffer.bytes), buffer]
+        vacated.append(ReusableBuffer(buffer.bytes, [(0, 0), (buffer.end, buffer.end)]))
+    return copies, vacated
 
 
 def table_copies(schedule: Schedule) -> list[LiveBuffer]:

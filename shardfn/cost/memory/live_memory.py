@@ -8,18 +8,12 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import functools
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
 
-from shardfn.cost.backends.tpu_memory import (
-    gathers_over_arguments,
-    outside_fast_memory,
-    table_copies,
-    tiled_local_bytes,
-)
+from shardfn.cost.backends.tpu_memory import outside_fast_memory
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
+from shardfn.cost.memory.live_ranges import LiveBuffer, ReusableBuffer
+from shardfn.cost.memory.platforms import live_buffers, memory_rules
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
 from shardfn.ir.model import PartitionedProgram
 
@@ -41,13 +35,6 @@ class MemoryEstimate:
     def peak(self) -> int:
         """Bytes of arguments, results, closed-over arrays and temporaries at their peak; donated buffers count once."""
         return self.arguments + self.results + self.constants + self.temporaries - self.donated
-
-
-class ReusableBuffer(NamedTuple):
-    """A result's buffer that temporaries may use: bytes, and the closed intervals in which it is taken."""
-
-    bytes: int
-    busy: list[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +85,12 @@ def live_memory(partitioned: PartitionedProgram, donated: Collection[int] = (), 
 def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: Chip | None = None) -> LiveMemory:
     """`live_memory` of a scheduled program."""
     partitioned, graph = schedule.partitioned, schedule.partitioned.graph
+    rules = memory_rules(partitioned.platform)
     buffers, result_buffers = live_buffers(schedule)
-    size = (
-        functools.partial(tiled_local_bytes, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
-    )
+
+    def size(v: int) -> int:
+        return rules.local_bytes(partitioned, v)
+
     arguments = [size(v) for v in graph.inputs]
     buffer_of = {v: buffer for buffer in result_buffers for v in buffer.values}
     free = {id(buffer): buffer for buffer in result_buffers}
@@ -116,14 +105,10 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
             taken.append((v, full))
             pairs.append((given[full].popleft(), free.pop(id(buffer))))
     reusable = [ReusableBuffer(buffer.bytes, [(buffer.start, buffer.end)]) for buffer in free.values()]
-    if partitioned.platform == "cpu" and pairs:
-        copies, vacated = _saved(schedule, pairs)
-        buffers, reusable = [*buffers, *copies], [*reusable, *vacated]
-    if partitioned.platform == "tpu":
-        copies, vacated = _gathered(schedule, pairs)
-        buffers, reusable = [*buffers, *table_copies(schedule), *copies], [*reusable, *vacated]
+    copies, vacated = rules.argument_copies(schedule, pairs)
+    buffers = [*buffers, *copies]
     left = outside_fast_memory(schedule, buffers, donated, chip) if chip and chip.fast_bytes else buffers
-    temporaries = _outside(left, reusable)
+    temporaries = _outside(left, [*reusable, *vacated])
     most, tick = _most(temporaries)
     results = [size(v) for v in graph.outputs]
     saved = sum(size for _, size in taken)
@@ -132,56 +117,6 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
     apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in taken)
     own = [(v, size_of[v]) for v in apart.elements()]
     return LiveMemory(partitioned, list(zip(graph.inputs, arguments, strict=True)), own, temporaries, tick, estimate)
-
-
-def _gathered(
-    schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]
-) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
-    """Copies of the arguments of `gathers_over_arguments`, and the buffers of the gathered arrays. Also the arguments' own
-    buffers, which are free from the first tick to the last."""
-    copies, vacated = [], []
-    for v, buffer in gathers_over_arguments(schedule, pairs):
-        last = max((i for i, reads in enumerate(schedule.fusion.reads) if v in reads), default=0)
-        copies += [LiveBuffer((), 0, 2 * last, buffer.bytes), buffer]
-        vacated.append(ReusableBuffer(buffer.bytes, [(0, 0), (buffer.end, buffer.end)]))
-    return copies, vacated
-
-
-def _saved(
-    schedule: Schedule, pairs: Sequence[tuple[int, LiveBuffer]]
-) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
-    """Copies of donated arguments, and the arguments' own buffers, which are free until the results in them are computed.
-
-    XLA copies an argument at the start if an op reads it that need not run before the result in its buffer is computed. It
-    decides so before it orders the ops.
-    """
-    graph, fusion = schedule.partitioned.graph, schedule.fusion
-    inside = {i: last for last, first in schedule.loops.items() for i in range(first, last)}
-    first_of = {i: first for i, (first, _) in schedule.together.items()}
-    readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
-    maker: dict[int, int] = {}
-    needs: dict[int, int] = {}  # of each op, what runs before it in any order, a bit for each
-    for i, (op, reads) in enumerate(zip(graph.ops, fusion.reads, strict=True)):
-        if fusion.inside[i] is None:
-            continue
-        node = inside.get(i, first_of.get(i, i))
-        before = needs.get(node, 1 << node)
-        for v in reads:
-            if v in maker:
-                before |= needs[maker[v]]
-            if v in readers:
-                readers[v].append(i)
-        needs[node] = before
-        maker.update(dict.fromkeys(op.outputs, node))
-    copies, vacated = [], []
-    for v, buffer in pairs:
-        made = next((maker[w] for w in buffer.values if w in maker), None)
-        if made is None or not readers[v]:
-            continue
-        if not all(needs[made] >> inside.get(i, first_of.get(i, i)) & 1 for i in readers[v]):
-            copies.append(LiveBuffer((), 0, 2 * max(readers[v]), buffer.bytes))
-            vacated.append(ReusableBuffer(buffer.bytes, [(0, 0), (buffer.start, buffer.end)]))
-    return copies, vacated
 
 
 _TRIED = 128

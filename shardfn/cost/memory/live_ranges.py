@@ -1,17 +1,17 @@
-"""Live ranges: when each stored value of a scheduled program has a buffer.
+"""Live ranges: when each stored value of a scheduled program has a buffer, by the rules that XLA's backends share.
 
 A value has a buffer unless it is fused, from the op that makes it to its last reader. An elementwise op writes over an
-operand that dies there, and a loop carries a value in one buffer or copies it.
+operand that dies there, and a loop carries a value in one buffer or copies it. What one backend does differently is a subclass
+(`platforms`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from shardfn.cost.schedule import Schedule
-from shardfn.ir.model import Op
 from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
 
 
@@ -27,24 +27,25 @@ class LiveBuffer:
     """The end where the buffer reuses that of a result, if it is earlier: the result may be written over a value that dies."""
 
 
-def live_buffers(schedule: Schedule) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
-    """Live ranges of temporaries, and of results."""
-    return _LiveRanges(schedule).buffers()
+class ReusableBuffer(NamedTuple):
+    """A buffer that temporaries may use: bytes, and the closed intervals in which it is taken."""
+
+    bytes: int
+    busy: list[tuple[int, int]]
 
 
-_WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)
+class LiveRanges:
+    """The first and the last tick of each stored value, which the methods refine one after the other.
 
-_SMALL = 1024
-"""Bytes of what a loop carries below which its copies do not count."""
+    A backend's subclass overrides the methods from `add_own_buffers` to `may_write_over`, and `writes_over`.
+    """
 
-
-class _LiveRanges:
-    """The first and the last tick of each stored value, which the methods refine one after the other."""
+    writes_over: frozenset[str] = (ELEMENTWISE - {"copy"}).union(UPDATES, ("all_reduce",))
+    """The ops whose result may be written over an operand."""
 
     def __init__(self, schedule: Schedule):
         self.partitioned, self.fusion = schedule.partitioned, schedule.fusion
         self.graph = schedule.partitioned.graph
-        self.is_on_cpu = self.partitioned.platform == "cpu"
         self.inputs, self.outputs = set(self.graph.inputs), set(self.graph.outputs)
         self.together = schedule.together
         self.loops = schedule.loops
@@ -66,10 +67,9 @@ class _LiveRanges:
     def buffers(self) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
         """Live ranges of temporaries, and of results."""
         self.from_ops()
-        copied = self.copied_carries() if self.is_on_cpu else {}
+        copied = self.copied_carries()
         self.stay_through_loops()
-        bound = self.bound() if self.is_on_cpu else frozenset()
-        updated = self.updated() if self.is_on_cpu else []
+        bound, updated = self.bound(), self.updated()
         self.write_over(bound)
         chained = {v for pair in updated for v in pair}
         temporaries, results = self.copies, []
@@ -109,11 +109,9 @@ class _LiveRanges:
                 for v in self.fusion.reads[i]:
                     end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
                 continue
-            chosen = op.inputs[0] if op.name == "select_and_scatter" and self.is_on_cpu else -1
             for v in self.fusion.reads[i]:
-                end[v] = max(end.get(v, 0), start.get(v, -1) + 1 if v == chosen else self.last_tick(i))
-            if chosen >= 0:
-                self.pool_gradient(i, op, start.get(chosen, 2 * i - 2) + 1)
+                end[v] = max(end.get(v, 0), self.last_read(i, v))
+            self.add_own_buffers(i)
         for op in map(self.graph.ops.__getitem__, self.loops):
             for source, returned, result in zip(op.inputs, op.inputs[len(op.seen) :], op.outputs, strict=False):
                 if source == returned:  # it comes out as it went in
@@ -121,58 +119,6 @@ class _LiveRanges:
                     if result in end:
                         end[source] = max(end.get(source, 0), end[result])
         start.update((seen, 2 * first) for seen, (first, *_) in self.carried.items())
-
-    def pool_gradient(self, i: int, op: Op, at: int) -> None:
-        """The temporaries of a max pool's gradient on CPU, in addition to operands and results.
-
-        As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the
-        largest, to which the gradient is added at the end.
-        """
-        image, pooled = (math.prod(self.partitioned.local_shape(v)) for v in op.inputs[:2])
-        rank = len(self.partitioned.local_shape(op.inputs[0]))
-        ranges = (0, at, rank * image), (at, at + 1, (rank + 1) * pooled), (at + 1, 2 * i, rank * pooled)
-        self.copies += [LiveBuffer((), first, last, 4 * numbers) for first, last, numbers in ranges]
-        self.start[op.outputs[0]] = 0
-
-    def copied_carries(self) -> dict[int, int]:
-        """Carried values that XLA copies at the start of the body, as an op reads them on which the next value does not
-        depend; each with the tick when that is made.
-        """
-        partitioned, fusion, start, end = self.partitioned, self.fusion, self.start, self.end
-        makers = self.graph.makers
-        found: dict[int, int] = {}
-        for first, _, seen, back, _ in self.carried.values():
-            made, size = makers.get(back, -1), partitioned.local_bytes(seen)
-            if made < first or back not in start or end.get(seen, -1) < 2 * first or size < _SMALL:
-                continue
-            readers = [i for i in range(first, end[seen] // 2 + 1) if seen in fusion.reads[i]]
-            needed, ahead = {made}, [made]
-            while ahead:
-                for v in fusion.reads[ahead.pop()]:
-                    i = makers.get(v, -1)
-                    if i >= first and i not in needed:
-                        needed.add(i)
-                        ahead.append(i)
-            if not needed.issuperset(readers):
-                self.copies.append(LiveBuffer((), 2 * first, end[seen], size))
-                found[seen] = start[back]
-                end[seen] = 2 * first
-            elif made in readers and not self.keeps_places(made, seen):
-                end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
-        return found
-
-    def keeps_places(self, made: int, value: int) -> bool:
-        """Whether op `made`, with what is fused into it, reads each element of a value only where it writes its own."""
-        if self.graph.ops[made].name in UPDATES:
-            return True
-        moved = {value}
-        for i in (*sorted(self.fusion.inside[made] or ()), made):
-            op = self.graph.ops[i]
-            if not moved.isdisjoint(op.inputs):
-                if op.name not in ELEMENTWISE and not self.partitioned.is_view(op):
-                    return False
-                moved.update(op.outputs)
-        return True
 
     def stay_through_loops(self) -> None:
         """What a loop reads from outside lives until the loop's end."""
@@ -182,63 +128,52 @@ class _LiveRanges:
                     if self.start[v] < 2 * first <= until < 2 * last:
                         until = self.end[v] = 2 * last
 
-    def bound(self) -> frozenset[int]:
-        """Values that share a buffer before XLA's CPU backend decides what may be written over.
-
-        They are the operand and the result of an update in place, and the values that enter a loop, go round in it and leave it.
-        """
-        found: set[int] = set()
-        for i, op in enumerate(self.graph.ops):
-            if op.name in UPDATES and self.fusion.inside[i] is not None and op.inputs[0] in self.fusion.reads[i]:
-                found.update((op.inputs[0], op.outputs[0]))
-        for first, operand, seen, back, result in self.carried.values():
-            found.update((seen, back, result))
-            if self.end.get(operand, 0) < 2 * first:
-                found.add(operand)
-        return frozenset(found)
-
     def dies_in(self, v: int, i: int) -> bool:
         """Whether op `i` is the last reader of a temporary."""
         is_temporary = v in self.start and v not in self.inputs and v not in self.outputs
         return is_temporary and self.end.get(v) == self.last_tick(i)
 
+    def add_own_buffers(self, i: int) -> None:
+        """Add the buffers that op `i` needs for itself."""
+
+    def last_read(self, i: int, v: int) -> int:
+        """When op `i` reads an operand for the last time."""
+        return self.last_tick(i)
+
+    def copied_carries(self) -> dict[int, int]:
+        """Carried values that XLA copies at the start of the body, each with the tick when the next one is made."""
+        return {}
+
+    def bound(self) -> frozenset[int]:
+        """Values that share a buffer before XLA decides what may be written over."""
+        return frozenset()
+
     def updated(self) -> list[tuple[int, int]]:
-        """The results of updates in place, each with its operand: a temporary that nothing reads afterwards."""
-        found = []
-        for i, op in enumerate(self.graph.ops):
-            if op.name in UPDATES and len(op.outputs) == 1 and op.outputs[0] in self.start:
-                v = op.inputs[0]
-                if v in self.fusion.reads[i] and self.dies_in(v, i):
-                    found.append((op.outputs[0], v))
-        return found
+        """The results of updates in place that share the buffer of their operand, each with the operand."""
+        return []
+
+    def may_write_over(self, i: int, v: int) -> bool:
+        """Whether op `i` may write over an operand of its own size that dies there; not if it is combined with others."""
+        first, last = self.together.get(i, (i, i))
+        return first == last
 
     def write_over(self, bound: frozenset[int]) -> None:
-        """Let elementwise ops write over an operand of their own size that dies there, and updates over the array they update.
+        """Let ops write over an operand of their own size that dies there, and updates over the array they update.
 
-        On CPU, each element must be read only for the one at its position. On accelerators all-reduces write over their
-        operand too, on GPUs only those that are not combined. Values in `bound`, which share a buffer with others already,
-        are excluded. The earlier end that they would have is kept in `sooner`: it counts in the buffers of results.
+        Values in `bound`, which share a buffer with others already, are excluded. The earlier end that they would have is kept in
+        `sooner`: it counts in the buffers of results.
         """
-        partitioned, graph = self.partitioned, self.graph
-        names = _WRITES_OVER if self.is_on_cpu else _WRITES_OVER | {"all_reduce"}
-        for i, op in enumerate(graph.ops):
-            if len(op.outputs) != 1 or op.outputs[0] not in self.start or op.name not in names:
-                continue
-            if self.is_on_cpu and any(graph.ops[j].name == "reduce" for j in self.fusion.inside[i] or ()):
-                continue  # a call of the library
-            if partitioned.platform != "tpu" and i in self.together and len({*self.together[i]}) > 1:
+        partitioned = self.partitioned
+        for i, op in enumerate(self.graph.ops):
+            if len(op.outputs) != 1 or op.outputs[0] not in self.start or op.name not in self.writes_over:
                 continue
             (made,) = op.outputs
             form = partitioned.local_shape(made), partitioned.local_bytes(made)
             written = op.inputs[:1] if op.name in UPDATES else self.fusion.reads[i]
             for v in written:
-                if (
-                    v not in self.fusion.reads[i]
-                    or not self.dies_in(v, i)
-                    or (partitioned.local_shape(v), partitioned.local_bytes(v)) != form
-                ):
+                if v not in self.fusion.reads[i] or not self.dies_in(v, i):
                     continue
-                if not self.is_on_cpu or self.keeps_places(i, v):
+                if (partitioned.local_shape(v), partitioned.local_bytes(v)) == form and self.may_write_over(i, v):
                     is_apart = op.name not in UPDATES and not bound.isdisjoint((v, made))
                     (self.sooner if is_apart else self.end)[v] = min(2 * i, self.start[made]) - 1
                     break
