@@ -62,7 +62,7 @@ __all__ = [
 
 BASELINES: Mapping[str, CandidateGenerator] = {
     "entries followed": sharding_propagation.follow_entries,
-    "baselines": lambda problem, archive: styles.baselines(problem),
+    styles.BASELINE_GENERATORS[0]: lambda problem, archive: styles.baselines(problem),
 }
 """What every search evaluates first."""
 
@@ -73,7 +73,7 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 }
 
 GENERATORS: Mapping[str, CandidateGenerator] = {
-    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
+    styles.BASELINE_GENERATORS[1]: lambda problem, archive: styles.tensor_baselines(problem),
     "exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME),
     "exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT),
     "local search, time": LOCAL_SEARCH["local search, time"],
@@ -91,7 +91,7 @@ RECURSIVE: Mapping[str, CandidateGenerator] = {
     "recursive, time": functools.partial(recursive_programming.generate, TIME),
     "recursive, communication": functools.partial(recursive_programming.generate, COMMUNICATION),
     "recursive, memory": functools.partial(recursive_programming.generate, MEMORY),
-    "tensor baselines": lambda problem, archive: styles.tensor_baselines(problem),
+    styles.BASELINE_GENERATORS[1]: lambda problem, archive: styles.tensor_baselines(problem),
 }
 """Those of the fast search."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardfn.ir.model import Axes
 from shardfn.search.budget import FIXED_VISITS, VISIT, visits_of, work_of
 from shardfn.search.filters import keeps_rules
 from shardfn.search.label_tables import LabelSpace
-from shardfn.search.mesh_solution import MeshSolution, SolvedProposal
+from shardfn.search.mesh_solution import MeshSolution, Objective, SolvedProposal
 from shardfn.search.meshes import meshes
 from shardfn.search.objectives import LEVELS, Rank
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
@@ -41,7 +41,8 @@ class Archive:
         """The choices on each mesh, which the objectives share."""
         self._candidates: dict[object, SearchCandidate] = {} if known is None else known._candidates
         self._facts: dict[object, _Facts] = {} if known is None else known._facts
-        self._solved: dict[object, MeshSolution] = {} if known is None else known._solved
+        self._solved: dict[object, dict[Objective, MeshSolution]] = {} if known is None else known._solved
+        """What the solver found, by shardings and objective."""
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
         """The best candidate by level and mesh sizes."""
         self._least: dict[tuple[int, tuple[int, ...]], float] = {}
@@ -66,9 +67,9 @@ class Archive:
           generator: the name of the generator that proposes it.
         """
         if isinstance(proposal, SolvedProposal):
-            known = self._solved.get(_shardings(proposal))
-            if known is None or proposal.solution.is_exact > known.is_exact:
-                self._solved[_shardings(proposal)] = proposal.solution
+            solution, known = proposal.solution, self._solved.setdefault(_shardings(proposal), {})
+            if solution.objective not in known or solution.is_exact > known[solution.objective].is_exact:
+                known[solution.objective] = solution
         if proposal.key not in self._candidates:
             self.budget.spend(self.evaluation_work)
             candidate = self.problem.candidate(proposal, generator)
@@ -125,11 +126,18 @@ class Archive:
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""
-        return next((candidate for candidate in self.ranked(level) if self.solution_of(candidate) is solution), None)
+        return next(
+            (each for each in self.ranked(level) if self._solutions_of(each).get(solution.objective) is solution), None
+        )
 
-    def solution_of(self, candidate: SearchCandidate) -> MeshSolution | None:
-        """The solver's solution with the shardings of a candidate, whatever its constraints; None where there is none."""
-        return self._solved.get(_shardings(candidate))
+    def solution_of(self, candidate: SearchCandidate, level: int) -> MeshSolution | None:
+        """The solver's solution with the shardings of a candidate, whatever its constraints, for a level, or else for another;
+        None where there is none."""
+        every = self._solutions_of(candidate).values()
+        return next((each for each in every if each.objective.level == level), next(iter(every), None))
+
+    def _solutions_of(self, candidate: SearchCandidate) -> Mapping[Objective, MeshSolution]:
+        return self._solved.get(_shardings(candidate), {})
 
 
 def _sizes(axes: Axes) -> tuple[int, ...]:

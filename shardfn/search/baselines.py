@@ -38,8 +38,8 @@ def batch_arguments(problem: SearchProblem) -> frozenset[int]:
 
     All their dimensions are open to the search. `styles.batch_groups` asks which dimensions are the batch.
     """
-    kept = set(problem.same_as.values())
-    return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
+    updated = problem.updated
+    return frozenset(i for i, value in enumerate(problem.inputs) if updated and value not in updated)
 
 
 def resident_bytes(problem: SearchProblem, axes: Axes, specs: Sequence[Spec]) -> int:
@@ -77,17 +77,16 @@ def is_optimizer_state(problem: SearchProblem) -> tuple[bool, ...]:
         for op in problem.graph.ops:
             for value in read.keys() & set(op.inputs):
                 read[value].add(op.name)
-        kept = set(problem.same_as.values())
-        problem.memo.optimizer_state = tuple(v in kept and read[v] <= ELEMENTWISE for v in problem.inputs)
+        problem.memo.optimizer_state = tuple(v in problem.updated and read[v] <= ELEMENTWISE for v in problem.inputs)
     return problem.memo.optimizer_state
 
 
 def are_small_parameters(problem: SearchProblem) -> tuple[bool, ...]:
     """For each argument whether it is a small parameter (`SMALL_SHARE`)."""
-    kept = [i for i, value in enumerate(problem.inputs) if value in set(problem.same_as.values())]
-    sizes = {i: array_bytes(problem.graph.values[problem.inputs[i]]) for i in kept}
+    parameters = [i for i, value in enumerate(problem.inputs) if value in problem.updated]
+    sizes = {i: array_bytes(problem.graph.values[problem.inputs[i]]) for i in parameters}
     small, left = set[int](), SMALL_SHARE * sum(sizes.values())
-    for i in sorted(kept, key=lambda i: (sizes[i], i)):
+    for i in sorted(parameters, key=lambda i: (sizes[i], i)):
         left -= sizes[i]
         if left < 0:
             break

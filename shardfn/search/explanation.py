@@ -10,6 +10,7 @@ from shardfn.search.array_changes import CHANGED
 from shardfn.search.mesh_solution import MeshSolution, estimate_holds, next_strategies
 from shardfn.search.objectives import MEMORY
 from shardfn.search.problem import Answer, SearchCandidate, runner_up
+from shardfn.search.styles import BASELINE_GENERATORS
 
 
 def answer_of(what: str, archive: Archive) -> Answer:
@@ -21,7 +22,7 @@ def answer_of(what: str, archive: Archive) -> Answer:
     """
     problem = archive.problem
     best, *others = archive.ranked(problem.level)
-    solution = archive.solution_of(best)
+    solution = archive.solution_of(best, problem.level)
     own = [one for one in archive.solutions if one.objective.level == problem.level]
     start, _, changed = best.name.partition(CHANGED)
     origin = best.origin or best.generator
@@ -34,7 +35,7 @@ def answer_of(what: str, archive: Archive) -> Answer:
     elif changed:
         policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
         reason = "better than what the solver and the baselines found"
-    elif "baselines" in origin:
+    elif origin in BASELINE_GENERATORS:
         policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
         reason = f"a baseline, cheaper than the plan of the solver: {start}"
     else:

@@ -1,4 +1,4 @@
-"""The objective of a level as the costs of a labelling: bytes at level 0, seconds at levels 1 and 2.
+"""The objective of a level as the costs of a labelling: seconds, at level 0 those in which the link sends the bytes.
 
 Memory has no cost: `exact` finds plans that take less by a limit, or with the smallest shards. `objectives` states the objective
 for partitioned and compiled programs.
@@ -40,7 +40,7 @@ def labelling_of(space: LabelSpace, problem: SearchProblem, compute_weight: floa
         return node.sent_s + node.compute_s + HOLDING_PASSES * node.argument_bytes / chip.memory_bytes_s
 
     def between(table: ReshardingTable) -> np.ndarray:
-        return table.sent_s if problem.level else table.sent / chip.link_bytes_s
+        return table.sent / chip.link_bytes_s if problem.level == COMMUNICATION else table.sent_s
 
     costs = tuple(own(node) for node in space.nodes)
     end = max((i.end for i in space.intervals), default=1)
@@ -67,11 +67,12 @@ def with_smallest_arguments(labels: Labelling, space: LabelSpace) -> Labelling:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What one device does in one call: FLOPs, those of matmuls, bytes sent, and seconds of communication."""
+    """What one device does in one call: FLOPs, those of matmuls, bytes sent, and seconds of compute and of communication."""
 
     flops: float
     matrix_flops: float
     sent: float
+    compute_s: float
     sent_s: float
 
 
@@ -83,5 +84,6 @@ def totals(space: LabelSpace, choice: tuple[int, ...]) -> Totals:
         sum(float(node.flops[at]) for node, at in labels),
         sum(float(node.matrix_flops[at]) for node, at in labels),
         sum(float(node.sent[at]) for node, at in labels) + sum(float(table.sent[at]) for table, at in between),
+        sum(float(node.compute_s[at]) for node, at in labels),
         sum(float(node.sent_s[at]) for node, at in labels) + sum(float(table.sent_s[at]) for table, at in between),
     )

@@ -44,6 +44,7 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
                 if proposal.key not in proposed:
                     proposed.add(proposal.key)
                     yield proposal
+                    proposed.add(archive.of(proposal).key)  # `SearchProblem.candidate` may have changed constraints
                     if _start(archive, level, ended) is not start:
                         better += 1
                         break

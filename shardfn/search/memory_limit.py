@@ -88,9 +88,8 @@ def unit_slip(limit: float) -> str:
 
 def remedies(problem: SearchProblem, memory: MemoryEstimate) -> str:
     """What takes less memory, as far as it can help this program: results that replace arguments are those of a step."""
-    updated = {*problem.same_as.values()}
-    donate = ["donate_argnums for updated arguments"] if updated - problem.donated else []
-    keeps = ["jax.checkpoint for what the backward pass keeps"] if updated else []
+    donate = ["donate_argnums for updated arguments"] if problem.updated - problem.donated else []
+    keeps = ["jax.checkpoint for what the backward pass keeps"] if problem.updated else []
     shards = ['closed_over="argument" to shard what the function closes over'] if memory.constants else []
     return ", ".join(["use more devices", "a smaller batch", *donate, *keeps, *shards]) + ","
 

@@ -16,6 +16,7 @@ from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Rank, is_no_w
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
+from shardfn.units import bytes_text, signed, time_text
 
 NEARLY = 1.05
 """An estimate holds for a program that costs at most this multiple of it; a proof for the estimate then says something of the
@@ -32,8 +33,8 @@ class Objective:
     level: int
     """The objective of the plans that it is to find."""
     solved: int
-    """The level whose cost the solver minimises. Memory has no cost of its own: it is found by the cost of another level, within
-    a limit or in the smallest shards."""
+    """The level whose cost the solver minimises. Memory has no cost of its own in the exact search: it is found by the cost of
+    another level, within a limit or in the smallest shards."""
     weight: float = 1.0
     """At level 0, the weight of FLOPs in multiples of the exchange rate: less than 1 lets plans use the share of work that counts
     as balanced to save bytes; much more balances the work first, and holds less memory."""
@@ -102,9 +103,13 @@ def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution |
 
 
 def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
-    """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
+    """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties.
+
+    The time is the solver's cost where it minimised time, so that its bound can be held against it.
+    """
     total = totals(found.space, found.solution.choice)
-    estimate = rank(problem.level, problem.memory_limit, sent=total.sent, time_s=found.solution.cost, peak=found.peak,
+    time_s = found.solution.cost if found.objective.solved == TIME else total.compute_s + total.sent_s
+    estimate = rank(problem.level, problem.memory_limit, sent=total.sent, time_s=time_s, peak=found.peak,
                     memory_bytes=problem.hardware.chip.memory_bytes,
                     excess=problem.excess(total.flops, total.matrix_flops))  # fmt: skip
     return estimate._replace(ties=(len(found.axes),))
@@ -128,7 +133,10 @@ def is_reached(problem: SearchProblem, found: MeshSolution, candidate: SearchCan
 
 
 def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:
-    """For each open argument the next best strategy, all else unchanged, and its additional cost by the estimate."""
+    """For each open argument the next best strategy, all else unchanged, and its additional cost by the estimate.
+
+    That is time; at level 0 it is bytes, in which work counts at its exchange rate.
+    """
     labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
     near: dict[int, list[tuple[CostTable, int]]] = {}
     for table in labels.tables:
@@ -148,6 +156,10 @@ def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, .
             texts.append("")
             continue
         at = int(np.argmin(total))
-        more_us = (total[at] - own_cost) * 1e6
-        texts.append(f"{every[at]}: {'+' if more_us >= 0 else ''}{more_us:,.1f} us by the search's estimate")
+        more = float(total[at] - own_cost)
+        is_sent = (
+            found.objective.solved == COMMUNICATION
+        )  # seconds of the link, for bytes and for FLOPs at the exchange rate
+        text = bytes_text(more * problem.hardware.chip.link_bytes_s) if is_sent else time_text(more)
+        texts.append(f"{every[at]}: {signed(text)} by the search's estimate")
     return tuple(texts)

@@ -172,6 +172,11 @@ class SearchProblem:
         """The partitioned program of a candidate or an answer."""
         return self.partition(candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs)
 
+    @functools.cached_property
+    def updated(self) -> frozenset[int]:
+        """The arguments, by value, that results replace: parameters and optimizer state."""
+        return frozenset(self.same_as.values())
+
     def at(self, level: int) -> SearchProblem:
         """The problem with the objective of a level."""
         return self if level == self.level else dataclasses.replace(self, level=level)

@@ -30,9 +30,11 @@ def constraints_as_given(
     }
     found: dict[int, OpConstraint] = {}
     for there in partitioned.graph.ops:
-        index = readers.get(there.site, -1)
-        op = graph.ops[index]
-        if index < 0 or op.rule is None or _reads_as_given(op, [partitioned.specs[v] for v in there.inputs], given):
+        index = readers.get(there.site)
+        if index is None:
+            continue
+        op, read = graph.ops[index], [partitioned.specs[v] for v in there.inputs]
+        if op.rule is None or _reads_as_given(op, read, given):
             continue
         results = tuple(partitioned.specs[v] for v in there.outputs)
         found[index] = OpConstraint((None,) * len(op.inputs), _results_as_given(op, op.rule, results, given))

@@ -30,6 +30,9 @@ from shardfn.search.problem import Answer, OpConstraints, Proposal, SearchCandid
 
 Groups = tuple[int, ...]
 
+BASELINE_GENERATORS = ("baselines", "tensor baselines")
+"""The names of the generators `baselines` and `tensor_baselines`."""
+
 GROUPS = 4
 """The largest dimension groups of parameters, each of which begins a set to shard over tensor axes."""
 
@@ -169,12 +172,12 @@ def batch_groups(problem: SearchProblem) -> Groups:
     all of their dimensions. `plan_kind` names a finished plan by its arrays alone, maybe with several batches.
     """
     graph, of = problem.graph, problem.value_groups
-    kept = set(problem.same_as.values())
+    updated = problem.updated
     places: dict[int, set[tuple[int, bool]]] = {}
     sizes: dict[int, int] = {}
     for value, shape, groups in zip(problem.inputs, problem.shapes, problem.groups, strict=True):
         for d, (size, group) in enumerate(zip(shape, groups, strict=True)):
-            places.setdefault(group, set()).add((d, value in kept))
+            places.setdefault(group, set()).add((d, value in updated))
             sizes[group] = size
     elsewhere = {group for v in graph.outputs for group in of[v][1:]}
     ranked: dict[bool, list[int]] = {}

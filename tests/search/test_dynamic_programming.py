@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.cost.devices.hardware import resolve
 from shardfn.ir.model import OpConstraint
+from shardfn.search import BASELINES, GENERATORS
+from shardfn.search.engine import run
 from shardfn.search.label_tables import build
 from shardfn.search.mesh_model import MeshModel, spec_of_label
+from shardfn.search.mesh_solution import LEAST_SENT, LEAST_TIME, estimated_rank
+from shardfn.search.objectives import TIME
 from shardfn.search.op_labels import value_labels
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import resharding_cost
@@ -104,11 +109,32 @@ def test_exact_plan_shards_parameters_for_memory_and_not_for_time():
     assert least.cost.time_s > fastest.cost.time_s
 
 
-def test_exact_plan_says_that_it_is_proved():
+@pytest.mark.parametrize("level", [0, 2])
+def test_exact_plan_says_that_it_is_proved(level):
+    """At level 0 too, where the fastest strategies, which are solved for first, are those that send least."""
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
-    made = shardfn.plan(two_layers, *args, level=2, device="h100:8", **EXACT)
+    made = shardfn.plan(two_layers, *args, level=level, device="h100:8", **EXACT)
     assert "proved optimal under the cost model" in made.policy
     assert made.gap == 0
+
+
+@pytest.mark.parametrize(("level", "unit"), [(0, "B"), (2, "s")])
+def test_next_strategies_cost_more_bytes_or_time(level, unit):
+    args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
+    made = shardfn.plan(two_layers, *args, level=level, device="h100:8", **EXACT)
+    texts = [d.runner_up for d in made.inputs]
+    assert all(re.fullmatch(rf"\(.*\): \+.*{unit} by the search's estimate", text) for text in texts), texts
+
+
+def test_estimated_time_of_strategies_does_not_depend_on_what_was_solved_for():
+    args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
+    problem = planned_problem(two_layers, *args, level=TIME, device="h100:8")
+    solutions = run(problem, GENERATORS, BASELINES).solutions
+    fastest, least_sent = ([one for one in solutions if one.objective == o] for o in (LEAST_TIME, LEAST_SENT))
+    same = [(a, b) for a in fastest for b in least_sent if (a.axes, a.solution.choice) == (b.axes, b.solution.choice)]
+    assert same
+    for a, b in same:
+        assert estimated_rank(problem, b).aim[0] == pytest.approx(estimated_rank(problem, a).aim[0], rel=0.01)
 
 
 def test_exact_plan_keeps_an_entry_and_the_values():
