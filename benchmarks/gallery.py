@@ -17,15 +17,12 @@ import importlib.metadata
 import json
 import math
 import os
-import pathlib
 import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 from benchmarks import harness
 
 if __name__ == "__main__":  # eight virtual devices for the tiny sizes
@@ -39,7 +36,7 @@ from shardfn.runtime.verify import compile_plan
 from shardfn.units import bytes_text, flops_text, time_text
 
 Row = dict[str, Any]
-FOLDER = ROOT / "docs" / "gallery"
+FOLDER = harness.ROOT / "docs" / "gallery"
 COMPILERS = {"cpu": "jaxlib", "tpu": "libtpu", "cuda": "jax-cuda12-plugin"}
 """By JAX's name of a platform the package that its compiler is in."""
 PICTURES = {"memory": "What fills the memory of a device", "time": "What takes the time of a call"}
@@ -57,7 +54,7 @@ def cpu_s() -> float:
 
 def local(text: str) -> str:
     """A text without the folder of this repository."""
-    return text.replace(f"{ROOT}/", "")
+    return text.replace(f"{harness.ROOT}/", "")
 
 
 def planned(plan: shardfn.Plan, seconds: float) -> Row:
@@ -172,12 +169,12 @@ HEAD = (
 
 
 def ratio(row: Row, figure: str) -> str:
-    """Compiled over predicted."""
+    """Predicted over compiled."""
     found = row.get("compiled", {})
     if figure not in found:
         return "failed" if found else "-"
     predicted, actual = found[figure]
-    return "-" if actual is None or not predicted else f"{actual / predicted:.3f}"
+    return "-" if not actual else f"{predicted / actual:.3f}"
 
 
 # ---- the pages
@@ -185,7 +182,7 @@ def ratio(row: Row, figure: str) -> str:
 
 def page(name: str, figures: Row) -> str:
     """The page of a model, from its script and its figures."""
-    source = (ROOT / "examples" / "gallery" / f"{name}.py").read_text(encoding="utf-8")
+    source = (harness.ROOT / "examples" / "gallery" / f"{name}.py").read_text(encoding="utf-8")
     title, text = documented(source)
     rows = {size: row for size, row in figures["sizes"].items() if size != "tiny"}
     parts = [f"# {title}", text, f"```{{literalinclude}} ../../examples/gallery/{name}.py\n:language: python\n```"]
@@ -244,11 +241,11 @@ def compared_part(rows: dict[str, Row]) -> Iterator[str]:
 
 def comparison(found: Row) -> Iterator[str]:
     """A table of predicted and compiled figures."""
-    yield "| | predicted | compiled | compiled / predicted |\n|---|---:|---:|---:|"
+    yield "| | predicted | compiled | predicted / compiled |\n|---|---:|---:|---:|"
     for kind, sides in found["kinds"].items():
         (runs, size), (actual_runs, actual) = sides["predicted"], sides["compiled"]
         cells = f"{bytes_text(size)}, {runs:,} runs | {bytes_text(actual)}, {actual_runs:,} runs"
-        yield f"| {kind} | {cells} | {f'{actual / size:.3f}' if size else '-'} |"
+        yield f"| {kind} | {cells} | {f'{size / actual:.3f}' if actual else '-'} |"
     texts = (("all collectives", "bytes_sent", bytes_text), ("peak memory", "peak_bytes", bytes_text),
              ("matmul FLOPs", "matmul_flops", flops_text))  # fmt: skip
     for text, figure, shown in texts:
@@ -268,7 +265,7 @@ function.
 {rows}
 
 *CPU seconds* is what planning took, which is more where other programs shared the cores: newer pages say their load. Times are
-modelled from datasheets, without overlap of compute and communication. The ratios are compiled over predicted: the bytes that one
+modelled from datasheets, without overlap of compute and communication. The ratios are predicted over compiled: the bytes that one
 device sends, and its peak memory. Each page gives the reasons for differences.
 
 Each page says when it was measured: a later search may find another plan.
@@ -290,7 +287,7 @@ def index(figures: Sequence[Row]) -> str:
 
 def index_row(figures: Row, size: str, row: Row) -> str:
     """One row of its table."""
-    source = (ROOT / "examples" / "gallery" / f"{figures['name']}.py").read_text(encoding="utf-8")
+    source = (harness.ROOT / "examples" / "gallery" / f"{figures['name']}.py").read_text(encoding="utf-8")
     title = documented(source)[0].partition(":")[0] + ("" if size == "full" else f", {size}")
     cells = (f"[{title}]({figures['name']}.md)", row["device"], row["kind"], f"{row['plan_cpu_s']:.0f}",
              time_text(row["time_s"]), bytes_text(row["peak_bytes"]), bytes_text(row["bytes_sent"]),
