@@ -40,7 +40,8 @@ FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
     "per_element": lambda partitioned, op, out: float(out * _depth(partitioned, op)),
     "contraction": lambda partitioned, op, out: float(out * _depth(partitioned, op) * 2),
     "convolution": _convolution,
-    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for the rest.
+    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for Cholesky and the triangular solve. Those of
+    # `top_k` and of a random number are rough.
     "sort": lambda partitioned, op, out: out * math.log2(max(2, _last(partitioned, op))),
     "top_k": lambda partitioned, op, out: (
         out * (_last(partitioned, op) / max(1, partitioned.local_shape(op.outputs[0])[-1]) * 2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardfn.ir.model import Graph, Op, Value
+from shardfn.ir.model import Graph, Op
+from shardfn.partition.rebuild import loop_conditions
 
 
 def without_dead_carries(graph: Graph) -> Graph:
@@ -55,9 +56,11 @@ def _live_values(graph: Graph) -> set[int]:
             loop.inputs, loop.seen, loop.inputs[len(loop.seen) :], loop.outputs, strict=False
         ):
             reads[seen] = reads[result] = (entering, returned, seen)
-    read = {v for op in graph.ops for v in op.inputs}
-    conditions = (v for op in graph.ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1"))
-    stack = [*graph.outputs, *conditions, *(v for op in graph.ops if not op.outputs for v in op.inputs)]
+    stack = [
+        *graph.outputs,
+        *loop_conditions(graph, graph.ops),
+        *(v for op in graph.ops if not op.outputs for v in op.inputs),
+    ]
     live = set(stack)
     while stack:
         for v in reads.get(stack.pop(), ()):

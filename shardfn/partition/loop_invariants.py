@@ -6,7 +6,8 @@ broadcasts move only with an op that needs them.
 - On CPU, XLA moves them whatever their sizes.
 - On TPU an op stays in the loop if its result is larger than its operands, as that of an all-gather is. A matmul or a
   reduction takes such ops along if its own result is no larger than what all of them read from outside the loop.
-- XLA's GPU backend has no such pass; only reshards are made once there (`partitioner`).
+- XLA's GPU backend has no such pass. The partitioner itself emits other resharding than gathers before the loop
+  (`CollectiveRules.hoists_gathers`).
 """
 
 from __future__ import annotations

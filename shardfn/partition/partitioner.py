@@ -31,7 +31,7 @@ from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.dead_carries import without_dead_carries
 from shardfn.partition.op_rules import rule_for
 from shardfn.partition.platforms import collective_rules
-from shardfn.partition.rebuild import ProgramBuilder, before_loops, live_ops
+from shardfn.partition.rebuild import ProgramBuilder, before_loops, live_ops, loop_conditions
 from shardfn.partition.resharding import (
     emitted_steps,
     gathered_between,
@@ -269,8 +269,8 @@ class _Partitioner(ProgramBuilder):
     def reshard(self, value: int, how: Reshard, op: Op, trips: int | None = None, into: int | None = None) -> int:
         """Reshard a value for an op, once: a second request for the same sharding within the same groups gets the first result.
 
-        A value that a loop does not change is resharded before it. On TPUs and GPUs an all-gather stays in the loop,
-        because XLA's loop-invariant code motion leaves ops that grow their operand.
+        A value that a loop does not change is resharded before it; where the backend leaves gathers in loops (`hoists_gathers`),
+        an all-gather runs in each iteration.
         """
         before, first = self.specs[value], value
         if into is None and before == how.to:
@@ -434,10 +434,8 @@ def _place(op: Op) -> tuple[int, int] | None:
 
 
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
-    """The ops that the results depend on; XLA drops the others. A scalar bool that no op reads is a loop's condition."""
-    read = {v for op in ops for v in op.inputs}
-    conditions = (v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1"))
-    return live_ops(ops, {*graph.outputs, *conditions}, lambda op: not op.outputs)
+    """The ops that the results depend on; XLA drops the others."""
+    return live_ops(ops, {*graph.outputs, *loop_conditions(graph, ops)}, lambda op: not op.outputs)
 
 
 def _rotation(graph: Graph, op: Op) -> Op:

@@ -60,6 +60,12 @@ def live_ops(ops: Sequence[Op], live_out: Iterable[int], stays: Callable[[Op], b
     return found[::-1]
 
 
+def loop_conditions(graph: Graph, ops: Sequence[Op]) -> list[int]:
+    """The conditions of loops: scalar bools that no op reads."""
+    read = {v for op in ops for v in op.inputs}
+    return [v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1")]
+
+
 def resolved_chains(following: Mapping[int, int]) -> dict[int, int]:
     """A mapping whose values are followed to the end: `{1: 2, 2: 3}` becomes `{1: 3, 2: 3}`."""
     found = dict(following)
