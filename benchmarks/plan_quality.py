@@ -1,8 +1,8 @@
 """Is the plan as good as the best layout written by hand? Families of training steps, on 8, 64 and 512 devices.
 
 On 8 devices XLA compiles every layout for the CPU (for TPU chips with --tpu, which needs libtpu and no TPU); on 64 and
-512 the figures are those of Shardy's flow. Each family is planned at levels 0, 1 and 2 under two memory limits: ample,
-and one that pure data parallel does not fit. Printed are bytes sent, peak memory, FLOPs of products and convolutions
+512 the figures are predicted. Each family is planned at levels 0, 1 and 2 under two memory limits: ample,
+and one that pure data parallel does not fit. Printed are bytes sent, peak memory, FLOPs of matmuls and convolutions
 (all of one device) and modelled time, then the checks. Nothing is run: programs are planned and compiled.
 Run: python benchmarks/plan_quality.py [--families a,b] [--devices 8,64,512] [--level 2] [--layers 2] [--tpu]
      [--platform cpu] [--json OUT]
@@ -34,7 +34,7 @@ from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
-from shardfn.search.objectives import aim
+from shardfn.search.objectives import BALANCED, aim
 
 DEVICES = 8
 QUICK = {"xla_backend_optimization_level": 0}
@@ -46,8 +46,6 @@ SAME, BETTER = 1e-3, 1e-2
 """A score this much larger is not worse; one this much smaller is strictly better."""
 HOUR = 3600.0
 """Seconds for one plan: how busy the machine is must not decide."""
-SPREAD = 1.1
-"""Work counts as spread over all devices up to this multiple of the least FLOPs per device in the comparison."""
 WITHIN = {"bytes": 0.05, "peak": 0.10, "flops": 0.02}
 
 
@@ -96,11 +94,11 @@ class Row:
 
 def predicted(plan: Plan) -> Figures:
     memory = plan.hardware.chip.memory_bytes
-    return Figures(plan.cost.bytes_sent, plan.cost.memory.peak, products(plan), plan.cost.time_s, memory)
+    return Figures(plan.cost.bytes_sent, plan.cost.memory.peak, matrix_flops(plan), plan.cost.time_s, memory)
 
 
-def products(plan: Plan) -> float:
-    """FLOPs of matrix products and convolutions, which is what can be read from a compiled module."""
+def matrix_flops(plan: Plan) -> float:
+    """FLOPs of matmuls and convolutions, which is what can be read from a compiled module."""
     partitioned = plan.partitioned
     return sum(
         op_flops(partitioned, op) * op.trips
@@ -112,11 +110,11 @@ def products(plan: Plan) -> float:
 def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
     """The compiled figures; the time is the cost model's on them.
 
-    Compute scales with the compiled FLOPs; collectives are priced one by one on the links of groups of their size.
+    Compute scales with the compiled FLOPs; each collective takes its time on the links of groups of their size.
     """
     sent = sum(c.total_bytes for c in real.collectives)
     peak = real.together(plan.hardware.platform) or plan.cost.memory.peak
-    model = products(plan)
+    model = matrix_flops(plan)
     compute_s = plan.cost.compute_s * (real.flops / model if model else 1.0)
     links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}
     sent_s = sum(links[c.group_size].seconds(c.kind, c.bytes_sent) * c.trips for c in real.collectives)
@@ -127,10 +125,10 @@ def score(figures: Figures, level: int, least_flops: float) -> float:
     """What each level makes least: 0 bytes with the work spread, 1 peak memory, 2 modelled time and the charge for memory.
 
     Level 0's aim is the most FLOPs for each byte. All layouts are asked for the same FLOPs: those that a layout adds by
-    doing some on several devices are no merit, and count only against `SPREAD`.
+    doing some on several devices are no merit, and count only against `BALANCED`.
     """
     if level == 0:
-        return figures.bytes if figures.flops <= SPREAD * least_flops else math.inf
+        return figures.bytes if figures.flops <= BALANCED * least_flops else math.inf
     return aim(
         level,
         sent=figures.bytes,
@@ -182,9 +180,9 @@ def measure(
                    same_as=twin, policy=plan.policy if "level" in options else "")  # fmt: skip
 
     written = family.hand_written(size, devices)
-    experts = {layout: row(layout, in_strategy=e.in_strategy, fn=e.written(fn)) for layout, e in written.items()}
-    yield from experts.values()
-    for limit, limit_bytes in limits(experts):
+    by_hand = {layout: row(layout, in_strategy=w.in_strategy, fn=w.written(fn)) for layout, w in written.items()}
+    yield from by_hand.values()
+    for limit, limit_bytes in limits(by_hand):
         for level in levels:
             options = {
                 "memory_limit": int(limit_bytes),
@@ -200,9 +198,9 @@ def form(plan: Plan) -> Any:
     return plan.axes, specs, plan.collectives, dataclasses.replace(plan.cost, communication_s=0.0)
 
 
-def limits(experts: dict[str, Row]) -> Iterator[tuple[str, float]]:
+def limits(by_hand: dict[str, Row]) -> Iterator[tuple[str, float]]:
     """An ample memory limit, and one that data parallel misses while a hand-written layout still fits it."""
-    peaks = {name: row.figures.peak for name, row in experts.items() if row.figures}
+    peaks = {name: row.figures.peak for name, row in by_hand.items() if row.figures}
     if "data parallel" not in peaks:
         return
     yield "ample", 2 * max(peaks.values())
@@ -238,8 +236,8 @@ def matmul_rows(devices: Iterable[int] = (4, 16, 64), n: int = 8192) -> Iterator
             except Exception as error:
                 yield {"devices": p, "layouts": name, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
                 continue
-            cuts = [d.strategy for d in (*plan.inputs, *plan.outputs)]
-            yield {"devices": p, "layouts": name, "cuts": cuts, "peak": plan.cost.memory.peak,
+            strategies = [d.strategy for d in (*plan.inputs, *plan.outputs)]
+            yield {"devices": p, "layouts": name, "strategies": strategies, "peak": plan.cost.memory.peak,
                    "bytes": plan.cost.bytes_sent, "bound": least_bytes(n, p, plan)}  # fmt: skip
 
 
@@ -250,9 +248,9 @@ def matmul_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{line['devices']:>7} {line['layouts']:<44} {line['error']}"
             continue
         over = f"{line['bytes'] / line['bound']:.2f}" if line["bound"] else "nothing has to be sent"
-        cuts = " ".join("x".join(map(str, c)) for c in line["cuts"])
+        strategies = " ".join("x".join(map(str, c)) for c in line["strategies"])
         yield (
-            f"{line['devices']:>7} {line['layouts']:<44} {cuts:<26} {line['peak']:>13,} {line['bytes']:>13,} "
+            f"{line['devices']:>7} {line['layouts']:<44} {strategies:<26} {line['peak']:>13,} {line['bytes']:>13,} "
             f"{line['bound']:>13,.0f} {over}"
         )
 
@@ -288,7 +286,7 @@ def seed_rows(devices: int = DEVICES) -> Iterator[dict[str, Any]]:
                        "error": f"{type(error).__name__}: {error}".split("\n")[0]}  # fmt: skip
                 continue
             found = {d.path.split("/", 1)[1]: d.strategy for d in plan.inputs if "/" in d.path}
-            good = sum(all(found[f"{layer}/{w}"] == cuts for w, cuts in wanted.items()) for layer in range(size.layers))
+            good = sum(all(found[f"{layer}/{w}"] == one for w, one in wanted.items()) for layer in range(size.layers))
             yield {"gradients": train, "mode": mode, "blocks": good, "of": size.layers,
                    "others": {k: c for k, c in found.items() if wanted.get(k.split("/")[1], c) != c}}  # fmt: skip
 
@@ -364,7 +362,7 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
                 yield label, None, "no hand-written layout fits"
                 continue
             ratio = over(score(plan.figures, plan.level or 0, least), best[0])
-            yield label, ratio <= 1 + SAME, f"{ratio:.4f} of the best expert, {best[1]}"
+            yield label, ratio <= 1 + SAME, f"{ratio:.4f} of the best by hand, {best[1]}"
             if ratio < 1 - BETTER:
                 better.setdefault(family, f"{ratio:.2f} at level {plan.level}, {plan.limit}, {devices} devices")
             if family.startswith("mindspore") and plan.level != 1:
@@ -389,7 +387,11 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
             yield f"{where}, {limit}", None, f"{different} different plans of 3"
     if len({r.family for r in rows}) >= 3:
         named = "; ".join(f"{k} ({v})" for k, v in better.items())
-        yield "strictly better than every expert on at least 3 families", len(better) >= 3, f"{len(better)}: {named}"
+        yield (
+            "strictly better than every sharding by hand on at least 3 families",
+            len(better) >= 3,
+            f"{len(better)}: {named}",
+        )
 
 
 def accuracy(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -54,8 +54,8 @@ def close(path, one, other):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_data_parallel_is_unsharded(name, unsharded):
     fn, args, _, wanted = unsharded(name)
-    expert = FAMILIES[name].hand_written(FAMILIES[name].tiny, 8)["data parallel"]
-    got = shardfn.shard(expert.written(fn), expert.in_strategy)(*args)
+    by_hand = FAMILIES[name].hand_written(FAMILIES[name].tiny, 8)["data parallel"]
+    got = shardfn.shard(by_hand.written(fn), by_hand.in_strategy)(*args)
     jax.tree_util.tree_map_with_path(close, wanted, got)
 
 
@@ -65,15 +65,15 @@ def test_every_layout_fits_its_arrays_and_uses_all_devices(name, devices):
     family = FAMILIES[name]
     size = family.small if devices == 8 else family.large
     _, args = family.on_paper(size)
-    for expert in family.hand_written(size, devices).values():
-        cut = jax.tree.map(lambda layout, leaf: layout.slice_shape(leaf.shape) != leaf.shape, expert.in_strategy, args)
+    for by_hand in family.hand_written(size, devices).values():
+        cut = jax.tree.map(lambda layout, leaf: layout.slice_shape(leaf.shape) != leaf.shape, by_hand.in_strategy, args)
         assert any(jax.tree.leaves(cut))
-        assert {layout.size for layout in jax.tree.leaves(expert.in_strategy)} == {devices}
+        assert {layout.size for layout in jax.tree.leaves(by_hand.in_strategy)} == {devices}
 
 
 def test_hand_written_layouts_of_gpt2():
     family = FAMILIES["gpt2"]
-    found = {name: expert.in_strategy for name, expert in family.hand_written(family.small, 8).items()}
+    found = {name: by_hand.in_strategy for name, by_hand in family.hand_written(family.small, 8).items()}
     w1 = {name: layouts[0]["blocks"][0]["mlp"]["w1"].spec for name, layouts in found.items()}
     assert w1["data parallel"] == w1["ZeRO-1"] == ((), ())
     assert w1["FSDP"] == ((), ("data",))
@@ -112,32 +112,32 @@ def failed(rows):
 
 
 def test_limits_are_ample_and_one_that_data_parallel_misses():
-    experts = {"data parallel": row("data parallel"), "FSDP": row("FSDP", peak=40.0)}
-    assert dict(quality.limits(experts)) == {"ample": 200.0, "tight": 60.0}
-    experts["FSDP"] = row("FSDP", peak=80.0)
-    assert dict(quality.limits(experts)) == {"ample": 200.0, "tight": 84.0}
-    experts["FSDP"] = row("FSDP", peak=99.0)
-    assert dict(quality.limits(experts)) == {"ample": 200.0}
+    by_hand = {"data parallel": row("data parallel"), "FSDP": row("FSDP", peak=40.0)}
+    assert dict(quality.limits(by_hand)) == {"ample": 200.0, "tight": 60.0}
+    by_hand["FSDP"] = row("FSDP", peak=80.0)
+    assert dict(quality.limits(by_hand)) == {"ample": 200.0, "tight": 84.0}
+    by_hand["FSDP"] = row("FSDP", peak=99.0)
+    assert dict(quality.limits(by_hand)) == {"ample": 200.0}
 
 
 def test_a_plan_worse_than_a_hand_written_layout_fails():
-    experts = [row("data parallel"), row("FSDP", bytes=150.0, peak=40.0, time_s=1.2)]
+    by_hand = [row("data parallel"), row("FSDP", bytes=150.0, peak=40.0, time_s=1.2)]
     good = [row("plan", 0, "ample", 200.0), row("plan", 1, "ample", 200.0, peak=40.0, bytes=150.0),
             row("plan", 2, "ample", 200.0)]  # fmt: skip
-    assert failed([*experts, *good]) == []
-    ((what, text),) = failed([*experts, row("plan", 2, "ample", 200.0, time_s=1.1)])
-    assert "level 2" in what and "1.1000 of the best expert, data parallel" in text
+    assert failed([*by_hand, *good]) == []
+    ((what, text),) = failed([*by_hand, row("plan", 2, "ample", 200.0, time_s=1.1)])
+    assert "level 2" in what and "1.1000 of the best by hand, data parallel" in text
     # data parallel does not fit 60, so it is no bar, and a plan that needs 100 fails
     tight = [row("plan", 2, "tight", 60.0, time_s=1.2, peak=50.0)]
-    assert failed([*experts, *tight]) == []
-    ((_, text),) = failed([*experts, row("plan", 2, "tight", 60.0)])
+    assert failed([*by_hand, *tight]) == []
+    ((_, text),) = failed([*by_hand, row("plan", 2, "tight", 60.0)])
     assert "does not fit: 100 B of 60" in text
 
 
 def test_each_level_has_to_be_best_at_its_objective():
-    experts = [row("data parallel", bytes=1e3, peak=1e3, time_s=9.0)]
+    by_hand = [row("data parallel", bytes=1e3, peak=1e3, time_s=9.0)]
     plans = [row("plan", level, "ample", 2e3, peak=100.0 - level) for level in (0, 1, 2)]
-    ((what, text),) = failed([*experts, *plans])
+    ((what, text),) = failed([*by_hand, *plans])
     assert "level 1 best of the three" in what and "level 2 is better" in text
 
 
