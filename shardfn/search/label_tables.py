@@ -136,7 +136,7 @@ class _Builder:
         self.made: dict[object, Array] = {}
         self.decoded: dict[int, tuple[Array, Array]] = {}
         self.costed: dict[tuple[object, ...], tuple[OpLayouts, Array]] = {}
-        self.changes: dict[tuple[int, int, float, float], tuple[Array, Array]] = {}
+        self.changes: dict[tuple[int, int, float, float, int, int], tuple[Array, Array]] = {}
         self.pairs: dict[int, tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = {}
         self.broadcasts: dict[int, Array] = {}
         self.seen: dict[tuple[int, int], Array] = {}
@@ -190,8 +190,8 @@ class _Builder:
             self.sources[value] = self.node(
                 self.labels(shape, lambda row: op_labels.value_labels(shape, self.sizes, row))
             )
-            rounds = (self.facts.gathers or {}).get(value, 1)
-            self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, rounds)
+            gathers = (self.facts.gathers or {}).get(value, 1)
+            self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, gathers, 1)
 
     # ---- resharding
 
@@ -207,19 +207,19 @@ class _Builder:
             wanted = seen
         if value in self.sources:  # else a constant
             owner, have = self.layouts[value] if from_argument else self.sources[value]
-            rounds = min(trips, self.trips[value]) if self.facts.gathers is None else trips
-            self.connect(owner, have, node, wanted, value, rounds)
+            once = min(trips, self.trips[value])
+            self.connect(owner, have, node, wanted, value, once if self.facts.gathers is None else trips, once)
 
-    def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
-        """Add the cost of resharding a value from the layouts of node `owner` to those that `node` wants, `trips` times."""
+    def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, gathers: int, others: int) -> None:
+        """Add the cost of resharding a value from the layouts of node `owner` to those that `node` wants, with the times that
+        all-gathers and other collectives run."""
         if owner == node and have is wanted:
             return
         full, share = self.facts.bytes[value], self.costs.sent_part(value)
-        key = (id(have), id(wanted), full * trips, share)
+        key = id(have), id(wanted), full, share, gathers, others
         found = self.changes.get(key)
         if found is None:
-            sent, seconds = resharding_cost(have, wanted, full, self.mesh, share)
-            found = self.changes[key] = (sent * trips, seconds * trips)
+            found = self.changes[key] = resharding_cost(have, wanted, full, self.mesh, share, gathers, others)
         if owner == node:
             self.nodes[node].sums[3:5] += [np.diagonal(found[0]), np.diagonal(found[1])]
             return

@@ -19,7 +19,13 @@ from shardfn.solver.labelling import Array
 
 
 def resharding_cost(
-    before: Array, after: Array, full_bytes: float, mesh: MeshModel, share: float = 1.0
+    before: Array,
+    after: Array,
+    full_bytes: float,
+    mesh: MeshModel,
+    share: float = 1.0,
+    gathers: int = 1,
+    others: int = 1,
 ) -> tuple[Array, Array]:
     """Bytes sent and seconds to reshard a value, for all pairs of layouts: [before, after].
 
@@ -32,6 +38,8 @@ def resharding_cost(
       full_bytes: bytes of the unsharded value.
       mesh: the axes with their links.
       share: the part of the bytes that all-gathers move, 0 to 1.
+      gathers: how often the all-gathers run.
+      others: how often the other collectives run.
     """
     columns = [before[:, None, axis] for axis in range(len(mesh.sizes))]
     columns += [after[None, :, axis] for axis in range(len(mesh.sizes))]
@@ -51,8 +59,9 @@ def resharding_cost(
             known[code] = _cost_of_code(code, mesh, is_reduced)
     rows = np.array([known[code] for code in found]).reshape(-1, 5)
     gathered, other, gathered_s, other_s, latency = (rows[:, n][inverse] for n in range(5))
-    gathered, gathered_s = share * gathered, share * gathered_s
-    return full_bytes * (gathered + other), full_bytes * (gathered_s + other_s) + latency
+    sent = gathers * share * gathered + others * other
+    latencies = np.where(gathered > 0, gathers, others) * latency
+    return full_bytes * sent, full_bytes * (gathers * share * gathered_s + others * other_s) + latencies
 
 
 def _digits_of_word(base: int) -> int:

@@ -51,6 +51,26 @@ def test_labels_of_an_argument_sliced_by_two_loops_gather_in_each():
     assert totals(space, found.choice).sent == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
 
 
+def scaled(w, x):
+    return jax.lax.scan(lambda c, _: (jnp.tanh(c * w), None), x, None, length=10)[0]
+
+
+@pytest.mark.parametrize("device", ["tpu-v5e:8", "h100:8", "cpu:8"])
+@pytest.mark.parametrize("of_x", [(1, 8), (1, 1)])
+def test_labels_of_what_a_loop_only_reads_cost_what_the_program_sends(device, of_x):
+    """Rows become columns by an all-to-all before the loop, everywhere; accelerators gather them in each iteration."""
+    args = S((256, 256), jnp.float32), S((256, 256), jnp.float32)
+    made = shardfn.plan(scaled, *args, device=device, in_strategy=((8, 1), of_x), out_strategy=(of_x,))
+    problem = problem_of(scaled, args, device)
+    weights, carry = problem.inputs
+    other = ((), ("a",) if of_x == (1, 8) else ())
+    mesh = MeshModel.on(problem.hardware, (("a", 8),))
+    given = {weights: (("a",), ()), carry: other}
+    space = build(problem.graph, mesh, given, {problem.graph.outputs[0]: other}, {}, None, problem.facts)
+    found = solve(labelling_of(space, problem), Budget())
+    assert totals(space, found.choice).sent == pytest.approx(made.cost.bytes_sent, rel=0.01)
+
+
 @pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))])
 def test_labels_of_a_sharded_weight_gather_once_for_all_readers(spec):
     problem = problem_of(
