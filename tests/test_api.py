@@ -20,6 +20,7 @@ import shardfn
 from shardfn import AUTO, explain, plan, reshard, shard
 from shardfn.errors import DeviceError
 from shardfn.mindspore import Layout
+from tests.marks import some_slow
 from tests.messages import refusal, told
 
 RNG = np.random.default_rng(0)
@@ -231,6 +232,7 @@ def test_a_plan_that_is_there_is_explained():
     assert told(refusal(lambda: explain(made, 3, level=2))) == "StrategyTypeError: explain(plan, 3, level=2)"
 
 
+@pytest.mark.slow
 def test_a_plan_for_hardware_that_is_not_here():
     shapes = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
     made = plan(dense, *shapes, in_strategy=((16, 1), (1, 16)), device="tpu-v5e:16x16")
@@ -394,8 +396,8 @@ def test_a_plan_is_used_by_jax_alone():
     assert args[0]["w"].sharding.is_equivalent_to(made.in_shardings[0]["w"], 2)
 
 
-@pytest.mark.parametrize("entry", [(4, AUTO), (AUTO, 2), (AUTO, 1)], ids=str)
-@pytest.mark.parametrize("level", ["communication", "memory"])
+@pytest.mark.parametrize("entry", some_slow([(4, AUTO), (AUTO, 2), (AUTO, 1)], [(AUTO, 2), (AUTO, 1)]), ids=str)
+@pytest.mark.parametrize("level", ["communication", pytest.param("memory", marks=pytest.mark.slow)])
 def test_a_dimension_that_is_auto_is_searched_and_the_other_kept(entry, level):
     made = shard(dense, (entry, AUTO), level=level).plan(X, W)
     assert all(ways is AUTO or own == ways for own, ways in zip(made.inputs[0].strategy, entry, strict=True))

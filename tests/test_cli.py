@@ -166,6 +166,7 @@ def test_a_plan_is_saved_before_its_report_is_printed(monkeypatch, tmp_path):
     assert saved == [True]
 
 
+@pytest.mark.slow
 def test_what_plan_saves_is_the_same_each_time(capsys):
     assert planned(capsys) == planned(capsys)
 
@@ -304,18 +305,21 @@ def test_version(capsys):
 # ---- the process
 
 
+@pytest.mark.slow
 def test_the_command_gets_its_own_devices():
     done = run(sys.executable, "-m", "shardfn", *MATMUL, *CUT, "--compiled")
     assert done.returncode == 0, done.stderr
     assert "devices: 8 x cpu, mesh a=4 x b=2\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_respects_what_is_set():
     done = run(sys.executable, "-X", "utf8", "-m", "shardfn", *MATMUL, JAX_NUM_CPU_DEVICES="4")
     assert done.returncode == 0, done.stderr
     assert "devices: 4 x cpu, mesh " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_error():
     command = f'"{sys.executable}" -m shardfn {" ".join(MATMUL[:2])} --shapes "f32[16,32]" "f32[32,64]" --device cpu:8'
     done = run("bash", "-c", f"set -o pipefail; {command} | head -n 1")

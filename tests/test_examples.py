@@ -1,6 +1,6 @@
 """Every script and notebook of examples/ runs to its end; each holds its own result against the unsharded one.
 
-Notebooks are stored with their outputs: `SHARDFN_UPDATE_GOLDEN=1` stores them anew.
+Notebooks are stored with their outputs: `SHARDFN_UPDATE_GOLDEN=1` stores them anew, with `-m ""` the slow ones too.
 """
 
 import os
@@ -28,13 +28,27 @@ IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")
 """Whether stored outputs are those of this JAX: another release has other collectives."""
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 SLOW = {
-    "17_gpt": "train_stop_continue trains, stops and goes on from a checkpoint",
-    "19_wide_and_deep": "22_dlrm, docs/how-to/embedding-tables.md, tests/train/test_table_step.py",
+    "02_mlp": "docs/tutorials/first-sharded-function.md",
+    "03_parameter_plan": "docs/how-to/tensor-parallel.md, tests/test_api.py",
+    "04_training": "docs/tutorials/train-on-eight-devices.md",
+    "05_modules": "docs/how-to/equinox.md, tests/frontend/test_callee.py",
+    "10_layout_files": "docs/how-to/write-a-layout-file.md, docs/how-to/keep-a-plan.md",
+    "14_pipeline": "docs/how-to/pipeline.md, tests/train/test_pipeline.py",
+    "15_train_step": "docs/how-to/training-modes.md, tests/train/test_step.py",
+    "16_serve": "docs/how-to/serve.md",
+    "17_gpt": "docs/tutorials/train-on-eight-devices.md trains, docs/how-to/save-and-restore.md stops and goes on",
+    "18_vit": "docs/how-to/large-images.md and docs/how-to/training-modes.md",
+    "19_wide_and_deep": "docs/how-to/embedding-tables.md, tests/train/test_table_step.py",
     "20_mixture_of_experts": "docs/how-to/mixture-of-experts.md, tests/experts",
+    "21_cluster_run": "docs/how-to/several-hosts.md, tests/cluster/test_launch.py",
+    "22_dlrm": "docs/how-to/embedding-tables.md, tests/embedding",
     "23_parameter_server": "docs/how-to/parameter-server.md, tests/cluster/test_parameter_server.py",
     "a_pod_you_do_not_have": "README.md plans for as many chips",
+    "pynative_style": "tests/runtime/test_sharded_function.py has such a program; from_mindspore is a quick notebook",
+    "quick_start": "README.md and docs/tutorials/first-sharded-function.md; from_mindspore is a quick notebook",
+    "train_stop_continue": "docs/how-to/save-and-restore.md, docs/how-to/recover-and-resize.md",
     "where_shards_live": "tests/cluster/test_processes.py and docs/how-to/several-hosts.md launch processes",
-    "which_layout": "quick_start plans, draws and asks why for chips that are not here; docs/how-to/what-if.md",
+    "which_layout": "docs/how-to/what-if.md plans, draws and asks why",
 }
 """Scripts and notebooks that take long, each with the quick tests of what it shows."""
 

@@ -145,6 +145,7 @@ def test_a_border_of_the_whole_neighbour_is_fetched_and_not_more(rows, beyond):
     assert isinstance(found, str) == beyond
 
 
+@pytest.mark.slow
 def test_layouts_of_the_result_channels_and_groups():
     layout = LAYOUT("None", "a", "None", "None")
     y = check(lambda x, k: halo.conv(x, k, (2, 1), "SAME", dimension_numbers=NHWC, layout=layout,

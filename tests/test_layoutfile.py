@@ -28,6 +28,7 @@ from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.layout_rules import DecisionSource, LayoutRule
 from shardfn.planning.plan import Constraint
 from shardfn.runtime.layout_check import check_layout
+from tests.marks import some_slow
 
 PARAMS = {"up": jnp.ones((16, 32)) / 8, "down": jnp.ones((32, 16)) / 8}
 X = jnp.arange(8 * 16, dtype=jnp.float32).reshape(8, 16) / 100
@@ -85,7 +86,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("asked", some_slow(ASKED, {"searched", "least memory", "for a pod"}))
 def test_what_is_saved_is_the_plan(asked, tmp_path):
     plan_ = plan(step, PARAMS, X, **asked)
     plan_.save(tmp_path / "layout.toml")
@@ -101,6 +102,7 @@ def test_what_is_saved_is_the_plan(asked, tmp_path):
     assert again.inputs[0].reason.startswith(str(tmp_path / "layout.toml"))
 
 
+@pytest.mark.slow
 def test_what_is_held_inside_is_saved(tmp_path):
     from examples.models import abstract, named
 
@@ -494,7 +496,9 @@ def test_a_strategy_json_found_elsewhere_is_used(tmp_path):
     assert slices == (slice(8, 16), slice(8, 16))
 
 
-@pytest.mark.parametrize("asked", [ASKED["given"], ASKED["for a pod"]], ids=["given", "pod"])
+@pytest.mark.parametrize(
+    "asked", [ASKED["given"], pytest.param(ASKED["for a pod"], marks=pytest.mark.slow)], ids=["given", "pod"]
+)
 def test_a_plan_as_strategy_json(asked, tmp_path):
     plan_ = plan(step, PARAMS, X, **asked)
     plan_.save(tmp_path / "strategy.json")
@@ -596,6 +600,7 @@ def test_every_family_is_there():
     )
 
 
+@pytest.mark.slow
 def test_the_readme_of_the_recipes_is_true(planned, monkeypatch):
     from examples.models import recipes as module
 
@@ -604,6 +609,7 @@ def test_the_readme_of_the_recipes_is_true(planned, monkeypatch):
     assert module.readme() == text, "write it again: python -m examples.models.recipes"
 
 
+@pytest.mark.slow
 def test_recipes_do_what_they_say(planned):
     def strategy_of(name, path):
         return next(d.strategy for d in planned[name].inputs if d.path.endswith(path))
@@ -624,6 +630,7 @@ def test_recipes_do_what_they_say(planned):
         assert [d.source for d in plan_.inputs] == ["file"] * len(plan_.inputs)
 
 
+@pytest.mark.slow
 def test_experts_stored_one_by_one_are_known():
     from examples.models import abstract, named
 
@@ -753,6 +760,7 @@ WORDS = ["format", "version", "mesh", "arguments", "=", "[", "]", "{", "}", '"',
          "constraints", "sources", ",", "#", "9" * 5000, "\\u0000", "\0", "-1", "1e400", "2020-01-01", "true", "*" * 40, "é", "\ud7ff"]  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(WORDS), max_size=60).map("".join) | st.text(max_size=200), st.booleans())
 @example("a = [" * 400, True)
 def test_any_text_is_read_or_refused(text, begins_well):

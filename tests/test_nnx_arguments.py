@@ -62,8 +62,11 @@ def expected():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"in_strategy": (AUTO, AUTO, (4, 1), (4, 1)), "parameter_plan": {"model/again/kernel": (1, 2)}},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param(
+            {"in_strategy": (AUTO, AUTO, (4, 1), (4, 1)), "parameter_plan": {"model/again/kernel": (1, 2)}},
+            marks=pytest.mark.slow,
+        ),
         {"donate_argnums": (0, 1), **FOLLOW},
         {"in_strategy": ({"again": AUTO, "norm": AUTO, "drop": AUTO, "down": (2, 1)}, AUTO, AUTO, AUTO), **FOLLOW},
     ],
@@ -146,6 +149,7 @@ def test_variable_that_holds_several_arrays_keeps_the_change_of_one(sharded):
     np.testing.assert_allclose(total.kept.get_value()["scale"], np.ones(4))
 
 
+@pytest.mark.slow
 def test_array_beside_a_module_in_one_argument_is_passed_on():
     model, _ = make()
     result = shard(lambda held, x: held[1] + held[0](x).sum())((model, jnp.float32(1e6)), X)
@@ -183,6 +187,7 @@ def test_a_switch_to_evaluation_is_another_plan():
     np.testing.assert_allclose(predict(model, X), predict(model, X))
 
 
+@pytest.mark.slow
 def test_changes_are_kept_inside_an_outer_transformation():
     model, _ = make()
     inner = shard(lambda m, x: m(x).sum())

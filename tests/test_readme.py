@@ -1,7 +1,8 @@
 """The code in README.md and docs/ runs and prints what the page shows; links lead somewhere.
 
 A `text` block right below a `python` block is that block's output, where `...` stands for anything. A first line such as
-`# mlp.py` names the file that the code is said to be in. `SHARDFN_UPDATE_GOLDEN=1` writes what was printed into the page.
+`# mlp.py` names the file that the code is said to be in. `SHARDFN_UPDATE_GOLDEN=1` writes what was printed into the page, with
+`-m ""` into slow pages too.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(p for p in DOCS.rglob("*.md") if p.relative_to(DOCS).parts[0][0] != "_")]
 SLOW = {
+    "flax-nnx.md": "tests/test_nnx_arguments.py, tests/frontend/test_callee.py, tests/train/test_models.py",
     "plan-70b.md": "README.md plans 70B for 256 chips, and docs/how-to/what-if.md asks what if",
     "limit-memory.md": "tests/search/test_memory_limit.py; closed-over arrays in tests/frontend/test_closed_over.py",
     "pictures.md": "tests/draw draws every kind",

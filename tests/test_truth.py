@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.marks import some_slow
+
 PATH = pathlib.Path(__file__).parent.parent / "benchmarks" / "truth.py"
 SPEC = importlib.util.spec_from_file_location("truth", PATH)
 truth = importlib.util.module_from_spec(SPEC)
@@ -40,7 +42,7 @@ def check(name):
     assert row.flops[0] == pytest.approx(row.flops[1], rel=0.02)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some_slow(EXACT, ["gpt2 step, 2 layers: batch 2 x heads 4"]))
 def test_truth_row_of_the_quick_set_is_exact(name):
     assert name not in DEVIATIONS
     check(name)

@@ -52,6 +52,7 @@ def hit(run, path, damage):
         path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_changed_bit_is_found_or_without_effect(tmp_path, small):
     checkpoint.save(tmp_path, small)
     whole = plain(checkpoint.restore(tmp_path))
@@ -261,6 +262,7 @@ def killed(path, seed, kills):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_killed_while_saving(tmp_path):
     told = killed(tmp_path, 1, 4)
     assert told.count("killed") == 4

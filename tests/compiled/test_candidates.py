@@ -32,7 +32,9 @@ def test_compile_candidates_without_a_compiler_is_refused(monkeypatch):
         shardfn.plan(step, W1, W2, X, device="h100:4", compile_candidates=3)
 
 
-@pytest.mark.parametrize(("function", "args", "level"), [(step, (W1, W2, X), 1), (mlp, (X, W1, W2), 2)])
+@pytest.mark.parametrize(
+    ("function", "args", "level"), [pytest.param(step, (W1, W2, X), 1, marks=pytest.mark.slow), (mlp, (X, W1, W2), 2)]
+)
 def test_compile_candidates_takes_the_best_with_the_figures_of_xla(function, args, level):
     sharded = shardfn.shard(function, level=level, compile_candidates=3)
     found, wanted = sharded(*args), jax.jit(function)(*args)
@@ -50,6 +52,7 @@ def test_compile_candidates_takes_the_best_with_the_figures_of_xla(function, arg
     assert level != 1 or int(peak.replace(",", "")) == least
 
 
+@pytest.mark.slow
 def test_first_call_of_the_best_compiled_candidate_compiles_nothing_again(compiles):
     def only_here(w1, w2, x):
         return step(w1, w2, x)
@@ -103,6 +106,7 @@ def figures(made):
     return re.findall(r"(\d[\d,]*) B sent, ([\d,]+) B peak", told)
 
 
+@pytest.mark.slow
 def test_seven_candidates_are_the_same_at_each_level():
     """Else another level's plan may be better as compiled at this level's aim, and never be compiled for it."""
     one, two, three = (
@@ -111,6 +115,7 @@ def test_seven_candidates_are_the_same_at_each_level():
     assert len(one) == 7 and sorted(one) == sorted(two) == sorted(three)
 
 
+@pytest.mark.slow
 def test_a_candidate_is_compiled_once_whatever_the_limit(compiles):
     def scaled(x, w1, w2):
         return mlp(3 * x, w1, w2)

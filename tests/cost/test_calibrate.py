@@ -17,7 +17,7 @@ from shardfn.cost.devices.chips import CHIPS, load_chip, save_chip
 from shardfn.cost.devices.hardware import chip_file, chip_of
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_figures_are_those_of_a_machine(count, monkeypatch):
     small = dataclasses.replace(CHIPS["cpu"], memory_bytes=1e8)  # small arrays
     monkeypatch.setattr(module, "preset_of", lambda *of: small)

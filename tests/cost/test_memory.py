@@ -80,6 +80,7 @@ def test_donated_arguments_are_the_places_of_results():
     assert predicted.peak < kept.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu:8", "tpu-v5e:2x4", "h100:8"])
 @pytest.mark.parametrize(
     ("fn", "args"),
@@ -165,6 +166,7 @@ def test_an_update_never_writes_over_what_it_writes(function):
     assert predicted.temporaries == found.temp_bytes
 
 
+@pytest.mark.slow
 def test_loops_keep_what_they_carry_in_one_place():
     shallow, deep = (
         live_memory(

@@ -12,7 +12,10 @@ import pytest
 import shardfn
 from examples.models.families import FAMILIES
 from examples.models.layouts import data_axes, lay_out
+from tests.marks import some_slow
 
+SLOW = {"t5", "moe", "gpt2 scanned", "vit", "gpt2", "llama", "dlrm", "mindspore transformer", "resnet"}
+"""Quick here: perceptrons and the forward pass of a transformer. tests/test_truth.py has convolutions, look-ups and experts."""
 TRAINED = [name for name, family in FAMILIES.items() if family.donated]
 
 
@@ -33,7 +36,7 @@ def unsharded():
     return get
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", some_slow(TRAINED, {"t5", "vit", "moe"}))
 def test_three_steps_lower_the_loss(name, unsharded):
     _, args, step, out = unsharded(name)
     losses = [float(out[-1])]
@@ -51,7 +54,7 @@ def close(path, one, other):
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=max(1e-4 * scale, step), err_msg=str(path))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some_slow([*FAMILIES], SLOW))
 def test_data_parallel_is_unsharded(name, unsharded):
     fn, args, _, wanted = unsharded(name)
     by_hand = FAMILIES[name].hand_written(FAMILIES[name].tiny, 8)["data parallel"]

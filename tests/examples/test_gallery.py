@@ -13,9 +13,14 @@ from examples.gallery import NAMES
 LIBRARIES = {"mcmc": "numpyro", "molecules": "jraph", "resnet_50": "haiku"}
 """Models of libraries that `make ecosystem` installs; elsewhere they are skipped where the library is absent."""
 SLOW = {
+    "cholesky",
+    "dit_xl",
+    "dlrm",
     "gemma2_27b",
     "graph_network",
     "llama3_70b",
+    "llama3_8b",
+    "llama3_decode",
     "mamba",
     "moe_671b",
     "ode_ensemble",

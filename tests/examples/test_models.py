@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from examples.models import NAMES, abstract, attention, cholesky, decoder, gpt2, moe
+from tests.marks import some_slow
 
 TINY = gpt2.Config(d_model=16, heads=2, vocab=32, context=8, batch=4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some_slow(NAMES, ["gpt2"]))
 def test_runs_and_has_the_shapes_it_promises(name):
     make = importlib.import_module(f"examples.models.{name}").make
     fn, shapes = abstract(make)
@@ -47,6 +48,7 @@ def stack(trees: list) -> dict:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+@pytest.mark.slow
 def test_gpt2_scanned_is_gpt2_unrolled():
     unrolled, (params, state, tokens) = gpt2.make(TINY)
     scanned = functools.partial(gpt2.train_step, cfg=dataclasses.replace(TINY, scan=True, remat=True))
@@ -60,6 +62,7 @@ def test_gpt2_scanned_is_gpt2_unrolled():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=7e-4), new, new_stacked)
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_is_attention_over_the_whole():
     step, (params, cache, _) = decoder.make(batch=2, length=8)
     step = jax.jit(step)
@@ -84,6 +87,7 @@ def test_generate_feeds_back_its_best_token():
         assert (generated[:, i] == token).all()
 
 
+@pytest.mark.slow
 def test_moe_with_room_is_the_weighted_sum_of_two_experts():
     fn, (params, x) = moe.make(groups=2, tokens=6, experts=4, capacity=12)
     probabilities = jax.nn.softmax(x @ params["gate"])

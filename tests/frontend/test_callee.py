@@ -406,6 +406,7 @@ def test_dataclass_cells():
     assert cell(X).sharding.shard_shape((8, 8)) == (1, 8)
 
 
+@pytest.mark.slow
 def test_equinox_modules_as_cells_and_through_their_gradients():
     class Linear(Cell, eqx.Module):
         w: jax.Array
@@ -459,6 +460,7 @@ def test_nnx_inside_other_transformations():
     close(shard(jax.grad(loss), (AUTO, (8, 1)))(state, X), jax.grad(loss)(state, X))
 
 
+@pytest.mark.slow
 def test_linen_with_statistics_and_dropout():
     class Net(nn.Module):
         @nn.compact

@@ -62,7 +62,9 @@ def test_function_that_refers_to_a_dict_whose_keys_have_no_order_is_planned():
     assert [a["name"] for a in report.to_dict()["closed_over"]] == ["N"]
 
 
-@pytest.mark.parametrize("options", [{}, {"level": "memory"}, {"in_strategy": ((8, 1),)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"level": "memory"}, {"in_strategy": ((8, 1),)}], ids=str
+)
 def test_closed_over_argument_gives_the_value_and_derivative_with_sharded_arrays(options):
     sharded = shard(_model, closed_over="argument", **options)
     for _ in range(2):

@@ -90,6 +90,7 @@ def test_another_function_in_an_object_is_another_call():
     assert len(sharded._entries) == 2
 
 
+@pytest.mark.slow
 def test_object_with_functions_comes_back_as_result_and_through_derivatives():
     def update(layer, x):
         gradient = jax.grad(lambda arrays: Layer(*arrays, layer.activation)(x).sum())((layer.w, layer.b))
@@ -152,6 +153,7 @@ def test_held_trees_are_released_and_equal_by_value():
     assert hide_static(arrays) is arrays
 
 
+@pytest.mark.slow
 def test_equinox_modules_are_arguments_as_in_filter_jit():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), 3)

@@ -33,6 +33,7 @@ def test_shard_complex_constant_beside_an_inner_mesh_gives_the_value(function):
     np.testing.assert_allclose(shard(function)(x), function(x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_shard_fourier_neural_operator_gives_value_and_gradient():
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (8, 16, 4))

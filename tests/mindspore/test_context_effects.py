@@ -21,6 +21,7 @@ from shardfn.mindspore import (
     set_auto_parallel_context,
     set_context,
 )
+from tests.marks import some_slow
 
 X, W = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
 SEMI, FULL = {"parallel_mode": "semi_auto_parallel"}, {"parallel_mode": "auto_parallel", "full_batch": True}
@@ -49,12 +50,12 @@ def out_cuts(plan):
         ({"device_num": 1}, {}, 1),
         ({"device_num": 4}, {"device": "CPU"}, 4),
         ({"device_num": 2}, {"device": jax.devices()[4:]}, 2),
-        ({"device_num": 4}, {"device": "cpu:64"}, 64),
+        pytest.param({"device_num": 4}, {"device": "cpu:64"}, 64, marks=pytest.mark.slow),
         ({"parallel_mode": "stand_alone"}, {}, 1),
         ({"parallel_mode": "stand_alone", "device_num": 8}, {}, 1),
-        ({"parallel_mode": "semi_auto_parallel"}, {}, 8),
+        pytest.param({"parallel_mode": "semi_auto_parallel"}, {}, 8, marks=pytest.mark.slow),
         ({"parallel_mode": "auto_parallel", "device_num": 6}, {}, 6),
-        ({"device_num": 8, "global_rank": 7}, {}, 8),
+        pytest.param({"device_num": 8, "global_rank": 7}, {}, 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -192,7 +193,7 @@ def test_settings_without_meaning_for_a_call_change_nothing_in_it():
         assert shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 4))) == plain
 
 
-@pytest.mark.parametrize("mode", shardfn.search.MODES)
+@pytest.mark.parametrize("mode", some_slow(shardfn.search.MODES, ["auto"]))
 def test_search_mode_of_the_context(mode):
     set_auto_parallel_context(search_mode=mode)
     np.testing.assert_array_equal(shard(dense)(X, W), X @ W)

@@ -81,7 +81,14 @@ def two_layers(w):
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=str)
 @pytest.mark.parametrize(
-    "mode", ["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel"]
+    "mode",
+    [
+        "stand_alone",
+        "data_parallel",
+        "hybrid_parallel",
+        "semi_auto_parallel",
+        pytest.param("auto_parallel", marks=pytest.mark.slow),
+    ],
 )
 def test_step_of_a_network_with_operators_sharded_inside_has_its_losses_in_every_mode(mode, options):
     step = train.step(mean_square, optax.sgd(0.1), mode=mode, **options)
@@ -94,7 +101,9 @@ def test_step_of_a_network_with_operators_sharded_inside_has_its_losses_in_every
         np.testing.assert_allclose(loss, value, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize(
+    "mode", ["data_parallel", "semi_auto_parallel", pytest.param("auto_parallel", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("own_loss", [False, True], ids=["loss function", "cell with loss"])
 def test_step_trains_a_cell_as_by_hand(mode, own_loss):
     cell = WithLoss(Net()) if own_loss else Net()
@@ -367,7 +376,7 @@ def test_init_with_another_cell_than_the_loss_is_refused():
     step(step.init(WithLoss(Net()), X, X), X, X)
 
 
-@pytest.mark.parametrize("mode", ["data_parallel", "auto_parallel"])
+@pytest.mark.parametrize("mode", ["data_parallel", pytest.param("auto_parallel", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("loss", "model"), [(mean_square, Net()), (WithLoss(Net()), WithLoss(Net()))], ids=["function", "cell"]
 )

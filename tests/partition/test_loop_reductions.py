@@ -88,6 +88,7 @@ def test_what_is_accumulated():
         assert len(loop_accumulations(planned(function, DATA, CPU).partitioned.graph)) == found, function
 
 
+@pytest.mark.slow
 def test_the_search_counts_rounds():
     """Of an LSTM, whose weights every step reads, data parallel is the least on accelerators: gathers would be made in each
     step, and the gradients' sums are not."""

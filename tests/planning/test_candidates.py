@@ -41,6 +41,7 @@ def test_distinct_names_say_what_differs(found, names):
     assert distinct_names(("x", "w"), found) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_candidates_of_a_plan_have_names_of_their_own(level):
     def step(w1, w2, x):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardfn
 import shardfn.mindspore as ms
 from shardfn import experts
+from tests.marks import some_slow
 
 X = jnp.arange(64 * 64.0).reshape(64, 64) / 999
 W = jnp.cos(X) / 9
@@ -69,7 +70,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_slow([*CASES], ["experts"]))
 def test_without_alltoall_the_program_gathers_as_the_report_says(case):
     function, values, entries, results = CASES[case]
 

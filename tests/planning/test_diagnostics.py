@@ -125,6 +125,7 @@ for text in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_what_xla_calls_full_rematerialisation_is_said():
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, *map(str, LAYOUTS)], capture_output=True, text=True, check=True
@@ -260,6 +261,7 @@ def test_devices_that_do_what_others_do():
     assert not said(given, "devices repeat"), "the user said so"
 
 
+@pytest.mark.slow
 def test_what_would_use_the_devices():
     args = shaped(16, 8192), shaped(8192, 8193), shaped(8193, 8192)
     made = shardfn.plan(lambda x, v, w: jax.nn.relu(x @ v) @ w, *args, device="h100:512", level=2)
@@ -298,8 +300,8 @@ def asking(x, w):
     return jax.pure_callback(lambda a: 2 * a, shaped(*x.shape), x) @ w
 
 
-@pytest.mark.parametrize("function", [printing, asking])
-@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("function", [printing, pytest.param(asking, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", [pytest.param("tpu-v5e:2x4", marks=pytest.mark.slow), "h100:8"])
 def test_a_call_back_into_python_is_planned_for_a_target(function, target):
     args = shaped(64, 64), shaped(64, 64)
     made = shardfn.plan(function, *args, level=2, device=target)

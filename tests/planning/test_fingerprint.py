@@ -52,7 +52,14 @@ def _changed_arguments():
 _original = step
 
 
-@pytest.mark.parametrize(("size", "device"), [(32, "cpu:8"), (64, "cpu:8"), (32, "tpu-v5e:2x2")])
+@pytest.mark.parametrize(
+    ("size", "device"),
+    [
+        (32, "cpu:8"),
+        pytest.param(64, "cpu:8", marks=pytest.mark.slow),
+        pytest.param(32, "tpu-v5e:2x2", marks=pytest.mark.slow),
+    ],
+)
 def test_layout_file_of_an_unchanged_function_gives_no_warning(path, size, device):
     layout = load_layout(path)
     layout = layout if device == "cpu:8" else load_layout(plan(step, PARAMS, X, device=device))

@@ -120,6 +120,7 @@ def test_names_axes_and_mesh_of(entry, drawn, mesh):
     assert mesh_of([entry]) is mesh
 
 
+@pytest.mark.slow
 def test_the_result_equals_the_unsharded_one():
     for strategy, device, *_ in DRAWN.values():
         if not isinstance(getattr(strategy[0], "mesh", None), AbstractMesh):

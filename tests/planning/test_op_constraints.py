@@ -148,6 +148,7 @@ def scanned_layers():
     return step, (STACKED, randn(512, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "level"), [(dlrm, 0)])
 def test_the_search_holds_what_propagation_would_lay_out_worse(make, level):
     function, args = make()

@@ -176,6 +176,7 @@ def test_kind_of_an_nnx_training_step_counts_its_optimizer_state(style):
     assert plan.kind.startswith({"fsdp": "FSDP over 8 ", "zero1": "ZeRO-1 over 8 "}.get(style, "tensor parallel over "))
 
 
+@pytest.mark.slow
 def test_kind_where_the_search_gathers_what_the_entries_shard_is_fsdp_and_the_headline_says_so():
     def train_step(model, optimizer, x):
         loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)

@@ -7,6 +7,7 @@ import pytest
 
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from tests.marks import some_slow
 
 
 def drawn(seed, *shape):
@@ -140,9 +141,9 @@ def grouped(groups, dilation):
 
 @pytest.mark.parametrize(
     ("groups", "dilation", "level"),
-    [(2, 1, 0), (2, 2, 1), (4, 1, 2), *(
+    [(4, 1, 2), *(
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in ((2, 1, 1), (2, 1, 2), (2, 2, 0), (2, 2, 2), (4, 1, 0), (4, 1, 1))
+        for case in ((2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 2, 0), (2, 2, 1), (2, 2, 2), (4, 1, 0), (4, 1, 1))
     )],
 )  # fmt: skip
 def test_convolutions_in_groups_and_their_gradients(groups, dilation, level):
@@ -251,6 +252,7 @@ def test_more_layouts_that_xla_mistakes_are_mended(function, image, kernel, stra
     assert any("shardfn gathers" in text for text in sharded.plan(x, k).diagnostics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1])
 def test_what_is_searched_avoids_them(level):
     """Groups of batches, where XLA ended the process; kernels sharded along their window on six devices."""
@@ -293,6 +295,7 @@ def running(x):
     return jax.lax.cummax(x, axis=1), jax.lax.cummin(x, axis=1), jnp.cumsum(x, 1), jnp.cumprod(x, 1)
 
 
+LONG = (convolved_and_pooled, running)
 OVER_ONE_ARRAY = [morphological_gradient, in_a_loop, padded_twice, convolved_and_pooled, pooled_gradient, running]
 
 
@@ -300,7 +303,7 @@ OVER_ONE_ARRAY = [morphological_gradient, in_a_loop, padded_twice, convolved_and
     ("function", "asked"),
     [
         *((function, {"in_strategy": ((1, 8, 1, 1),)}) for function in OVER_ONE_ARRAY),
-        *(pytest.param(function, {"level": level}, marks=[] if i % 2 == level else pytest.mark.slow)
+        *(pytest.param(function, {"level": level}, marks=[] if i % 2 == level and function not in LONG else pytest.mark.slow)
           for i, function in enumerate(OVER_ONE_ARRAY) for level in (0, 1)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -347,7 +350,7 @@ POOLS = {
 
 
 @pytest.mark.parametrize("strategy", [(8, 1), (2, 4), (1, 8)], ids=str)
-@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize("pool", some_slow(POOLS, {"max"}))
 def test_gradient_of_overlapping_pooling_outside_the_sharded_function_is_right(pool, strategy):
     x = drawn(0, 16, 16)
     weights = drawn(1, *pool(x).shape)
@@ -369,7 +372,8 @@ def test_gradient_of_overlapping_pooling_outside_the_sharded_function_is_right(p
     assert sharded(x).sharding.spec == made.out_shardings.spec, "values take no constraint"
 
 
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("reverse", [False, True])
 def test_associative_scan_and_its_gradient_are_right_as_searched(reverse):
     """`associative_scan` interleaves by `lax.pad`, and its last levels have fewer rows than there are devices."""
 
@@ -477,7 +481,7 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("function", TRANSPOSED.values(), ids=TRANSPOSED)
+@pytest.mark.parametrize("function", some_slow(TRANSPOSED, {"cumlogsumexp"}))
 def test_gradients_outside_whose_transposes_pad_between_elements_or_crop_are_right(function):
     """JAX writes the transpose of a strided slice, a pad or a strided window as a pad that XLA may compute wrongly."""
     x = 1 + 0.1 * np.random.default_rng(5).normal(size=(16, 2)).astype("float32")

@@ -5,6 +5,7 @@ import dataclasses
 import hypothesis
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -98,6 +99,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
             np.testing.assert_array_equal(data[rank], whole[slices])
 
 
+@pytest.mark.slow
 @given(asked(), st.data())
 def test_an_out_strategy_lies_where_it_is_asked_to(ask, data):
     """A lone result needs no communication to be thought of: its layout is the one of a lone array."""

@@ -11,6 +11,7 @@ from shardfn.cost.collectives import communication_bytes
 from shardfn.ir.model import axis_name
 from shardfn.planning.tested_attribution import _subject, causes
 from shardfn.report.report import make_report
+from tests.marks import some_slow
 
 S = jax.ShapeDtypeStruct
 
@@ -130,7 +131,7 @@ def subjects(plan):
             for axis in map(axis_name, c.axes)}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", some_slow([*PROGRAMS], ["searched"]))
 def test_causes_without_the_named_ones_the_collective_is_gone(name):
     fn, args, entries, options = PROGRAMS[name]
     plan = shardfn.plan(fn, *args, in_strategy=entries, device="tpu-v5e:8", **options)
@@ -184,7 +185,9 @@ def test_causes_what_if_without_the_named_array_has_no_such_collective():
     assert not made.what_if({"x": (1, 1)}).collectives
 
 
-@pytest.mark.parametrize(("rows", "layer"), [((2, 1), ((4, 1), (1, 4))), ((2, 4), ((1, 4), (4, 1)))])
+@pytest.mark.parametrize(
+    ("rows", "layer"), [((2, 1), ((4, 1), (1, 4))), pytest.param((2, 4), ((1, 4), (4, 1)), marks=pytest.mark.slow)]
+)
 def test_causes_of_more_collectives_than_can_be_tested_are_the_nearest_arrays(rows, layer):
     layers = 60
 

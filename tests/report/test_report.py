@@ -166,6 +166,7 @@ def test_strategies_text_has_one_line_per_op():
     )
 
 
+@pytest.mark.slow
 def test_two_layer_training_step_fits_on_two_screens():
     def step(params, momentum, x):
         loss = lambda p: jnp.mean((jax.nn.relu(x @ p["w1"]) @ p["w2"]) ** 2)  # noqa: E731

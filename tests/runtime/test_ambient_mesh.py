@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardfn
 from shardfn import AUTO, shard
 from shardfn.errors import DeviceError, StrategyError
+from tests.marks import some_slow
 
 AXES = (("data", 2), ("model", 4))
 KINDS = {"Explicit": (AxisType.Explicit,) * 2, "Auto": (AxisType.Auto,) * 2,
@@ -65,7 +66,7 @@ def test_call_inside_set_mesh_uses_that_mesh(name, strategy):
         close(f(*ARGS), result)  # the later call
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", some_slow([*MESHES], ["mixed"]))
 def test_transformations_inside_set_mesh_keep_values_and_types(name):
     mesh, f = MESHES[name], shard(mlp, STRATEGY)
     with jax.set_mesh(mesh):
@@ -137,7 +138,7 @@ def test_nested_sharded_functions_share_the_mesh(name):
         assert outer.plan(*ARGS).axes == AXES
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", some_slow([*MESHES], ["mixed"]))
 def test_call_inside_shard_map_is_planned_over_the_other_axes(name):
     mesh, planned = MESHES[name], []
     f = shard(mlp, ((1, 1), (1, 4), (4, 1)))
@@ -159,6 +160,7 @@ def test_call_inside_shard_map_is_planned_over_the_other_axes(name):
             close(jax.grad(loss(mapped), 1)(*args), jax.grad(loss(mlp), 1)(*ARGS))
 
 
+@pytest.mark.slow
 def test_state_of_nnx_modules_inside_an_explicit_mesh():
     nnx = pytest.importorskip("flax.nnx")
     with jax.set_mesh(EXPLICIT):
@@ -249,7 +251,9 @@ CLOSED_OVER = {
 }
 
 
-@pytest.mark.parametrize("function", CLOSED_OVER.values(), ids=CLOSED_OVER)
+@pytest.mark.parametrize(
+    "function", some_slow(CLOSED_OVER, {"a sharded function inside", "a gradient inside", "a linear solve"})
+)
 def test_closed_over_array_with_a_type_works_inside_an_explicit_mesh(function):
     wanted = jax.vjp(lambda x: function(x, W1, KEYS[0]), X)
     with jax.set_mesh(EXPLICIT):
@@ -271,6 +275,7 @@ def test_argument_with_a_type_on_another_mesh_than_the_one_around_is_refused():
         shard(jnp.sin)(x)
 
 
+@pytest.mark.slow
 def test_hardware_that_is_not_here_is_planned_for_inside_a_mesh():
     with jax.set_mesh(EXPLICIT):
         assert shardfn.plan(mlp, *typed(), device="tpu-v5e:4x4").hardware.count == 16

@@ -371,6 +371,7 @@ BATCHES = [(randn(8, 16), randn(8, 4)) for _ in range(20)]
 TENSOR_PARALLEL = {"params/layers/*/w1": (1, 4), "params/layers/*/w2": (4, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sharded_part"), [("sgd", "step"), ("adamw", "step"), ("adamw", "forward"), ("sgd", "gradient")]
 )
@@ -410,6 +411,7 @@ def test_a_training_loop_has_the_losses_of_the_unsharded_one(name, sharded_part)
         assert params["layers"][1]["w1"].sharding.shard_shape((16, 32)) == (16, 8)
 
 
+@pytest.mark.slow
 def test_an_nnx_network_trains_with_one_block_sharded():
     class Part(Cell, nnx.Module):
         def __init__(self, rngs):
@@ -448,7 +450,11 @@ def test_warnings_are_those_of_the_user_s_program():
         close(jax.grad(loss(LAYER))(W, X), jax.grad(loss(layer))(W, X))
 
 
-@pytest.mark.parametrize("first", [np.ones((32, 16), np.float32), jnp.ones((32, 16))], ids=["numpy", "jax"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(np.ones((32, 16), np.float32), marks=pytest.mark.slow), jnp.ones((32, 16))],
+    ids=["numpy", "jax"],
+)
 def test_a_first_state_is_laid_out_before_the_call_that_compiles(caplog, first):
     """The next call brings what this one gave: a function that saw the first state as it came would be compiled again."""
     sharded, w = shard(lambda w, x: (w - 0.1 * (x @ w).mean() * w, x.sum()), donate_argnums=0), first

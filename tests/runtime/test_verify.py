@@ -131,6 +131,7 @@ def test_the_line_that_calls_the_library_is_none_of_the_function():
     assert "test_verify" not in made.verify().to_text().partition("Why they differ")[2]
 
 
+@pytest.mark.slow
 def test_a_search_for_more_devices_than_are_here():
     plan = shardfn.plan(step, *step_args(), device="cpu:16", level=2, **STEP)
     found = compiled_part(plan.verify())

@@ -7,6 +7,7 @@ import pytest
 
 import shardfn
 from shardfn.planning.workarounds import wrong_ops
+from tests.marks import some_slow
 from tests.search.problems import S
 
 
@@ -24,6 +25,7 @@ def step(params, x):
     return jax.value_and_grad(loss)(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "batch"), [(0, 2), (1, 4), (2, 2)])
 def test_plan_of_convolutions_avoids_those_that_xla_gets_wrong(level, batch):
     """Few and large images: their height has to be sharded for all devices to work, and kernels are sharded too."""
@@ -34,7 +36,7 @@ def test_plan_of_convolutions_avoids_those_that_xla_gets_wrong(level, batch):
     assert made.cost.flops < 1.1 / 16 * shardfn.plan(step, *args, device="h100:1").cost.flops
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", some_slow([0, 1, 2], [0, 1]))
 def test_plan_of_convolutions_computes_the_values_of_the_function(level):
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(3, 3, c, 16)).astype("f") / 6 for c in (4, 16)]

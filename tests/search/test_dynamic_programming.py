@@ -89,7 +89,8 @@ def test_labels_of_f32_matmuls_on_a_tpu_gather_half_the_bytes(device, part):
     assert max(table.sent[np.isfinite(table.sent)].max() for table in space.reshardings) == part * 3 / 4 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("make", [mlp.make, attention.make], ids=["mlp", "attention"])
 def test_exact_plan_is_no_worse_than_propagation(make, level):
     function, args = abstract(make)
@@ -155,7 +156,7 @@ def test_exact_plan_keeps_a_mesh():
     assert made.inputs[0].strategy == (4, 1)
 
 
-@pytest.mark.parametrize("devices", [6, 7, 12])
+@pytest.mark.parametrize("devices", [6, 7, pytest.param(12, marks=pytest.mark.slow)])
 def test_exact_plan_on_any_number_of_devices_spreads_the_work(devices):
     args = (S((84, 36), jnp.float32), S((36, 84), jnp.float32), S((84, 36), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **EXACT)

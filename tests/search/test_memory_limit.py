@@ -54,6 +54,7 @@ def test_bytes_of_another_type_is_a_problem_of_type(value):
     assert isinstance(found, Problem) and found.is_type
 
 
+@pytest.mark.slow
 def test_options_that_are_numpy_numbers_are_numbers():
     given = {
         "level": np.int32(2),
@@ -69,6 +70,7 @@ def test_options_that_are_numpy_numbers_are_numbers():
     assert len(error.value.problems) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "dynamic_programming", "recursive_programming"])
 @pytest.mark.parametrize("level", [0, 2])
 def test_memory_limit_below_data_parallel_is_kept(mode, level):
@@ -79,7 +81,7 @@ def test_memory_limit_below_data_parallel_is_kept(mode, level):
     assert "it may not fit" not in str(made.diagnostics)
 
 
-@pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "recursive_programming"])
 def test_memory_limit_that_nothing_keeps_names_the_least(mode):
     with pytest.raises(ShardError, match=r"fits in 977 KiB per device") as error:
         shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit="1MB", device="h100:8")
@@ -90,7 +92,11 @@ def test_memory_limit_that_nothing_keeps_names_the_least(mode):
     assert made.cost.memory.peak <= least
 
 
-@pytest.mark.parametrize("options", [{}, {"compile_candidates": 2}, {"search_mode": "recursive_programming"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"compile_candidates": 2}, marks=pytest.mark.slow), {"search_mode": "recursive_programming"}],
+    ids=str,
+)
 def test_memory_limit_without_its_unit_is_refused(options):
     with pytest.raises(ShardError, match=r'in 14 B per device(.|\n)*did you mean memory_limit="14GiB"') as error:
         shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
@@ -135,10 +141,8 @@ def least_of(error):
     return int(found[1])
 
 
-@pytest.mark.parametrize(
-    ("level", "share"),
-    [pytest.param(0, 0.9, marks=pytest.mark.slow), (1, 0.1), pytest.param(2, 0.9, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "share"), [(0, 0.9), (1, 0.1), (2, 0.9)])
 def test_memory_limit_that_an_error_names_is_kept(level, share):
     """Far below what can be kept, and near it, where much else is tried."""
     function, args = abstract(mlp.make, batch=64, train=True)
@@ -164,6 +168,7 @@ def test_memory_of_the_device_is_a_diagnostic_and_no_error():
     assert any("it may not fit" in finding for finding in made.diagnostics)
 
 
+@pytest.mark.slow
 def test_memory_limit_error_of_captured_arrays_names_them():
     """It has no arguments of its own, and what it captures comes first in its graph."""
     texts = []

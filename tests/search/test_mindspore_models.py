@@ -23,7 +23,7 @@ def cut_of_batch(config):
     return (8, 1, 1) if config.heads else (8, 1)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forward", "gradients"])
 def test_propagation_of_one_seed_gives_every_block_tensor_and_data_parallel(train):
     function, args = program(mindspore.TRANSFORMER, train)
     made = shardfn.plan(
@@ -37,7 +37,7 @@ def test_propagation_of_one_seed_gives_every_block_tensor_and_data_parallel(trai
     assert strategies["x"] == (2, 1, 1)
 
 
-@pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
+@pytest.mark.parametrize("mode", [pytest.param("dynamic_programming", marks=pytest.mark.slow), "recursive_programming"])
 def test_search_mode_with_a_seed_keeps_it_and_is_faster_than_propagation(mode):
     function, args = program(mindspore.TRANSFORMER, train=False)
     options = {"parameter_plan": SEED, "level": 2, "device": DEVICE}
@@ -47,6 +47,7 @@ def test_search_mode_with_a_seed_keeps_it_and_is_faster_than_propagation(mode):
     assert made.cost.time_s < spread.cost.time_s / 1.5 and made.cost.bytes_sent < spread.cost.bytes_sent / 10
 
 
+@pytest.mark.slow
 def test_plan_with_every_block_named_shards_every_block():
     function, args = program(mindspore.TRANSFORMER, train=False)
     made = shardfn.plan(function, *args, parameter_plan={"params/*/q": (1, 4)}, level=2, device=DEVICE)
@@ -55,7 +56,7 @@ def test_plan_with_every_block_named_shards_every_block():
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("config", [mindspore.MLP, mindspore.TRANSFORMER], ids=["mlp", "transformer"])
-@pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "recursive_programming"])
 def test_plan_without_a_seed_sends_no_more_than_data_parallel(mode, config, train):
     function, args = program(config, train)
     replicated = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])

@@ -58,8 +58,8 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("mlp", "cpu:8"), ("mlp", "cpu:6"), ("mlp", "cpu:12"), ("look-up step", "cpu:8"), ("sort", "cpu:8"),
-     ("concatenate", "cpu:8")],
+    [pytest.param("mlp", "cpu:8", marks=pytest.mark.slow), ("mlp", "cpu:6"), ("mlp", "cpu:12"),
+     *(pytest.param(name, "cpu:8", marks=pytest.mark.slow) for name in ("look-up step", "sort", "concatenate"))],
 )  # fmt: skip
 def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, device):
     function, args, options = PROGRAMS[name]
@@ -78,17 +78,8 @@ def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, 
                     assert f.time_s >= (1 - 1e-9) * own.cost.time_s, (d.path, row.strategy)
 
 
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        ("mlp", 0),
-        pytest.param("mlp", 1, marks=pytest.mark.slow),
-        ("mlp", 2),
-        pytest.param("dlrm", 0, marks=pytest.mark.slow),
-        pytest.param("dlrm", 1, marks=pytest.mark.slow),
-        ("dlrm", 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "level"), [("mlp", 0), ("mlp", 1), ("mlp", 2), ("dlrm", 0), ("dlrm", 1), ("dlrm", 2)])
 def test_plan_of_a_family_is_no_worse_than_every_layout_by_hand(name, level):
     family = FAMILIES[name]
     function, args = family.on_paper(family.tiny)
@@ -99,6 +90,7 @@ def test_plan_of_a_family_is_no_worse_than_every_layout_by_hand(name, level):
         assert objective(made.cost, made._answered.problem) <= objective(other.cost, made._answered.problem), layout
 
 
+@pytest.mark.slow
 def test_plan_of_a_vision_transformer_sends_less_than_the_layout_by_hand():
     """Followers of decisions, such as a layer norm's sums, need constraints too."""
     family = FAMILIES["vit"]
@@ -110,6 +102,7 @@ def test_plan_of_a_vision_transformer_sends_less_than_the_layout_by_hand():
     assert shardfn.plan(fn, *args, level=0, **options).cost.bytes_sent < by_hand.cost.bytes_sent
 
 
+@pytest.mark.slow
 def test_plan_of_a_recurrent_step_is_not_improved_by_one_array():
     """One argument sharded less: the same work, fewer bytes."""
     fn, args, options = PROGRAMS["recurrent step"]
@@ -119,6 +112,7 @@ def test_plan_of_a_recurrent_step_is_not_improved_by_one_array():
     assert made.cost.bytes_sent <= other.cost.bytes_sent
 
 
+@pytest.mark.slow
 def test_plan_of_small_parameters_beside_a_large_one_is_as_fast_as_by_hand():
     """Sharding the small ones too would cost the latency of a gather each."""
 
@@ -138,6 +132,7 @@ def test_plan_of_small_parameters_beside_a_large_one_is_as_fast_as_by_hand():
     assert made.cost.time_s <= by_hand.cost.time_s
 
 
+@pytest.mark.slow
 def test_plan_of_a_bias_added_to_the_batch_sends_no_more_than_by_hand():
     """The batch over one axis and hidden units over the other send least; a sharded bias would shard all that it is added to."""
 
@@ -191,6 +186,7 @@ def test_memory_limit_error_names_what_level_1_keeps():
         assert made.cost.memory.peak <= least
 
 
+@pytest.mark.slow
 def test_time_limit_of_nothing_gives_a_plan_as_good_as_data_parallel_and_keeps_the_memory_limit():
     function, args = abstract(gpt2.make, gpt2.TINY)
     options = {"device": "cpu:8", "level": 2, "donate_argnums": (0, 1)}

@@ -65,6 +65,7 @@ def test_recursive_plan_of_wide_weights_is_tensor_parallel(program):
     assert made.cost.time_s < parallel.cost.time_s / 2
 
 
+@pytest.mark.slow
 def test_recursive_plan_at_level_0_sends_no_gradients_of_wide_weights():
     """One division after the other sends least where all but the batch is replicated: the divisions for level 2 do better."""
 
@@ -89,6 +90,7 @@ def test_recursive_plan_at_level_0_sends_no_gradients_of_wide_weights():
     assert least.cost.flops <= 1.1 * fast.cost.flops
 
 
+@pytest.mark.slow
 def test_recursive_search_on_64_devices_is_faster_than_the_exact_one():
     function, args = abstract(mlp.make, batch=64, train=True)
     seconds = {}

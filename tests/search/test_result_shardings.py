@@ -82,6 +82,7 @@ def test_result_beside_given_arguments_is_searched_only_where_asked():
     assert asked.cost.time_s < followed.cost.time_s
 
 
+@pytest.mark.slow
 def test_result_that_takes_the_place_of_an_argument_is_sharded_as_it():
     def step(params, x):
         grads = jax.grad(lambda p: ((x @ p["w"]) ** 2).mean() + p["b"].sum())(params)

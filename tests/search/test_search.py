@@ -55,6 +55,7 @@ def seeds(draw):
     return name, {path: draw(st.sampled_from(legal[path])) for path in chosen}
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
 @hypothesis.given(seeds(), st.sampled_from(MODES), st.sampled_from([0, 1, 2]))
 def test_every_mode_keeps_random_entries_and_the_values(seed, mode, level):
@@ -156,6 +157,7 @@ for mode in ("auto", "recursive_programming", "sharding_propagation"):
 """
 
 
+@pytest.mark.slow
 def test_plans_of_two_processes_are_the_same():
     root = pathlib.Path(__file__).parent.parent.parent
     texts = set()

@@ -67,6 +67,7 @@ def test_propagation_through_a_loop_spreads_the_work(seed):
     assert made.cost.flops < 1.1 * 4 * 2 * 2 * 8192 * 1024 * 4096 / 8, "the work is spread over all devices"
 
 
+@pytest.mark.slow
 def test_propagation_is_no_worse_than_the_default_policy():
     asked = []
 

@@ -14,6 +14,7 @@ from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import labelling
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, solve
+from tests.marks import some_slow
 
 PLANS = {
     "level 0": (mlp, {"level": 0}),
@@ -46,7 +47,7 @@ def tight(seed: int, nodes: int = 24):
     return labelling(costs.tolist(), usages.tolist(), alive, tables, limit=5.5 * nodes)
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", some_slow([*PLANS], {"level 0", "level 1", "level 2", "within a limit"}))
 def test_plan_under_a_slow_clock_is_the_same(case, monkeypatch):
     module, options = PLANS[case]
     function, args = abstract(module.make, batch=64)
@@ -67,6 +68,7 @@ def test_solve_without_a_time_limit_reads_no_clock(monkeypatch):
         solve(tight(1), Budget(3e6, seconds=60.0))
 
 
+@pytest.mark.slow
 def test_solve_within_a_budget_ends_at_the_same_step_and_improves_with_it():
     bounds = []
     for work in (1e5, 1e7, 1e8):

@@ -63,6 +63,7 @@ def test_least_peak_among_forbidden_pairs_is_found():
     assert found is not None and found.peak == 6
 
 
+@pytest.mark.slow
 def test_solve_of_many_nodes_without_tables_is_nearly_optimal():
     rng = np.random.default_rng(4)
     usages = [np.sort(rng.integers(1, 100, 12) ** 2)[::-1] for _ in range(1000)]

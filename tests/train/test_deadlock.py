@@ -55,6 +55,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_what_is_whole_between_two_cut_products():
     """Biases, a split, heads, rotations: XLA would move their pieces by permutations. In a process of its own, for it hung."""
     done = subprocess.run([sys.executable, "-c", RUN], env=os.environ, capture_output=True, text=True, timeout=300)

@@ -27,6 +27,7 @@ from shardfn.train.collectives import (
     fusion_of,
     ignored_fusion,
 )
+from tests.marks import some_slow
 
 MB = 2**20
 
@@ -208,7 +209,7 @@ CASES = {  # options: (all-reduces, all-gathers, reduce-scatters) of the compile
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow([*CASES], {"size", "level 1", "pieces of sums", "cross batch"}))
 def test_so_many_collectives_and_the_same_results(name, expected):
     options, asked = CASES[name]
     step, lowered, state, value = trained(**options)
@@ -257,7 +258,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", some_slow([*BESIDE], {"auto", "one each", "micro-batches"}))
 def test_beside_tensor_parallel(name):
     """Each device puts its pieces together: so many all-reduces, and nothing is gathered."""
     text, made, state, value = on_a_grid(name)

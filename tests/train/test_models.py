@@ -73,8 +73,8 @@ def alone():
     return {name: run(step(loss), make=make)[0] for name, (loss, make) in MODELS.items()}
 
 
-TRAINED = [  # quick: each model in two modes or more, and each mode with two models
-    pytest.param(name, mode, marks=[] if name == "nnx" or (i + j) % 2 == 0 else pytest.mark.slow)
+TRAINED = [  # quick: each model in a mode or more, and each mode but the searched one with one model or more
+    pytest.param(name, mode, marks=[] if mode != MODES[-1] and (name == "nnx" or (i + j) % 2 == 0) else pytest.mark.slow)
     for i, name in enumerate(MODELS) for j, mode in enumerate(MODES)
 ]  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_one_device_takes_the_steps_of_plain_jax(name, alone):
     np.testing.assert_allclose(alone[name], losses, rtol=2e-4)
 
 
-@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", pytest.param("auto_parallel", marks=pytest.mark.slow)])
 def test_an_nnx_module_with_statistics_and_dropout(mode):
     def make():
         return Net(nnx.Rngs(0), 0.5)
@@ -126,6 +126,7 @@ def test_statistics_of_the_parts_are_averaged():
     np.testing.assert_allclose(state.params.norm.mean[...], 0.01 * hidden.mean(0), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_state_is_whole_again():
     step = train.step(eqx_loss, optax.adam(1e-2), mode="data_parallel")
     _, state = run(step, make=eqx_net, steps=2)
@@ -179,7 +180,9 @@ class Tied(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("mode", "make"), [("semi_auto_parallel", Tied), ("auto_parallel", Tied())], ids=["made", "given"]
+    ("mode", "make"),
+    [("semi_auto_parallel", Tied), pytest.param("auto_parallel", Tied(), marks=pytest.mark.slow)],
+    ids=["made", "given"],
 )
 def test_a_variable_at_two_places_is_one_array(mode, make):
     plain = Tied()
@@ -215,7 +218,7 @@ def with_collections(variables, x, y):
     return jnp.mean((out - y) ** 2), changed
 
 
-@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", pytest.param("auto_parallel", marks=pytest.mark.slow)])
 def test_collections_that_the_loss_changes_are_kept(mode):
     variables = dict(Normed().init(jax.random.key(0), data()[0]))
     first, losses, optimizer = variables, [], optax.sgd(0.1)

@@ -8,6 +8,7 @@ import pytest
 
 from shardfn import train
 from shardfn.errors import StrategyError, StrategyTypeError
+from tests.marks import some_slow
 
 X, Y = jnp.ones((16, 8)) / 3, jnp.arange(64, dtype=jnp.float32).reshape(16, 4) / 64
 PARAMS = {"up": jnp.eye(8, 32), "down": jnp.ones((32, 4)) / 9}
@@ -31,7 +32,7 @@ HOW = [
 ]
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("how", some_slow(HOW, HOW[3:4]), ids=str)
 def test_between_steps_it_lies_there(how):
     values = []
     for kind in (None, "pinned_host"):
@@ -56,6 +57,7 @@ def test_the_program_moves_it():
     assert kinds(after.opt_state) == {"pinned_host"}, "a state from elsewhere is moved"
 
 
+@pytest.mark.slow
 def test_without_a_batch_and_in_a_pipeline():
     step = train.step(loss, optax.adamw(1e-2), mode="data_parallel", opt_state_memory_kind="pinned_host")
     assert kinds(step.init(PARAMS).opt_state) == {"pinned_host"}

@@ -46,7 +46,7 @@ def by_optax(optimizer, wrap=lambda p: p, fast=lambda p: p):
 
 @pytest.mark.parametrize(("name", "options"), [
     ("plateau", {"mode": "data_parallel", **PIECES}),
-    ("polyak", {"mode": "auto_parallel"}),
+    pytest.param("polyak", {"mode": "auto_parallel"}, marks=pytest.mark.slow),
     ("line search", {"mode": "data_parallel"}),
     ("several steps", {"mode": "semi_auto_parallel"}),
 ])  # fmt: skip

@@ -15,6 +15,7 @@ from flax import nnx
 from shardfn import train
 from shardfn.errors import StrategyError, StrategyTypeError
 from shardfn.train.scan_layers.scan import scan_layers, scan_limit
+from tests.marks import some_slow
 
 RNG = np.random.default_rng(0)
 D = 8
@@ -107,7 +108,7 @@ FOLDING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLDING)
+@pytest.mark.parametrize("name", some_slow([*FOLDING], ["dropout", "two kinds"]))
 def test_folds_and_gives_the_same(name):
     loss, count = FOLDING[name]
     made = same_as_unrolled(loss, params_of(6), X)
@@ -124,12 +125,13 @@ def test_names_and_shapes():
     jax.tree.map(np.testing.assert_array_equal, made.unstack(made.stack(params_of(6))), params_of(6))
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(1000, 1), (6, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize(("limit", "expected"), [(1000, 1), (6, 1), pytest.param(4, 2, marks=pytest.mark.slow), (2, 3)])
 def test_limit(limit, expected):
     made = same_as_unrolled(chain, params_of(6), X, limit=limit)
     assert scans(made.loss, made.stack(params_of(6)), X) == expected
 
 
+@pytest.mark.slow
 def test_other_batches_and_recompute():
     made = same_as_unrolled(chain, params_of(4), X, recomputed=3)
     assert made.loss(made.stack(params_of(4)), X[:2]).shape == ()
@@ -196,6 +198,7 @@ def test_what_must_not_be_taken_for_equal(loss):
     same_as_unrolled(loss, params_of(4), X)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(st.lists(st.sampled_from("abc"), min_size=2, max_size=6))
 def test_any_order_of_blocks(kinds):
@@ -229,6 +232,7 @@ def after(options):
     return step, step.model(state), float(value), text.count('"stablehlo.all_reduce"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [dict(reuse="auto"), dict(recompute=2), dict(recompute="auto", memory_limit="17.8kB")]
 )
@@ -362,7 +366,7 @@ def beside(name):
     return text, step.model(state), value
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", some_slow([*BESIDE], {"one each", "numbers"}))
 def test_with_all_the_rest(name):
     text, model, value = beside(name)
     kinds = ("all-reduce", "all-gather", "reduce-scatter")

@@ -18,6 +18,7 @@ from shardfn.compiled.executable import read
 from shardfn.cost import estimate
 from shardfn.errors import ContextError, ShardError, StrategyError, StrategyTypeError
 from shardfn.mindspore import auto_parallel
+from tests.marks import some_slow
 from tests.train.regression import data, mean_square, run, start
 
 TENSOR = {"parameter_plan": {"w1": (1, 4), "b1": (4,), "w2": (4, 1)}, "in_strategy": ((2, 1), (2, 1))}
@@ -42,7 +43,7 @@ RUNS = {  # beside the rows of test_pairs.py
 }
 
 
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize("options", some_slow(RUNS, {"auto", "auto, fastest"}))
 def test_losses_of_twenty_steps_are_those_of_one_device(options, alone):
     losses, state = run(train.step(mean_square, optax.adamw(1e-2), **options))
     np.testing.assert_allclose(losses, alone(), rtol=2e-4)
@@ -61,7 +62,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", some_slow([*OPTIMIZERS], ["lamb"]))
 def test_any_optimizer_in_pieces(name, alone):
     losses, _ = run(train.step(mean_square, OPTIMIZERS[name], mode="data_parallel", **zero(2)), steps=4)
     np.testing.assert_allclose(losses, alone(OPTIMIZERS[name], 4, name), rtol=2e-4)
@@ -118,6 +119,7 @@ def held(state):
     return sum(x.addressable_shards[0].data.nbytes for x in leaves)
 
 
+@pytest.mark.slow
 def test_optimizer_memory_falls_by_the_number_of_devices():
     _, whole = run(train.step(mean_square, optax.adamw(1e-2), mode="data_parallel"), steps=1)
     _, pieces = run(train.step(mean_square, optax.adamw(1e-2), mode="data_parallel", **zero(1)), steps=1)
@@ -372,7 +374,7 @@ def test_the_users_compiler_options_go_beside_those_of_fusion(mode):
             run(train.step(mean_square, optax.sgd(1e-2), mode=mode, compiler_options={"nonsense": 1}))
 
 
-@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("mode", [pytest.param("semi_auto_parallel", marks=pytest.mark.slow), "auto_parallel"])
 def test_a_layout_file_lays_out_what_is_not_named(mode, tmp_path):
     step = train.step(mean_square, optax.adam(1e-2), mode="semi_auto_parallel", **TENSOR)
     made = step.plan(step.init(start), *data())
@@ -403,6 +405,7 @@ def test_globs_are_those_of_shard():
     assert step.init(lambda: nested).opt_state[0].mu["layers"][0]["w1"] is None
 
 
+@pytest.mark.slow
 def test_step_in_semi_auto_mode_stores_parameters_as_operators_read_them():
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = {"w1": (16, 32), "b1": (32,), "w2": (32, 16), "b2": (16,)}

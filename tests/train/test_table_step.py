@@ -64,9 +64,9 @@ def run_dense(frozen=(), **options):
 
 @pytest.mark.parametrize(
     ("options", "cache_rows", "feed"),
-    [({"mode": "stand_alone"}, 0, True), ({"mode": "data_parallel", "micro_batches": 2}, 64, True),
-     ({"mode": "semi_auto_parallel", "parameter_plan": {"items": (8, 1), "w1": (1, 2)}}, 64, False),
-     ({"mode": "data_parallel", "compute_dtype": jnp.bfloat16}, 0, False)],
+    [pytest.param({"mode": "stand_alone"}, 0, True, marks=pytest.mark.slow), ({"mode": "data_parallel", "micro_batches": 2}, 64, True),
+     pytest.param({"mode": "semi_auto_parallel", "parameter_plan": {"items": (8, 1), "w1": (1, 2)}}, 64, False, marks=pytest.mark.slow),
+     pytest.param({"mode": "data_parallel", "compute_dtype": jnp.bfloat16}, 0, False, marks=pytest.mark.slow)],
     ids=["one device, prefetched", "data parallel, micro-batches, cached, prefetched", "semi-auto, cached", "mixed precision"],
 )  # fmt: skip
 def test_step_with_tables_equals_the_dense_step(options, cache_rows, feed):
@@ -82,6 +82,7 @@ def test_step_with_tables_equals_the_dense_step(options, cache_rows, feed):
     assert all(state.params[name] is table for name, table in tables.items())
 
 
+@pytest.mark.slow
 def test_step_resumes_from_saves(tmp_path):
     options, all_batches = {"mode": "stand_alone", "ids": IDS}, list(batches())
     step = train.step(loss, optax.adam(1e-2), **options)
@@ -208,6 +209,7 @@ def test_tables_inside_other_parameters_go_with_scanned_layers_and_a_sharded_opt
         assert model["embed"]["items"] is table
 
 
+@pytest.mark.slow
 def test_a_step_whose_table_fails_is_finished_by_the_next_call(monkeypatch):
     class Fails:
         left = 2
