@@ -69,7 +69,7 @@ class Fuser:
         self.recomputing: dict[int, frozenset[int]] = {}
         """For a value that is stored for some of its readers only, the others, which recompute it."""
         self.loading: dict[int, frozenset[int]] = {}
-        """For such a value, the roots that load it all the same, whichever of its readers are fused into them."""
+        """For such a value, the roots that always load it, also where its readers are fused into them."""
         self.readable: dict[int, bool] = {}
         self.fused: set[int] = set()
         """Ops that are fused into others."""

@@ -49,7 +49,7 @@ def insert_collectives(
     partitioned: PartitionedProgram,
     platform: str,
     torus: tuple[int, ...] = (),
-    known: KnownMeshes | None = None,
+    known: PartitionCache | None = None,
     alltoall: bool = True,
 ) -> PartitionedProgram:
     """The program as XLA runs it on `platform`, with its collectives.
@@ -69,7 +69,7 @@ def insert_collectives(
     graph = without_dead_carries(partitioned.graph)
     if graph is not partitioned.graph:
         partitioned = dataclasses.replace(partitioned, graph=graph)
-    mesh = (known or KnownMeshes()).of(partitioned, platform)
+    mesh = (known or PartitionCache()).of(partitioned, platform)
     return _Partitioner(partitioned, platform, torus, mesh, alltoall).partition()
 
 
@@ -97,8 +97,8 @@ class _Mesh:
         these objects alive."""
 
 
-class KnownMeshes:
-    """What partitioning one function taught, for its other shardings: by platform, mesh and the names that shardings use."""
+class PartitionCache:
+    """Results for other shardings of the same function: by platform, mesh and the names that shardings use."""
 
     def __init__(self) -> None:
         self.meshes: dict[object, _Mesh] = {}

@@ -10,7 +10,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
 from shardfn.ir.model import Axes, Graph, InnerSpec, PartitionedProgram, Spec
-from shardfn.partition.partitioner import KnownMeshes, insert_collectives
+from shardfn.partition.partitioner import PartitionCache, insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 
 
@@ -35,9 +35,9 @@ class Propagation:
         return shardy.PreparedModule(self.traced.module, self.traced.seen)
 
     @functools.cached_property
-    def _known(self) -> KnownMeshes:
-        """What the partitioner learns, for the next shardings."""
-        return KnownMeshes()
+    def _known(self) -> PartitionCache:
+        """Results of the partitioner for the next shardings."""
+        return PartitionCache()
 
     def results(self, specs: Sequence[Spec | None]) -> list[Spec | None]:
         """The results' shardings for arguments sharded as `specs`: as given, or as the input whose place they take."""

@@ -179,10 +179,10 @@ def select(mode: str) -> Search:
     if not isinstance(mode, str) or mode not in MODES:
         fail(ContextError, f"search_mode {mode!r} is unknown", where=f"search_mode = {mode!r}",
              why="a search is chosen by its name", fix=f"use one of {', '.join(MODES)}")  # fmt: skip
-    return MODES[mode] if mode in BUILT_IN else functools.partial(_asked, mode)
+    return MODES[mode] if mode in BUILT_IN else functools.partial(_registered, mode)
 
 
-def _asked(mode: str, problem: SearchProblem) -> Answer:
+def _registered(mode: str, problem: SearchProblem) -> Answer:
     """The answer of a registered search, or of the search with a registered generator."""
     search: Any = MODES[mode]
     if len(inspect.signature(search).parameters) == 2:

@@ -4,9 +4,9 @@ A generator is a function of the problem and the archive. It yields a `Proposal`
 the generator goes on (`Archive.of`); a yield of None ends its turn without one. Local search around the best candidates of
 the archive is a generator like the others.
 
-Baselines come first, whatever the budget. Then the next turn goes to the generator with the fewest turns in vain since it last
-found a better plan for some objective. The k-th of the list starts with k of them, so that the order of the list is the order
-of the first turns. The search ends with its budget, or when a part of it (`PATIENCE`) brought no better plan for any objective.
+Baselines come first, whatever the budget. Then each generator counts its turns since it last found a better plan for some
+objective, and the one with the lowest count goes next. Counts start at 0, 1, 2, … in the order of the list, which is thus that of
+the first turns. The search ends with its budget, or when a part of it (`PATIENCE`) brought no better plan for any objective.
 The sequence of evaluations depends neither on the objective nor on the budget, which only ends it. So
 
 - no objective's plan is worse at its own aim than that of another objective, or than a baseline;
@@ -29,16 +29,16 @@ from shardfn.search.problem import Proposal, SearchProblem
 CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None]]
 """A generator of candidates."""
 
-WORTH = 1e-3
+MIN_IMPROVEMENT = 1e-3
 """A plan is better than another where its cost is less by this part."""
 
 PATIENCE = 0.5
 """The part of the budget after which a search ends that found no better plan for any objective."""
 
-BARREN = 1000
+MAX_IDLE_TURNS = 1000
 """Turns in a row without a new candidate after which a generator is over: it may yield None, or what is known, for ever."""
 
-LEAST = 3
+FEWEST_CANDIDATES = 3
 """Candidates that each run evaluates however short its time limit is, as far as there are any."""
 
 
@@ -50,7 +50,7 @@ class _Turn:
     proposals: Iterator[Proposal | None]
     in_vain: int
     """Turns since it last found a better plan for some objective; at the start its place in the list."""
-    barren: int = 0
+    idle: int = 0
     """Turns since it last proposed what was not known."""
 
 
@@ -62,7 +62,7 @@ def run(
 ) -> Archive:
     """The archive of all candidates that the generators propose within the problem's budget.
 
-    After the user's time limit, or at Ctrl-C, the candidates so far are all; after the time limit at least `LEAST`.
+    After the user's time limit, or at Ctrl-C, the candidates so far are all; after the time limit at least `FEWEST_CANDIDATES`.
 
     Args:
       problem: the question.
@@ -74,7 +74,7 @@ def run(
       KeyboardInterrupt: nothing was evaluated yet.
     """
     archive = Archive(problem, known)
-    budget, least = archive.budget, len(archive) + LEAST
+    budget, least = archive.budget, len(archive) + FEWEST_CANDIDATES
     try:
         for name, generator in (baselines or {}).items():
             for proposal in generator(problem, archive):
@@ -116,10 +116,12 @@ def _take_turns(
                 budget.spend(VISIT * FIXED_VISITS)
             else:
                 _evaluate(archive, proposal, turn.name)
-        if any(not is_no_worse(old, new, WORTH) for old, new in zip(best, archive.best_ranks(), strict=False)):
+        if any(
+            not is_no_worse(old, new, MIN_IMPROVEMENT) for old, new in zip(best, archive.best_ranks(), strict=False)
+        ):
             turn.in_vain, end = 0, budget.spent + PATIENCE * budget.work
-        turn.barren = turn.barren + 1 if len(archive) == known else 0
-        if turn.barren == BARREN:
+        turn.idle = turn.idle + 1 if len(archive) == known else 0
+        if turn.idle == MAX_IDLE_TURNS:
             running.remove(turn)
 
 

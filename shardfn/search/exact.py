@@ -34,7 +34,7 @@ from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, Solution, solve
 
-NEAR = 0.02
+MEMORY_MARGIN = 0.02
 """A small part of a peak, for three uses. A cheap labelling near the least peak may exceed it by this part. A solution aims this
 far below a limit, because estimates of memory are rough. Each next solution of `less_memory` must take less than the least
 peak so far by this part."""
@@ -42,7 +42,7 @@ peak so far by this part."""
 BUILD_WORK = 1e4
 """Work per op to build the labelling of a mesh, in the solver's units."""
 
-SOLVE = 4
+SOLVE_EVALUATIONS = 4
 """The most work of one solve, in evaluations of a candidate: a solution whose gap is not closed by then is evaluated as it is."""
 
 PEAK_STEPS = 40
@@ -51,7 +51,7 @@ PEAK_STEPS = 40
 EFFORT = Effort(rounds=4, close=0.005, least_peak=False)
 """For meshes that elimination does not solve: a gap of 0.5 % suffices."""
 
-CLOSE = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1, least_peak=False)
+COARSE_EFFORT = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1, least_peak=False)
 """Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
 
@@ -119,7 +119,7 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
         candidate = archive.best_of(found, level)
         peak = found.peak if candidate is None else candidate.cost.memory.peak
         if peak > problem.memory_limit:
-            for less in within(found, (1 - NEAR) * problem.memory_limit / peak * found.peak, archive):
+            for less in within(found, (1 - MEMORY_MARGIN) * problem.memory_limit / peak * found.peak, archive):
                 yield from constrained(at, less, archive)
         yield None
 
@@ -138,9 +138,9 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
             if (found.axes, found.objective, least) in tried:
                 continue
             tried.add((found.axes, found.objective, least))
-            limit = (1 - NEAR) * least
+            limit = (1 - MEMORY_MARGIN) * least
             for _ in range(2):
-                solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), CLOSE)
+                solution = solve(dataclasses.replace(found.labels, limit=limit), _part(archive), COARSE_EFFORT)
                 if not solution.feasible:
                     yield None
                     break
@@ -148,7 +148,7 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
                 candidate = yield from constrained(at, less, archive)
                 if not candidate.cost.memory.peak:
                     return
-                limit = (1 - NEAR) * (1 - NEAR) * least / candidate.cost.memory.peak * less.peak
+                limit = (1 - MEMORY_MARGIN) * (1 - MEMORY_MARGIN) * least / candidate.cost.memory.peak * less.peak
             if _least_peak(archive) < least:
                 break
         else:
@@ -180,7 +180,7 @@ def solve_mesh(
 def _part(archive: Archive) -> Budget:
     """The budget of one solve. It does not depend on what is left of the search's budget, or a larger budget would change the
     candidates."""
-    return Budget(SOLVE * archive.evaluation_work, archive.budget.seconds_left, archive.budget)
+    return Budget(SOLVE_EVALUATIONS * archive.evaluation_work, archive.budget.seconds_left, archive.budget)
 
 
 def within(found: MeshSolution, limit: float, archive: Archive) -> Iterator[MeshSolution]:
@@ -202,7 +202,7 @@ def _near_least_peak(labels: Labelling, archive: Archive) -> Solution | None:
     least = least_peak(labels, _part(archive), PEAK_STEPS)
     if least is None:
         return None
-    near = solve(dataclasses.replace(labels, limit=(1 + NEAR) * least.peak), _part(archive), CLOSE)
+    near = solve(dataclasses.replace(labels, limit=(1 + MEMORY_MARGIN) * least.peak), _part(archive), COARSE_EFFORT)
     at_peak = Solution(least.choice, total_cost(labels, least.choice), -math.inf, False, False)
     return near if near.feasible else at_peak
 

@@ -18,11 +18,11 @@ from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 from shardfn.units import bytes_text, signed, time_text
 
-NEARLY = 1.05
+ESTIMATE_HOLDS = 1.05
 """An estimate holds for a program that costs at most this multiple of it; a proof for the estimate then says something of the
 program."""
 
-REACHED = 0.01
+ESTIMATE_REACHED = 0.01
 """No more constraints are tried where a candidate's cost differs from its solution's estimate by at most this part."""
 
 
@@ -116,20 +116,22 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
 
 
 def estimate_holds(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
-    """Whether a candidate costs at most `NEARLY` times its solution's estimate at the problem's level, and fits if that does."""
+    """Whether a candidate costs at most `ESTIMATE_HOLDS` times its solution's estimate at the problem's level, and keeps the memory
+    limit if the estimate does."""
     if problem.fits(candidate) < (found.peak <= problem.memory_limit):
         return False
     return is_no_worse(
         problem.rank(candidate)._replace(over=0, ties=()),
         estimated_rank(problem, found)._replace(over=0, ties=()),
-        NEARLY - 1,
+        ESTIMATE_HOLDS - 1,
     )
 
 
 def is_reached(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
-    """Whether a candidate costs what its solution's estimate says (`REACHED`). Where it costs less, the estimate is no bound."""
+    """Whether a candidate costs what its solution's estimate says (`ESTIMATE_REACHED`); if it costs less, the estimate is no
+    bound."""
     estimate, rank = estimated_rank(problem, found).aim[0], problem.rank(candidate).aim[0]
-    return problem.fits(candidate) and abs(rank - estimate) <= REACHED * estimate
+    return problem.fits(candidate) and abs(rank - estimate) <= ESTIMATE_REACHED * estimate
 
 
 def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class OpCosts:
         partial = [np.where(is_scattered, -1, result) for result in layouts.results]
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         if is_sum.any():
-            sums = PartialSums(work, out, is_sum, _summed_in_turn(op, rule), op.name == "dot_general", is_last)
+            sums = PartialSums(work, out, is_sum, _reduction_order(op, rule), op.name == "dot_general", is_last)
             for value, before, after in zip(op.outputs, partial, layouts.results, strict=True):
                 result = self.graph.values[value]
                 scatters = mesh.scatters_to(result.shape, dtype_bits(result.dtype), after, is_scattered)
@@ -126,7 +126,7 @@ class OpCosts:
         return sent, sent_s
 
 
-def _summed_in_turn(op: Op, rule: ShardingRule) -> list[int]:
+def _reduction_order(op: Op, rule: ShardingRule) -> list[int]:
     """The factors that an op sums over, in the order in which the partitioner reduces them."""
     found = [f for dim in rule.operands[op.name == "scatter"] for f in dim if f in rule.reduction]
     return found if op.name == "convolution" else found[::-1]

@@ -15,7 +15,7 @@ from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS, styles
 from shardfn.search.archive import Archive
-from shardfn.search.engine import LEAST, run
+from shardfn.search.engine import FEWEST_CANDIDATES, run
 from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
 from shardfn.search.level_costs import totals
@@ -92,7 +92,7 @@ def test_memory_decides_between_plans_of_almost_the_same_time():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_larger_budget_continues_the_same_sequence_of_candidates(seed):
     few, more = (run(small(seed, visits), GENERATORS) for visits in (300, 1_200))
-    assert LEAST <= len(few) <= len(more)
+    assert FEWEST_CANDIDATES <= len(few) <= len(more)
     assert [made.key for made in few] == [made.key for made in more][: len(few)]
     for level in (0, 1, 2):
         at = problem_of(seed).at(level)
@@ -114,7 +114,7 @@ def test_memory_limit_that_an_evaluated_candidate_keeps_is_kept(seed):
 
 def test_least_candidates_are_evaluated_within_any_budget():
     tiny = run(small(3, 1), GENERATORS)
-    assert len(tiny) == LEAST and tiny.budget.is_over
+    assert len(tiny) == FEWEST_CANDIDATES and tiny.budget.is_over
 
 
 @pytest.mark.parametrize("budget", ["fast", pytest.param("default", marks=pytest.mark.slow), 2_000])
@@ -171,7 +171,7 @@ def none_for_ever(problem, archive):
 def test_generator_that_proposes_nothing_new_for_ever_comes_to_an_end(generator, budget):
     problem = planned_problem(jnp.negative, S((64,), jnp.float32), device="cpu:8")
     archive = run(dataclasses.replace(problem, budget=budget), {"endless": generator}, BASELINES)
-    assert 0 < len(archive) <= LEAST
+    assert 0 < len(archive) <= FEWEST_CANDIDATES
 
 
 @pytest.mark.parametrize(
