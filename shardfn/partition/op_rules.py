@@ -179,10 +179,12 @@ def _indexed(
 
     `rows` are what is read (the result) or written (the updates). An axis can shard a dimension of all three, a
     `window` dimension that the table shares with the rows, if `is_by_index` the `index`, or the rows of the `table`.
-    An axis of the index shards all three only if it does not shard the table otherwise.
+    An axis of the index shards all three only if it does not shard the table otherwise. A dimension of which several elements,
+    but not all, are read or written at once is gathered.
     """
     table, index = op.rule.operands[:2]
     in_table, in_index, in_rows = ({f for dim in dims for f in dim} for dims in (table, index, rows))
+    in_table -= _in_part(op, rows, written, in_index)
     fits = {
         "all": in_table & in_index & in_rows,
         "window": (in_table & in_rows) - in_index,
@@ -213,6 +215,17 @@ def _indexed(
         for axis in found:
             del left[axis]
     return grouped(decided, decided), kinds
+
+
+def _in_part(op: ShardedOp, rows: DimFactors, written: Value, in_index: set[int]) -> set[int]:
+    """The factors of the table's dimensions of which each row takes several elements, but not all: Shardy wants them replicated,
+    like the dimensions of the rows that stand for them, in the same order. Of one element, XLA asks which device has it.
+    """
+    alone = op.rule.replicated - in_index
+    table = [f for dim in op.rule.operands[0] for f in dim if f in alone]
+    sizes = [(f, n) for dim, n in zip(rows, written.shape, strict=True) for f in dim if f in alone]
+    shared, others = {f: n for f, n in sizes if f in table}, iter([n for f, n in sizes if f not in table])
+    return {f for f in table if (shared[f] if f in shared else next(others, 0)) != 1}
 
 
 def windowed(op: ShardedOp) -> OpPartitioning:

@@ -116,8 +116,8 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
 
 
 def estimate_holds(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
-    """Whether a candidate costs at most `ESTIMATE_HOLDS` times its solution's estimate at the problem's level, and keeps the memory
-    limit if the estimate does."""
+    """Whether a candidate costs at most `ESTIMATE_HOLDS` times its solution's estimate at the problem's level, and keeps the
+    memory limit if the estimate does."""
     if problem.fits(candidate) < (found.peak <= problem.memory_limit):
         return False
     return is_no_worse(
