@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -12,6 +13,27 @@ from jax.experimental import topologies
 
 from shardfn.cost.devices.chips import CHIPS, Chip, Hardware
 from shardfn.errors import DeviceError, fail
+
+
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """A second attempt of a compiler that gave up without a device to try on."""
+
+    error: str
+    """A part of the error after which it is made."""
+    options: Mapping[str, bool]
+    """Its compiler options."""
+    note: str
+
+
+RETRIES = {
+    "cuda": Retry(
+        "output tile sizes",
+        {"xla_gpu_enable_triton_gemm": False},
+        "compiled with `xla_gpu_enable_triton_gemm=False`: without a GPU, XLA finds no tiles for a matmul by Triton",
+    )
+}
+"""By a target's platform."""
 
 
 @dataclasses.dataclass(frozen=True)

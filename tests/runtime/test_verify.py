@@ -387,6 +387,22 @@ def test_data_parallel_on_gpus(cuda, device):
     assert arguments["compiled"] == pytest.approx(arguments["predicted"], rel=1e-3)
 
 
+def attention_of_twelve_heads(x, w, o):
+    heads = (x @ w).reshape(*x.shape[:2], 12, 3 * 64)
+    q, k, v = jnp.split(heads, 3, -1)
+    weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32), -1).astype(x.dtype)
+    return x + jnp.einsum("bhts,bshk->bthk", weights, v).reshape(x.shape) @ o
+
+
+@pytest.mark.gpu
+def test_what_triton_finds_no_tiles_for_is_compiled_without_it(cuda):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 77, 768), (768, 3 * 768), (768, 768))]
+    plan = shardfn.plan(attention_of_twelve_heads, *shapes, device="h100:8", style="data_parallel")
+    found = verify.compile_plan(plan)
+    assert any("xla_gpu_enable_triton_gemm" in note for note in found.diagnostics)
+    assert found.flops > 0
+
+
 @pytest.mark.gpu
 def test_pieces_of_weights_on_gpus(cuda):
     found = kinds(shardfn.plan(step, *BIG, in_strategy=SHARDED, device="h100:8", **STEP).verify())
