@@ -23,6 +23,7 @@ functions inside.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -130,8 +131,9 @@ BUILT_IN = tuple(MODES)
 def register(name: str, search: Callable[[SearchProblem], Answer] | CandidateGenerator) -> None:
     """Register a search or a candidate generator of your own under a name, for `search_mode` and the context.
 
-    A search takes a `SearchProblem` and returns the `Answer`, which is taken as it is. A generator takes a `SearchProblem` and
-    the `Archive` of what was evaluated, and yields each `Proposal`. The baselines and the local search come with it.
+    A search takes a `SearchProblem` and returns the `Answer`, which is taken as it is if it fits the problem. A generator takes
+    a `SearchProblem` and the `Archive` of what was evaluated, and yields each `Proposal`. The baselines and the local search
+    come with it.
 
     Args:
       name: a free identifier.
@@ -139,7 +141,7 @@ def register(name: str, search: Callable[[SearchProblem], Answer] | CandidateGen
 
     Raises:
       ContextError: the name is taken, or not an identifier.
-      ContextTypeError: the search is not callable.
+      ContextTypeError: the search cannot be called with one or two arguments.
 
     >>> register("mine", MODES["sharding_propagation"])
     >>> "mine" in MODES
@@ -152,7 +154,20 @@ def register(name: str, search: Callable[[SearchProblem], Answer] | CandidateGen
     if not callable(search):
         fail(ContextTypeError, f"a search must be callable, but it is {a(search)}", where=f"register({name!r}, ...)",
              why="it is called with a SearchProblem and returns an Answer", fix="pass a function")  # fmt: skip
+    if not _parameters(search):
+        fail(ContextTypeError, f"the search {name!r} cannot be called with one or two arguments",
+             where=f"register({name!r}, ...)", why="a search takes a SearchProblem; a generator takes the Archive too",
+             fix="give it one or two parameters without defaults")  # fmt: skip
     MODES[name] = search
+
+
+def _parameters(search: Callable[..., Any]) -> int:
+    """With how many positional arguments a search is called: one if it can be, else two; 0 if neither is possible."""
+    for count in (1, 2):
+        with contextlib.suppress(TypeError, ValueError):  # other parameters; a built-in function without a signature
+            inspect.signature(search).bind(*(None,) * count)
+            return count
+    return 0
 
 
 def forget(name: str) -> None:
@@ -185,12 +200,7 @@ def select(mode: str) -> Search:
 def _registered(mode: str, problem: SearchProblem) -> Answer:
     """The answer of a registered search, or of the search with a registered generator."""
     search: Any = MODES[mode]
-    if len(inspect.signature(search).parameters) == 2:
+    if _parameters(search) == 2:
         own = functools.partial(proposal_checks.checked, mode, search)
         return search_with(f"search {mode!r}", {mode: own, **LOCAL_SEARCH}, problem)
-    answer: object = search(problem)
-    if not isinstance(answer, Answer):
-        fail(ContextTypeError, f"the search {mode!r} returned {a(answer)}", where=f"search_mode = {mode!r}",
-             why="a search takes a SearchProblem and returns an Answer; a generator takes the Archive too",
-             fix='return one, such as that of MODES["sharding_propagation"](problem)')  # fmt: skip
-    return answer
+    return proposal_checks.checked_answer(mode, search(problem), problem)

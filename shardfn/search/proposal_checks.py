@@ -1,4 +1,4 @@
-"""What is wrong with a proposal of a user's generator: the built-in ones need no check."""
+"""What is wrong with an answer of a user's search, or a proposal of a user's generator: the built-in ones need no check."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import ContextTypeError, StrategyError, a, fail
-from shardfn.ir.model import Axes, axes_of
+from shardfn.ir.model import Axes, OpConstraint, axes_of
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator
-from shardfn.search.problem import Proposal, SearchProblem
+from shardfn.search.problem import Answer, Proposal, SearchProblem
 
 
 def checked(
@@ -32,22 +32,61 @@ def checked(
         if not isinstance(proposal, Proposal | None):
             fail(ContextTypeError, f"the generator {name!r} yielded {a(proposal)}", where=where,
                  why="a candidate is a Proposal", fix="yield a Proposal, or None to end the turn")  # fmt: skip
+        if proposal is not None and not isinstance(proposal.name, str):
+            fail(ContextTypeError, f"the generator {name!r} named a proposal {proposal.name!r}", where=where,
+                 why="reports show the name", fix="name it by a text")  # fmt: skip
         if proposal is not None and (why := fault(problem, proposal)):
             fail(StrategyError, f"the generator {name!r} yielded a proposal that does not fit this call: {proposal.name}",
                  where=where, why=why, fix="take mesh, shapes and entries from the SearchProblem")  # fmt: skip
         yield proposal
 
 
-def fault(problem: SearchProblem, proposal: Proposal) -> str:
-    """Why a proposal is not a choice for a problem; empty if it is one."""
+def checked_answer(name: str, answer: object, problem: SearchProblem) -> Answer:
+    """The answer of a user's search.
+
+    Raises:
+      ContextTypeError: it is no `Answer`.
+      StrategyError: it does not fit the problem, or contradicts the user's entries.
+    """
+    where = f"search_mode = {name!r}"
+    if not isinstance(answer, Answer):
+        fail(ContextTypeError, f"the search {name!r} returned {a(answer)}", where=where,
+             why="a search takes a SearchProblem and returns an Answer; a generator takes the Archive too",
+             fix='return one, such as that of MODES["sharding_propagation"](problem)')  # fmt: skip
+    why = fault(problem, answer)
+    if not why and len(answer.reasons) != len(problem.shapes):
+        why = f"it has {len(answer.reasons)} reasons for {len(problem.shapes)} arguments"
+    if why:
+        fail(StrategyError, f"the search {name!r} returned an answer that does not fit this call",
+             where=where, why=why, fix="take mesh, shapes and entries from the SearchProblem")  # fmt: skip
+    return answer
+
+
+def fault(problem: SearchProblem, choice: Proposal | Answer) -> str:
+    """Why a proposal or an answer is not a choice for a problem; empty if it is one."""
+    if not all(isinstance(of, Mapping) for of in (choice.constraints, choice.result_specs)):
+        return "constraints and result_specs must be dictionaries"
+    if not all(isinstance(constraint, OpConstraint) for constraint in choice.constraints.values()):
+        return "a constraint must be an OpConstraint"
     try:
-        hash(proposal.key)
-        return _fault(problem, proposal)
+        hash((choice.axes, choice.specs, *choice.result_specs.items()))
+        return _axes_fault(problem, choice.axes) or _fault(problem, choice)
     except TypeError:
         return "axes and shardings must be tuples of tuples, such as (('a', 8),) and (('a',), ())"
 
 
-def _fault(problem: SearchProblem, proposal: Proposal) -> str:
+def _axes_fault(problem: SearchProblem, axes: Any) -> str:
+    if not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
+        return f"its mesh is {axes}, and a mesh is a tuple of pairs of a name and a size"
+    for name, size in axes:
+        if not isinstance(name, str) or not name.isprintable() or not name.strip() or '"' in name:
+            return f"its mesh has an axis named {name!r}"
+        if not isinstance(size, int) or size < 1:
+            return f"its axis {name!r} has the size {size!r}"
+    return ""
+
+
+def _fault(problem: SearchProblem, proposal: Proposal | Answer) -> str:
     axes, specs = proposal.axes, proposal.specs
     sizes = dict(axes)
     if problem.axes and axes != problem.axes:
@@ -69,7 +108,7 @@ def _fault(problem: SearchProblem, proposal: Proposal) -> str:
     return _constraint_fault(problem, proposal, axes)
 
 
-def _constraint_fault(problem: SearchProblem, proposal: Proposal, axes: Axes) -> str:
+def _constraint_fault(problem: SearchProblem, proposal: Proposal | Answer, axes: Axes) -> str:
     for index, constraint in proposal.constraints.items():
         if index not in problem.can_constrain:
             return f"op {index} cannot be constrained"

@@ -183,6 +183,13 @@ def test_generator_that_proposes_nothing_new_for_ever_comes_to_an_end(generator,
         (Proposal("p", (("a", 8),), (((), ()),)), "1 shardings for 3 arguments"),
         (Proposal("p", [["a", 8]], [[["a"], []], [[], []], [[], []]]), "tuples"),  # pyright: ignore
         (Proposal("p", (("a", 8),), (((), ()),) * 3, {99: OpConstraint((), ())}), "op 99 cannot be constrained"),
+        (Proposal("p", (("a", 8),), (((), ()),) * 3, {0: "rows"}), "must be an OpConstraint"),  # pyright: ignore
+        (Proposal("p", (("a", 8),), (((), ()),) * 3, None), "must be dictionaries"),  # pyright: ignore
+        (Proposal("p", (("a", -8), ("b", -1)), (((), ()),) * 3), "its axis 'a' has the size -8"),
+        (Proposal("p", (("a", 8.0),), (((), ()),) * 3), "has the size 8.0"),  # pyright: ignore
+        (Proposal("p", (('a"b', 8),), (((), ()),) * 3), "an axis named"),
+        (Proposal("p", (("a", 8, 1),), (((), ()),) * 3), "a tuple of pairs"),  # pyright: ignore
+        (Proposal(None, (("a", 8),), (((), ()),) * 3), "reports show the name"),  # pyright: ignore
         ("rows", "a candidate is a Proposal"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, search
-from shardfn.errors import ContextError, ContextTypeError
+from shardfn.errors import ContextError, ContextTypeError, StrategyError
 from tests.search.problems import S, looped, two_layers
 
 MODES = ("auto", "sharding_propagation", "dynamic_programming", "recursive_programming")
@@ -127,6 +127,45 @@ def test_registered_search_that_returns_no_answer_is_refused():
             shardfn.plan(two_layers, *PROGRAMS["two layers"][1].values(), search_mode="nothing")
     finally:
         search.forget("nothing")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (search.Answer((("a", 8),), (((), ()),) * 3, ("",) * 3, "mine"), "by an entry"),
+        (search.Answer((("a", 8),), ((("a",), ()),), ("",), "mine"), "1 shardings for 3 arguments"),
+        (search.Answer((("a", 8),), ((("a",), ()),) * 3, ("",), "mine"), "1 reasons for 3 arguments"),
+        (search.Answer((("a", 5),), ((("a",), ()),) * 3, ("",) * 3, "mine"), "that of the entries"),
+        (search.Answer((("a", 8),), ((("a",), ()), (None,), ((), ())), ("",) * 3, "mine"), "one tuple of axes"),
+    ],
+)
+def test_answer_of_a_registered_search_that_does_not_fit_is_refused(answer, why):
+    """Entries are never overruled."""
+    search.register("wrong", lambda problem: answer)
+    try:
+        args = PROGRAMS["two layers"][1].values()
+        with pytest.raises(StrategyError, match=why):
+            shardfn.plan(two_layers, *args, search_mode="wrong", in_strategy=((8, 1), AUTO, AUTO))
+    finally:
+        search.forget("wrong")
+
+
+def test_registered_search_may_return_what_a_built_in_one_finds():
+    for mode in ("sharding_propagation", "auto"):
+        search.register("mine", search.MODES[mode])
+        try:
+            args = PROGRAMS["two layers"][1].values()
+            options = {"in_strategy": ((2, 1), AUTO, AUTO)}
+            own, known = (shardfn.plan(two_layers, *args, search_mode=m, **options) for m in ("mine", mode))
+            assert [d.spec for d in own.inputs] == [d.spec for d in known.inputs]
+        finally:
+            search.forget("mine")
+
+
+@pytest.mark.parametrize("function", [lambda: None, lambda a, b, c: None, max])
+def test_register_of_a_function_with_other_parameters_is_refused(function):
+    with pytest.raises(ContextTypeError, match="cannot be called with one or two arguments"):
+        search.register("mine", function)
 
 
 def test_register_of_a_bad_name_is_refused():
