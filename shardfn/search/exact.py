@@ -27,7 +27,7 @@ from shardfn.search.mesh_solution import (
     estimated_rank,
 )
 from shardfn.search.meshes import meshes, three_axis_meshes
-from shardfn.search.objectives import MEMORY, TIME, Rank, is_no_worse
+from shardfn.search.objectives import MEMORY, Rank, is_no_worse
 from shardfn.search.problem import Proposal, SearchProblem
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import Array, Labelling, total_cost
@@ -77,13 +77,15 @@ def three_axes(objective: Objective, problem: SearchProblem, archive: Archive) -
 
 
 def best_first(problem: SearchProblem, found: Sequence[MeshSolution], archive: Archive) -> Iterator[Proposal]:
-    """Proposals of solutions, those of the best estimate first. The first makes one at least; one whose estimate does not beat
+    """Proposals of solutions, those of the best estimate first; of equals, as peaks often are, those of the least cost for the
+    solver. The first makes one at least; one whose estimate does not beat
     the best candidate makes no more.
 
     Estimates count less where a candidate on the mesh of a solution, of whichever generator, was better than its estimate.
     """
     archive.solutions += found
-    ranked = sorted(((estimated_rank(problem, one), one) for one in found), key=lambda pair: pair[0])
+    ranked = [(estimated_rank(problem, one), one) for one in found]
+    ranked.sort(key=lambda pair: (pair[0].over, pair[0].aim[0], pair[1].solution.cost, pair[0].ties))
     is_first = True
     for estimate, solution in ranked:
         for proposal in constrained(problem, solution, archive):
@@ -125,7 +127,8 @@ def within_limit(level: int, problem: SearchProblem, archive: Archive) -> Iterat
 
 
 def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal | None]:
-    """The generator of the best solutions within less memory than the least so far, on one mesh after the other.
+    """The generator of the best solutions within less memory than the least so far, on one mesh after the other, in the order of
+    the solver's cost, which is in seconds for both objectives.
 
     The solver's limit is scaled by what the candidates of a mesh hold, as estimates of memory are rough.
     """
@@ -133,7 +136,7 @@ def less_memory(problem: SearchProblem, archive: Archive) -> Iterator[Proposal |
     tried = set[object]()
     while least := _least_peak(archive):
         every = [one for one in archive.solutions if one.objective in (LEAST_TIME, LEAST_SENT) and one.peak < math.inf]
-        every.sort(key=lambda one: estimated_rank(problem.at(TIME), one))
+        every.sort(key=lambda one: one.solution.cost)
         for found in every:
             if (found.axes, found.objective, least) in tried:
                 continue

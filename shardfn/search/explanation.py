@@ -36,10 +36,12 @@ def answer_of(what: str, archive: Archive) -> Answer:
         policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
         reason = "better than what the solver and the baselines found"
     elif origin in BASELINE_GENERATORS:
-        policy = f"{begin}, meshes tried: {tried}; as a program a baseline has the lower cost: {start}"
+        policy = f"{begin}, meshes tried: {tried}; the plan is a baseline, the cheapest as a program: {start}"
         reason = f"a baseline, cheaper than the plan of the solver: {start}"
     else:
-        policy = f"{begin}, meshes tried: {tried}; as a program a candidate of {origin!r} has the lowest cost: {start}"
+        policy = (
+            f"{begin}, meshes tried: {tried}; the plan is a candidate of {origin!r}, the cheapest as a program: {start}"
+        )
         reason = f"a candidate of {origin!r}: {start}"
     return Answer(
         best.axes, best.specs, tuple("" if given is not None else reason for given in problem.specs), policy,

@@ -154,7 +154,9 @@ def test_policy_names_the_generator_whose_candidate_is_the_plan():
     mine = Proposal("rows", (("a", 8),), ((("a",), ()), ((), ()), ((), ())))
     problem = planned_problem(two_layers, *LAYERS, device="h100:8")
     archive = run(problem, {"by_hand": lambda problem, archive: iter([mine])})
-    assert "a candidate of 'by_hand' has the lowest cost: rows" in answer_of("search", archive).policy
+    assert (
+        "the plan is a candidate of 'by_hand', the cheapest as a program: rows" in answer_of("search", archive).policy
+    )
 
 
 def known_for_ever(problem, archive):
