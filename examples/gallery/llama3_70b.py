@@ -21,8 +21,8 @@ def program(size: str) -> Program:
 
 
 NOTES = """
-Each plan was found on two CPU cores, from shapes alone. libtpu's programs for the 256 chips send 0.97, 1.04 and 1.01 times the
-predicted bytes, and their peak memory is 0.90, 1.05 and 0.86 times the predicted one.
+Each plan was found on two CPU cores, from shapes alone. The predicted bytes are 1.03, 0.97 and 0.99 times those of libtpu's
+programs for the 256 chips, and the predicted peaks 1.11, 0.95 and 1.16 times theirs.
 
 The fewer sequences a batch has, the more the layers are tensor parallel. With one sequence for each chip, tensor parallelism
 over `t` chips sends about `(t - 1) * 80` GiB of activations, and FSDP over the others about `380 / t` GiB of weights and
