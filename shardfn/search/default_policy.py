@@ -19,7 +19,8 @@ def search(problem: SearchProblem) -> Answer:
     """Follow the given shardings, or shard the best single dimension group."""
     given = tuple(spec for spec in problem.specs if spec is not None)
     if len(given) == len(problem.specs):
-        return Answer(_axes(problem), given, ("",) * len(given), "every sharding was given")
+        text = "every sharding was given" if problem.devices > 1 else "one device: there is nothing to shard"
+        return Answer(_axes(problem), given, ("",) * len(given), text)
     return follow(problem) if problem.shards_given else shard_one_group(problem)
 
 
