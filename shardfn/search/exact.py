@@ -8,6 +8,7 @@ estimate says.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -56,10 +57,12 @@ COARSE_EFFORT = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1,
 
 
 def generate(objective: Objective, problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
-    """The generator of the exact search for an objective of the solver, which solves every mesh of one or two axes first."""
+    """The generator of the exact search for an objective of the solver, which first solves every mesh of one or two axes that the
+    time limit leaves time for."""
     at = problem.at(objective.level)
     by_size = sorted(meshes(problem), key=lambda axes: sum(size for _, size in axes))
-    found = [solve_mesh(at, objective, axes, archive) for axes in by_size]
+    within_time = itertools.takewhile(lambda axes: archive.budget.seconds_left > 0, by_size)
+    found = [solve_mesh(at, objective, axes, archive) for axes in within_time]
     yield from best_first(at, [one for one in found if one is not None], archive)
 
 

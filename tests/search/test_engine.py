@@ -13,7 +13,7 @@ import shardfn
 from shardfn import AUTO, search
 from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.ir.model import OpConstraint
-from shardfn.search import BASELINES, GENERATORS, styles
+from shardfn.search import BASELINES, GENERATORS, exact, styles
 from shardfn.search.archive import Archive
 from shardfn.search.engine import FEWEST_CANDIDATES, run
 from shardfn.search.exact import best_first, solve_mesh
@@ -212,6 +212,17 @@ def test_registered_generator_cannot_overrule_an_entry():
             shardfn.plan(two_layers, *LAYERS, device="h100:8", search_mode="wrong", in_strategy=((4, 2), AUTO, AUTO))
     finally:
         search.forget("wrong")
+
+
+def test_time_limit_leaves_out_meshes():
+    problem = planned_problem(two_layers, *LAYERS, device="h100:64")
+    ended = dataclasses.replace(problem, seconds=0.0)
+    solved = []
+    for each in (problem, ended):
+        archive = Archive(each)
+        next(exact.generate(LEAST_TIME, each, archive), None)
+        solved.append(len(archive.solutions))
+    assert solved == [len(meshes(problem)), 0]
 
 
 def test_interrupt_gives_the_best_so_far():
