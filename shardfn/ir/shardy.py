@@ -43,6 +43,9 @@ RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
+_PRIMITIVE = re.compile(r'(?<=/)[^"/]*(?=")|(?<=^loc\(")[^"/]*(?=")')
+"""The name of the primitive in a location."""
+
 _INNER = re.compile(INNER_AXIS + r"(\d+)")
 
 Place = tuple[int, int]
@@ -247,10 +250,11 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
     before = {place: ready.op_at(body, place) for place, *_ in wanted}  # all are looked up before any is added
     for place, n in held:
         op = op_at[place]
-        for result, spec in zip(op.results, constraints[n].results, strict=True):
+        for made, spec in zip(op.results, constraints[n].results, strict=True):
+            last, result = _returned(op, made)
             uses = [(use.owner.operation, use.operand_number) for use in result.uses]
             if spec is not None:
-                with ir.InsertionPoint.after(op):
+                with ir.InsertionPoint.after(last):
                     new = sdy.ShardingConstraintOp(result, ready.sharding(spec), loc=op.location).result
                 for user, number in uses:
                     user.operands[number] = new
@@ -260,6 +264,20 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
             op.operands[position] = sdy.ShardingConstraintOp(
                 op.operands[position], ready.sharding(spec), loc=op.location
             ).result
+
+
+def _returned(op: Any, result: Any) -> tuple[Any, Any]:
+    """The op that makes what a jaxpr's equation returns for a result of its op, and that value.
+
+    JAX lowers some equations, such as a gather that fills rows out of bounds, to an op and a `select` of its result: their
+    locations differ in the name of the primitive alone.
+    """
+    users = [use.owner.operation for use in result.uses]
+    if len(users) == 1 and users[0].name == "stablehlo.select":
+        of_user, own = (_PRIMITIVE.sub("", str(of.location), count=1) for of in (users[0], op))
+        if of_user == own:
+            return users[0], users[0].results[0]
+    return op, result
 
 
 def _place_inner(main: Any, inner: Mapping[int, InnerSpec]) -> None:

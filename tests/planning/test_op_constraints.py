@@ -256,3 +256,21 @@ def test_what_a_gradient_recomputes_stays_behind_barriers():
              if "differentiated" in eqn.params]  # fmt: skip
     assert found == [True]
     np.testing.assert_array_equal(again(X), gradient(X))
+
+
+def embedded(table, ids, weights):
+    return jnp.sum(jnp.take(table, ids, axis=0) @ weights) ** 2
+
+
+def test_a_constraint_on_a_gather_that_fills_holds_what_its_equation_returns():
+    """JAX lowers the gather to two ops, of which the second one, a select, makes the result that the constraint is put on. One
+    product reads it sharded, the other one replicated."""
+    shapes = ((60, 30), jnp.float32), ((12, 7), jnp.int32), ((30, 18), jnp.float32)
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    function, devices = jax.grad(embedded, argnums=(0, 2)), jax.devices()[:6]
+    made = shardfn.plan(function, *args, device=devices, level=0, compile_candidates=6)
+    assert any(c.kind == "gather" for c in made.constraints)
+    kinds = made.verify().to_dict()["compiled"]["kinds"]
+    assert {kind: k["predicted"]["bytes_sent"] for kind, k in kinds.items()} == {
+        kind: k["compiled"]["bytes_sent"] for kind, k in kinds.items()
+    }
