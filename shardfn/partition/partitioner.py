@@ -28,6 +28,7 @@ from shardfn.ir.model import (
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
 from shardfn.partition.combine_reductions import scatter_into_addend
+from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.dead_carries import without_dead_carries
 from shardfn.partition.op_rules import rule_for
 from shardfn.partition.platforms import collective_rules
@@ -139,7 +140,7 @@ class _Partitioner(ProgramBuilder):
     def partition(self) -> PartitionedProgram:
         own = {c.result: c for c in self.given.communications}
         is_sharded = list(map(any, self.specs)).__getitem__
-        graph = self.given.graph
+        graph = with_counted_rows(self.given.graph, self.platform)
         ops = [_rotation(graph, op) if op.name == "concatenate" else op for op in graph.ops]
         if self.rules.combines_reductions:
             ops = scatter_into_addend(ops, self.filled, graph.outputs)

@@ -51,6 +51,8 @@ class CollectiveRules:
     reads what arrives."""
     sends_halo_rows_once: bool = False
     """Whether rows that neighbours on both sides read are sent in one collective-permute."""
+    sees_counting_indices: bool = True
+    """Whether it sees that a column of an index counts along a dimension (`counting_indices`)."""
     hoists_invariants: bool = False
     """Whether it computes before a loop what the loop does not change (`loop_invariants`)."""
     hoists_gathers: bool = False
@@ -83,6 +85,7 @@ _RULES = {
     "cpu": CollectiveRules(
         makes_reduce_scatters=False,
         combines_reductions=False,
+        sees_counting_indices=False,
         sent_as={"bf16": "f32"},
         hoists_invariants=True,
         hoists_gathers=True,

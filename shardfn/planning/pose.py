@@ -25,6 +25,7 @@ from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec, mesh_text
+from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.partition.xla_bugs import aborts_if_constrained
 from shardfn.planning.call_function import CallFunction, pure_function
@@ -326,6 +327,7 @@ def _problem(
 ) -> SearchProblem:  # fmt: skip
     traced, hardware, bounds = call.traced, call.hardware, call.search
     graph = with_hoisted_trips(traced.graph, hardware.platform, lambda v: int(array_bytes(traced.graph.values[v])))
+    graph = with_counted_rows(graph, hardware.platform)
     outputs = list(zip(traced.outputs, call.outputs, propagation.given, strict=True))
     inner = {value: propagation.inner[number] for value, number in graph.inner.items()}
     of_calls = {entry.number for entry in call.inner if entry.is_operand}

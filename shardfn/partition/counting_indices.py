@@ -1,0 +1,93 @@
+"""Gathers and scatters of which a column of the index counts along a dimension: `x[jnp.arange(len(i)), i]`.
+
+Row `n` of the index then needs row `n` of the table alone. XLA on GPUs and TPUs sees it and keeps both sharded alike; on CPU the
+column is hidden behind the `select` that makes negative indices positive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from shardfn.ir.model import Graph, Op, ShardingRule
+from shardfn.partition.platforms import collective_rules
+
+_KEEPS_NUMBERS = frozenset({"reshape", "broadcast_in_dim", "convert", "reshard", "sharding_constraint"})
+"""Ops whose result has the numbers of their first operand."""
+
+
+def with_counted_rows(graph: Graph, platform: str) -> Graph:
+    """The graph with the dimensions of tables that indices count along as factors of these indices, as far as the platform's XLA
+    backend sees it (`CollectiveRules.sees_counting_indices`).
+    """
+    if not collective_rules(platform).sees_counting_indices:
+        return graph
+    ops = tuple(_counted(graph, op) for op in graph.ops)
+    is_same = all(a is b for a, b in zip(ops, graph.ops, strict=True))
+    return graph if is_same else dataclasses.replace(graph, ops=ops)
+
+
+def _counted(graph: Graph, op: Op) -> Op:
+    if op.name not in ("gather", "scatter") or op.rule is None or len(op.outputs) != 1:
+        return op
+    table, index = op.rule.operands[:2]
+    rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
+    others = {f for dim in (*index, *rows) for f in dim}
+    chosen = [d for d, dim in enumerate(table) if others.isdisjoint(dim)]
+    columns = _columns(graph, op.inputs[1])
+    if len(chosen) != len(columns):
+        return op
+    shared = []
+    for d, column in zip(chosen, columns, strict=True):
+        along = _counted_along(graph, column)
+        sizes = graph.values[op.inputs[0]].shape[d], None if along is None else graph.values[op.inputs[1]].shape[along]
+        if along is not None and sizes[0] == sizes[1] and len(table[d]) == len(index[along]) == 1:
+            shared.append((table[d][0], index[along][0]))
+    return dataclasses.replace(op, rule=_with_shared(op.rule, op.name, tuple(shared))) if shared else op
+
+
+@functools.lru_cache(1 << 10)
+def _with_shared(rule: ShardingRule, name: str, shared: tuple[tuple[int, int], ...]) -> ShardingRule:
+    """The rule with a factor of the index, the second of each pair, in the place of the table's, the first."""
+    factor = dict(shared)
+
+    def replaced(dims: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(factor.get(f, f) for f in dim) for dim in dims)
+
+    result = replaced(rule.results[0]) if name == "scatter" else rule.results[0]
+    return dataclasses.replace(
+        rule,
+        operands=(replaced(rule.operands[0]), *rule.operands[1:]),
+        results=(result,),
+        reduction=rule.reduction - {f for pair in shared for f in pair},
+        replicated=rule.replicated - {f for pair in shared for f in pair},
+    )
+
+
+def _columns(graph: Graph, index: int) -> tuple[int, ...]:
+    """The parts of an index, one for each dimension of the table that it chooses in; none if they are not known."""
+    maker = graph.maker(index)
+    while maker is not None and maker.name in ("reshard", "sharding_constraint"):
+        index = maker.inputs[0]
+        maker = graph.maker(index)
+    parts = maker.inputs if maker is not None and maker.name == "concatenate" else (index,)
+    return parts if all(graph.values[v].shape[-1:] == (1,) for v in parts) else ()
+
+
+def _counted_along(graph: Graph, value: int) -> int | None:
+    """The dimension along which a value counts 0, 1, 2, …; None if there is none."""
+    op = graph.maker(value)
+    if op is None:
+        return None
+    if op.name == "iota":
+        return 0 if len(graph.values[value].shape) == 1 else None
+    if op.name == "select":  # of negative numbers, of which there are none
+        test = graph.maker(op.inputs[0], "compare")
+        return _counted_along(graph, op.inputs[2]) if test is not None and test.inputs[0] == op.inputs[2] else None
+    if op.name not in _KEEPS_NUMBERS:
+        return None
+    along = _counted_along(graph, op.inputs[0])
+    if along is None or op.rule is None:
+        return along
+    factors = op.rule.operands[0][along]
+    return next((d for d, dim in enumerate(op.rule.results[0]) if dim == factors), None)
