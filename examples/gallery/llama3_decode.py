@@ -63,9 +63,9 @@ def program(size: str) -> Program:
 
 
 NOTES = """
-The temporaries of the compiled program are as large as the cache. libtpu stores the cache in another layout inside the loop,
-with the batch along the sublanes of a tile in the place of the positions. It copies the cache to that layout before the loop
-and back behind it, although the cache is donated. The prediction counts no copy.
+libtpu stores the cache in another layout inside the loop, with the batch along the sublanes of a tile in the place of the
+positions. It copies the cache to that layout before the loop and back behind it, although the cache is donated. The prediction
+counts no copy. With the plan of 2026-11-26 the temporaries were as large as the cache.
 """
 
 if __name__ == "__main__":

@@ -121,8 +121,8 @@ def program(size: str) -> Program:
 
 NOTES = """
 The program has tens of thousands of ops, as no loop holds its layers, and a candidate takes seconds to evaluate. The plan is made
-with `budget="fast"`, and was not compiled at full size. The batch is half of Stable Diffusion's, so that the activations kept
-for the gradient fit without `nn.remat`.
+with `budget="fast"`. The batch is half of Stable Diffusion's, so that the activations kept for the gradient fit without
+`nn.remat`.
 """
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def program(size: str) -> Program:
 
 NOTES = """
 libtpu makes an all-reduce of each all-gather over all chips of a three-dimensional torus, which sends twice the bytes: the
-prediction counts them. FSDP of every array over all 1,024 chips sent 245 GiB when it was compiled on 2026-11-25. The plan keeps
-one kernel of the hidden layer replicated, shards the attention's over 32 chips, and sends a fifth less.
+prediction counts them. FSDP of every array over all 1,024 chips sent 245 GiB when it was compiled on 2026-11-25. The plan
+shards weights over 128 of the chips, and sends a third less.
 """
 
 if __name__ == "__main__":
