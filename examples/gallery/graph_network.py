@@ -98,9 +98,5 @@ def program(size: str) -> Program:
     return training(loss, parameters(cfg), batch, None if size == "tiny" else "tpu-v5e:4x8", level="time")
 
 
-NOTES = """
-The plan was not compiled: libtpu had not finished after two minutes of CPU time.
-"""
-
 if __name__ == "__main__":
     show(program)
