@@ -10,9 +10,11 @@ import dataclasses
 import functools
 
 from shardfn.ir.model import Graph, Op, ShardingRule
+from shardfn.ir.op_traits import REARRANGING
 from shardfn.partition.platforms import collective_rules
 
-_KEEPS_NUMBERS = frozenset({"reshape", "broadcast_in_dim", "convert", "reshard", "sharding_constraint"})
+_RESHARDED = frozenset({"reshard", "sharding_constraint"})
+_KEEPS_NUMBERS = REARRANGING | _RESHARDED | {"broadcast_in_dim"}
 """Ops whose result has the numbers of their first operand."""
 
 
@@ -67,7 +69,7 @@ def _with_shared(rule: ShardingRule, name: str, shared: tuple[tuple[int, int], .
 def _columns(graph: Graph, index: int) -> tuple[int, ...]:
     """The parts of an index, one for each dimension of the table that it chooses in; none if they are not known."""
     maker = graph.maker(index)
-    while maker is not None and maker.name in ("reshard", "sharding_constraint"):
+    while maker is not None and maker.name in _RESHARDED:
         index = maker.inputs[0]
         maker = graph.maker(index)
     parts = maker.inputs if maker is not None and maker.name == "concatenate" else (index,)

@@ -193,7 +193,7 @@ def test_settings_without_meaning_for_a_call_change_nothing_in_it():
         assert shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 4))) == plain
 
 
-@pytest.mark.parametrize("mode", some_slow(shardfn.search.MODES, ["auto"]))
+@pytest.mark.parametrize("mode", some_slow([*shardfn.search.MODES], ["auto"]))
 def test_search_mode_of_the_context(mode):
     set_auto_parallel_context(search_mode=mode)
     np.testing.assert_array_equal(shard(dense)(X, W), X @ W)
