@@ -25,6 +25,9 @@ PAGES = [README, *sorted(p for p in DOCS.rglob("*.md") if p.relative_to(DOCS).pa
 SLOW = {
     "flax-nnx.md": "tests/test_nnx_arguments.py, tests/frontend/test_callee.py, tests/train/test_models.py",
     "plan-70b.md": "README.md plans 70B for 256 chips, and docs/how-to/what-if.md asks what if",
+    "mixture-of-experts.md": "tests/experts",
+    "own-mesh.md": "tests/runtime/test_ambient_mesh.py",
+    "recompute.md": "tests/train/test_remat.py",
     "limit-memory.md": "tests/search/test_memory_limit.py; closed-over arrays in tests/frontend/test_closed_over.py",
     "pictures.md": "tests/draw draws every kind",
 }

@@ -36,7 +36,7 @@ def unsharded():
     return get
 
 
-@pytest.mark.parametrize("name", some_slow(TRAINED, {"t5", "vit", "moe"}))
+@pytest.mark.parametrize("name", some_slow(TRAINED, {"t5", "vit", "moe", "gpt2", "gpt2 scanned", "llama", "resnet"}))
 def test_three_steps_lower_the_loss(name, unsharded):
     _, args, step, out = unsharded(name)
     losses = [float(out[-1])]

@@ -481,7 +481,7 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("function", some_slow(TRANSPOSED, {"cumlogsumexp"}))
+@pytest.mark.parametrize("function", some_slow(TRANSPOSED, {"cumlogsumexp", "cummax", "associative_scan"}))
 def test_gradients_outside_whose_transposes_pad_between_elements_or_crop_are_right(function):
     """JAX writes the transpose of a strided slice, a pad or a strided window as a pad that XLA may compute wrongly."""
     x = 1 + 0.1 * np.random.default_rng(5).normal(size=(16, 2)).astype("float32")

@@ -366,7 +366,7 @@ def beside(name):
     return text, step.model(state), value
 
 
-@pytest.mark.parametrize("name", some_slow([*BESIDE], {"one each", "numbers"}))
+@pytest.mark.parametrize("name", some_slow([*BESIDE], {"one each", "numbers", "level 2", "level 3"}))
 def test_with_all_the_rest(name):
     text, model, value = beside(name)
     kinds = ("all-reduce", "all-gather", "reduce-scatter")
