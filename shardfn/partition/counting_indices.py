@@ -39,11 +39,11 @@ def _counted(graph: Graph, op: Op) -> Op:
     columns = _columns(graph, op.inputs[1])
     if len(chosen) != len(columns):
         return op
+    rows_of, numbers_of = (graph.values[v].shape for v in op.inputs[:2])
     shared = []
     for d, column in zip(chosen, columns, strict=True):
         along = _counted_along(graph, column)
-        sizes = graph.values[op.inputs[0]].shape[d], None if along is None else graph.values[op.inputs[1]].shape[along]
-        if along is not None and sizes[0] == sizes[1] and len(table[d]) == len(index[along]) == 1:
+        if along is not None and rows_of[d] == numbers_of[along] and len(table[d]) == len(index[along]) == 1:
             shared.append((table[d][0], index[along][0]))
     return dataclasses.replace(op, rule=_with_shared(op.rule, op.name, tuple(shared))) if shared else op
 
@@ -51,7 +51,7 @@ def _counted(graph: Graph, op: Op) -> Op:
 @functools.lru_cache(1 << 10)
 def _with_shared(rule: ShardingRule, name: str, shared: tuple[tuple[int, int], ...]) -> ShardingRule:
     """The rule with a factor of the index, the second of each pair, in the place of the table's, the first."""
-    factor = dict(shared)
+    factor, either = dict(shared), {f for pair in shared for f in pair}
 
     def replaced(dims: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(factor.get(f, f) for f in dim) for dim in dims)
@@ -61,17 +61,15 @@ def _with_shared(rule: ShardingRule, name: str, shared: tuple[tuple[int, int], .
         rule,
         operands=(replaced(rule.operands[0]), *rule.operands[1:]),
         results=(result,),
-        reduction=rule.reduction - {f for pair in shared for f in pair},
-        replicated=rule.replicated - {f for pair in shared for f in pair},
+        reduction=rule.reduction - either,
+        replicated=rule.replicated - either,
     )
 
 
 def _columns(graph: Graph, index: int) -> tuple[int, ...]:
     """The parts of an index, one for each dimension of the table that it chooses in; none if they are not known."""
-    maker = graph.maker(index)
-    while maker is not None and maker.name in _RESHARDED:
-        index = maker.inputs[0]
-        maker = graph.maker(index)
+    while (maker := graph.maker(index)) is not None and maker.name in _RESHARDED:
+        (index,) = maker.inputs
     parts = maker.inputs if maker is not None and maker.name == "concatenate" else (index,)
     return parts if all(graph.values[v].shape[-1:] == (1,) for v in parts) else ()
 
@@ -83,9 +81,11 @@ def _counted_along(graph: Graph, value: int) -> int | None:
         return None
     if op.name == "iota":
         return 0 if len(graph.values[value].shape) == 1 else None
-    if op.name == "select":  # of negative numbers, of which there are none
-        test = graph.maker(op.inputs[0], "compare")
-        return _counted_along(graph, op.inputs[2]) if test is not None and test.inputs[0] == op.inputs[2] else None
+    if op.name == "select":  # adds the size to negative numbers, of which there are none
+        same = op.inputs[2]
+        makers = graph.maker(op.inputs[0], "compare"), graph.maker(op.inputs[1], "add")
+        is_wrapped = all(made is not None and made.inputs[0] == same for made in makers)
+        return _counted_along(graph, same) if is_wrapped else None
     if op.name not in _KEEPS_NUMBERS:
         return None
     along = _counted_along(graph, op.inputs[0])

@@ -58,6 +58,15 @@ def test_counted_rows_are_hidden_from_the_compiler_of_the_cpu():
     assert all(p.bytes_sent == c.bytes_sent for _, p, c in found.kinds)
 
 
+def test_numbers_of_which_some_are_replaced_do_not_count():
+    def chosen(y, t):
+        numbers = jnp.arange(B)
+        return y[jnp.where(numbers < 3, 0, numbers), t]
+
+    plan = shardfn.plan(chosen, *LABELS, device="h100:8", in_strategy=((8, 1), (8,)), out_strategy=((8,),))
+    assert plan.cost.bytes_sent > 0
+
+
 def test_the_search_shards_counted_rows():
     rows = 2**16
     picked = jax.grad(lambda y, t: (jnp.tanh(y)[jnp.arange(rows), t] ** 2).sum())
