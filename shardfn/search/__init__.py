@@ -63,7 +63,7 @@ __all__ = [
 
 BASELINES: Mapping[str, CandidateGenerator] = {
     "entries followed": sharding_propagation.follow_entries,
-    styles.BASELINE_GENERATORS[0]: lambda problem, archive: styles.baselines(problem),
+    styles.BASELINES: lambda problem, archive: styles.baselines(problem),
 }
 """What every search evaluates first."""
 
@@ -74,7 +74,7 @@ LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
 }
 
 GENERATORS: Mapping[str, CandidateGenerator] = {
-    styles.BASELINE_GENERATORS[1]: lambda problem, archive: styles.tensor_baselines(problem),
+    styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem),
     "exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME),
     "exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT),
     "local search, time": LOCAL_SEARCH["local search, time"],
@@ -92,7 +92,7 @@ RECURSIVE: Mapping[str, CandidateGenerator] = {
     "recursive, time": functools.partial(recursive_programming.generate, TIME),
     "recursive, communication": functools.partial(recursive_programming.generate, COMMUNICATION),
     "recursive, memory": functools.partial(recursive_programming.generate, MEMORY),
-    styles.BASELINE_GENERATORS[1]: lambda problem, archive: styles.tensor_baselines(problem),
+    styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem),
 }
 """Those of the fast search."""
 

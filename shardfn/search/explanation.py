@@ -10,7 +10,7 @@ from shardfn.search.array_changes import CHANGED
 from shardfn.search.mesh_solution import MeshSolution, estimate_holds, next_strategies
 from shardfn.search.objectives import MEMORY
 from shardfn.search.problem import Answer, SearchCandidate, runner_up
-from shardfn.search.styles import BASELINE_GENERATORS
+from shardfn.search.styles import BASELINES, TENSOR_BASELINES
 
 
 def answer_of(what: str, archive: Archive) -> Answer:
@@ -35,7 +35,7 @@ def answer_of(what: str, archive: Archive) -> Answer:
     elif changed:
         policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
         reason = "better than what the solver and the baselines found"
-    elif origin in BASELINE_GENERATORS:
+    elif origin in (BASELINES, TENSOR_BASELINES):
         policy = f"{begin}, meshes tried: {tried}; the plan is a baseline, the cheapest as a program: {start}"
         reason = f"a baseline, cheaper than the plan of the solver: {start}"
     else:

@@ -161,7 +161,7 @@ def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, .
         more = float(total[at] - own_cost)
         is_sent = (
             found.objective.solved == COMMUNICATION
-        )  # seconds of the link, for bytes and for FLOPs at the exchange rate
+        )  # then `more` is the seconds in which the link sends the bytes
         text = bytes_text(more * problem.hardware.chip.link_bytes_s) if is_sent else time_text(more)
         texts.append(f"{every[at]}: {signed(text)} by the search's estimate")
     return tuple(texts)

@@ -86,8 +86,8 @@ def _axes_fault(problem: SearchProblem, axes: Any) -> str:
     return ""
 
 
-def _fault(problem: SearchProblem, proposal: Proposal | Answer) -> str:
-    axes, specs = proposal.axes, proposal.specs
+def _fault(problem: SearchProblem, choice: Proposal | Answer) -> str:
+    axes, specs = choice.axes, choice.specs
     sizes = dict(axes)
     if problem.axes and axes != problem.axes:
         return f"its mesh is {axes}, that of the entries is {problem.axes}"
@@ -100,16 +100,16 @@ def _fault(problem: SearchProblem, proposal: Proposal | Answer) -> str:
             return f"`{name}` has {spec} there, and {given} by an entry"
         if why := _spec_fault(f"`{name}`", shape, spec, sizes):
             return why
-    for at, spec in proposal.result_specs.items():
+    for at, spec in choice.result_specs.items():
         if at not in problem.open_results:
             return f"result {at} is not open"
         if why := _spec_fault(f"`{problem.open_results[at].name}`", problem.open_results[at].shape, spec, sizes):
             return why
-    return _constraint_fault(problem, proposal, axes)
+    return _constraint_fault(problem, choice, axes)
 
 
-def _constraint_fault(problem: SearchProblem, proposal: Proposal | Answer, axes: Axes) -> str:
-    for index, constraint in proposal.constraints.items():
+def _constraint_fault(problem: SearchProblem, choice: Proposal | Answer, axes: Axes) -> str:
+    for index, constraint in choice.constraints.items():
         if index not in problem.can_constrain:
             return f"op {index} cannot be constrained"
         op = problem.graph.ops[index]

@@ -30,7 +30,7 @@ from shardfn.search.problem import Answer, OpConstraints, Proposal, SearchCandid
 
 Groups = tuple[int, ...]
 
-BASELINE_GENERATORS = ("baselines", "tensor baselines")
+BASELINES, TENSOR_BASELINES = "baselines", "tensor baselines"
 """The names of the generators `baselines` and `tensor_baselines`."""
 
 GROUPS = 4

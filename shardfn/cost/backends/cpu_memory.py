@@ -27,17 +27,14 @@ class CpuLiveRanges(LiveRanges):
         return self.start.get(v, -1) + 1 if is_image else self.last_tick(i)
 
     def add_own_buffers(self, i: int) -> None:
-        """Only a max pool's gradient has such buffers."""
-        if self.graph.ops[i].name == "select_and_scatter":
-            self.pool_gradient(i)
+        """The temporaries of a max pool's gradient, in addition to operands and results; other ops have none.
 
-    def pool_gradient(self, i: int) -> None:
-        """The temporaries of a max pool's gradient, in addition to operands and results.
-
-        As soon as the image is there, indices of every element, made at the start, give those of the
-        largest, to which the gradient is added at the end.
+        As soon as the image is there, indices of every element, made at the start, give those of the largest, to which the
+        gradient is added at the end.
         """
         op = self.graph.ops[i]
+        if op.name != "select_and_scatter":
+            return
         at = self.start.get(op.inputs[0], 2 * i - 2) + 1
         image, pooled = (math.prod(self.partitioned.local_shape(v)) for v in op.inputs[:2])
         rank = len(self.partitioned.local_shape(op.inputs[0]))
