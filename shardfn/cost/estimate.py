@@ -53,21 +53,27 @@ def collectives_by_result(
     sizes = collections.Counter(groups.values())
     for c in partitioned.communications:
         sent, together = communication_bytes(partitioned, c), sizes[groups[c.result]] if c.result in groups else 1
-        shape, dtype = partitioned.local_shape(c.operand), partitioned.graph.values[c.operand].dtype
+        kind, runs, operand = ("collective-permute", c.permutes, c.shard) if c.permutes else (c.kind, 1, c.operand)
+        shape, dtype = partitioned.local_shape(operand), partitioned.graph.values[operand].dtype
         if sent:
-            made = Collective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
-            yield c.result, made
+            yield c.result, Collective(
+                kind, c.axes, c.group_size, shape, dtype, sent // runs, c.trips * runs, c.where, c.cause, together,
+                in_matmul=bool(c.permutes),
+            )  # fmt: skip
 
 
 def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, int]]) -> float:
     """Modelled seconds of all runs of a collective in one call.
 
     Args:
-      c: the collective; combined ones share the latency.
+      c: the collective; combined ones share the latency. Those of a collective matmul send to both neighbours of a ring, and
+        all together have the latency of one gather or scatter.
       hardware: what it runs on.
       axes: the mesh, as (name, size) in row-major order.
     """
     link = link_over(hardware, axes, c.axes, c.group_size)
+    if c.in_matmul:
+        return (c.bytes_sent / link.bytes_s + link.latency_s / c.group_size) * c.trips
     return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + link.latency_s / c.merged) * c.trips
 
 

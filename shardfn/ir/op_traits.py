@@ -96,7 +96,8 @@ OP_TRAITS = {
     row.name: row
     for row in (
         # Contractions, reductions and windows.
-        OpTraits("dot_general", "contraction", "contraction", rule="dot", primitives=("dot_general",), is_listed=True),
+        OpTraits("dot_general", "contraction", "contraction", rule="dot", tpu_rule="dot_on_tpu",
+                 primitives=("dot_general",), is_listed=True),
         OpTraits("convolution", "convolution", "contraction", rule="convolve_in_groups", tpu_rule="convolve_on_tpu",
                  primitives=("conv_general_dilated",), is_listed=True),
         OpTraits("reduce", "per_element", "none", rule="reduce", primitives=_REDUCTIONS, is_listed=True),

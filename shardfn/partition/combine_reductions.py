@@ -62,7 +62,12 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
     graph, builder = partitioned.graph, ProgramBuilder(partitioned)
     values, specs = builder.values, builder.specs
     sent = {c.result: c for c in partitioned.communications}
-    at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
+    at = {
+        v: i
+        for i, op in enumerate(graph.ops)
+        for v in op.outputs
+        if op.name in _SUMS and v in sent and not sent[v].permutes
+    }
     if not at:
         return partitioned
     count = _readers(graph)

@@ -27,7 +27,7 @@ from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp
 from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAssignment
 
 
-def dot(op: ShardedOp) -> OpPartitioning:
+def dot(op: ShardedOp, prefers_collective_matmul: bool = False) -> OpPartitioning:
     """dot_general: shardings of the operands, reductions, and the path of the result to the sharding wanted."""
     values = (*op.operands, *op.results)
     return _partition_dot(
@@ -36,7 +36,13 @@ def dot(op: ShardedOp) -> OpPartitioning:
         tuple(dtype_bits(v.dtype) for v in values),
         (*op.operand_specs, *op.result_specs),
         tuple(op.sizes.items()),
+        prefers_collective_matmul,
     )
+
+
+def dot_on_tpu(op: ShardedOp) -> OpPartitioning:
+    """`dot` as libtpu does it, which prefers collective matmuls."""
+    return dot(op, prefers_collective_matmul=True)
 
 
 @functools.lru_cache(1 << 14)
@@ -46,11 +52,16 @@ def _partition_dot(
     bits: tuple[int, ...],
     specs: tuple[Spec, ...],
     sizes: tuple[tuple[str, int], ...],
+    prefers_collective_matmul: bool,
 ) -> OpPartitioning:
     devices = DeviceGroup(dict(sizes))
     tiles = tuple(map(devices.tile, specs))
     fixed = tuple(((),) * len(spec) for spec in specs)
-    found = _Dot(devices, devices, tiles, fixed, frozenset(), roles_of(rows), shapes, bits).partition()
+    every = _Dot(
+        devices, devices, tiles, fixed, frozenset(), roles_of(rows), shapes, bits,
+        prefers_collective_matmul=prefers_collective_matmul,
+    )  # fmt: skip
+    found = every.partition()
     paths = tuple(tuple(reshard for side, reshard in found.reshards if side == which) for which in (LEFT, RIGHT))
     operand_specs = tuple(path[-1].to if path else spec for path, spec in zip(paths, specs, strict=False))
     return OpPartitioning(operand_specs, (found.result_spec,), paths, tuple(found.result_path))
@@ -94,16 +105,16 @@ class _Dot(GroupedDot):
         sharded.
         """
         made = self.spec(OUT, result_spec)
-        sharded_axes = [set(axes_of(sharded.values())) for _, sharded in self.sums]
+        sharded_axes = [set(axes_of(reduction.sharded.values())) for reduction in self.sums]
 
         def before(n: int) -> Spec:
             later = set[str]().union(*sharded_axes[n:])
             return tuple(tuple(a for a in axes if a not in later) for axes in made)
 
         result_path = []
-        for n, (parts, _) in enumerate(self.sums):
+        for n, (parts, _, rows) in enumerate(self.sums):
             result_path += [Reshard(before(n), self.group_axes, axes) for axes in parts[:-1]]
-            result_path.append(Reshard(before(n + 1), self.group_axes, parts[-1]))
+            result_path.append(Reshard(before(n + 1), self.group_axes, parts[-1], rows))
         if is_summed:
             result_path += [
                 Reshard(made, self.group_axes, axes)
@@ -139,7 +150,13 @@ class _Dot(GroupedDot):
         for side, to_out in enumerate((left_out, right_out)):
             if to_out == out and self.shards(side, roles.own[side]) == n == self.shards(OUT, roles.own[side]):
                 sides = (left, self.replicated(RIGHT)) if side == LEFT else (self.replicated(LEFT), right)
-                return self.done(*sides, out)
+                found, other = self.done(*sides, out), 1 - side
+                if n in (self.shards(other, dims) for dims in (roles.contracted, roles.own[other], roles.batch)):
+                    rows = self.rows_per_byte(side, roles.own[side], other)
+                    found.reshards = [
+                        (which, reshard._replace(rows_per_byte=rows)) for which, reshard in found.reshards
+                    ]
+                return found
         if may_move:
             for dims in (roles.batch, *roles.own):
                 if self.shards(OUT, dims) == n:
@@ -241,7 +258,7 @@ class _Dot(GroupedDot):
         want = [self.shards(OUT, roles.own[side]) for side in (LEFT, RIGHT)]
         fits = [side for side in (LEFT, RIGHT) if have[side] == want[side] > 1]
         if len(fits) == 2:
-            fits = [LEFT if have[LEFT] * self.local_bits(RIGHT) < have[RIGHT] * self.local_bits(LEFT) else RIGHT]
+            fits = [self._better_side(have)]
         if fits:
             side, dims = fits[0], roles.own[fits[0]]
         else:
@@ -268,6 +285,22 @@ class _Dot(GroupedDot):
         parts = (mine, theirs, result) if side == LEFT else (theirs, mine, result)
         resharded = (side, self.devices.tile(mine.spec)), *((other, tile) for tile in tiles)
         return self.in_groups(result.axes, parts, *resharded)
+
+    def _better_side(self, have: Sequence[int]) -> int:
+        """The operand by whose own dimensions groups are made where both could be: so that the gather of the other is smaller,
+        or that the groups gather this operand in a collective matmul, the larger one if they could gather either.
+
+        `have` counts the shards of each operand's own dimensions.
+        """
+        is_smaller = have[LEFT] * self.local_bits(RIGHT) < have[RIGHT] * self.local_bits(LEFT)
+        if self.prefers_collective_matmul:
+            every = self.devices.count(self.devices.sizes)
+            left, right = (
+                every == have[LEFT] * have[RIGHT] == have[side] * self.shards(side, self.roles.contracted)
+                for side in (LEFT, RIGHT)
+            )
+            return LEFT if left and (is_smaller or not right) else RIGHT
+        return LEFT if is_smaller else RIGHT
 
     def _implied_tiles(self, side: int, other: int) -> TileAssignment:
         """The sharding of an operand that the result and the other operand imply; in a conflict, the one with more
@@ -351,6 +384,10 @@ class _Dot(GroupedDot):
             return None
         operands = (moved, lead) if smaller == LEFT else (lead, moved)
         result, sums = self._result_of(operands, lead)
+        n = self.devices.count(self.devices.sizes)
+        if self.devices.count(lead.axes) == n in (self.shards(OUT, own) for own in self.roles.own):
+            rows = self.rows_per_byte(larger, self.roles.contracted, OUT)
+            sums = [reduction._replace(rows_per_byte=rows) for reduction in sums]
         resharded = smaller, self.devices.tile(moved.spec)
         return self.in_groups(lead.axes, (*operands, result), resharded, sums=sums)
 
@@ -358,7 +395,7 @@ class _Dot(GroupedDot):
         """The result in the groups, as the reduction shards it, and the axes of the reduction."""
         out, n, rank = self.tiles[OUT], self.devices.count(lead.axes), len(self.tiles[OUT].dims)
         has_room = out.is_partially_replicated and self.devices.count(out.rest) % n == 0
-        plain: list[Sum] = [(_parts(by[LEFT].groups), {})]
+        plain = [Sum(_parts(by[LEFT].groups), {})]
         if not out.is_replicated and not has_room:
             sharded = [side for side in (LEFT, RIGHT) if any(by[side].inner)]
             if len(sharded) == 1:  # the result takes the operand's sharding, and is sharded further at the end
@@ -390,9 +427,9 @@ class _Dot(GroupedDot):
         result = GroupedTiles(sharded_axes, grouped.inner, ())
         if not sharded_axes:
             return result, plain
-        sums: list[Sum] = [(_parts(sharded_axes), sharded_axes)]
+        sums = [Sum(_parts(sharded_axes), sharded_axes)]
         if grouped.groups.get(rank):
-            sums.append(((grouped.groups[rank],), {}))
+            sums.append(Sum((grouped.groups[rank],), {}))
         return result, sums
 
     def by_rest(self) -> _Result | None:

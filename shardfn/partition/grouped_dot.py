@@ -42,8 +42,16 @@ def roles_of(rows: Sequence[DimFactors]) -> Roles:
 Fixed = Mapping[int, tuple[str, ...]]
 """By dimension, the axes by which groups shard a tensor."""
 
-Sum = tuple[tuple[tuple[str, ...], ...], Mapping[int, tuple[str, ...]]]
-"""Axes of a reduction, grouped by the dimension they shard, and how they shard the result afterwards."""
+
+class Sum(NamedTuple):
+    """A reduction of the result."""
+
+    axes: tuple[tuple[str, ...], ...]
+    """Grouped by the dimension that they shard."""
+    sharded: Mapping[int, tuple[str, ...]]
+    """How they shard the result afterwards."""
+    rows_per_byte: float = 0.0
+    """As that of a `Reshard`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +72,8 @@ class GroupedDot:
     shapes: tuple[tuple[int, ...], ...]
     bits: tuple[int, ...]
     sums: tuple[Sum, ...] = ()
+    prefers_collective_matmul: bool = False
+    """Whether it groups so that a gather can be within a matmul, rather than so that less memory is taken."""
 
     def spec(self, side: int, tile: TileAssignment) -> Spec:
         """A sharding within the group as one over all devices."""
@@ -96,6 +106,12 @@ class GroupedDot:
     def local_bits(self, side: int) -> int:
         """Bits of a tensor on one device."""
         return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
+
+    def rows_per_byte(self, side: int, dims: Places, sent: int) -> float:
+        """The rows of these dimensions of an operand over all devices of the group, for each byte of an element of `sent`."""
+        sharded = self.spec(side, self.tiles[side])
+        rows = math.prod(-(-self.shapes[side][d[side]] // self.every.count(sharded[d[side]])) for d in dims)
+        return rows * self.devices.count(self.devices.sizes) * 8 / self.bits[sent]
 
     def across(self, source: int, target: int, tile: TileAssignment | None = None) -> TileAssignment | None:
         """Carry a sharding from one tensor to another along shared dimensions; None where it shards a dimension that

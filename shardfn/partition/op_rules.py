@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from shardfn.ir.model import DimFactors, Spec, Value, WindowDim, axes_of, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.convolution import partition_convolution
-from shardfn.partition.dot_general import dot
+from shardfn.partition.dot_general import dot, dot_on_tpu
 from shardfn.partition.halo_exchange import halo_permutes, positions_read, rotation_permutes, rows_read
 from shardfn.partition.sharded_op import (
     GatheredWindow,
@@ -387,7 +387,8 @@ def dynamic_update_slice(op: ShardedOp) -> OpPartitioning:
 _RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
     rule.__name__: rule
     for rule in (
-        replicate, follow_result, elementwise, triangular_solve, barrier, reshape, reduce, dot, gather, scatter, windowed,
+        replicate, follow_result, elementwise, triangular_solve, barrier, reshape, reduce, dot, dot_on_tpu, gather, scatter,
+        windowed,
         select_and_scatter, convolve_on_tpu,
         convolve_in_groups, concatenate, sort, rotate, reverse, dynamic_slice, dynamic_update_slice,
     )

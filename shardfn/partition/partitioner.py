@@ -27,6 +27,7 @@ from shardfn.ir.model import (
     trips_of,
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
+from shardfn.partition.collective_matmul import collective_matmul_permutes
 from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.dead_carries import without_dead_carries
@@ -52,6 +53,7 @@ def insert_collectives(
     torus: tuple[int, ...] = (),
     known: PartitionCache | None = None,
     alltoall: bool = True,
+    collective_matmul_rows: float = 0.0,
 ) -> PartitionedProgram:
     """The program as XLA runs it on `platform`, with its collectives.
 
@@ -64,6 +66,7 @@ def insert_collectives(
       torus: dimensions of the TPU torus.
       known: what other shardings of the same function taught; this program adds to it.
       alltoall: whether XLA may reshard by all-to-all. Without, arrays are gathered and sliced (`Detour`).
+      collective_matmul_rows: from how many rows per byte on it makes collective matmuls (`collective_matmul`); 0 for none.
     """
     if partitioned.platform:
         return partitioned
@@ -71,7 +74,7 @@ def insert_collectives(
     if graph is not partitioned.graph:
         partitioned = dataclasses.replace(partitioned, graph=graph)
     mesh = (known or PartitionCache()).of(partitioned, platform)
-    return _Partitioner(partitioned, platform, torus, mesh, alltoall).partition()
+    return _Partitioner(partitioned, platform, torus, mesh, alltoall, collective_matmul_rows).partition()
 
 
 class _Mesh:
@@ -117,7 +120,13 @@ class _Partitioner(ProgramBuilder):
     """Walks one program once; its lists fill on the way. Inside, mesh axes are split into prime factors."""
 
     def __init__(
-        self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...], mesh: _Mesh, alltoall: bool
+        self,
+        partitioned: PartitionedProgram,
+        platform: str,
+        torus: tuple[int, ...],
+        mesh: _Mesh,
+        alltoall: bool,
+        collective_matmul_rows: float,
     ):
         super().__init__(partitioned)
         self.platform, self.torus, self.rules = platform, torus, collective_rules(platform)
@@ -125,7 +134,8 @@ class _Partitioner(ProgramBuilder):
         graph = partitioned.graph
         self.specs = list(map(mesh.in_parts, partitioned.specs))
         self.sent: list[Communication] = []
-        self.alltoall = alltoall
+        self.alltoall, self.collective_matmul_rows = alltoall, collective_matmul_rows
+        self.before_matmul: dict[int, int] = {}  # of a gather that a matmul can contain, the permutes
         self.detours: list[Detour] = []
         self.operand = -1  # the operand that is resharded
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
@@ -161,7 +171,16 @@ class _Partitioner(ProgramBuilder):
         graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(before_loops(self.ops, self.trips)))
         needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
-        sent = tuple(dataclasses.replace(c, axes=self.mesh.join(c.axes)) for c in self.sent if c.result in kept)
+        once = {v for v in self.before_matmul if graph.read_counts[v] == 1}
+        sent = tuple(
+            dataclasses.replace(
+                c,
+                axes=self.mesh.join(c.axes),
+                permutes=self.before_matmul[c.result] if c.result in once else c.permutes,
+            )
+            for c in self.sent
+            if c.result in kept
+        )
         found = simplify(
             PartitionedProgram(graph, specs, self.given.axes, sent, self.platform, detours=tuple(self.detours))
         )
@@ -238,7 +257,7 @@ class _Partitioner(ProgramBuilder):
                 after = (other.to for other in result_path[i:] if not other.reduced or other is reshard)
                 want = next((to for to in after if to != self.specs[made]), reshard.to)
                 made = self.reduce_partial_sums(
-                    made, want, reshard.reduced, reshard is result_path[-1] or not result_path[i + 1].reduced, op
+                    made, want, reshard, reshard is result_path[-1] or not result_path[i + 1].reduced, op
                 )
             if reshard is not result_path[-1]:
                 made = self.reshard(made, reshard, op)
@@ -296,6 +315,8 @@ class _Partitioner(ProgramBuilder):
             last = into if step is path[-1] else None
             once = trips if stays and step.kind == "all-gather" else once
             value = self.send(step, value, op, once, last)
+            if step.kind == "all-gather" and (n := self.permutes(step, how)):
+                self.before_matmul[value] = n
         self.resharded[first, *key] = value
         self.resharded.setdefault((value, before, *key[1:]), first)
         return value
@@ -360,18 +381,25 @@ class _Partitioner(ProgramBuilder):
     def shards(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def reduce_partial_sums(self, partial: int, want: Spec, axes: tuple[str, ...], last: bool, op: Op) -> int:
+    def permutes(self, step: ReshardingStep, how: Reshard) -> int:
+        """The collective-permutes in the place of a collective which a matmul contains; 0 where it contains none."""
+        if not 0 < self.collective_matmul_rows <= how.rows_per_byte:
+            return 0
+        return collective_matmul_permutes(step.kind, self.shards(step.axes))
+
+    def reduce_partial_sums(self, partial: int, want: Spec, how: Reshard, last: bool, op: Op) -> int:
         """Reduce partial sums: reduce-scatter where only shards are needed and the platform has it, else all-reduce."""
-        have = self.specs[partial]
+        have, axes = self.specs[partial], how.reduced
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
         shards = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
-        if (
-            last
-            and nested
-            and shards == set(axes)
-            and self.makes_reduce_scatter(partial, want, self.transposed_dims.get(op.outputs[0], ()))
-        ):
-            return self.send(ReshardingStep("reduce-scatter", axes, want), partial, op)
+        if last and nested and shards == set(axes):
+            scatter = ReshardingStep("reduce-scatter", axes, want)
+            if n := self.permutes(scatter, how):
+                made = self.send(scatter, partial, op)
+                self.sent[-1] = dataclasses.replace(self.sent[-1], permutes=n)
+                return made
+            if self.makes_reduce_scatter(partial, want, self.transposed_dims.get(op.outputs[0], ())):
+                return self.send(scatter, partial, op)
         return self.send(ReshardingStep("all-reduce", axes, have), partial, op)
 
     def makes_reduce_scatter(self, partial: int, want: Spec, dims_order: Sequence[int]) -> bool:

@@ -35,6 +35,9 @@ class Reshard(NamedTuple):
     to: Spec
     group_axes: frozenset[str] = frozenset()
     reduced: tuple[str, ...] = ()
+    rows_per_byte: float = 0.0
+    """Of a gather before a matmul or a scatter behind it which the matmul can contain (`collective_matmul`): the rows of the
+    matmul over all devices of the group, for each byte of an element that is sent."""
 
 
 class GatheredWindow(NamedTuple):

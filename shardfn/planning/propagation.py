@@ -62,7 +62,12 @@ class Propagation:
         constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
         partitioned = self._ready.propagate(axes, spread, tokens + results, constrained, self.inner)
         found = insert_collectives(
-            partitioned, self.hardware.platform, self.hardware.topology, self._known, self.alltoall
+            partitioned,
+            self.hardware.platform,
+            self.hardware.topology,
+            self._known,
+            self.alltoall,
+            self.hardware.chip.collective_matmul_rows,
         )
         held = sum(array.bytes for array in traced.closed_over)
         return dataclasses.replace(found, constant_bytes=held) if held else found

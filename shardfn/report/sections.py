@@ -129,7 +129,7 @@ def _collectives(of: Subject) -> Iterable[Part]:
     rows = [
         (c.kind, times(count), f"{axes_text(c.axes)} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",
          times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(of.plan, c) * count), _line(c.where),
-         Cell(": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(due[c], 2)))), due[c] if len(due[c]) > 2 else ()))
+         Cell(": ".join(filter(None, (_cause(c), few(due[c], 2)))), due[c] if len(due[c]) > 2 else ()))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "mesh axes", "operand", "runs", "sent", "time", "line", "caused by")
@@ -137,6 +137,10 @@ def _collectives(of: Subject) -> Iterable[Part]:
     yield table("Collectives, per device and call", columns, rows, note, of.most)
     if not rows:
         yield Text("Collectives", ("none predicted",))
+
+
+def _cause(c: Collective) -> str:
+    return "collective matmul" if c.in_matmul else _CAUSES.get(c.cause, c.cause)
 
 
 _CAUSES = {"return": "sharding of a result or of a loop carry", USER_WRITTEN: "written in a shard_map"}

@@ -93,3 +93,19 @@ def test_the_report_tells_it_where_xla_overlaps():
 def test_compute_is_that_of_the_cost_model():
     plan = planned(step, WEIGHTS, X, device="h100:1")
     assert plan.overlap.full_s == pytest.approx(work(plan.partitioned, plan.hardware.chip).seconds, rel=1e-6)
+
+
+GATHERED = (lambda x, w: x @ w), ((8, 1), (8, 1)), (lambda rows: ((rows, 1024), (1024, 2048)))
+SCATTERED = (lambda x, g: x.T @ g), ((8, 1), (8, 1)), (lambda rows: ((rows, 1024), (rows, 2048)))
+
+
+@pytest.mark.parametrize(("fn", "strategies", "shapes"), [GATHERED, SCATTERED])
+@pytest.mark.parametrize("rows", [4096, 16384])
+def test_a_collective_matmul_sends_while_it_multiplies(fn, strategies, shapes, rows):
+    args = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes(rows))
+    plan = shardfn.plan(fn, *args, device="tpu-v5e:2x4", in_strategy=strategies, out_strategy=((8, 1),))
+    cost, times = plan.cost, plan.overlap
+    (collective,) = plan.collectives
+    assert collective.in_matmul == (rows == 16384)
+    least = max(cost.compute_s, cost.communication_s) if collective.in_matmul else cost.time_s
+    assert times.expected_s == pytest.approx(least, rel=0.05)

@@ -63,6 +63,9 @@ class Chip:
     """What that compiler has to be told: of a GPU the fields of `GpuTargetConfigProto`, of a TPU libtpu's topology options."""
     split_k_coarseness: int = 2
     """How coarsely XLA splits small matmuls on a GPU (`cost.backends.gpu.split_k`); fitted on JAX 0.10.2."""
+    collective_matmul_rows: float = 0.0
+    """From how many rows of a matmul, for each byte of an element, XLA sends shards while it multiplies
+    (`partition.collective_matmul`); 0 where it never does. Measured with libtpu 0.0.42."""
     launch_s: float = 0.0
     """What a kernel takes that computes nearly nothing; each kernel adds it to its time."""
     weight_gradient_efficiency: tuple[tuple[str, float], ...] = ()
@@ -287,14 +290,14 @@ _BLACKWELL = {
 
 
 def _tpu(name: str, source: str, *, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
-         largest: tuple[int, ...], fast: float, kinds: tuple[str, ...], aot: tuple[tuple[str, Any], ...] = ()
-         ) -> Chip:  # fmt: skip
+         largest: tuple[int, ...], fast: float, matmul_rows: float, kinds: tuple[str, ...],
+         aot: tuple[tuple[str, Any], ...] = ()) -> Chip:  # fmt: skip
     # f32 products run as one bf16 pass by default, so `flops` holds for them too; as 3 and 6 at higher precision.
     dtypes = (("i8", int8), ("f32 high", flops / 3), ("f32 highest", flops / 6))
     return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, dtypes, len(largest),
                 ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast,
                 sides=(1, 2, *range(4, largest[-1] + 1, 4)) if len(largest) == 3 else (1, 2, 4, 8, 16),
-                device_kinds=kinds, aot_name=name.removeprefix("tpu-"), aot=aot)  # fmt: skip
+                device_kinds=kinds, aot_name=name.removeprefix("tpu-"), aot=aot, collective_matmul_rows=matmul_rows)  # fmt: skip
 
 
 CHIPS = {
@@ -318,16 +321,16 @@ CHIPS = {
                 vector=80e12, memory_s=8e12, memory=180e9, link=900e9, network=50e9, fp8=True, kinds=("NVIDIA B200",),
                 aot=_BLACKWELL | {"memory_bandwidth": 7672 * 10**9, "device_memory_size": 191514411008}),
         _tpu("tpu-v4", "Google Cloud TPU v4 system page", flops=275e12, int8=275e12, vector=4.3e12,
-             memory_s=1.228e12, memory=32e9, link=50e9, largest=(16, 16, 16), fast=128.0 * 2**20,
+             memory_s=1.228e12, memory=32e9, link=50e9, largest=(16, 16, 16), fast=128.0 * 2**20, matmul_rows=3056.0,
              kinds=("TPU v4",), aot=(("chip_config_name", "megacore"),)),
         _tpu("tpu-v5e", "Google Cloud TPU v5e system page", flops=197e12, int8=393e12, vector=6.1e12,
-             memory_s=0.819e12, memory=16e9, link=50e9, largest=(16, 16), fast=112.0 * 2**20,
+             memory_s=0.819e12, memory=16e9, link=50e9, largest=(16, 16), fast=112.0 * 2**20, matmul_rows=2106.0,
              kinds=("TPU v5 lite", "TPU v5e")),
         _tpu("tpu-v5p", "Google Cloud TPU v5p system page", flops=459e12, int8=918e12, vector=14.3e12,
-             memory_s=2.765e12, memory=95e9, link=100e9, largest=(16, 20, 28), fast=48.0 * 2**20,
+             memory_s=2.765e12, memory=95e9, link=100e9, largest=(16, 20, 28), fast=48.0 * 2**20, matmul_rows=2106.0,
              kinds=("TPU v5", "TPU v5p")),
         _tpu("tpu-v6e", "Google Cloud TPU v6e system page", flops=918e12, int8=1836e12, vector=7.2e12,
-             memory_s=1.638e12, memory=32e9, link=100e9, largest=(16, 16), fast=96.0 * 2**20,
+             memory_s=1.638e12, memory=32e9, link=100e9, largest=(16, 16), fast=96.0 * 2**20, matmul_rows=4896.0,
              kinds=("TPU v6 lite", "TPU v6e")),
     )
 }  # fmt: skip
