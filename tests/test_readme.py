@@ -30,6 +30,8 @@ SLOW = {
     "recompute.md": "tests/train/test_remat.py",
     "limit-memory.md": "tests/search/test_memory_limit.py; closed-over arrays in tests/frontend/test_closed_over.py",
     "pictures.md": "tests/draw draws every kind",
+    "train-on-eight-devices.md": "tests/train/test_step.py trains in every mode; tests/test_demo.py searches",
+    "training-modes.md": "tests/train/test_step.py, tests/train/test_pairs.py",
 }
 """Pages that take long, each with the quick tests of what it shows."""
 IS_THE_RELEASE_SHOWN = jax.__version__.startswith("0.10.")

@@ -14,6 +14,7 @@ import pytest
 from shardfn.cli.main import main
 from shardfn.cluster import launch, local_job
 from shardfn.errors import ClusterError
+from tests.marks import some_slow
 from tests.processes import ROOT, bare_environment
 
 STUBBORN = (
@@ -107,7 +108,9 @@ def test_launch_with_heartbeats_ends_a_job_whose_process_falls_silent(tmp_path):
     assert (outcome.status, outcome.rank) == (124, 1) and "process 1 was silent" in str(outcome)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", some_slow([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], {signal.SIGINT, signal.SIGHUP})
+)
 def test_launch_that_is_ended_ends_its_processes(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(f"import os\nprint(os.getpid(), flush=True)\n{STUBBORN}\n")

@@ -295,7 +295,8 @@ def layers(params, x, layout, capacity_factor):
     return jax.lax.scan(jax.checkpoint(layer), x, params)
 
 
-@pytest.mark.parametrize("capacity_factor", [pytest.param(None, marks=pytest.mark.slow), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_the_report_of_a_run_has_the_load_of_each_expert(capacity_factor):
     layout = layout_of((8,), ("a",))
     x, params = normal(32, WIDTH), {"gate": normal(2, WIDTH, EXPERTS)}

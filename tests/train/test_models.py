@@ -156,7 +156,7 @@ class Scaled(eqx.Module):
 
 
 def test_numbers_of_an_equinox_module_are_settings():
-    losses, state = run(train.step(eqx_loss, optax.sgd(0.1), mode="auto_parallel"), make=Scaled, steps=3)
+    losses, state = run(train.step(eqx_loss, optax.sgd(0.1), mode="data_parallel"), make=Scaled, steps=3)
     alone, _ = run(train.step(eqx_loss, optax.sgd(0.1), mode="stand_alone"), make=Scaled, steps=3)
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
     assert state.params.scale is None
