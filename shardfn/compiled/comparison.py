@@ -112,7 +112,7 @@ def _merged(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -
         if predicted.count and _close(predicted.bytes_sent, actual.bytes_sent):
             if actual.count < predicted.count:
                 yield f"{kind}: XLA merged {predicted.count} into {actual.count}, with the same bytes"
-            elif actual.count > predicted.count and actual.runs != predicted.runs:
+            elif actual.count > predicted.count and not any(c.in_matmul and c.kind == kind for c in plan.collectives):
                 yield f"{kind}: XLA split {predicted.count} into {actual.count}, with the same bytes"
 
 
@@ -127,10 +127,14 @@ _WAYS = {
 }
 
 
-_ON_TPU = dict.fromkeys(
-    ((kind, "collective-permute") for kind in ("all-reduce", "all-gather", "reduce-scatter")),
-    "it sends only the rows that are needed, or splits a matmul into a loop that sends shards while it multiplies",
-)
+_IN_MATMULS = "all-reduce", "all-gather", "reduce-scatter"
+_ON_TPU = {
+    **dict.fromkeys(
+        ((kind, "collective-permute") for kind in _IN_MATMULS),
+        "it sends only the rows that are needed, or sends while it multiplies (collective matmul)",
+    ),
+    **dict.fromkeys((("collective-permute", kind) for kind in _IN_MATMULS), "it makes no collective matmul there"),
+}
 
 
 def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:

@@ -35,7 +35,7 @@ def bytes_sent(kind: str, group_size: int, operand_bytes: int) -> int:
 
 
 def communication_bytes(partitioned: PartitionedProgram, c: Communication) -> int:
-    """Bytes one device sends each time a communication of a program runs, in all its permutes."""
-    if c.permutes:
-        return c.permutes * bytes_sent("collective-permute", c.group_size, partitioned.local_bytes(c.shard))
+    """Bytes one device sends each time a communication of a program runs, in all permutes of a collective matmul."""
+    if c.matmul_permutes:
+        return c.matmul_permutes * bytes_sent("collective-permute", c.group_size, partitioned.local_bytes(c.shard))
     return bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))

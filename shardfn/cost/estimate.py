@@ -53,12 +53,14 @@ def collectives_by_result(
     sizes = collections.Counter(groups.values())
     for c in partitioned.communications:
         sent, together = communication_bytes(partitioned, c), sizes[groups[c.result]] if c.result in groups else 1
-        kind, runs, operand = ("collective-permute", c.permutes, c.shard) if c.permutes else (c.kind, 1, c.operand)
+        kind, runs, operand = (
+            ("collective-permute", c.matmul_permutes, c.shard) if c.matmul_permutes else (c.kind, 1, c.operand)
+        )
         shape, dtype = partitioned.local_shape(operand), partitioned.graph.values[operand].dtype
         if sent:
             yield c.result, Collective(
                 kind, c.axes, c.group_size, shape, dtype, sent // runs, c.trips * runs, c.where, c.cause, together,
-                in_matmul=bool(c.permutes),
+                in_matmul=bool(c.matmul_permutes),
             )  # fmt: skip
 
 
@@ -66,14 +68,15 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
     """Modelled seconds of all runs of a collective in one call.
 
     Args:
-      c: the collective; combined ones share the latency. Those of a collective matmul send to both neighbours of a ring, and
-        all together have the latency of one gather or scatter.
+      c: the collective; combined ones share the latency. Those of a collective matmul go around a ring, in both directions where
+        it has a multiple of four devices, and all together have the latency of one gather or scatter.
       hardware: what it runs on.
       axes: the mesh, as (name, size) in row-major order.
     """
     link = link_over(hardware, axes, c.axes, c.group_size)
     if c.in_matmul:
-        return (c.bytes_sent / link.bytes_s + link.latency_s / c.group_size) * c.trips
+        rate = link.bytes_s if c.group_size % 4 == 0 else link.bytes_s / 2
+        return (c.bytes_sent / rate + link.latency_s / c.group_size) * c.trips
     return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + link.latency_s / c.merged) * c.trips
 
 

@@ -4,7 +4,8 @@
 early and compute meanwhile. Here the program is a graph of kernels and collectives. A list schedule (Graham, "Bounds on
 Multiprocessing Timing Anomalies", 1969) of two machines, the cores and the links, gives the time of each: it starts as soon as
 its operands are ready and its machine is free. If several can start, the first in program order does. A loop does not overlap
-with the ops around it, because XLA moves no ops into or out of loops. A collective matmul sends while it multiplies.
+with the ops around it, because XLA moves no ops into or out of loops. A collective matmul is a loop that sends while it
+multiplies.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardfn.cost.estimate import collective_s, collectives_by_result
 from shardfn.cost.platforms import backend_of
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
 from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.op_traits import COLLECTIVE_OPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,9 @@ def overlap(partitioned: PartitionedProgram, hardware: Hardware) -> Overlap:
     """
     schedule = schedule_ops(lower_for_backend(partitioned, hardware.chip))
     steps = _steps(schedule, hardware)
-    none_s = sum(step.seconds for step in steps)
-    every = frozenset(step.kind for step in steps if step.kind)
+    none_s = sum(step.taken(()) for step in steps)
+    every = frozenset(step.kind for step in steps if step.kind not in ("", _LOOP))
+    every |= {_PERMUTE for step in steps if step.sending_s}
     some = every & backend_of(partitioned.platform).asynchronous
     full_s = min(none_s, _seconds(schedule, steps, every)) if every else none_s
     expected_s = full_s if some == every else _seconds(schedule, steps, some) if some else none_s
@@ -53,6 +56,7 @@ def overlap(partitioned: PartitionedProgram, hardware: Hardware) -> Overlap:
 
 _BOTH = "cores", "links"
 _LOOP = "loop"
+_PERMUTE = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,12 @@ class _Step:
     writes: frozenset[int]
     kind: str = ""
     """Of a collective, or `_LOOP`."""
+    sending_s: float = 0.0
+    """What a collective matmul sends meanwhile."""
+
+    def taken(self, overlapped: Collection[str]) -> float:
+        """Its seconds if collectives of the kinds `overlapped` overlap with compute."""
+        return (max if _PERMUTE in overlapped else sum)((self.seconds, self.sending_s))
 
 
 def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
@@ -73,6 +83,7 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
     partitioned, fusion = schedule.partitioned, schedule.fusion
     ops, axes = partitioned.graph.ops, tuple(partitioned.axes.items())
     sent = dict(collectives_by_result(partitioned, schedule))
+    in_matmuls = {c.whole: sent.pop(c.result) for c in partitioned.communications if c.matmul_permutes}
     found = list[_Step]()
     for run in kernel_runs(partitioned, hardware.chip, fusion):
         kernel = run.kernel
@@ -86,36 +97,11 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
             made = frozenset([~last.outputs[0]])
             found.append(_Step(kernel[-1], collective_s(c, hardware, axes), reads, made, c.kind))
             reads = made
-        found.append(_Step(kernel[-1], run.seconds * run.trips, reads - writes, writes))
-    contained = {
-        kind: {v for v, c in sent.items() if c.in_matmul and ops[partitioned.graph.makers[v]].name == kind}
-        for kind in ("all_gather", "reduce_scatter")
-    }
-    return _while_multiplying(sorted(found, key=lambda step: step.at), *contained.values())
-
-
-def _while_multiplying(steps: Sequence[_Step], gathered: Collection[int], scattered: Collection[int]) -> list[_Step]:
-    """Start both parts of a collective matmul with the shards that are there, and end it with the later one.
-
-    Args:
-      steps: the steps in program order; the value that a collective makes is copied from its complement.
-      gathered: what a matmul reads that contains its gather.
-      scattered: the sums of matmuls that contain their scatter.
-    """
-    made = {v: step for step in steps for v in step.writes}
-    found = list[_Step]()
-    for step in steps:
-        if arriving := step.reads.intersection(gathered):
-            shards = frozenset[int]().union(*(made[~v].reads for v in arriving))
-            products = frozenset(~v for v in step.writes)
-            found.append(dataclasses.replace(step, reads=step.reads - arriving | shards, writes=products))
-            step = dataclasses.replace(step, seconds=0.0, reads=products | arriving)
-        elif step.kind and any(~v in scattered for v in step.writes):
-            step = dataclasses.replace(step, reads=frozenset[int]().union(*(made[v].reads for v in step.reads)))
-        elif sums := step.writes.intersection(scattered):
-            step = dataclasses.replace(step, reads=step.reads.union(*(made[~v].reads for v in sums)))
-        found.append(step)
-    return found
+        with_matmul = (in_matmuls[v] for v in in_matmuls.keys() & (reads | writes) if last.name not in COLLECTIVE_OPS)
+        sending_s = sum(collective_s(c, hardware, axes) for c in with_matmul)
+        kind = _LOOP if sending_s else ""
+        found.append(_Step(kernel[-1], run.seconds * run.trips, reads - writes, writes, kind, sending_s))
+    return sorted(found, key=lambda step: step.at)
 
 
 def _seconds(schedule: Schedule, steps: Sequence[_Step], overlapped: Collection[str]) -> float:
@@ -159,7 +145,7 @@ def _makespan(steps: Sequence[_Step], overlapped: Collection[str]) -> float:
         )
         start, n, machines = min(starts)
         queues[machines].pop()
-        end = start + steps[n].seconds
+        end = start + steps[n].taken(overlapped)
         free.update(dict.fromkeys(machines, end))
         for reader in readers[n]:
             waits[reader] -= 1

@@ -13,8 +13,7 @@ from shardfn.cost.backends.cpu_fusion import CpuFuser
 from shardfn.cost.backends.gpu import on_gpu
 from shardfn.cost.backends.gpu_fusion import GpuFuser
 from shardfn.cost.backends.gpu_kernels import gpu_kernels
-from shardfn.cost.backends.tpu import gathered_arguments, row_growth, scattered_values
-from shardfn.cost.backends.tpu import stored_bytes as stored_bytes_on_tpu
+from shardfn.cost.backends.tpu import gathered_arguments, row_growth, row_major_and_narrow_bytes, scattered_values
 from shardfn.cost.backends.tpu_fusion import TpuFuser
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import Fuser, FusionPlan
@@ -65,7 +64,7 @@ _BACKENDS = {
         {"all-reduce": 120 * 2**20},  # libtpu's `xla_jf_crs_combiner_threshold_in_bytes`
         TpuFuser,
         asynchronous=frozenset(("all-gather", "reduce-scatter", "collective-permute")),
-        stored_bytes=stored_bytes_on_tpu,
+        stored_bytes=row_major_and_narrow_bytes,
         row_major_values=scattered_values,
         row_major_copies=gathered_arguments,
         row_growth=row_growth,

@@ -85,7 +85,7 @@ def time_parts(plan: Plan) -> list[TimePart]:
             where = op.where or (source_line(graph, op.outputs[0]) if op.outputs else "")
             found.setdefault((kind, "", where), []).append(run.seconds * run.trips)
     for c in plan.collectives:
-        runs = f" in {c.trips:,} runs" if c.trips > 1 else ""
+        runs = (f" in {c.trips:,} runs" if c.trips > 1 else "") + (" within a matmul" if c.in_matmul else "")
         detail = f"over {axes_text(c.axes) if c.axes else c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
         found.setdefault((c.kind, detail, c.where), []).append(collective_s(c, plan.hardware, plan.axes))
     parts = [

@@ -310,13 +310,18 @@ class Communication:
     """The op whose result is reduced, or that needs the operand in another sharding."""
     is_last_resort: bool = False
     """Whether an array is gathered completely only to be sharded otherwise, because XLA knows no other path."""
-    permutes: int = 0
-    """Of an all-gather or reduce-scatter within a collective matmul: the collective-permutes that it runs as."""
+    matmul_permutes: int = 0
+    """Of an all-gather or reduce-scatter that is part of a collective matmul: how many collective-permutes it runs as."""
 
     @property
     def shard(self) -> int:
         """The value of which each device sends its shard: of an all-gather the operand, of a reduce-scatter the result."""
         return self.result if self.kind == "reduce-scatter" else self.operand
+
+    @property
+    def whole(self) -> int:
+        """The gathered array, or the sum before it is scattered."""
+        return self.operand if self.kind == "reduce-scatter" else self.result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,7 +499,8 @@ class Collective:
     merged: int = 1
     """So many predicted ones run as one, and share its latency."""
     in_matmul: bool = False
-    """Whether it runs in the loop of a collective matmul, while that multiplies (predicted ones)."""
+    """Whether it is part of a collective matmul and runs while that multiplies; `group_size` is then that of the gather or
+    scatter (predicted ones)."""
 
     @property
     def total_bytes(self) -> int:

@@ -4,7 +4,8 @@ Entry point: `partitioner.insert_collectives` takes the program as Shardy sharde
 collectives. Where the rule for something is:
 
 - one op: `op_rules`, one function per rule, named by the op's row in `ir.op_traits`; matmuls: `dot_general` in the
-  terms of `grouped_dot`; convolutions: `convolution`; the types that a rule takes and returns: `sharded_op`
+  terms of `grouped_dot`, and those that send while they multiply `collective_matmul`; convolutions: `convolution`; the
+  types that a rule takes and returns: `sharded_op`
 - from one sharding of an array to another: `resharding`, and within a group of devices `tile_assignment`
 - windows and slices along a sharded dimension: `halo_exchange`
 - what a backend does differently: `platforms`, one row each

@@ -1,12 +1,13 @@
-"""Collective matmul: libtpu sends the shards of an operand, or of a sum, while it multiplies those that are there.
+"""Collective matmul: libtpu sends shards of an operand, or of the result, while it multiplies the shards that have arrived.
 
-An all-gather before a matmul, or a reduce-scatter behind it, becomes a loop of collective-permutes in a ring, each with a part of
-the matmul (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
-ASPLOS 2023; XLA calls it a windowed einsum). XLA does so where
+An all-gather before a matmul, or a reduce-scatter after it, becomes a loop of collective-permutes around a ring, each with a part
+of the matmul (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
+ASPLOS 2023; XLA calls it a windowed einsum). libtpu does so where
 
-- all devices of a group shard the rows of one operand and of the result, and the other operand in one role (`dot_general`), or
-  all shard the contracted dimension, and the result along one operand's rows;
-- no other op needs the same gather;
+- every device of the group holds different rows of one operand and of the result, and the other operand is sharded as often in
+  dimensions of one role (contracted, own or batch); or the contracted dimension is sharded over the group, and the result over
+  own dimensions of one operand (`dot_general`);
+- no other op needs the same gather (`alone_in_matmuls`);
 - it expects to gain: while `n` devices compute for `t` seconds and communicate for `c`, the loop takes `max(t, c)` and two
   shards more, `2·c/n`. It gains if `t > 2·c/n`, that is, if the rows of the matmul over all devices exceed a number of the
   chip's for each byte of an element (`Chip.collective_matmul_rows`), and never for two devices.
@@ -16,12 +17,18 @@ Seen in libtpu 0.0.42 for v4, v5e, v5p and v6e.
 
 from __future__ import annotations
 
-FEWEST, MOST = 3, 32
-"""The devices between which libtpu makes a collective matmul."""
+import collections
+import dataclasses
+from collections.abc import Sequence
 
+from shardfn.ir.model import Communication, Graph
+from shardfn.partition.rebuild import resolved_chains
+
+FEWEST_DEVICES, MOST_DEVICES = 3, 32
+"""The smallest and the largest group in which libtpu makes one."""
 
 SHARDS_IN_LOOP = {"all-gather": 4, "reduce-scatter": 7}
-"""The shards that the loop holds at once in the place of the gathered operand, or of the sum before it is scattered. Between four
+"""The shards that the loop holds at once instead of the gathered operand, or of the sum before it is scattered. Between four
 devices, where the loop has one iteration, it holds one for each permute."""
 
 
@@ -35,18 +42,38 @@ def shards_held(kind: str, permutes: int) -> int:
 
 
 def collective_matmul_permutes(kind: str, n: int) -> int:
-    """The collective-permutes, of one shard each, in the place of an all-gather or reduce-scatter; 0 where libtpu makes none.
+    """How many collective-permutes of one shard replace an all-gather or reduce-scatter; 0 where libtpu makes none.
 
-    Groups of a multiple of four devices send in both directions of the ring, which takes two shards more than a gather does. The
-    only iteration of a gather between four devices is without the last two.
+    Groups of a multiple of four devices send in both directions of the ring, which takes two shards more than a gather does. A
+    gather between four devices has one iteration, which leaves out its last two permutes.
 
     >>> [collective_matmul_permutes("all-gather", n) for n in (2, 3, 4, 6, 8, 32, 64)]
     [0, 3, 3, 6, 9, 33, 0]
     >>> [collective_matmul_permutes("reduce-scatter", n) for n in (4, 6, 8)]
     [5, 6, 9]
     """
-    if not FEWEST <= n <= MOST:
+    if not FEWEST_DEVICES <= n <= MOST_DEVICES:
         return 0
     if n % 4:
         return n
     return n - 1 if kind == "all-gather" and n == 4 else n + 1
+
+
+def alone_in_matmuls(graph: Graph, communications: Sequence[Communication]) -> list[Communication]:
+    """The communications; a gather that more than one op needs is part of no matmul.
+
+    A matmul reads an array and its transpose alike, so gathers of both are one.
+    """
+    if not any(c.matmul_permutes for c in communications):
+        return list(communications)
+    source = resolved_chains({op.outputs[0]: op.inputs[0] for op in graph.ops if op.name == "transpose"})
+    count = collections.Counter[int]()
+    for c in communications:
+        if c.kind == "all-gather":
+            count[source.get(c.operand, c.operand)] += graph.read_counts[c.result]
+    return [
+        dataclasses.replace(c, matmul_permutes=0)
+        if c.kind == "all-gather" and c.matmul_permutes and count[source.get(c.operand, c.operand)] > 1
+        else c
+        for c in communications
+    ]

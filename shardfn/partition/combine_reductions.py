@@ -66,7 +66,7 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
         v: i
         for i, op in enumerate(graph.ops)
         for v in op.outputs
-        if op.name in _SUMS and v in sent and not sent[v].permutes
+        if op.name in _SUMS and v in sent and not sent[v].matmul_permutes
     }
     if not at:
         return partitioned

@@ -152,7 +152,7 @@ class _Dot(GroupedDot):
                 sides = (left, self.replicated(RIGHT)) if side == LEFT else (self.replicated(LEFT), right)
                 found, other = self.done(*sides, out), 1 - side
                 if n in (self.shards(other, dims) for dims in (roles.contracted, roles.own[other], roles.batch)):
-                    rows = self.rows_per_byte(side, roles.own[side], other)
+                    rows = self.matmul_rows_per_byte(side, roles.own[side], other)
                     found.reshards = [
                         (which, reshard._replace(rows_per_byte=rows)) for which, reshard in found.reshards
                     ]
@@ -287,8 +287,10 @@ class _Dot(GroupedDot):
         return self.in_groups(result.axes, parts, *resharded)
 
     def _better_side(self, have: Sequence[int]) -> int:
-        """The operand by whose own dimensions groups are made where both could be: so that the gather of the other is smaller,
-        or that the groups gather this operand in a collective matmul, the larger one if they could gather either.
+        """The operand by whose own dimensions the devices are grouped, where either would do.
+
+        libtpu takes the one whose groups can gather it in a collective matmul; if both can, the larger; if neither, the right
+        one. Other backends make the gather of the other operand small.
 
         `have` counts the shards of each operand's own dimensions.
         """
@@ -386,7 +388,7 @@ class _Dot(GroupedDot):
         result, sums = self._result_of(operands, lead)
         n = self.devices.count(self.devices.sizes)
         if self.devices.count(lead.axes) == n in (self.shards(OUT, own) for own in self.roles.own):
-            rows = self.rows_per_byte(larger, self.roles.contracted, OUT)
+            rows = self.matmul_rows_per_byte(larger, self.roles.contracted, OUT)
             sums = [reduction._replace(rows_per_byte=rows) for reduction in sums]
         resharded = smaller, self.devices.tile(moved.spec)
         return self.in_groups(lead.axes, (*operands, result), resharded, sums=sums)

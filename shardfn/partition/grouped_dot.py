@@ -73,7 +73,7 @@ class GroupedDot:
     bits: tuple[int, ...]
     sums: tuple[Sum, ...] = ()
     prefers_collective_matmul: bool = False
-    """Whether it groups so that a gather can be within a matmul, rather than so that less memory is taken."""
+    """Whether it groups by the dimensions of one operand as libtpu does (`_better_side`)."""
 
     def spec(self, side: int, tile: TileAssignment) -> Spec:
         """A sharding within the group as one over all devices."""
@@ -107,8 +107,8 @@ class GroupedDot:
         """Bits of a tensor on one device."""
         return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
 
-    def rows_per_byte(self, side: int, dims: Places, sent: int) -> float:
-        """The rows of these dimensions of an operand over all devices of the group, for each byte of an element of `sent`."""
+    def matmul_rows_per_byte(self, side: int, dims: Places, sent: int) -> float:
+        """`Reshard.rows_per_byte`, where these dimensions of an operand are the rows and `sent` is gathered or scattered."""
         sharded = self.spec(side, self.tiles[side])
         rows = math.prod(-(-self.shapes[side][d[side]] // self.every.count(sharded[d[side]])) for d in dims)
         return rows * self.devices.count(self.devices.sizes) * 8 / self.bits[sent]

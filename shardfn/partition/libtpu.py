@@ -78,7 +78,7 @@ def all_reduce_gathers(partitioned: PartitionedProgram, torus: Sequence[int]) ->
     sent = {c.result: c for c in partitioned.communications}
     for op in partitioned.graph.ops:
         c = sent.get(op.outputs[0]) if op.name == "all_gather" and most else None
-        if c and c.group_size == chips and _gathered_bytes(partitioned, c.result) <= most:
+        if c and not c.matmul_permutes and c.group_size == chips and _gathered_bytes(partitioned, c.result) <= most:
             zeros = builder.like(c.result)
             builder.ops.append(dataclasses.replace(op, name="pad", outputs=(zeros,)))
             op = dataclasses.replace(op, name="all_reduce", inputs=(zeros,))
@@ -105,7 +105,11 @@ def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgra
     """
     graph = partitioned.graph
     sent = {c.result: c for c in partitioned.communications}
-    gathers = {op.outputs[0]: op for op in graph.ops if op.name == "all_gather" and op.outputs[0] in sent}
+    gathers = {
+        op.outputs[0]: op
+        for op in graph.ops
+        if op.name == "all_gather" and (c := sent.get(op.outputs[0])) and not c.matmul_permutes
+    }
     uses: dict[int, list[int]] = {v: [] for v in gathers}
     for i, op in enumerate(graph.ops):
         for v in dict.fromkeys(op.inputs):

@@ -27,7 +27,7 @@ from shardfn.ir.model import (
     trips_of,
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
-from shardfn.partition.collective_matmul import collective_matmul_permutes
+from shardfn.partition.collective_matmul import alone_in_matmuls
 from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.dead_carries import without_dead_carries
@@ -135,7 +135,6 @@ class _Partitioner(ProgramBuilder):
         self.specs = list(map(mesh.in_parts, partitioned.specs))
         self.sent: list[Communication] = []
         self.alltoall, self.collective_matmul_rows = alltoall, collective_matmul_rows
-        self.before_matmul: dict[int, int] = {}  # of a gather that a matmul can contain, the permutes
         self.detours: list[Detour] = []
         self.operand = -1  # the operand that is resharded
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
@@ -171,14 +170,9 @@ class _Partitioner(ProgramBuilder):
         graph = dataclasses.replace(graph, values=tuple(self.values), ops=tuple(before_loops(self.ops, self.trips)))
         needed = {v for op in _needed(graph, graph.ops) if op.name in RESHARDING_OPS for v in op.outputs}
         kept = needed | own.keys() | self.gathered_partials
-        once = {v for v in self.before_matmul if graph.read_counts[v] == 1}
         sent = tuple(
-            dataclasses.replace(
-                c,
-                axes=self.mesh.join(c.axes),
-                permutes=self.before_matmul[c.result] if c.result in once else c.permutes,
-            )
-            for c in self.sent
+            dataclasses.replace(c, axes=self.mesh.join(c.axes))
+            for c in alone_in_matmuls(graph, self.sent)
             if c.result in kept
         )
         found = simplify(
@@ -314,9 +308,8 @@ class _Partitioner(ProgramBuilder):
         for step in path:
             last = into if step is path[-1] else None
             once = trips if stays and step.kind == "all-gather" else once
-            value = self.send(step, value, op, once, last)
-            if step.kind == "all-gather" and (n := self.permutes(step, how)):
-                self.before_matmul[value] = n
+            permutes = self.matmul_permutes(step, how) if step.kind == "all-gather" else 0
+            value = self.send(step, value, op, once, last, permutes)
         self.resharded[first, *key] = value
         self.resharded.setdefault((value, before, *key[1:]), first)
         return value
@@ -328,7 +321,15 @@ class _Partitioner(ProgramBuilder):
         argument = graph.inputs.index(value) if value in graph.inputs else -1
         self.detours.append(Detour(tuple(map(self.mesh.joined, path)), op.site, self.operand, made, argument, op.where))
 
-    def send(self, step: ReshardingStep, value: int, op: Op, trips: int | None = None, into: int | None = None) -> int:
+    def send(
+        self,
+        step: ReshardingStep,
+        value: int,
+        op: Op,
+        trips: int | None = None,
+        into: int | None = None,
+        matmul_permutes: int = 0,
+    ) -> int:
         """Emit the collective of a step for an op, or a slice if the step has none, from `value` to a new value or `into`."""
         kind, after = step.kind, step.after
         was = made = self.values[value]
@@ -355,7 +356,9 @@ class _Partitioner(ProgramBuilder):
         if kind:
             size = 2 if kind == "collective-permute" else self.shards(step.axes)
             self.sent.append(
-                Communication(kind, step.axes, size, value, arrived, trips, where, op.name, step.is_last_resort)
+                Communication(
+                    kind, step.axes, size, value, arrived, trips, where, op.name, step.is_last_resort, matmul_permutes
+                )
             )
         if arrived != result:
             self.ops.append(Op("convert", (arrived,), (result,), None, trips, where, form=form))
@@ -381,11 +384,10 @@ class _Partitioner(ProgramBuilder):
     def shards(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def permutes(self, step: ReshardingStep, how: Reshard) -> int:
-        """The collective-permutes in the place of a collective which a matmul contains; 0 where it contains none."""
-        if not 0 < self.collective_matmul_rows <= how.rows_per_byte:
-            return 0
-        return collective_matmul_permutes(step.kind, self.shards(step.axes))
+    def matmul_permutes(self, step: ReshardingStep, how: Reshard) -> int:
+        """`Communication.matmul_permutes` of a step before or after a matmul."""
+        is_worth_it = 0 < self.collective_matmul_rows <= how.rows_per_byte
+        return self.rules.matmul_permutes(step.kind, self.shards(step.axes)) if is_worth_it else 0
 
     def reduce_partial_sums(self, partial: int, want: Spec, how: Reshard, last: bool, op: Op) -> int:
         """Reduce partial sums: reduce-scatter where only shards are needed and the platform has it, else all-reduce."""
@@ -394,12 +396,10 @@ class _Partitioner(ProgramBuilder):
         shards = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
         if last and nested and shards == set(axes):
             scatter = ReshardingStep("reduce-scatter", axes, want)
-            if n := self.permutes(scatter, how):
-                made = self.send(scatter, partial, op)
-                self.sent[-1] = dataclasses.replace(self.sent[-1], permutes=n)
-                return made
-            if self.makes_reduce_scatter(partial, want, self.transposed_dims.get(op.outputs[0], ())):
-                return self.send(scatter, partial, op)
+            permutes = self.matmul_permutes(scatter, how)
+            order = self.transposed_dims.get(op.outputs[0], ())
+            if permutes or self.makes_reduce_scatter(partial, want, order):
+                return self.send(scatter, partial, op, matmul_permutes=permutes)
         return self.send(ReshardingStep("all-reduce", axes, have), partial, op)
 
     def makes_reduce_scatter(self, partial: int, want: Spec, dims_order: Sequence[int]) -> bool:

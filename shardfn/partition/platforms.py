@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shardfn.ir.model import PartitionedProgram, is_gpu
+from shardfn.partition.collective_matmul import collective_matmul_permutes
 from shardfn.partition.combine_reductions import combine_partial_sums
 from shardfn.partition.libtpu import (
     all_reduce_gathers,
@@ -59,6 +60,10 @@ class CollectiveRules:
     """Whether what it moves before a loop may be larger than what it is computed from. If not, all-gathers stay in the loop: on
     TPUs because libtpu moves no such op, on GPUs because XLA moves no op at all."""
 
+    matmul_permutes: Callable[[str, int], int] = lambda kind, n: 0
+    """How many collective-permutes a collective matmul sends instead of a kind of collective between `n` devices; 0 where it
+    makes none (`collective_matmul`)."""
+
     def scatters(
         self, shard: tuple[int, ...], dims: Collection[int], bits: int, spans_torus: bool, torus: tuple[int, ...]
     ) -> bool:
@@ -96,6 +101,7 @@ _RULES = {
         scatters_shard=makes_reduce_scatter,
         max_reduced_gather_bytes=max_reduced_gather_bytes,
         operands_sent_as={"f32": "bf16"},
+        matmul_permutes=collective_matmul_permutes,
         sends_halo_rows_once=True,
         hoists_invariants=True,
     ),

@@ -36,8 +36,8 @@ class Reshard(NamedTuple):
     group_axes: frozenset[str] = frozenset()
     reduced: tuple[str, ...] = ()
     rows_per_byte: float = 0.0
-    """Of a gather before a matmul or a scatter behind it which the matmul can contain (`collective_matmul`): the rows of the
-    matmul over all devices of the group, for each byte of an element that is sent."""
+    """Rows of the matmul over all devices of the group, for each byte of an element of the operand or sum before it is
+    converted to be sent; 0 where no collective matmul is possible (`collective_matmul`)."""
 
 
 class GatheredWindow(NamedTuple):

@@ -385,6 +385,8 @@ def _last_resort_gathers(partitioned: PartitionedProgram) -> dict[Communication,
 
 def _kind(partitioned: PartitionedProgram, c: Communication) -> str:
     is_by_sum = c.kind == "all-reduce" and partitioned.gathered_shards(c) is not None
+    if c.matmul_permutes:
+        return f"collective matmul ({c.kind})"
     return "all-gather (as an all-reduce)" if is_by_sum else c.kind
 
 

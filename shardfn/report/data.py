@@ -91,6 +91,7 @@ def _collective(c: Collective) -> dict[str, Any]:
     return {
         "kind": c.kind, "axes": c.axes, "group_size": c.group_size, "shape": c.shape, "dtype": c.dtype,
         "bytes_sent": c.bytes_sent, "runs": c.trips, "total_bytes": c.total_bytes, "where": c.where,
+        "in_matmul": c.in_matmul,
     }  # fmt: skip
 
 

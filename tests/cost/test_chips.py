@@ -20,6 +20,7 @@ NEEDED = {
         "fast_bytes",
         "largest",
         "sides",
+        "collective_matmul_rows",
         "device_kinds",
         "aot_name",
     ),

@@ -109,3 +109,14 @@ def test_a_collective_matmul_sends_while_it_multiplies(fn, strategies, shapes, r
     assert collective.in_matmul == (rows == 16384)
     least = max(cost.compute_s, cost.communication_s) if collective.in_matmul else cost.time_s
     assert times.expected_s == pytest.approx(least, rel=0.05)
+
+
+def test_a_collective_matmul_overlaps_with_nothing_else():
+    """It is a loop: what it sends goes on while it multiplies, not while another matmul does."""
+    bf16 = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 1024), (1024, 1024), (1024, 8192))]
+    plan = shardfn.plan(lambda x, v, w: (x @ v) @ w, *bf16, device="tpu-v5e:2x4",
+                        in_strategy=((8, 1), (1, 1), (8, 1)), out_strategy=((8, 1),))  # fmt: skip
+    cost, times = plan.cost, plan.overlap
+    first = 2 * 1024**3 / plan.hardware.chip.flops
+    assert [c.in_matmul for c in plan.collectives] == [True] and cost.communication_s > cost.compute_s - first
+    assert times.expected_s == pytest.approx(first + cost.communication_s, rel=0.05)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardfn.ir.model import Graph, PartitionedProgram, dtype_bits
-from shardfn.partition.collective_matmul import shards_held
 from shardfn.partition.tpu_padding import LANES, tiled_bytes
 
 MAX_ROW_MAJOR_BYTES = 112 * 2**20
@@ -46,14 +45,9 @@ def row_growth(columns: np.ndarray, size: np.ndarray) -> np.ndarray:
     return np.where(size * grown <= MAX_ROW_MAJOR_BYTES, grown, 1.0)
 
 
-def stored_bytes(partitioned: PartitionedProgram, narrow: Iterable[int]) -> dict[int, int]:
-    """Bytes of values that take less than their elements, as `bf16` in the place of `f32` or what a collective matmul sends, or
-    more, as row-major tables."""
+def row_major_and_narrow_bytes(partitioned: PartitionedProgram, narrow: Iterable[int]) -> dict[int, int]:
+    """Bytes of values that take less than their elements, as `bf16` in the place of `f32`, or more, as row-major tables."""
     found = {v: partitioned.element_bytes(v) // 2 for v in narrow}
-    for c in partitioned.communications:
-        if c.permutes:
-            whole = c.operand if c.shard == c.result else c.result
-            found[whole] = shards_held(c.kind, c.permutes) * partitioned.local_bytes(c.shard)
     for v in scattered_values(partitioned.graph):
         found[v] = row_major_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype))
     return found

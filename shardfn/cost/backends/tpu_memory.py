@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -17,6 +18,7 @@ from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges, ReusableBuffer
 from shardfn.cost.schedule import Schedule
 from shardfn.ir.model import PartitionedProgram, dtype_bits
+from shardfn.partition.collective_matmul import shards_held
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_bytes, tiled_dims
 
 MAX_STAY_RATIO = 8
@@ -91,7 +93,20 @@ def tiled_local_bytes(partitioned: PartitionedProgram, value: int) -> int:
 
 
 class TpuLiveRanges(LiveRanges):
-    """Combined all-reduces write over their operands too."""
+    """Combined all-reduces write over their operands too. A collective matmul holds some shards instead of the whole array."""
+
+    @functools.cached_property
+    def in_matmuls(self) -> dict[int, int]:
+        """The bytes of arrays that collective matmuls gather or scatter."""
+        return {
+            c.whole: shards_held(c.kind, c.matmul_permutes) * self.partitioned.local_bytes(c.shard)
+            for c in self.partitioned.communications
+            if c.matmul_permutes
+        }
+
+    def held_bytes(self, v: int) -> int:
+        """Those of the shards that a collective matmul holds at once, or of the value."""
+        return self.in_matmuls[v] if v in self.in_matmuls else super().held_bytes(v)
 
     def may_write_over(self, i: int, v: int) -> bool:
         """Always."""

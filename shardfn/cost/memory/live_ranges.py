@@ -83,7 +83,7 @@ class LiveRanges:
                 members,
                 min(self.start[v] for v in members),
                 2 * len(self.graph.ops) if is_result else max(ends),
-                max(map(self.partitioned.local_bytes, members)),
+                max(map(self.held_bytes, members)),
             )
             is_chain = len(members) == 1 or chained.issuperset(members)
             if not is_result and is_chain and not self.sooner.keys().isdisjoint(members):
@@ -95,6 +95,10 @@ class LiveRanges:
                 buffer = dataclasses.replace(buffer, start=max(again, at + 1))
             (results if is_result else temporaries).append(buffer)
         return temporaries, results
+
+    def held_bytes(self, v: int) -> int:
+        """Bytes that a value holds on one device."""
+        return self.partitioned.local_bytes(v)
 
     def from_ops(self) -> None:
         """The ranges as ops make and read values; what a loop reads lives until it begins."""
