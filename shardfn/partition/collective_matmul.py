@@ -10,7 +10,8 @@ ASPLOS 2023; XLA calls it a windowed einsum). libtpu does so where
 - no other op needs the same gather (`alone_in_matmuls`);
 - it expects to gain: while `n` devices compute for `t` seconds and communicate for `c`, the loop takes `max(t, c)` and two
   shards more, `2·c/n`. It gains if `t > 2·c/n`, that is, if the rows of the matmul over all devices exceed a number of the
-  chip's for each byte of an element (`Chip.collective_matmul_rows`), and never for two devices.
+  chip's for each byte of an element (`Chip.collective_matmul_rows`). It never gains for two devices, nor for a square of 2 x 2 on
+  the torus, where a gather uses twice the links of the loop.
 
 Seen in libtpu 0.0.42 for v4, v5e, v5p and v6e.
 """
@@ -41,18 +42,23 @@ def shards_held(kind: str, permutes: int) -> int:
     return min(permutes, SHARDS_IN_LOOP[kind])
 
 
-def collective_matmul_permutes(kind: str, n: int) -> int:
+def collective_matmul_permutes(kind: str, n: int, is_square: bool = False) -> int:
     """How many collective-permutes of one shard replace an all-gather or reduce-scatter; 0 where libtpu makes none.
 
     Groups of a multiple of four devices send in both directions of the ring, which takes two shards more than a gather does. A
     gather between four devices has one iteration, which leaves out its last two permutes.
+
+    Args:
+      kind: `all-gather` or `reduce-scatter`.
+      n: devices in the group.
+      is_square: whether they are a square of 2 x 2 on the torus.
 
     >>> [collective_matmul_permutes("all-gather", n) for n in (2, 3, 4, 6, 8, 32, 64)]
     [0, 3, 3, 6, 9, 33, 0]
     >>> [collective_matmul_permutes("reduce-scatter", n) for n in (4, 6, 8)]
     [5, 6, 9]
     """
-    if not FEWEST_DEVICES <= n <= MOST_DEVICES:
+    if not FEWEST_DEVICES <= n <= MOST_DEVICES or is_square:
         return 0
     if n % 4:
         return n

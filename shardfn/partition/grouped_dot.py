@@ -108,7 +108,12 @@ class GroupedDot:
         return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
 
     def matmul_rows_per_byte(self, side: int, dims: Places, sent: int) -> float:
-        """`Reshard.rows_per_byte`, where these dimensions of an operand are the rows and `sent` is gathered or scattered."""
+        """`Reshard.rows_per_byte`, where these dimensions of an operand are the rows and `sent` is gathered or scattered.
+
+        None of a product with a vector, which XLA multiplies and adds up without a matmul.
+        """
+        if any(math.prod(self.shapes[of][d[of]] for d in self.roles.own[of]) == 1 for of in (LEFT, RIGHT)):
+            return 0.0
         sharded = self.spec(side, self.tiles[side])
         rows = math.prod(-(-self.shapes[side][d[side]] // self.every.count(sharded[d[side]])) for d in dims)
         return rows * self.devices.count(self.devices.sizes) * 8 / self.bits[sent]

@@ -60,9 +60,9 @@ class CollectiveRules:
     """Whether what it moves before a loop may be larger than what it is computed from. If not, all-gathers stay in the loop: on
     TPUs because libtpu moves no such op, on GPUs because XLA moves no op at all."""
 
-    matmul_permutes: Callable[[str, int], int] = lambda kind, n: 0
-    """How many collective-permutes a collective matmul sends instead of a kind of collective between `n` devices; 0 where it
-    makes none (`collective_matmul`)."""
+    matmul_permutes: Callable[[str, int, bool], int] = lambda kind, n, is_square: 0
+    """How many collective-permutes a collective matmul sends instead of a kind of collective between `n` devices, which may
+    be a square on the torus; 0 where it makes none (`collective_matmul`)."""
 
     def scatters(
         self, shard: tuple[int, ...], dims: Collection[int], bits: int, spans_torus: bool, torus: tuple[int, ...]
