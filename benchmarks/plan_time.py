@@ -129,6 +129,7 @@ def cases() -> Iterator[Case]:
     yield Case("gpt2, 24 layers unrolled, mesh (4, 2), with proof", gpt(24), mesh_4x2, target=5.0, proof=True)
     pod = functools.partial(abstract, llama.make, llama.llama3_70b(batch=256, context=4096))
     yield Case("Llama 3 70B, 80 layers scanned, 256 devices", pod, on(256), target=45.0)
+    yield Case("Llama 3 70B, the same, fast budget", pod, on(256, level="time", budget="fast"))
     cfg = llama.Config(
         layers=32, d_model=4096, heads=32, kv_heads=8, d_hidden=14336, vocab=128256, context=2048, batch=64
     )

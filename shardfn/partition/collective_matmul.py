@@ -10,8 +10,8 @@ ASPLOS 2023; XLA calls it a windowed einsum). libtpu does so where
 - no other op needs the same gather (`alone_in_matmuls`);
 - it expects to gain: while `n` devices compute for `t` seconds and communicate for `c`, the loop takes `max(t, c)` and two
   shards more, `2·c/n`. It gains if `t > 2·c/n`, that is, if the rows of the matmul over all devices exceed a number of the
-  chip's for each byte of an element (`Chip.collective_matmul_rows`). It never gains for two devices, nor for a square of 2 x 2 on
-  the torus, where a gather uses twice the links of the loop.
+  chip's for each byte of an element (`Chip.collective_matmul_rows`). It never gains for two devices, nor for a square of 2 x 2
+  (`is_square_of_four`), where a gather uses twice the links of the loop.
 
 Seen in libtpu 0.0.42 for v4, v5e, v5p and v6e.
 """
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from shardfn.ir.model import Communication, Graph
 from shardfn.partition.rebuild import resolved_chains
@@ -51,7 +52,7 @@ def collective_matmul_permutes(kind: str, n: int, is_square: bool = False) -> in
     Args:
       kind: `all-gather` or `reduce-scatter`.
       n: devices in the group.
-      is_square: whether they are a square of 2 x 2 on the torus.
+      is_square: whether they are `is_square_of_four`.
 
     >>> [collective_matmul_permutes("all-gather", n) for n in (2, 3, 4, 6, 8, 32, 64)]
     [0, 3, 3, 6, 9, 33, 0]
@@ -63,6 +64,33 @@ def collective_matmul_permutes(kind: str, n: int, is_square: bool = False) -> in
     if n % 4:
         return n
     return n - 1 if kind == "all-gather" and n == 4 else n + 1
+
+
+def is_square_of_four(axes: Sequence[str], sizes: Mapping[str, int], torus: Sequence[int]) -> bool:
+    """Whether groups along some axes span two dimensions of a torus that have two places each.
+
+    Args:
+      axes: the axes of a group.
+      sizes: of all axes of the mesh, in row-major order.
+      torus: its dimensions, the last one fastest.
+
+    >>> mesh = {"a": 4, "b": 2}
+    >>> [is_square_of_four(["a"], mesh, torus) for torus in ((2, 4), (4, 2), (2, 2, 2))]
+    [False, False, True]
+    """
+    if math.prod(sizes[a] for a in axes) != 4:
+        return False
+    devices = [0]
+    for axis, step in zip(sizes, _strides(list(sizes.values())), strict=True):
+        if axis in axes:
+            devices = [device + step * n for device in devices for n in range(sizes[axis])]
+    places = (len({device // step % n for device in devices}) for n, step in zip(torus, _strides(torus), strict=True))
+    return sum(count == n == 2 for count, n in zip(places, torus, strict=True)) == 2
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    """How far apart neighbours along each dimension are in row-major order."""
+    return [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
 
 
 def alone_in_matmuls(graph: Graph, communications: Sequence[Communication]) -> list[Communication]:

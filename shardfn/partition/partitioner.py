@@ -27,7 +27,7 @@ from shardfn.ir.model import (
     trips_of,
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
-from shardfn.partition.collective_matmul import alone_in_matmuls
+from shardfn.partition.collective_matmul import alone_in_matmuls, is_square_of_four
 from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.dead_carries import without_dead_carries
@@ -386,23 +386,10 @@ class _Partitioner(ProgramBuilder):
 
     def matmul_permutes(self, step: ReshardingStep, how: Reshard) -> int:
         """`Communication.matmul_permutes` of a step before or after a matmul."""
-        is_worth_it = 0 < self.collective_matmul_rows <= how.rows_per_byte
-        if not is_worth_it:
+        if not 0 < self.collective_matmul_rows <= how.rows_per_byte:
             return 0
-        return self.rules.matmul_permutes(step.kind, self.shards(step.axes), self.is_square(step.axes))
-
-    def is_square(self, axes: Sequence[str]) -> bool:
-        """Whether groups along `axes` are squares of 2 x 2 on the torus."""
-        if self.shards(axes) != 4:
-            return False
-        sizes = list(self.sizes.values())
-        steps = {a: math.prod(sizes[at + 1 :]) for at, a in enumerate(self.sizes)}
-        devices = [0]
-        for axis in axes:
-            devices = [device + steps[axis] * n for device in devices for n in range(self.sizes[axis])]
-        inner = [math.prod(self.torus[d + 1 :]) for d in range(len(self.torus))]
-        places = ({device // step % size for device in devices} for step, size in zip(inner, self.torus, strict=True))
-        return sorted(map(len, places))[-2:] == [2, 2]
+        is_square = is_square_of_four(step.axes, self.sizes, self.torus)
+        return self.rules.matmul_permutes(step.kind, self.shards(step.axes), is_square)
 
     def reduce_partial_sums(self, partial: int, want: Spec, how: Reshard, last: bool, op: Op) -> int:
         """Reduce partial sums: reduce-scatter where only shards are needed and the platform has it, else all-reduce."""

@@ -21,6 +21,7 @@ def test_the_order_of_a_seed_stays_as_it_is():
     assert permuted(np.arange(3), 10**12, (2**32 - 1, 5)).tolist() == [807459514261, 219429335323, 339099322042]
 
 
+@pytest.mark.slow
 def test_all_orders_of_four_records_come_about_equally_often():
     found = [tuple(permuted(np.arange(4), 4, (seed, epoch)).tolist()) for seed in range(60) for epoch in range(40)]
     counts = [found.count(order) for order in itertools.permutations(range(4))]

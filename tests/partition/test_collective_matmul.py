@@ -71,6 +71,7 @@ PROGRAMS = {
     "square of 2 x 2": (matmul, operands(), "tpu-v5e:2x2", ((4, 1), (4, 1)), ((4, 1),), {"all-gather": 1}),
     "scatter in a square": (weight_gradient, gradients(), "tpu-v5e:2x2", ((4, 1), (4, 1)), ((4, 1),), {"reduce-scatter": 1}),
     "square beside tensor parallel": (matmul, operands(), "tpu-v5p:2x2x4", ((4, 1), (4, 4)), ((4, 4),), {"all-gather": 1}),
+    "square with gaps": (matmul, operands(), V5E, ((4, 1), (4, 2)), ((4, 2),), {PERMUTE: 3}),
     "vector": (lambda x, w: x @ w, (S((R, K), jnp.bfloat16), S((K,), jnp.bfloat16)), V5E, ((8, 1), (8,)), ((8,),), {"all-gather": 1}),
     "layers": (stacked, (S((R, K), jnp.bfloat16), S((3, K, K), jnp.bfloat16)), V5E, ((8, 1), (1, 8, 1)), ((8, 1),), {PERMUTE: 27}),
     "12 devices": (matmul, operands(12288, 3072, 3072), "tpu-v5p:4x4x12", ((12, 1), (12, 16)), ((12, 16),), {PERMUTE: 13}),

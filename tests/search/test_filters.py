@@ -105,6 +105,7 @@ def test_drop_dominated_loses_no_more_than_it_says(seed):
     assert lost <= 0.3 * best
 
 
+@pytest.mark.slow
 def test_algo_approxi_keeps_a_bounded_gap():
     function, args = abstract(mlp.make)
     options = HERE  # where the partitioned program costs what the label model estimates: else there is no gap
