@@ -13,6 +13,7 @@ from shardfn.cost.devices.links import link_over
 from shardfn.cost.memory.live_memory import MemoryEstimate, memory_of_schedule
 from shardfn.cost.schedule import ExecutionOrder, lower_for_backend, schedule_ops
 from shardfn.ir.model import Collective, PartitionedProgram
+from shardfn.partition.collective_matmul import sends_both_ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +69,14 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
     """Modelled seconds of all runs of a collective in one call.
 
     Args:
-      c: the collective; combined ones share the latency. Those of a collective matmul go around a ring, in both directions where
-        it has a multiple of four devices, and all together have the latency of one gather or scatter.
+      c: the collective; combined ones share the latency. Those of a collective matmul go around a ring and all together have
+        the latency of one gather or scatter.
       hardware: what it runs on.
       axes: the mesh, as (name, size) in row-major order.
     """
     link = link_over(hardware, axes, c.axes, c.group_size)
     if c.in_matmul:
-        rate = link.bytes_s if c.group_size % 4 == 0 else link.bytes_s / 2
+        rate = link.bytes_s if sends_both_ways(c.group_size) else link.bytes_s / 2
         return (c.bytes_sent / rate + link.latency_s / c.group_size) * c.trips
     return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + link.latency_s / c.merged) * c.trips
 

@@ -43,10 +43,19 @@ def shards_held(kind: str, permutes: int) -> int:
     return min(permutes, SHARDS_IN_LOOP[kind])
 
 
+def sends_both_ways(n: int) -> bool:
+    """Whether a collective matmul between `n` devices sends in both directions of the ring.
+
+    >>> sends_both_ways(6), sends_both_ways(8)
+    (False, True)
+    """
+    return n % 4 == 0
+
+
 def collective_matmul_permutes(kind: str, n: int, is_square: bool = False) -> int:
     """How many collective-permutes of one shard replace an all-gather or reduce-scatter; 0 where libtpu makes none.
 
-    Groups of a multiple of four devices send in both directions of the ring, which takes two shards more than a gather does. A
+    To send in both directions (`sends_both_ways`) takes two shards more than a gather does, in one direction one shard more. A
     gather between four devices has one iteration, which leaves out its last two permutes.
 
     Args:
@@ -61,7 +70,7 @@ def collective_matmul_permutes(kind: str, n: int, is_square: bool = False) -> in
     """
     if not FEWEST_DEVICES <= n <= MOST_DEVICES or is_square:
         return 0
-    if n % 4:
+    if not sends_both_ways(n):
         return n
     return n - 1 if kind == "all-gather" and n == 4 else n + 1
 
