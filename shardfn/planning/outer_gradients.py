@@ -1,18 +1,20 @@
 """Derivative rules for functions that are differentiated from outside, where the gradient is no part of the plan.
 
-JAX transposes the tangent program of each op. Three transposes meet bugs of XLA along a sharded dimension:
+JAX transposes the tangent program of each op. Four transposes meet bugs of XLA along a sharded dimension:
 
 - A slice with strides becomes a pad between elements.
 - A pad becomes a pad by negative numbers (a crop). With strides between windows a sum over windows becomes both.
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
+- A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
 
 Here the tangents of the first three are written with reshapes, slices and concatenations, whose transposes XLA computes
-correctly for every sharding. Those of pooling are taken along unsharded windows. Cumulative ops have tangents made of such ops.
-The values of a function are computed as without these rules.
+correctly for every sharding. Those of pooling are taken along unsharded windows, those of lookups with even shards.
+Cumulative ops have tangents made of such ops. The values of a function are computed as without these rules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +24,14 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
+from shardfn.planning.even_scatters import even_lookup, rows_multiple
 from shardfn.planning.workarounds import unsharded
 
 
 def correct_gradients(
-    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
+    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = (), multiple: int = 1
 ) -> Callable[..., Any]:
     """`function` with derivatives that XLA computes correctly when they are taken from outside. The ops of its values stay.
 
@@ -35,6 +39,7 @@ def correct_gradients(
       function: the function.
       mesh: the mesh of the constraints.
       static_argnums: as in `jax.jit`.
+      multiple: of what the number of a lookup's rows must be a multiple for even shards (`even_scatters.rows_multiple`).
     """
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
@@ -45,9 +50,12 @@ def correct_gradients(
             if linear := _LINEAR.get(eqn.primitive.name):
                 first, *others = tangents
                 return linear(eqn.params, jnp.zeros_like(primals[0]) if _is_zero(first) else first, *others)
+            if eqn.primitive.name == "gather":
+                own = jnp.zeros_like(primals[0]) if _is_zero(tangents[0]) else tangents[0]
+                return even_lookup(eqn, own, primals[1], multiple)
             dims = _overlapping(eqn)
             operand, tangent = (unsharded(mesh, x, dims) for x in (*primals, *tangents))
-            own = correct_gradients(lambda *of: jax.jvp(op, of[:1], of[1:])[1], mesh)
+            own = correct_gradients(lambda *of: jax.jvp(op, of[:1], of[1:])[1], mesh, multiple=multiple)
             return unsharded(mesh, own(operand, tangent), dims)
 
         corrected = jax.custom_jvp(op)
@@ -56,18 +64,26 @@ def correct_gradients(
         )
         return [corrected(*inputs)]
 
-    return rebind(function, lambda eqn, number: _is_at_risk(eqn), bind, static_argnums)
+    return rebind(function, lambda eqn, number: _is_at_risk(eqn, multiple), bind, static_argnums)
 
 
-def has_gradients_at_risk(jaxpr: Any) -> bool:
+def has_gradients_at_risk(jaxpr: Any, multiple: int = 1) -> bool:
     """Whether `correct_gradients` changes a function, by its jaxpr."""
-    return any(_is_at_risk(eqn) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+    return any(_is_at_risk(eqn, multiple) for _, eqn, is_reached in equations(jaxpr) if is_reached)
 
 
-def _is_at_risk(eqn: Any) -> bool:
+def lookup_multiple(partitioned: PartitionedProgram) -> int:
+    """Of what the number of rows of each lookup must be a multiple, for even shards."""
+    lookups = (op for op in partitioned.graph.ops if op.name == "gather")
+    return math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
+
+
+def _is_at_risk(eqn: Any, multiple: int) -> bool:
     """Whether XLA may compute the transpose of an equation wrongly."""
     name, params = eqn.primitive.name, eqn.params
-    if name == "slice":
+    if name == "gather":
+        is_found = multiple > 1
+    elif name == "slice":
         is_found = max(params["strides"] or (1,), default=1) > 1
     elif name == "reduce_window_sum":
         rows = zip(*(params[n] for n in ("window_dimensions", "window_dilation", "padding")), strict=True)

@@ -12,6 +12,7 @@
   Windows with such padding (`reduce_window`) meet the same.
 - An array and its first elements (`x[:-1]`), or two such slices, whose shards are one array on each device: XLA mixes up
   the two once both are gathered, and does not compile. An optimization barrier on the slice avoids it.
+- A scatter that combines counts the padding of unevenly sharded updates (`even_scatters`).
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
+from shardfn.planning.even_scatters import NEUTRAL, even_scatter, rows_multiple
 
 REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
@@ -76,10 +79,12 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction`, a `padding` or a `slice`."""
+    `transform`, a `reduction`, a `padding`, a `slice` or a `scatter`."""
 
     where: str
     kind: str = "window"
+    multiple: int = 1
+    """Of what the number of a scatter's updates must be a multiple."""
 
 
 def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
@@ -108,6 +113,10 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
             op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned
         ):
             found.setdefault(WrongOp(op.where, "padding"))
+        if op.name == "scatter" and op.combines:
+            multiple = rows_multiple(op, partitioned, moved_from)
+            if multiple > 1:
+                found.setdefault(WrongOp(op.where, "scatter", multiple))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
@@ -209,6 +218,7 @@ _NOTES = {
         "shardfn puts an optimization barrier behind the slices at {}: XLA does not compile an array and its first elements "
         "if their shards have one size and both are gathered"
     ),
+    "scatter": ("shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0"),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
         "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
@@ -221,7 +231,7 @@ def replicate_wrong_ops(
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
     Fourier transforms and grouped convolutions, the reduced dimensions of reductions without an all-reduce, and the padded
-    dimensions of the pads among `wrong`. Slices get an optimization barrier.
+    dimensions of the pads among `wrong`. Slices get an optimization barrier, scatters updates of even shards.
 
     Args:
       function: the function.
@@ -235,10 +245,13 @@ def replicate_wrong_ops(
 
     gathered = functools.partial(unsharded, mesh)
     kinds = {w.kind for w in wrong}
+    multiple = math.lcm(*(w.multiple for w in wrong))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if eqn.primitive.name == "slice":
             return [jax.lax.optimization_barrier(out) for out in bind_one(eqn, inputs)]
+        if eqn.primitive.name in NEUTRAL:
+            return even_scatter(eqn, inputs, multiple)
         if eqn.primitive.name in _REDUCTIONS:
             return bind_one(eqn, [gathered(x, _reduced(eqn)) for x in inputs])
         if dims := _padded(eqn):
@@ -265,6 +278,7 @@ def replicate_wrong_ops(
             or bool(_reduced(eqn))
             or ("padding" in kinds and bool(_padded(eqn)))
             or ("slice" in kinds and _is_of_first_elements(eqn))
+            or ("scatter" in kinds and eqn.primitive.name in NEUTRAL)
         )
 
     def refuse(eqn: Any) -> None:
@@ -281,6 +295,12 @@ def replicate_wrong_ops(
                  why="a replicated dimension is padded between its elements into shards, and custom derivative rules hide it "
                      "from shardfn",
                  fix="leave that dimension unsharded, or shard the operand too")  # fmt: skip
+        if "scatter" in kinds and any(
+            one.primitive.name in NEUTRAL for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)
+        ):
+            fail(StrategyError, f"a scatter inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
+                 why="its updates are sharded unevenly, and custom derivative rules hide it from shardfn",
+                 fix=f"make the number of its updates a multiple of {multiple}, or leave them unsharded")  # fmt: skip
         if "reduction" in kinds:
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",

@@ -1,0 +1,85 @@
+"""Scatters that combine, and lookups whose gradient is such a scatter, with updates of even shards.
+
+XLA (JAX 0.10 to 0.12) counts the padding of unevenly sharded updates in a scatter that combines (`.at[i].add(u)`, the gradient
+of a lookup, `segment_sum`): it combines the padding with row 0. Here updates and indices get further rows until their
+shards are even. These rows are combined with row 0 too, and are the neutral element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardfn.ir.model import Op, PartitionedProgram
+from shardfn.ir.rewrite import bind_one
+
+NEUTRAL = {
+    "scatter-add": "zero",
+    "scatter-sub": "zero",
+    "scatter-mul": "one",
+    "scatter-min": "max",
+    "scatter-max": "min",
+}
+"""The neutral element of each scatter that combines, by primitive."""
+
+
+def rows_multiple(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> int:
+    """Of what the sizes of the dimensions that index and rows share must be multiples for even shards; 1 if they are even.
+
+    Args:
+      op: a gather or a scatter; its operand 1 is the index, its rows are its updates or its result.
+      partitioned: the program with its shardings.
+      before: a value that is resharded, by the value that comes of it.
+    """
+    if op.rule is None:
+        return 1
+    has_updates = op.name == "scatter"
+    rows = (op.inputs[2], op.rule.operands[2]) if has_updates else (op.outputs[0], op.rule.results[0])
+    counted = {factor for dim in op.rule.operands[1] for factor in dim}
+    found = [1]
+    for value, dims in ((op.inputs[1], op.rule.operands[1]), rows):
+        for one in {value, before.get(value, value)}:
+            each = zip(dims, partitioned.graph.values[one].shape, partitioned.shards(one), strict=True)
+            found += [shards for of, size, shards in each if size % shards and counted.issuperset(of)]
+    return math.lcm(*found)
+
+
+def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
+    """The outputs of a scatter that combines, with updates and indices that are padded to a multiple of rows."""
+    operand, index, updates = inputs
+    numbers = eqn.params["dimension_numbers"]
+    kept = {*numbers.scatter_indices_batching_dims, index.ndim - 1}
+    rows = [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
+    of_updates, added = iter(rows[:-1]), []
+    for d in range(updates.ndim):
+        added.append(0 if d in numbers.update_window_dims else next(of_updates))
+    neutral = _neutral(NEUTRAL[eqn.primitive.name], updates.dtype)
+    return bind_one(eqn, [operand, _with_rows(index, rows, 0), _with_rows(updates, added, neutral)])
+
+
+def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:
+    """The result of a gather, of which the index is padded to a multiple of rows: its transpose is a scatter of even rows."""
+    numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    kept = {*numbers.start_indices_batching_dims, index.ndim - 1}
+    rows = [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
+    (found,) = bind_one(eqn, [operand, _with_rows(index, rows, 0)])
+    return lax.slice(found, (0,) * len(shape), shape)
+
+
+def _with_rows(x: Any, rows: Sequence[int], value: Any) -> Any:
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, count, 0) for count in rows]) if any(rows) else x
+
+
+def _neutral(name: str, dtype: Any) -> Any:
+    if name in ("zero", "one"):
+        return np.array(name == "one", dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.array(name == "max")
+    if jnp.issubdtype(dtype, jnp.integer):
+        return getattr(jnp.iinfo(dtype), name)
+    return np.array(np.inf if name == "max" else -np.inf, dtype)

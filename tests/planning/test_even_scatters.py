@@ -1,0 +1,70 @@
+"""Scatters that combine, with updates of uneven shards: the values and gradients of the unsharded function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardfn
+from shardfn import train
+
+RNG = np.random.default_rng(0)
+INDEX = jnp.asarray(RNG.permutation(15)[:13] + 1)
+
+
+def _same(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), a, b)
+
+
+@pytest.mark.parametrize("strategy", [(4, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("add", "float32"), ("multiply", "complex64"), ("min", "int32"), ("max", "float32"), ("max", "bool"), ("set", "int32")],
+)  # fmt: skip
+def test_scatter_with_uneven_updates_equals_unsharded(kind, dtype, strategy):
+    def scattered(u, i):
+        return getattr(jnp.ones((17, 4), u.dtype).at[i], kind)((u & True if dtype == "bool" else u * u)[:13])
+
+    u = jnp.asarray(RNG.normal(size=(16, 4)) * 9).astype(dtype)
+    _same(jax.jit(scattered)(u, INDEX), shardfn.shard(scattered, (strategy, (1,)))(u, INDEX))
+
+
+@pytest.mark.parametrize("strategy", [((1, 1), (2, 2)), ((2, 1), (1, 4)), ((1, 2), (2, 2))])
+def test_lookup_with_uneven_rows_has_the_gradient_of_unsharded(strategy):
+    table = jnp.asarray(RNG.normal(size=(48, 16)), jnp.float32)
+    ids = jnp.asarray(RNG.integers(1, 48, (8, 48)), jnp.int32)
+
+    def rows(table, ids):
+        return jnp.tanh(table[ids[:, :-1]])
+
+    def loss(of):
+        return lambda table, ids: jnp.sin(of(table, ids)).sum()
+
+    want = jax.jit(jax.grad(loss(rows)))(table, ids)
+    _same(want, shardfn.shard(jax.grad(loss(rows)), strategy)(table, ids))
+    _same(want, jax.grad(loss(shardfn.shard(rows, strategy)))(table, ids))
+
+
+def test_train_step_with_uneven_tokens_leaves_rows_that_are_not_looked_up():
+    tokens = RNG.integers(1, 50, (8, 64)).astype("int32")
+    embedding = jax.random.normal(jax.random.key(0), (50, 16))
+
+    def loss(p, t):
+        return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(p[t[:, :-1]]) @ embedding.T, t[:, 1:]).mean()
+
+    step = train.step(loss, optax.sgd(1.0), mode="semi_auto_parallel", in_strategy=((2, 2),))
+    state = step.init(lambda: embedding, tokens)
+    for _ in range(2):
+        state, _ = step(state, tokens)
+    np.testing.assert_array_equal(state.params[0], embedding[0])
+    assert any("even shards" in note for note in step.plan(state, tokens).diagnostics)
+
+
+def test_open_search_of_a_segment_sum_equals_unsharded():
+    def sums(x):
+        return jax.ops.segment_sum(jnp.tanh(x[:513]), jnp.arange(513) * 7 % 63 + 1, num_segments=64)
+
+    x = jnp.asarray(RNG.normal(size=(1024, 4)), jnp.float32)
+    _same(jax.jit(sums)(x), shardfn.shard(sums)(x))
+    _same(jax.jit(sums)(x), shardfn.shard(sums, ((2, 4),))(x))
