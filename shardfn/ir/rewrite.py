@@ -28,6 +28,9 @@ class RebindRules:
     unreached: Callable[[Any], None]
     constant: Callable[[Any], Any] | None = None
     """What takes the place of a constant; None leaves them as they are."""
+    interpret: Callable[..., list[Any]] | None = None
+    """What evaluates the jaxprs inside an opened equation in the place of this module: it takes a jaxpr, its constants, its
+    arguments, these rules and a number."""
 
     def constants(self, closed: Any) -> list[Any]:
         """The constants of a closed jaxpr."""
@@ -112,7 +115,7 @@ def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[t
         yield start, eqn, is_reached
         start += 1
         for inside in inner(eqn):
-            yield from equations(inside, start, is_reached and eqn.primitive.name in _OPEN)
+            yield from equations(inside, start, is_reached and eqn.primitive.name in OPEN)
             start += _size(inside)
 
 
@@ -148,7 +151,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: Rebin
 
 
 def _outputs(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
-    opened = _OPEN.get(eqn.primitive.name)
+    opened = OPEN.get(eqn.primitive.name)
     if _is_uncounted(eqn):
         return bind_one(eqn, inputs)
     if how.wanted(eqn, number):
@@ -184,7 +187,8 @@ def _holds(eqn: Any, number: int, how: RebindRules) -> bool:
 
 
 def _function(closed: Any, how: RebindRules, number: int) -> Callable[..., list[Any]]:
-    return lambda *args: _evaluate(closed.jaxpr, how.constants(closed), args, how, number)
+    interpret = how.interpret or _evaluate
+    return lambda *args: interpret(closed.jaxpr, how.constants(closed), args, how, number)
 
 
 def _open_jit(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
@@ -265,7 +269,7 @@ def _open_checkpoint(eqn: Any, inputs: list[Any], how: RebindRules, number: int)
     return _evaluate(made.jaxpr, made.consts, inputs, rules, 0)
 
 
-_OPEN: dict[str, Callable[..., list[Any]]] = {
+OPEN: dict[str, Callable[..., list[Any]]] = {
     "jit": _open_jit,
     "pjit": _open_jit,
     "scan": _open_scan,
@@ -275,3 +279,4 @@ _OPEN: dict[str, Callable[..., list[Any]]] = {
     "remat": _open_checkpoint,
     "remat2": _open_checkpoint,
 }
+"""What opens an equation, by primitive: the equation, its inputs, the rules and its number."""

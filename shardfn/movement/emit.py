@@ -1,0 +1,298 @@
+"""From values to arrays: shifts of arrays of one size, and selects by position.
+
+A frame is the shape of the array in which a value is computed. Row i of the value is row i + offset of the frame; the other rows
+of the frame hold anything. Where the frame is the shape of an argument, all its shards are even.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+
+from shardfn.movement.values import (
+    Alignment,
+    Elementwise,
+    Iota,
+    Known,
+    Lazy,
+    Moved,
+    Part,
+    Spread,
+    Squeezed,
+    Value,
+    alignments,
+    scalar_of,
+    sliced,
+    with_rows,
+)
+
+
+class Frame(NamedTuple):
+    """Where a value is computed: the shape, and the place of its first element."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Emitter:
+    """Emits arrays. `shifted` counts the arrays that it made by shifts and selects, in place of the user's ops."""
+
+    shifted: int = 0
+
+    def array(self, value: Value) -> Any:
+        """The array of a value, in its own shape."""
+        if not isinstance(value, Lazy):
+            return value
+        if "own" not in value.placed:
+            with line_of(value):
+                value.placed["own"] = self._own(value)
+        return value.placed["own"]
+
+    def settled(self, value: Value) -> Value:
+        """An op on elements as an array that is computed once, or as rows of such an array; another value as it is."""
+        if not isinstance(value, Elementwise):
+            return value
+        frame = frame_of(value)
+        if frame is None:
+            return self.array(value)
+        found = self.place(value, frame)
+        for dim, (first, rows) in enumerate(zip(frame.offset, value.shape, strict=True)):
+            found = sliced(found, dim, first, rows)
+        return found
+
+    def place(self, value: Value, frame: Frame) -> Any:
+        """The array of a value in a frame."""
+        if frame.shape == tuple(np.shape(value)) and not isinstance(value, Lazy):
+            return value
+        if not isinstance(value, Lazy):
+            return _embedded(value, frame)
+        if frame not in value.placed:
+            with line_of(value):
+                value.placed[frame] = self._place(value, frame)
+        return value.placed[frame]
+
+    def _own(self, value: Lazy) -> Any:
+        if isinstance(value, Known):
+            return value.make()
+        if isinstance(value, Squeezed):
+            return lax.squeeze(self.array(value.value), (value.dim,))
+        if isinstance(value, Iota):
+            return lax.broadcasted_iota(value.dtype, value.shape, value.dim)
+        if isinstance(value, Spread):
+            return lax.broadcast_in_dim(self.array(value.operand), value.shape, value.dims)
+        frame = frame_of(value)
+        if frame is not None and (frame.shape == value.shape or _is_stencil(value)):
+            return _cropped(self.place(value, frame), frame, value.shape)
+        if isinstance(value, Elementwise):
+            return value.bind([self.array(operand) for operand in value.operands])
+        assert isinstance(value, Moved)
+        return self._in_parts(value)
+
+    def _in_parts(self, value: Moved) -> Any:
+        """A moved value by slices, pads and concatenations, as the user wrote it."""
+        dim, parts = value.dim, value.parts
+        if not parts:
+            return jnp.zeros(value.shape, value.dtype)
+        fills = [scalar_of(part.source) for part in parts]
+        inner = [part for part, fill in zip(parts, fills, strict=True) if fill is None]
+        if len(inner) == 1 and len(parts) <= 3 and len({id(f) for f in fills if f is not None}) == 1:
+            before = parts[0].rows if fills[0] is not None else 0
+            config = [(0, 0, 0)] * len(value.shape)
+            config[dim] = (before, value.shape[dim] - before - inner[0].rows, 0)
+            fill = next(f for f in fills if f is not None)
+            if fills.index(None) == (before > 0):
+                return lax.pad(self._part(inner[0], dim), jnp.asarray(fill, value.dtype), config)
+        pieces = [self._part(part, dim) for part in parts]
+        return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+
+    def _part(self, part: Part, dim: int) -> Any:
+        if isinstance(part.source, Spread):
+            return self.array(sliced(part.source, dim, part.first, part.rows))
+        found = self.array(part.source)
+        return lax.slice_in_dim(found, part.first, part.first + part.rows, axis=dim)
+
+    def _place(self, value: Lazy, frame: Frame) -> Any:
+        if isinstance(value, Moved):
+            return self._place_moved(value, frame)
+        if isinstance(value, Elementwise):
+            home = value.placed.get("home")
+            if home is None:
+                operands = [self.place(o, frame) if np.shape(o) else self.array(o) for o in value.operands]
+                if any(alignments(value, d) for d in range(len(value.shape))):
+                    value.placed["home"] = frame
+                return value.bind(operands)
+            found = value.placed[home]
+            for dim, (first, rows) in enumerate(zip(home.offset, value.shape, strict=True)):
+                found = sliced(found, dim, first, rows)
+            return self.place(found, frame)
+        if isinstance(value, Iota):
+            positions = lax.broadcasted_iota(value.dtype, frame.shape, value.dim)
+            return positions - np.array(frame.offset[value.dim], value.dtype) if frame.offset[value.dim] else positions
+        if isinstance(value, Spread):
+            own = [
+                (1, 0) if rows == 1 != value.shape[d] else (frame.shape[d], frame.offset[d])
+                for d, rows in zip(value.dims, np.shape(value.operand), strict=True)
+            ]
+            operand = self.place(value.operand, Frame(tuple(n for n, _ in own), tuple(o for _, o in own)))
+            return lax.broadcast_in_dim(operand, frame.shape, value.dims)
+        if isinstance(value, Known):
+            edges = [(o, n - o - rows) for n, o, rows in zip(*frame, value.shape, strict=True)]
+            return jnp.asarray(np.pad(value.array, edges))
+        return _embedded(self.array(value), frame)
+
+    def _place_moved(self, value: Moved, frame: Frame) -> Any:
+        dim, size = value.dim, frame.shape[value.dim]
+        offset = frame.offset[dim]
+        starts = np.cumsum([0, *(part.rows for part in value.parts)]).tolist()
+        places = list(zip(value.parts, starts, strict=False))
+        framed = [i for i, (part, _) in enumerate(places) if _is_framed(part, dim, size)]
+        if not framed:
+            if size != value.shape[dim]:
+                return _embedded(self.array(value), frame)
+            pieces = []
+            for part in value.parts:
+                own = self.place(part.source, _of_source(frame, part, dim))
+                pieces.append(lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim))
+            return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+        base = max(framed, key=lambda i: places[i][0].rows)
+        found = None
+        position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
+        shifted: dict[tuple[int, int], Any] = {}
+        for i in [base, *(i for i in range(len(places)) if i != base)]:
+            part, start = places[i]
+            first, stop = offset + start, offset + start + part.rows
+            shift = (first - part.first) % size
+            shift -= size if 2 * shift > size else 0
+            if i in framed and (i == base or abs(shift) <= 2 * part.rows):
+                key = id(part.source), shift
+                if key not in shifted:
+                    shifted[key] = rotated(self.place(part.source, _of_source(frame, part, dim)), shift, dim)
+                    self.shifted += shift != 0
+                own = shifted[key]
+            else:
+                own = self._piece(part, dim, frame, first)
+            if found is None:
+                found = own
+                continue
+            self.shifted += 1
+            bounds = [position >= first] if start > 0 else []
+            bounds += [position < stop] if start + part.rows < value.shape[dim] else []
+            mask = functools.reduce(operator.and_, bounds)
+            found = lax.select(jnp.broadcast_to(mask, frame.shape), jnp.broadcast_to(own, frame.shape), found)
+        return found
+
+    def _piece(self, part: Part, dim: int, frame: Frame, first: int) -> Any:
+        """A part that is no shift of an array of the frame: a constant, few rows from far away, or another array. In the frame
+        from row `first` on; of one row, what can be broadcast."""
+        if scalar_of(part.source) is not None:
+            return jnp.asarray(scalar_of(part.source), part.source.dtype)
+        own = self.place(part.source, _of_source(frame, part, dim))
+        rows = lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim)
+        if part.rows == 1:
+            return rows
+        config = [(0, 0, 0)] * len(frame.shape)
+        config[dim] = (first, frame.shape[dim] - first - part.rows, 0)
+        return lax.pad(rows, jnp.zeros((), rows.dtype), config)
+
+
+def frame_of(value: Value) -> Frame | None:
+    """Where a value can be computed by shifts of arrays of one size along each dimension, most of which it fills; None if
+    nowhere."""
+    shape, offsets = [], []
+    for dim, rows in enumerate(value.shape):
+        found = alignments(value, dim)
+        if not found:
+            shape.append(rows)
+            offsets.append(0)
+            continue
+        weights = collections.Counter[int]()
+        for one in found:
+            weights[one.size] += one.weight
+        is_in_place = any(one.size == rows and one.offset == 0 for one in found)
+        size = rows if is_in_place else max(weights, key=lambda n: (weights[n], n))
+        if size < rows or 2 * rows <= size or (not is_in_place and 2 * weights[size] <= weights.total()):
+            return None
+        shape.append(size)
+        offsets.append(min(max(_middle([one for one in found if one.size == size]), 0), size - rows))
+    frame = Frame(tuple(shape), tuple(offsets))
+    return frame if any(alignments(value, d) for d in range(len(shape))) else None
+
+
+def _middle(found: Sequence[Alignment]) -> int:
+    """The offset that needs the fewest shifts: the median by weight."""
+    ordered = sorted(found, key=lambda one: one.offset)
+    left = sum(one.weight for one in ordered)
+    for one in ordered:
+        left -= 2 * one.weight
+        if left <= 0:
+            return one.offset
+    return 0
+
+
+def _is_stencil(value: Value) -> bool:
+    """Whether a value combines rows from different places of an array."""
+
+    def has_parts(one: Value) -> bool:
+        if isinstance(one, Moved):
+            return len(one.parts) > 1 or any(has_parts(part.source) for part in one.parts)
+        if isinstance(one, Elementwise):
+            return any(map(has_parts, one.operands))
+        return isinstance(one, Spread) and has_parts(one.operand)
+
+    return has_parts(value) or any(
+        len({(one.size, one.offset) for one in alignments(value, dim)}) > 1 for dim in range(len(value.shape))
+    )
+
+
+def _is_framed(part: Part, dim: int, size: int) -> bool:
+    return part.source.shape[dim] == size and not isinstance(part.source, Spread | Known)
+
+
+def _of_source(frame: Frame, part: Part, dim: int) -> Frame:
+    """The frame of a part's source: of its own size along the dimension."""
+    rows = part.source.shape[dim]
+    return Frame(with_rows(frame.shape, dim, rows), with_rows(frame.offset, dim, 0))
+
+
+def rotated(x: Any, shift: int, dim: int) -> Any:
+    """An array whose row i is moved to row i + shift, around the end: one rotation for XLA."""
+    if not shift:
+        return x
+    size = x.shape[dim]
+    cut = -shift % size
+    return lax.concatenate(
+        [lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim
+    )
+
+
+def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:
+    if frame.shape == shape:
+        return x
+    return lax.slice(x, frame.offset, [first + rows for first, rows in zip(frame.offset, shape, strict=True)])
+
+
+def _embedded(x: Any, frame: Frame) -> Any:
+    """An array within a larger one; another frame's rows that count are lost if the frame is smaller, so it never is."""
+    config = [(o, n - o - rows, 0) for n, o, rows in zip(*frame, np.shape(x), strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+@contextlib.contextmanager
+def line_of(value: Lazy) -> Iterator[None]:
+    """What is emitted stands at the line of the user's program that a value comes from."""
+    if value.source is None:
+        yield
+    else:
+        with source_info_util.user_context(value.source.traceback, name_stack=value.source.name_stack):
+            yield

@@ -1,0 +1,129 @@
+"""The function with its static movement as shifts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.extend import core, source_info_util
+from jax.sharding import NamedSharding
+
+from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner
+from shardfn.movement.constants import LARGEST, folded
+from shardfn.movement.emit import Emitter
+from shardfn.movement.rules import RULES, Call
+from shardfn.movement.values import Known, Lazy, Value
+
+_MOVING = frozenset({"slice", "pad", "concatenate", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
+                     "scatter-sub", "dynamic_update_slice", "dynamic_slice"})  # fmt: skip
+
+
+def may_move(jaxpr: Any) -> bool:
+    """Whether a function has static movement that `with_shifts` looks at."""
+    return any(eqn.primitive.name in _MOVING or any(map(may_move, inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def with_shifts(
+    function: Callable[..., Any], emitter: Emitter, static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`function` with its static movement as shifts and selects.
+
+    Args:
+      function: the function, of positional arguments.
+      emitter: it counts the shifts and selects of the last trace.
+      static_argnums: as in `jax.jit`.
+
+    >>> import jax.numpy as jnp
+    >>> emitter = Emitter()
+    >>> with_shifts(lambda x: x.at[1:].add(x[:-1]), emitter)(jnp.arange(4)), emitter.shifted
+    (Array([0, 1, 3, 5], dtype=int32), 2)
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        emitter.shifted = 0
+        closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
+        dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
+        rules = RebindRules(lambda eqn, number: False, lambda eqn, xs, number: [], lambda eqn: None, None,
+                            functools.partial(_evaluate, emitter))  # fmt: skip
+        flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), rules, 0)
+        return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
+
+    return run
+
+
+def _evaluate(
+    emitter: Emitter, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: RebindRules, number: int
+) -> list[Any]:
+    """The arrays of a jaxpr's results."""
+    return [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
+
+
+def _values(
+    emitter: Emitter, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], rules: RebindRules
+) -> list[Value]:
+    env: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_constant, consts), *args], strict=True))
+
+    def read(v: Any) -> Value:
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info
+        names = source_info_util.current_name_stack() + source.name_stack
+        with source_info_util.user_context(source.traceback, name_stack=names):
+            found = _results(emitter, eqn, [read(v) for v in eqn.invars], rules)
+            for value in found:
+                if isinstance(value, Lazy) and value.source is None:
+                    value.source = source.replace(name_stack=names)
+        env.update(zip(eqn.outvars, found, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _constant(array: Any) -> Value:
+    """A constant of a jaxpr: known if it is small, of integers or bools, and no tracer."""
+    if isinstance(array, jax.core.Tracer) or not hasattr(array, "dtype") or np.size(array) > LARGEST:
+        return array
+    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
+        return array
+    return Known(tuple(array.shape), array.dtype, np.asarray(array), lambda: array)
+
+
+def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRules) -> list[Value]:
+    name = eqn.primitive.name
+    if not eqn.effects:
+        known = [_known(o) for o in operands]
+        if all(k is not None for k in known) and (array := folded(eqn, known)) is not None:
+            out = eqn.outvars[0].aval
+            return [Known(out.shape, out.dtype, array, lambda: bind_one(eqn, [emitter.array(o) for o in operands])[0])]
+        rule = RULES.get(name)
+        if rule is not None and len(eqn.outvars) == 1:
+            found = rule(Call(eqn, tuple(operands), emitter))
+            if found is not None:
+                return [found]
+    if name in ("jit", "pjit") and _is_plain(eqn):
+        closed = eqn.params["jaxpr"]
+        return _values(emitter, closed.jaxpr, closed.consts, operands, rules)
+    arrays = [emitter.array(o) for o in operands]
+    opened = OPEN.get(name)
+    if opened is not None and any(map(may_move, inner(eqn))):
+        return opened(eqn, arrays, rules, 0)
+    return bind_one(eqn, arrays)
+
+
+def _known(operand: Value) -> np.ndarray | None:
+    if isinstance(operand, Known):
+        return operand.array
+    if isinstance(operand, Lazy | jax.Array):
+        return None
+    return np.asarray(operand)
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Whether a `jit` inside says nothing about shardings or donation, so that its equations can stand in its place."""
+    p = eqn.params
+    named = [s for s in (*p["in_shardings"], *p["out_shardings"]) if isinstance(s, NamedSharding)]
+    return not named and not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs")

@@ -1,0 +1,610 @@
+"""What each primitive makes of values that are moved: one row for each primitive, in `RULES` at the end.
+
+A rule takes a `Call` and returns the value of its result, or None: then the primitive is bound to arrays as it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardfn.ir.rewrite import bind_one
+from shardfn.movement.emit import Emitter, Frame, frame_of
+from shardfn.movement.values import (
+    Elementwise,
+    Iota,
+    Known,
+    Lazy,
+    Moved,
+    Part,
+    Spread,
+    Squeezed,
+    Value,
+    alignments,
+    joined,
+    scalar_of,
+    sliced,
+    transposed,
+    with_rows,
+)
+
+MOST_ROWS = 8
+"""Rows at constant places that are moved one by one."""
+
+DEEPEST = 200
+"""Ops on elements that wait for the place where they are computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An equation with the values of its operands."""
+
+    eqn: Any
+    operands: tuple[Value, ...]
+    emitter: Emitter
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the equation."""
+        return self.eqn.params
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return self.eqn.outvars[0].aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the result."""
+        return self.eqn.outvars[0].aval.dtype
+
+    def bound(self, *arrays: Any) -> Any:
+        """The result of the primitive for arrays."""
+        return bind_one(self.eqn, arrays)[0]
+
+
+Rule = Callable[[Call], Value | None]
+
+
+# ---- elements
+
+
+def _elementwise(call: Call) -> Value | None:
+    shapes = {tuple(np.shape(o)) for o in call.operands} - {()}
+    if shapes != {call.shape}:
+        return None
+    is_moved = any(alignments(o, d) for o in call.operands for d in range(len(np.shape(o))))
+    if not is_moved and any(not isinstance(o, Lazy) and np.shape(o) for o in call.operands):
+        return None
+    if any(isinstance(o, Squeezed) for o in call.operands):
+        return None
+    return elementwise(lambda arrays: call.bound(*arrays), call.operands, call.shape, call.dtype, call.emitter)
+
+
+def elementwise(
+    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter
+) -> Value:
+    """An op on the elements of values. Of values that fit into no frame it is the same op on their parts."""
+    depth = 1 + max((o.depth for o in operands if isinstance(o, Elementwise)), default=0)
+    found = Elementwise(shape, dtype, bind, tuple(operands), depth)
+    if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter)) is not None:
+        return apart
+    return emitter.settled(found) if depth > DEEPEST else found
+
+
+def _on_parts(bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter) -> Value | None:
+    """The op on each part of its operands, which have parts of the same rows, or no dimensions."""
+    moved = [o for o in operands if np.shape(o)]
+    if not moved or not all(isinstance(o, Moved) and o.dim == moved[0].dim and len(o.parts) > 1 for o in moved):
+        return None
+    forms = {tuple((p.rows, p.first, p.source.shape, scalar_of(p.source) is None) for p in o.parts) for o in moved}
+    if len(forms) > 1:
+        return None
+    parts: list[Part] = []
+    for i, part in enumerate(moved[0].parts):
+        sources = [o.parts[i].source if np.shape(o) else o for o in operands]
+        if scalar_of(part.source) is not None:
+            scalars = [scalar_of(s) if np.shape(s) else s for s in sources]
+            arrays = [jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)]
+            parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
+        else:
+            same = next((p for p, q in zip(parts, moved[0].parts, strict=False) if q.source is part.source), None)
+            made = same.source if same else elementwise(bind, sources, part.source.shape, dtype, emitter)
+            parts.append(part._replace(source=emitter.settled(made) if isinstance(made, Elementwise) else made))
+    return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
+
+
+# ---- movement
+
+
+def _slice(call: Call) -> Value | None:
+    start, limit = call.params["start_indices"], call.params["limit_indices"]
+    strides = call.params["strides"] or (1,) * len(start)
+    value = call.operands[0]
+    for dim, (first, last, stride) in enumerate(zip(start, limit, strides, strict=True)):
+        if stride == 1:
+            value = _sliced(call.emitter, value, dim, first, last - first)
+        elif last <= first or (value := _strided(call.emitter, value, dim, first, -(-(last - first) // stride), stride)) is None:
+            return None
+    return value
+
+
+def _sliced(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
+    if rows == value.shape[dim]:
+        return value
+    if isinstance(value, Iota | Known | Squeezed):
+        value = emitter.array(value)
+    return sliced(emitter.settled(value), dim, first, rows)
+
+
+def _strided(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
+    """Each `stride`-th row: of an array whose size the stride divides, one of each group, which needs no neighbours."""
+    value = _sliced(emitter, value, dim, first, (rows - 1) * stride + 1)
+    if rows == 1:
+        return value
+    if not isinstance(value, Moved) or value.dim != dim or len(value.parts) != 1:
+        if isinstance(value, Moved):
+            value = emitter.array(value)
+        part = Part(value.shape[dim], value, 0)
+    else:
+        part = value.parts[0]
+    source, size = part.source, part.source.shape[dim]
+    if isinstance(source, Spread | Iota | Known):
+        source = emitter.array(source)
+    if size % stride:
+        return None
+    group, lane = divmod(part.first, stride)
+    if not isinstance(source, Lazy):
+        taken = _lane(source, dim, stride, lane)
+    else:
+        return None
+    return sliced(taken, dim, group, rows)
+
+
+def _lane(x: Any, dim: int, stride: int, lane: int) -> Any:
+    """Row `lane` of each group of `stride` rows."""
+    limits = list(x.shape)
+    starts = [0] * x.ndim
+    starts[dim] = lane
+    strides = [1] * x.ndim
+    strides[dim] = stride
+    return lax.slice(x, starts, limits, strides)
+
+
+def _pad(call: Call) -> Value | None:
+    value, fill = call.operands
+    if 0 in value.shape or 0 in call.shape:
+        return None
+    fill = call.emitter.array(fill)
+    value = call.emitter.settled(value)
+    for dim, (low, high, interior) in enumerate(call.params["padding_config"]):
+        if interior:
+            value = _interior(call.emitter.array(value), fill, dim, interior + 1)
+            high -= interior
+        value = _padded(call.emitter, value, fill, dim, low, high)
+    return value
+
+
+def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high: int) -> Value:
+    rows = value.shape[dim]
+    first, last = max(-low, 0), rows - max(-high, 0)
+    before, after = max(low, 0), max(high, 0)
+    if first >= last:  # nothing is left of it
+        return Spread(with_rows(value.shape, dim, rows + low + high), value.dtype, fill, ())
+    value = _sliced(emitter, value, dim, first, last - first)
+    if not before and not after:
+        return value
+    own = isinstance(value, Iota | Known | Squeezed)
+    fills = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
+    return joined([fills[0], emitter.array(value) if own else value, fills[1]], dim)
+
+
+def _interior(x: Any, fill: Any, dim: int, stride: int) -> Any:
+    """An array with `stride - 1` rows of `fill` behind each of its rows, as groups of `stride` rows."""
+    shape = (*x.shape[: dim + 1], stride, *x.shape[dim + 1 :])
+    lane = lax.broadcasted_iota(np.int32, shape, dim + 1)
+    spread = jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape)
+    return lax.select(lane == 0, spread, jnp.full(shape, fill, x.dtype)).reshape(
+        with_rows(x.shape, dim, x.shape[dim] * stride)
+    )
+
+
+def _concatenate(call: Call) -> Value | None:
+    dim = call.params["dimension"]
+    values = [o for o in call.operands if o.shape[dim]]
+    if not values or 0 in call.shape:
+        return None
+    settled = [call.emitter.array(v) if isinstance(v, Iota | Known | Squeezed) else call.emitter.settled(v) for v in values]
+    return settled[0] if len(settled) == 1 else joined(settled, dim)
+
+
+def _reverse(call: Call) -> Value | None:
+    (value,) = call.operands
+    for dim in call.params["dimensions"]:
+        value, rows = call.emitter.settled(value), value.shape[dim]
+        if rows > MOST_ROWS or not isinstance(value, Moved | Spread):
+            return None if rows > 1 else value
+        value = joined([sliced(value, dim, i, 1) for i in reversed(range(rows))], dim)
+    return value
+
+
+def _dynamic_slice(call: Call) -> Value | None:
+    value, *starts = call.operands
+    sizes = call.params["slice_sizes"]
+    if not all(isinstance(s, Known) for s in starts):
+        return None
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        value = _sliced(call.emitter, value, dim, min(max(int(start.array), 0), value.shape[dim] - size), size)
+    return value
+
+
+def _dynamic_update_slice(call: Call) -> Value | None:
+    value, update, *starts = call.operands
+    if not all(isinstance(s, Known) for s in starts) or 0 in update.shape:
+        return None
+    every = zip(starts, value.shape, update.shape, strict=True)
+    return _put(call.emitter, value, update, [min(max(int(s.array), 0), n - k) for s, n, k in every])
+
+
+def _put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -> Value:
+    """A value with `update` in the place of what begins at `starts`."""
+    own = [emitter.array(v) if isinstance(v, Iota | Known | Squeezed) else emitter.settled(v) for v in (value, update)]
+    value, update = own
+    for dim, (start, rows, size) in enumerate(zip(starts, update.shape, value.shape, strict=True)):
+        if rows == size:
+            continue
+        inside = _put(emitter, sliced(value, dim, start, rows), update, [0 if d == dim else s for d, s in enumerate(starts)])
+        parts = [sliced(value, dim, 0, start), inside, sliced(value, dim, start + rows, size - start - rows)]
+        return joined([part for part in parts if part.shape[dim]], dim)
+    return update
+
+
+# ---- gathers and scatters at constant places
+
+
+def _scatter(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value | None:
+    value, index, updates = call.operands
+    numbers = call.params["dimension_numbers"]
+    is_plain = not numbers.operand_batching_dims and (combine is not None or call.params["update_jaxpr"] is None)
+    if not isinstance(index, Known) or not is_plain or 0 in updates.shape or 0 in value.shape:
+        return None
+    in_updates = iter(updates.shape[d] for d in numbers.update_window_dims)
+    window = [1 if d in numbers.inserted_window_dims else next(in_updates) for d in range(len(value.shape))]
+    batch = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    places = index.array.reshape(-1, index.array.shape[-1])
+    starts = [[0] * len(window) for _ in places]
+    for start, place in zip(starts, places.tolist(), strict=True):
+        for d, at in zip(numbers.scatter_dims_to_operand_dims, place, strict=True):
+            start[d] = at
+    kept = _in_bounds(starts, window, value.shape, call.params["mode"])
+    if kept is None:
+        return None
+    settle = call.emitter.settled
+    if len(starts) == 1:
+        if not kept:
+            return value
+        for d in sorted(batch, reverse=True):
+            updates = _squeezed(call.emitter, settle(updates), d)
+        return _combined(call, value, _expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine)
+    if len(batch) != 1 or len(numbers.inserted_window_dims) != 1:
+        return None
+    (along,) = numbers.inserted_window_dims
+    updates = _moved_dim(call.emitter, settle(updates), batch[0], along)
+    stride = _stride([start[along] for _, start in kept])
+    if len(kept) == len(starts) and stride and len(kept) > 1:
+        if stride == 1:
+            return _combined(call, value, updates, kept[0][1], combine)
+        return _put_strided(call, value, updates, kept[0][1], along, stride, combine)
+    if len(kept) > MOST_ROWS:
+        return None
+    for i, start in kept:
+        value = _combined(call, value, sliced(updates, along, i, 1), start, combine)
+    return value
+
+
+def _in_bounds(
+    starts: Sequence[list[int]], window: Sequence[int], shape: Sequence[int], mode: Any
+) -> list[tuple[int, list[int]]] | None:
+    """The windows that count, with their numbers, by JAX's mode for those out of bounds; None if that is not known."""
+    mode = lax.GatherScatterMode.from_any(mode)
+    last = [n - k for n, k in zip(shape, window, strict=True)]
+    found = []
+    for i, start in enumerate(starts):
+        is_inside = all(0 <= s <= most for s, most in zip(start, last, strict=True))
+        if mode == lax.GatherScatterMode.CLIP:
+            start = [min(max(s, 0), most) for s, most in zip(start, last, strict=True)]
+        elif not is_inside and mode != lax.GatherScatterMode.FILL_OR_DROP:
+            return None
+        if is_inside or mode == lax.GatherScatterMode.CLIP:
+            found.append((i, start))
+    return found
+
+
+def _combined(call: Call, value: Value, update: Value, starts: Sequence[int], combine: Callable[[Any, Any], Any] | None) -> Value:
+    """A value with `update` put in, or combined with what is there."""
+    emitter = call.emitter
+    value = emitter.settled(value)
+    if isinstance(value, Iota | Known | Squeezed):
+        value = emitter.array(value)
+    if isinstance(update, Iota | Known | Squeezed):
+        update = emitter.array(update)
+    if combine is not None:
+        there = value
+        for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
+            there = sliced(there, dim, start, rows)
+        update = elementwise(lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter)
+        if isinstance(update, Elementwise) and not isinstance(value, Lazy):
+            emitter.place(update, Frame(tuple(value.shape), tuple(starts)))  # it is computed where it is put
+    return _put(emitter, value, update, starts)
+
+
+def _put_strided(
+    call: Call, value: Value, updates: Value, starts: Sequence[int], dim: int, stride: int,
+    combine: Callable[[Any, Any], Any] | None,
+) -> Value:  # fmt: skip
+    """Updates put into, or combined with, each `stride`-th row."""
+    emitter, rows = call.emitter, updates.shape[dim]
+    own = emitter.array(updates)
+    spread = jnp.repeat(own, stride, axis=dim, total_repeat_length=rows * stride)
+    size = (rows - 1) * stride + 1
+    spread = sliced(spread, dim, 0, size)
+    there = emitter.settled(value)
+    if isinstance(there, Iota | Known | Squeezed):
+        there = emitter.array(there)
+    for d, (start, n) in enumerate(zip(starts, spread.shape, strict=True)):
+        there = sliced(there, d, start, n)
+    shape = tuple(spread.shape)
+    lanes = Iota(shape, np.dtype(np.int32), dim)
+
+    def put(arrays: Sequence[Any]) -> Any:
+        old, new, row = arrays
+        return lax.select(row % stride == 0, combine(old, new) if combine else new, old)
+
+    update = elementwise(put, (there, spread, lanes), shape, value.dtype, emitter)
+    if isinstance(update, Elementwise) and not isinstance(value, Lazy):
+        emitter.place(update, Frame(tuple(value.shape), tuple(starts)))
+    return _put(emitter, value, update, starts)
+
+
+def _gather(call: Call) -> Value | None:
+    value, index = call.operands
+    numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
+    if not isinstance(index, Known) or numbers.operand_batching_dims or index.array.shape[-1] != 1 or index.array.ndim != 2:
+        return None
+    (dim,) = numbers.start_index_map
+    is_rows = numbers.collapsed_slice_dims == (dim,) and all(k == n for d, (k, n) in enumerate(zip(sizes, value.shape, strict=True)) if d != dim)
+    rows = index.array[:, 0].tolist()
+    if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
+        return None
+    batch = [d for d in range(len(call.shape)) if d not in numbers.offset_dims]
+    stride, settled = _stride(rows), call.emitter.settled(value)
+    if stride == 1:
+        found = _sliced(call.emitter, settled, dim, rows[0], len(rows))
+    elif stride:
+        found = _strided(call.emitter, settled, dim, rows[0], len(rows), stride)
+    elif len(rows) <= MOST_ROWS:
+        found = joined([_sliced(call.emitter, settled, dim, row, 1) for row in rows], dim)
+    else:
+        return None
+    return None if found is None else _moved_dim(call.emitter, found, dim, batch[0])
+
+
+def _stride(rows: Sequence[int]) -> int:
+    """The positive difference of neighbours if all are alike, else 0."""
+    steps = {b - a for a, b in itertools.pairwise(rows)}
+    return max(steps.pop(), 0) if len(steps) == 1 else 0
+
+
+def _moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Value:
+    if source == target:
+        return value
+    order = [d for d in range(len(value.shape)) if d != source]
+    order.insert(target, source)
+    return transposed(value, order, lambda x, own: lax.transpose(emitter.array(x), own))
+
+
+# ---- other dimensions
+
+
+def _transpose(call: Call) -> Value | None:
+    value = call.emitter.settled(call.operands[0])
+    if not isinstance(value, Moved | Spread):
+        return None
+    return transposed(value, call.params["permutation"], lambda x, own: lax.transpose(call.emitter.array(x), own))
+
+
+def _broadcast(call: Call) -> Value | None:
+    operand, *dynamic = call.operands
+    if dynamic or 0 in call.shape:
+        return None
+    if isinstance(operand, Squeezed):
+        free = [d for d in range(len(call.shape)) if d not in call.params["broadcast_dimensions"] and call.shape[d] == 1]
+        kept = tuple(call.shape[d] for d in call.params["broadcast_dimensions"]) == operand.shape
+        if len(free) == 1 and kept and len(call.shape) == len(operand.shape) + 1:
+            return _moved_dim(call.emitter, operand.value, operand.dim, free[0])
+        return None
+    return Spread(call.shape, call.dtype, operand, tuple(call.params["broadcast_dimensions"]))
+
+
+def _squeeze(call: Call) -> Value | None:
+    value = call.emitter.settled(call.operands[0])
+    for dim in sorted((d % len(value.shape) for d in call.params["dimensions"]), reverse=True):
+        value = _squeezed(call.emitter, value, dim)
+    return value if isinstance(value, Lazy) else None
+
+
+def _squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
+    """A value without a dimension of one row."""
+    shape = (*value.shape[:dim], *value.shape[dim + 1 :])
+    if isinstance(value, Moved) and value.dim != dim:
+        parts = tuple(part._replace(source=_squeezed(emitter, part.source, dim)) for part in value.parts)
+        return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
+    if isinstance(value, Moved):
+        return Squeezed(shape, value.dtype, value, dim)
+    if isinstance(value, Spread) and dim not in value.dims:
+        return Spread(shape, value.dtype, value.operand, tuple(d - (d > dim) for d in value.dims))
+    return lax.squeeze(emitter.array(value), (dim,))
+
+
+def _expanded(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value:
+    """A value with further dimensions of one row."""
+    for i, dim in enumerate(sorted(dims)):
+        if isinstance(value, Squeezed) and i == len(dims) - 1:
+            value = _moved_dim(emitter, value.value, value.dim, dim)
+            continue
+        if isinstance(value, Squeezed):
+            value = emitter.array(value)
+        shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
+        kept = tuple(d for d in range(len(shape)) if d != dim)
+        value = Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
+    return value
+
+
+def _reshape(call: Call) -> Value | None:
+    """A reshape that adds or removes dimensions of one row."""
+    value = call.operands[0]
+    if not isinstance(value, Lazy) or call.params["dimensions"] is not None or isinstance(value, Squeezed):
+        return None
+    if [n for n in value.shape if n != 1] != [n for n in call.shape if n != 1]:
+        return None
+    value = call.emitter.settled(value)
+    for dim in reversed([d for d, n in enumerate(value.shape) if n == 1]):
+        value = _squeezed(call.emitter, value, dim)
+        if isinstance(value, Squeezed):
+            return None
+    return _expanded(call.emitter, value, [d for d, n in enumerate(call.shape) if n == 1])
+
+
+def _along(axes: Callable[[Call], Sequence[int]], keeps: bool, call: Call) -> Value | None:
+    """An op along some dimensions, of a value that is moved along others."""
+    value = call.emitter.settled(call.operands[0])
+    if len(call.operands) > 1 or not isinstance(value, Moved):
+        return None
+    worked = set(axes(call))
+
+    def of(one: Value) -> Value | None:
+        if not isinstance(one, Moved):
+            return call.bound(call.emitter.array(one))
+        if one.dim in worked:
+            return call.bound(call.emitter.array(one))
+        parts = tuple(part._replace(source=of(part.source)) for part in one.parts)
+        dim = one.dim if keeps else one.dim - sum(axis < one.dim for axis in worked)
+        shape = with_rows(parts[0].source.shape, dim, one.shape[one.dim])
+        return Moved(shape, parts[0].source.dtype, dim, parts)
+
+    return of(value) if value.dim not in worked or any(d not in worked for d in _moved_dims(value)) else None
+
+
+def _moved_dims(value: Value) -> set[int]:
+    return {value.dim}.union(*(_moved_dims(p.source) for p in value.parts)) if isinstance(value, Moved) else set()
+
+
+def _reduce(identity: Callable[[Any], Any], call: Call) -> Value | None:
+    """A reduction. Along dimensions with a frame it is one of the frame, where what does not count is the identity."""
+    (value,) = call.operands
+    axes = tuple(call.params["axes"])
+    if not isinstance(value, Moved | Elementwise) or not any(alignments(value, d) for d in range(len(value.shape))):
+        return None
+    frame = frame_of(value)
+    if frame is None or frame.shape == value.shape:
+        return None
+    found = call.emitter.place(value, frame)
+    mask = None
+    for dim in axes:
+        first, rows, size = frame.offset[dim], value.shape[dim], frame.shape[dim]
+        if rows == size:
+            continue
+        position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
+        inside = (position >= first) & (position < first + rows)
+        mask = inside if mask is None else mask & inside
+    if mask is not None:
+        neutral = jnp.full(frame.shape, identity(value.dtype), value.dtype)
+        found = lax.select(jnp.broadcast_to(mask, frame.shape), found, neutral)
+        call.emitter.shifted += 1
+    found = call.bound(found)
+    kept = [d for d in range(len(value.shape)) if d not in axes]
+    for own, dim in enumerate(kept):
+        found = sliced(found, own, frame.offset[dim], value.shape[dim])
+    return found
+
+
+def _iota(call: Call) -> Value | None:
+    if not call.shape or 0 in call.shape or call.operands:
+        return None
+    return Iota(call.shape, call.dtype, call.params["dimension"])
+
+
+def _least(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -jnp.inf
+
+
+def _most(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    return jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.inf
+
+
+def _axes(call: Call) -> Sequence[int]:
+    return call.params["axes"]
+
+
+def _axis(call: Call) -> Sequence[int]:
+    return (call.params["axis"],)
+
+
+def _sort_dim(call: Call) -> Sequence[int]:
+    return (call.params["dimension"],)
+
+
+_ELEMENTWISE = (
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow",
+    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+    "polygamma", "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "sub", "tan", "tanh", "xor", "zeta",
+)  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    "slice": _slice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    "rev": _reverse,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "scatter": functools.partial(_scatter, None),
+    "scatter-add": functools.partial(_scatter, operator.add),
+    "scatter-sub": functools.partial(_scatter, operator.sub),
+    "scatter-mul": functools.partial(_scatter, operator.mul),
+    "scatter-min": functools.partial(_scatter, lax.min),
+    "scatter-max": functools.partial(_scatter, lax.max),
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "iota": _iota,
+    "reduce_sum": functools.partial(_reduce, lambda dtype: 0),
+    "reduce_prod": functools.partial(_reduce, lambda dtype: 1),
+    "reduce_max": functools.partial(_reduce, _least),
+    "reduce_min": functools.partial(_reduce, _most),
+    "reduce_and": functools.partial(_reduce, lambda dtype: True),
+    "reduce_or": functools.partial(_reduce, lambda dtype: False),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), functools.partial(_along, _axis, True)),
+    "sort": functools.partial(_along, _sort_dim, True),
+    **dict.fromkeys(("argmax", "argmin"), functools.partial(_along, _axes, False)),
+}
+"""By primitive."""
+

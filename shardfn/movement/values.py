@@ -1,0 +1,185 @@
+"""What static movement makes of arrays, as data: which rows of which array stand where. No op is emitted here.
+
+An array is a JAX array. Beside it a value is one of:
+
+- `Moved`: rows of other values, one part after the other along one dimension. Slices, pads, concatenations and updates at
+  constant places are such maps, and they compose.
+- `Elementwise`: an op on elements of values.
+- `Spread`: a broadcast. `Iota`: positions. `Known`: a small array of constants.
+- `Squeezed`: a value without a dimension of one row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Value = Any
+"""A JAX array, or one of the classes here: each has a `shape` and a `dtype`."""
+
+
+class Part(NamedTuple):
+    """`rows` rows of `source` from row `first` on."""
+
+    rows: int
+    source: Value
+    first: int
+
+
+@dataclasses.dataclass(eq=False)
+class Lazy:
+    """A value that is no array yet.
+
+    `placed` holds the arrays that were made of it, by frame and offset, and `source` the line of the user's program.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    placed: dict[Any, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
+    source: Any = dataclasses.field(default=None, kw_only=True, repr=False)
+
+
+@dataclasses.dataclass(eq=False)
+class Moved(Lazy):
+    """Parts of other values, one after the other along `dim`. No source is itself moved along `dim`."""
+
+    dim: int
+    parts: tuple[Part, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Elementwise(Lazy):
+    """An op on the elements of operands of its shape, or of no dimensions. `bind` makes it of arrays of any one shape."""
+
+    bind: Callable[[Sequence[Any]], Any]
+    operands: tuple[Value, ...]
+    depth: int = 0
+    """How many ops on elements are below it."""
+
+
+@dataclasses.dataclass(eq=False)
+class Spread(Lazy):
+    """`operand` broadcast: its dimension i is `dims[i]`, where it has one row or all."""
+
+    operand: Value
+    dims: tuple[int, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Iota(Lazy):
+    """The position along `dim`."""
+
+    dim: int
+
+
+@dataclasses.dataclass(eq=False)
+class Known(Lazy):
+    """Integers or bools that are known while tracing, and how the program makes them."""
+
+    array: np.ndarray
+    make: Callable[[], Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Squeezed(Lazy):
+    """`value` without its dimension `dim` of one row."""
+
+    value: Value
+    dim: int
+
+
+def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
+    """A shape with another number of rows along a dimension."""
+    return (*shape[:dim], rows, *shape[dim + 1 :])
+
+
+def joined(values: Sequence[Value], dim: int) -> Value:
+    """Values one after the other along a dimension."""
+    parts: list[Part] = []
+    for value in values:
+        own = value.parts if isinstance(value, Moved) and value.dim == dim else (Part(value.shape[dim], value, 0),)
+        for part in own:
+            last = parts[-1] if parts else None
+            if last is not None and last.source is part.source and last.first + last.rows == part.first:
+                parts[-1] = Part(last.rows + part.rows, part.source, last.first)
+            elif part.rows:
+                parts.append(part)
+    if len(parts) == 1 and parts[0].rows == parts[0].source.shape[dim]:
+        return parts[0].source
+    rows = sum(part.rows for part in parts)
+    return Moved(with_rows(values[0].shape, dim, rows), values[0].dtype, dim, tuple(parts))
+
+
+def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
+    """`rows` rows of a value from `first` on; of an op on elements, as a value of its own (`emit.settled`)."""
+    shape = with_rows(value.shape, dim, rows)
+    if rows == value.shape[dim]:
+        return value
+    if isinstance(value, Moved) and value.dim == dim:
+        parts, start = [], 0
+        for part in value.parts:
+            low, high = max(first - start, 0), min(first + rows - start, part.rows)
+            if low < high:
+                parts.append(Part(high - low, part.source, part.first + low))
+            start += part.rows
+        return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
+            Moved(shape, value.dtype, dim, ()))  # fmt: skip
+    if isinstance(value, Moved):
+        cropped = tuple(part._replace(source=sliced(part.source, dim, first, rows)) for part in value.parts)
+        return Moved(shape, value.dtype, value.dim, cropped)
+    if isinstance(value, Spread):
+        if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
+            return Spread(shape, value.dtype, value.operand, value.dims)
+        return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
+    return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
+
+
+def scalar_of(value: Value) -> Any:
+    """The scalar that a value repeats; None if it repeats none."""
+    return value.operand if isinstance(value, Spread) and not np.shape(value.operand) else None
+
+
+def transposed(value: Value, order: Sequence[int], of_array: Callable[[Any, Sequence[int]], Any]) -> Value:
+    """A value with its dimensions in another order; `of_array` is what transposes an array."""
+    if isinstance(value, Moved):
+        parts = tuple(part._replace(source=transposed(part.source, order, of_array)) for part in value.parts)
+        return Moved(tuple(value.shape[d] for d in order), value.dtype, list(order).index(value.dim), parts)
+    if isinstance(value, Spread):
+        return Spread(
+            tuple(value.shape[d] for d in order), value.dtype, value.operand, tuple(list(order).index(d) for d in value.dims)
+        )
+    return of_array(value, order)
+
+
+class Alignment(NamedTuple):
+    """Of some rows of a value: the size of the array that they come from, the row there of the value's first row, and a
+    weight."""
+
+    size: int
+    offset: int
+    weight: int
+
+
+def alignments(value: Value, dim: int) -> list[Alignment]:
+    """Where the rows of a value along a dimension come from, for all arrays of which it has more than a part of constants."""
+    if isinstance(value, Moved):
+        if value.dim != dim:
+            return [a for part in value.parts for a in alignments(part.source, dim)]
+        found, start = [], 0
+        for part in value.parts:
+            if not isinstance(part.source, Spread | Known):
+                found.append(Alignment(part.source.shape[dim], part.first - start, part.rows))
+            start += part.rows
+        return found
+    if isinstance(value, Elementwise):
+        if value.placed and "home" in value.placed:
+            frame, offset = value.placed["home"]
+            return [Alignment(frame[dim], offset[dim], value.shape[dim])] if frame[dim] != value.shape[dim] else []
+        return [a for operand in value.operands if np.shape(operand) for a in alignments(operand, dim)]
+    if isinstance(value, Spread) and dim in value.dims:
+        own = value.dims.index(dim)
+        return alignments(value.operand, own) if value.operand.shape[own] == value.shape[dim] else []
+    return []
