@@ -19,6 +19,7 @@ from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
+from shardfn.planning.posed_call import PosedCall
 from shardfn.search.archive import visits
 from shardfn.search.budget import affordable_compiles
 from shardfn.search.memory_limit import unit_slip
@@ -38,17 +39,18 @@ def count_of(problem: SearchProblem, asked: int | str) -> int:
     return min(MOST_COMPILED, affordable_compiles(visits(problem), len(problem.graph.ops)))
 
 
-def answers(problem: SearchProblem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:
+def answers(posed: PosedCall, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name: the search's own, what it found for the other objectives, and the other candidates.
 
     The best candidate of each generator comes before further ones: alike candidates compile to alike programs. Candidates of
     equal cost count once, and those with an op that XLA computes wrongly are left out.
 
     Args:
-      problem: the question.
+      posed: the question.
       answer: its answer.
       count: the number of answers.
     """
+    problem = posed.problem
     own = problem.as_candidate("the search's", answer)
     every = sorted((own, *answer.others), key=problem.at(LEVELS[0]).rank)  # in one order for all objectives
     for_level = (min(every, key=problem.at(level).rank) for level in LEVELS)
@@ -57,7 +59,7 @@ def answers(problem: SearchProblem, answer: Answer, count: int) -> tuple[tuple[s
     for c in (own, *for_level, *reversed(of_generator), *every):
         sizes = tuple(sorted(size for _, size in c.axes))
         found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
-    entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(problem, c)), count))
+    entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(posed, c)), count))
     names = distinct_names(problem.names, entered)
     named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
     return tuple((c.name, chosen(answer, c, "the best compiled candidate")) for c in named)

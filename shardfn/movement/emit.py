@@ -271,9 +271,7 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
         return x
     size = x.shape[dim]
     cut = -shift % size
-    return lax.concatenate(
-        [lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim
-    )
+    return lax.concatenate([lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim)
 
 
 def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:

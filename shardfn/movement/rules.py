@@ -90,7 +90,11 @@ def _elementwise(call: Call) -> Value | None:
 
 
 def elementwise(
-    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter
+    bind: Callable[[Sequence[Any]], Any],
+    operands: Sequence[Value],
+    shape: tuple[int, ...],
+    dtype: Any,
+    emitter: Emitter,
 ) -> Value:
     """An op on the elements of values. Of values that fit into no frame it is the same op on their parts."""
     depth = 1 + max((o.depth for o in operands if isinstance(o, Elementwise)), default=0)
@@ -100,7 +104,9 @@ def elementwise(
     return emitter.settled(found) if depth > DEEPEST else found
 
 
-def _on_parts(bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter) -> Value | None:
+def _on_parts(
+    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter
+) -> Value | None:
     """The op on each part of its operands, which have parts of the same rows, or no dimensions."""
     moved = [o for o in operands if np.shape(o)]
     if not moved or not all(isinstance(o, Moved) and o.dim == moved[0].dim and len(o.parts) > 1 for o in moved):
@@ -113,7 +119,9 @@ def _on_parts(bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], d
         sources = [o.parts[i].source if np.shape(o) else o for o in operands]
         if scalar_of(part.source) is not None:
             scalars = [scalar_of(s) if np.shape(s) else s for s in sources]
-            arrays = [jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)]
+            arrays = [
+                jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)
+            ]
             parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
         else:
             same = next((p for p, q in zip(parts, moved[0].parts, strict=False) if q.source is part.source), None)
@@ -132,7 +140,10 @@ def _slice(call: Call) -> Value | None:
     for dim, (first, last, stride) in enumerate(zip(start, limit, strides, strict=True)):
         if stride == 1:
             value = _sliced(call.emitter, value, dim, first, last - first)
-        elif last <= first or (value := _strided(call.emitter, value, dim, first, -(-(last - first) // stride), stride)) is None:
+        elif (
+            last <= first
+            or (value := _strided(call.emitter, value, dim, first, -(-(last - first) // stride), stride)) is None
+        ):
             return None
     return value
 
@@ -222,7 +233,9 @@ def _concatenate(call: Call) -> Value | None:
     values = [o for o in call.operands if o.shape[dim]]
     if not values or 0 in call.shape:
         return None
-    settled = [call.emitter.array(v) if isinstance(v, Iota | Known | Squeezed) else call.emitter.settled(v) for v in values]
+    settled = [
+        call.emitter.array(v) if isinstance(v, Iota | Known | Squeezed) else call.emitter.settled(v) for v in values
+    ]
     return settled[0] if len(settled) == 1 else joined(settled, dim)
 
 
@@ -261,7 +274,9 @@ def _put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -
     for dim, (start, rows, size) in enumerate(zip(starts, update.shape, value.shape, strict=True)):
         if rows == size:
             continue
-        inside = _put(emitter, sliced(value, dim, start, rows), update, [0 if d == dim else s for d, s in enumerate(starts)])
+        inside = _put(
+            emitter, sliced(value, dim, start, rows), update, [0 if d == dim else s for d, s in enumerate(starts)]
+        )
         parts = [sliced(value, dim, 0, start), inside, sliced(value, dim, start + rows, size - start - rows)]
         return joined([part for part in parts if part.shape[dim]], dim)
     return update
@@ -293,7 +308,9 @@ def _scatter(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value | N
             return value
         for d in sorted(batch, reverse=True):
             updates = _squeezed(call.emitter, settle(updates), d)
-        return _combined(call, value, _expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine)
+        return _combined(
+            call, value, _expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine
+        )
     if len(batch) != 1 or len(numbers.inserted_window_dims) != 1:
         return None
     (along,) = numbers.inserted_window_dims
@@ -328,7 +345,9 @@ def _in_bounds(
     return found
 
 
-def _combined(call: Call, value: Value, update: Value, starts: Sequence[int], combine: Callable[[Any, Any], Any] | None) -> Value:
+def _combined(
+    call: Call, value: Value, update: Value, starts: Sequence[int], combine: Callable[[Any, Any], Any] | None
+) -> Value:
     """A value with `update` put in, or combined with what is there."""
     emitter = call.emitter
     value = emitter.settled(value)
@@ -340,7 +359,9 @@ def _combined(call: Call, value: Value, update: Value, starts: Sequence[int], co
         there = value
         for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
             there = sliced(there, dim, start, rows)
-        update = elementwise(lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter)
+        update = elementwise(
+            lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter
+        )
         if isinstance(update, Elementwise) and not isinstance(value, Lazy):
             emitter.place(update, Frame(tuple(value.shape), tuple(starts)))  # it is computed where it is put
     return _put(emitter, value, update, starts)
@@ -377,10 +398,17 @@ def _put_strided(
 def _gather(call: Call) -> Value | None:
     value, index = call.operands
     numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
-    if not isinstance(index, Known) or numbers.operand_batching_dims or index.array.shape[-1] != 1 or index.array.ndim != 2:
+    if (
+        not isinstance(index, Known)
+        or numbers.operand_batching_dims
+        or index.array.shape[-1] != 1
+        or index.array.ndim != 2
+    ):
         return None
     (dim,) = numbers.start_index_map
-    is_rows = numbers.collapsed_slice_dims == (dim,) and all(k == n for d, (k, n) in enumerate(zip(sizes, value.shape, strict=True)) if d != dim)
+    is_rows = numbers.collapsed_slice_dims == (dim,) and all(
+        k == n for d, (k, n) in enumerate(zip(sizes, value.shape, strict=True)) if d != dim
+    )
     rows = index.array[:, 0].tolist()
     if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
         return None
@@ -426,7 +454,9 @@ def _broadcast(call: Call) -> Value | None:
     if dynamic or 0 in call.shape:
         return None
     if isinstance(operand, Squeezed):
-        free = [d for d in range(len(call.shape)) if d not in call.params["broadcast_dimensions"] and call.shape[d] == 1]
+        free = [
+            d for d in range(len(call.shape)) if d not in call.params["broadcast_dimensions"] and call.shape[d] == 1
+        ]
         kept = tuple(call.shape[d] for d in call.params["broadcast_dimensions"]) == operand.shape
         if len(free) == 1 and kept and len(call.shape) == len(operand.shape) + 1:
             return _moved_dim(call.emitter, operand.value, operand.dim, free[0])
@@ -607,4 +637,3 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("argmax", "argmin"), functools.partial(_along, _axes, False)),
 }
 """By primitive."""
-

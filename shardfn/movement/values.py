@@ -149,7 +149,10 @@ def transposed(value: Value, order: Sequence[int], of_array: Callable[[Any, Sequ
         return Moved(tuple(value.shape[d] for d in order), value.dtype, list(order).index(value.dim), parts)
     if isinstance(value, Spread):
         return Spread(
-            tuple(value.shape[d] for d in order), value.dtype, value.operand, tuple(list(order).index(d) for d in value.dims)
+            tuple(value.shape[d] for d in order),
+            value.dtype,
+            value.operand,
+            tuple(list(order).index(d) for d in value.dims),
         )
     return of_array(value, order)
 

@@ -12,7 +12,7 @@ from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
-from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
+from shardfn.search.problem import Answer, SearchCandidate, objective
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""
@@ -62,21 +62,32 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     if not (wrong := wrong_ops(first.partitioned)):
         return first
     other = with_workarounds(posed.call, first, wrong)
-    best = _best_correct(other.problem, _unconstrained(answer), search(other))
-    candidate = correct_candidate(posed.problem, answer)
+    best = _best_correct(other, _unconstrained(answer), search(other))
+    candidate = correct_candidate(posed, answer)
     cost = other.problem.evaluate_answer(with_given_constraints(other, best))
     if candidate and objective(candidate.cost, posed.problem) < objective(cost, posed.problem):
         return plan_fixed_answer(posed, _as_correct(answer, candidate))
-    return with_notes(plan_without_workarounds(other, best), workaround_note(wrong))
+    return _with_all_workarounds(posed, plan_without_workarounds(other, best), best, wrong)
 
 
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
-    first = plan_without_workarounds(posed, answer)
-    if not (wrong := wrong_ops(first.partitioned)):
-        return first
-    other = with_workarounds(posed.call, first, wrong)
-    return with_notes(plan_without_workarounds(other, _unconstrained(answer)), workaround_note(wrong))
+    return _with_all_workarounds(posed, plan_without_workarounds(posed, answer), answer)
+
+
+def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
+    """The plan of an answer, until no op is left that XLA would get wrong: a workaround changes the shardings around it.
+
+    Args:
+      posed: the call without workarounds.
+      plan: the plan of `answer` with the workarounds of `wrong`.
+      answer: shardings.
+      wrong: ops with workarounds.
+    """
+    while more := tuple(w for w in wrong_ops(plan.partitioned, wrong) if w not in wrong):
+        wrong = (*wrong, *more)
+        plan = plan_without_workarounds(with_workarounds(posed.call, plan, wrong), _unconstrained(answer))
+    return with_notes(plan, workaround_note(wrong)) if wrong else plan
 
 
 def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
@@ -129,20 +140,20 @@ def _choice(one: Answer | SearchCandidate) -> tuple[object, ...]:
     return one.axes, one.specs, one.constraints, one.result_specs
 
 
-def is_correct(problem: SearchProblem, candidate: SearchCandidate | Answer) -> bool:
+def is_correct(posed: PosedCall, candidate: SearchCandidate | Answer) -> bool:
     """Whether XLA computes all ops of a candidate or an answer correctly."""
-    return not wrong_ops(problem.partitioned_of(candidate))
+    return not wrong_ops(posed.problem.partitioned_of(candidate), posed.call.function.wrong)
 
 
-def correct_answer(problem: SearchProblem, answer: Answer) -> Answer:
+def correct_answer(posed: PosedCall, answer: Answer) -> Answer:
     """The answer, or the best other candidate, if there is any, where XLA would get an op of it wrong."""
-    other = None if is_correct(problem, answer) else correct_candidate(problem, answer)
+    other = None if is_correct(posed, answer) else correct_candidate(posed, answer)
     return _as_correct(answer, other) if other else answer
 
 
-def correct_candidate(problem: SearchProblem, answer: Answer) -> SearchCandidate | None:
+def correct_candidate(posed: PosedCall, answer: Answer) -> SearchCandidate | None:
     """The best of the other candidates in which XLA computes all ops correctly."""
-    return next((c for c in answer.others if is_correct(problem, c)), None)
+    return next((c for c in answer.others if is_correct(posed, c)), None)
 
 
 def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
@@ -152,10 +163,10 @@ def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
     return dataclasses.replace(correct, policy=f"{answer.policy}; replaced by {correct.policy}")
 
 
-def _best_correct(problem: SearchProblem, *answers: Answer) -> Answer:
+def _best_correct(posed: PosedCall, *answers: Answer) -> Answer:
     """Of the first answer's shardings and the second's, the better one without ops that XLA gets wrong."""
-    first, found = answers
-    right = [one for one in (first, correct_answer(problem, found)) if is_correct(problem, one)]
+    (first, found), problem = answers, posed.problem
+    right = [one for one in (first, correct_answer(posed, found)) if is_correct(posed, one)]
     return min(right or [first], key=lambda one: objective(problem.evaluate_answer(one), problem))
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, rows_multiple
+from shardfn.planning.uneven_movement import Movement, gathered_dims, is_uneven, movement_of, movement_of_equation
 
 REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
@@ -79,17 +80,25 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction`, a `padding`, a `slice` or a `scatter`."""
+    `transform`, a `reduction`, a `padding`, a `slice`, a `scatter` or a `movement`."""
 
     where: str
     kind: str = "window"
     multiple: int = 1
     """Of what the number of a scatter's updates must be a multiple."""
+    movement: Movement | None = None
+    """What moves along uneven shards."""
 
 
-def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
+def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
     """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
-    Fourier transforms that may not run, reductions that do not compile, and pads that may do either."""
+    Fourier transforms that may not run, reductions that do not compile, and pads that may do either.
+
+    Args:
+      partitioned: the program with its shardings.
+      known: the ops that the program has a workaround for already.
+    """
+    done = {w.movement for w in known}
     # XLA may drop the resharding around an op: judge it by the shardings before and after. What the partitioner inserts
     # has no rule: each device slices the part of a replicated operand that its windows read.
     moves = [
@@ -117,6 +126,8 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
             multiple = rows_multiple(op, partitioned, moved_from)
             if multiple > 1:
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
+        if is_uneven(op, partitioned, moved_from) and movement_of(op, partitioned) not in done:
+            found.setdefault(WrongOp(op.where, "movement", movement=movement_of(op, partitioned)))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
@@ -218,6 +229,10 @@ _NOTES = {
         "shardfn puts an optimization barrier behind the slices at {}: XLA does not compile an array and its first elements "
         "if their shards have one size and both are gathered"
     ),
+    "movement": (
+        "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
+        "values. To avoid it, use sizes that the number of shards divides"
+    ),
     "scatter": ("shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0"),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
@@ -247,7 +262,18 @@ def replicate_wrong_ops(
     kinds = {w.kind for w in wrong}
     multiple = math.lcm(*(w.multiple for w in wrong))
 
+    movements = {w.movement for w in wrong if w.movement}
+
+    def moves(eqn: Any) -> bool:
+        return bool(movements) and movement_of_equation(eqn) in movements
+
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if moves(eqn):
+            dims = gathered_dims(eqn)
+            inputs = [gathered(x, own) for x, own in zip(inputs, dims, strict=False)]
+            is_padded = "scatter" in kinds and eqn.primitive.name in NEUTRAL
+            found = even_scatter(eqn, inputs, multiple) if is_padded else bind_one(eqn, inputs)
+            return [gathered(x, own) for x, own in zip(found, dims[len(inputs) :], strict=True)]
         if eqn.primitive.name == "slice":
             return [jax.lax.optimization_barrier(out) for out in bind_one(eqn, inputs)]
         if eqn.primitive.name in NEUTRAL:
@@ -275,6 +301,7 @@ def replicate_wrong_ops(
     def wanted(eqn: Any, number: int) -> bool:
         return (
             eqn.primitive.name in _WINDOWS
+            or moves(eqn)
             or bool(_reduced(eqn))
             or ("padding" in kinds and bool(_padded(eqn)))
             or ("slice" in kinds and _is_of_first_elements(eqn))
@@ -301,6 +328,10 @@ def replicate_wrong_ops(
             fail(StrategyError, f"a scatter inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
                  why="its updates are sharded unevenly, and custom derivative rules hide it from shardfn",
                  fix=f"make the number of its updates a multiple of {multiple}, or leave them unsharded")  # fmt: skip
+        if any(moves(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
+            fail(StrategyError, f"movement inside a `{eqn.primitive.name}` might be computed wrongly by XLA",
+                 why="its shards are uneven, and custom derivative rules hide it from shardfn",
+                 fix="use sizes that the number of shards divides, or leave these dimensions unsharded")  # fmt: skip
         if "reduction" in kinds:
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",

@@ -219,7 +219,7 @@ def best_compiled(posed: PosedCall, answer: Answer, count: int) -> Entry:
     problem, bounds = posed.problem, posed.call.search
     if not problem.hardware.is_here:
         target(problem.hardware)  # raises before minutes of planning
-    entered = candidates.answers(problem, correct_answer(problem, answer), count)
+    entered = candidates.answers(posed, correct_answer(posed, answer), count)
     source = f"{posed.call.traced.module}{posed.propagation.inner}"
     compiled, planned, refused = [], [], []
     for name, one in entered:

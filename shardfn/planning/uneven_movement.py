@@ -1,0 +1,148 @@
+"""Movement along dimensions with uneven shards, which XLA (JAX 0.10 to 0.12) may compute wrongly or not compile.
+
+What `movement` does not write as shifts of even arrays, and what has uneven shards along a dimension that it moves, is computed
+on dimensions that are gathered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardfn.ir.model import Op, PartitionedProgram
+
+OP_OF = {
+    "slice": "slice", "split": "slice", "pad": "pad", "concatenate": "concatenate", "rev": "reverse",
+    "dynamic_slice": "dynamic_slice", "dynamic_update_slice": "dynamic_update_slice", "gather": "gather",
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), "scatter"),
+}  # fmt: skip
+"""The op that a primitive of movement becomes."""
+
+_OPS = frozenset(OP_OF.values())
+_DATA = {"concatenate": None, "scatter": (0, 2), "dynamic_update_slice": (0, 1)}
+"""The operands that are moved; None for all. Others move operand 0."""
+
+
+class Movement(NamedTuple):
+    """An op of movement by its name and the shapes of what it moves and makes."""
+
+    op: str
+    operands: tuple[tuple[int, ...], ...]
+    result: tuple[int, ...]
+
+
+def movement_of(op: Op, partitioned: PartitionedProgram) -> Movement:
+    """The movement of an op."""
+    shapes = [partitioned.graph.values[v].shape for v in (*_moved(op.name, op.inputs), op.outputs[0])]
+    return Movement(op.name, tuple(shapes[:-1]), shapes[-1])
+
+
+def movement_of_equation(eqn: Any) -> Movement | None:
+    """The movement of an equation; of a `split` that of its first result."""
+    name = OP_OF.get(eqn.primitive.name)
+    if name is None:
+        return None
+    shapes = tuple(tuple(v.aval.shape) for v in _moved(name, eqn.invars))
+    return Movement(name, shapes, tuple(eqn.outvars[0].aval.shape))
+
+
+def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
+    """Whether an op moves along a dimension that has uneven shards.
+
+    Args:
+      op: the op.
+      partitioned: the program with its shardings.
+      before: a value that is resharded, by the value that comes of it.
+    """
+    if op.name not in _OPS or op.rule is None:
+        return False
+    values = (*_moved(op.name, op.inputs), op.outputs[0])
+    shapes = [partitioned.graph.values[v].shape for v in values]
+    if any(0 in shape for shape in shapes):
+        return False
+    moved = _dims(op.name, shapes, {w.dim for w in op.window_dims if not w.is_trivial(shapes[0], shapes[-1])})
+    if op.name in ("gather", "scatter"):
+        rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
+        table = _indexed_dims(op)
+        window = _of_window(op, rows, shapes[0], shapes[1])
+        moved = [table, window, table][: len(shapes)]
+    for value, shape, dims in zip(values, shapes, moved, strict=True):
+        for one in {value, before.get(value, value)}:
+            shards = partitioned.shards(one)
+            if any(shape[d] % shards[d] for d in dims):
+                return True
+    return False
+
+
+def _moved(name: str, operands: Sequence[Any]) -> Sequence[Any]:
+    places = _DATA.get(name, (0,))
+    return operands if places is None else [operands[i] for i in places]
+
+
+def _dims(name: str, shapes: Sequence[Sequence[int]], windows: set[int]) -> list[list[int]]:
+    """By operand and result the dimensions that are moved."""
+    if len({len(shape) for shape in shapes}) > 1:
+        return [[] for _ in shapes]
+    found = sorted({d for d in range(len(shapes[0])) if len({shape[d] for shape in shapes}) > 1} | windows)
+    return [found] * len(shapes)
+
+
+def _indexed_dims(op: Op) -> list[int]:
+    """The dimensions of a table that an index counts, or of which it takes a part."""
+    assert op.rule is not None
+    rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
+    shared = {factor for dim in rows for factor in dim}
+    return [
+        d
+        for d, dim in enumerate(op.rule.operands[0])
+        if not shared.issuperset(dim) or op.rule.replicated.intersection(dim)
+    ]
+
+
+def _of_window(op: Op, rows: Any, table: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """The dimensions of what is read or written that are a part of a table's dimension."""
+    assert op.rule is not None
+    in_index = {factor for dim in op.rule.operands[1] for factor in dim}
+    in_table = {f: n for dim, n in zip(op.rule.operands[0], table, strict=True) for f in dim}
+    return [
+        d
+        for d, (dim, n) in enumerate(zip(rows, shape, strict=True))
+        if not in_index.intersection(dim) and any(in_table.get(f, 0) != n for f in dim)
+    ]
+
+
+def gathered_dims(eqn: Any) -> list[list[int]]:
+    """By operand and result of an equation of movement, the dimensions to gather."""
+    name, shapes = OP_OF[eqn.primitive.name], [tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
+    if name == "gather":
+        numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+        table = [
+            d for d, (k, n) in enumerate(zip(sizes, shapes[0], strict=True)) if k != n or d in numbers.start_index_map
+        ]
+        kept = [
+            d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        ]
+        return [table, [], [o for o, d in zip(numbers.offset_dims, kept, strict=True) if d in table]]
+    if name == "scatter":
+        numbers = eqn.params["dimension_numbers"]
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        kept = [d for d in range(len(shapes[0])) if d not in gone]
+        part = [(d, w) for d, w in zip(kept, numbers.update_window_dims, strict=True)
+                if shapes[0][d] != shapes[2][w] or d in numbers.scatter_dims_to_operand_dims]  # fmt: skip
+        table = sorted({*numbers.inserted_window_dims, *(d for d, _ in part)})
+        return [table, [], [w for _, w in part], table]
+    if name in ("dynamic_slice", "dynamic_update_slice"):
+        moved = [
+            d
+            for d in range(len(shapes[0]))
+            if shapes[0][d] != (shapes[-1] if name == "dynamic_slice" else shapes[1])[d]
+        ]
+        return [moved if len(s) == len(shapes[0]) else [] for s in shapes]
+    windows: set[int] = set(eqn.params.get("dimensions", ())) if name == "reverse" else set()
+    if name == "pad":
+        windows = {d for d, config in enumerate(eqn.params["padding_config"]) if any(config)}
+    if name == "concatenate":
+        windows = {eqn.params["dimension"]}
+    data = [s for s in shapes if len(s) == len(shapes[-1])]
+    moved = sorted({d for d in range(len(shapes[-1])) if len({s[d] for s in data}) > 1} | windows)
+    return [moved if len(s) == len(shapes[-1]) else [] for s in shapes]
