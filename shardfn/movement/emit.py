@@ -31,6 +31,7 @@ from shardfn.movement.values import (
     Squeezed,
     Value,
     alignments,
+    form,
     scalar_of,
     sliced,
     with_rows,
@@ -49,6 +50,8 @@ class Emitter:
     """Emits arrays. `shifted` counts the arrays that it made by shifts and selects, in place of the user's ops."""
 
     shifted: int = 0
+    made: dict[Any, tuple[Value, Any]] = dataclasses.field(default_factory=dict, repr=False)
+    """By form and frame the values that were placed, and their arrays, in the jaxpr that is traced now."""
 
     def array(self, value: Value) -> Any:
         """The array of a value, in its own shape."""
@@ -58,6 +61,10 @@ class Emitter:
             with line_of(value):
                 value.placed["own"] = self._own(value)
         return value.placed["own"]
+
+    def movable(self, value: Value) -> Value:
+        """A value of which rows can be moved."""
+        return self.array(value) if isinstance(value, Iota | Known | Squeezed) else value
 
     def settled(self, value: Value) -> Value:
         """An op on elements as an array that is computed once, or as rows of such an array; another value as it is."""
@@ -78,8 +85,11 @@ class Emitter:
         if not isinstance(value, Lazy):
             return _embedded(value, frame)
         if frame not in value.placed:
-            with line_of(value):
-                value.placed[frame] = self._place(value, frame)
+            key = form(value), frame
+            if key not in self.made:
+                with line_of(value):
+                    self.made[key] = value, self._place(value, frame)
+            value.placed[frame] = self.made[key][1]
         return value.placed[frame]
 
     def _own(self, value: Lazy) -> Any:
@@ -91,8 +101,8 @@ class Emitter:
             return lax.broadcasted_iota(value.dtype, value.shape, value.dim)
         if isinstance(value, Spread):
             return lax.broadcast_in_dim(self.array(value.operand), value.shape, value.dims)
-        frame = frame_of(value)
-        if frame is not None and (frame.shape == value.shape or _is_stencil(value)):
+        frame = value.placed.get("home") or frame_of(value)
+        if frame is not None and (frame is value.placed.get("home") or frame.shape == value.shape or _is_stencil(value)):
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
             return value.bind([self.array(operand) for operand in value.operands])
@@ -156,30 +166,27 @@ class Emitter:
         offset = frame.offset[dim]
         starts = np.cumsum([0, *(part.rows for part in value.parts)]).tolist()
         places = list(zip(value.parts, starts, strict=False))
-        framed = [i for i, (part, _) in enumerate(places) if _is_framed(part, dim, size)]
+        sources = [_of_source(frame, part, dim, start) for part, start in places]
+        framed = [i for i, source in enumerate(sources) if source is not None]
         if not framed:
             if size != value.shape[dim]:
                 return _embedded(self.array(value), frame)
             pieces = []
             for part in value.parts:
-                own = self.place(part.source, _of_source(frame, part, dim))
+                own = self.place(part.source, _of_whole(frame, part, dim))
                 pieces.append(lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim))
             return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
         base = max(framed, key=lambda i: places[i][0].rows)
         found = None
         position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
-        shifted: dict[tuple[int, int], Any] = {}
         for i in [base, *(i for i in range(len(places)) if i != base)]:
             part, start = places[i]
             first, stop = offset + start, offset + start + part.rows
-            shift = (first - part.first) % size
+            source = sources[i]
+            shift = (first - part.first - source.offset[dim]) % size if source else 0
             shift -= size if 2 * shift > size else 0
-            if i in framed and (i == base or abs(shift) <= 2 * part.rows):
-                key = id(part.source), shift
-                if key not in shifted:
-                    shifted[key] = rotated(self.place(part.source, _of_source(frame, part, dim)), shift, dim)
-                    self.shifted += shift != 0
-                own = shifted[key]
+            if source and (i == base or _is_near(part, source, dim, shift)):
+                own = self._rotated(self.place(part.source, source), shift, dim)
             else:
                 own = self._piece(part, dim, frame, first)
             if found is None:
@@ -192,12 +199,22 @@ class Emitter:
             found = lax.select(jnp.broadcast_to(mask, frame.shape), jnp.broadcast_to(own, frame.shape), found)
         return found
 
+    def _rotated(self, x: Any, shift: int, dim: int) -> Any:
+        """An array whose row i is moved to row i + shift, around the end; made once."""
+        if not shift:
+            return x
+        key = id(x), shift, dim
+        if key not in self.made:
+            self.shifted += 1
+            self.made[key] = x, rotated(x, shift, dim)
+        return self.made[key][1]
+
     def _piece(self, part: Part, dim: int, frame: Frame, first: int) -> Any:
         """A part that is no shift of an array of the frame: a constant, few rows from far away, or another array. In the frame
         from row `first` on; of one row, what can be broadcast."""
         if scalar_of(part.source) is not None:
             return jnp.asarray(scalar_of(part.source), part.source.dtype)
-        own = self.place(part.source, _of_source(frame, part, dim))
+        own = self.place(part.source, _of_whole(frame, part, dim))
         rows = lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim)
         if part.rows == 1:
             return rows
@@ -255,20 +272,35 @@ def _is_stencil(value: Value) -> bool:
     )
 
 
-def _is_framed(part: Part, dim: int, size: int) -> bool:
-    return part.source.shape[dim] == size and not isinstance(part.source, Spread | Known)
+def _of_source(frame: Frame, part: Part, dim: int, start: int) -> Frame | None:
+    """The frame of a part's source in which its rows stand where a frame needs them, or as near as they can; None if the
+    source has no frame of this size along the dimension."""
+    source, size = part.source, frame.shape[dim]
+    if isinstance(source, Known) or scalar_of(source) is not None:
+        return None
+    rows = source.shape[dim]
+    if rows == size:
+        return Frame(frame.shape, with_rows(frame.offset, dim, 0))
+    if rows > size or not any(one.size == size for one in alignments(source, dim)):
+        return None
+    wanted = frame.offset[dim] + start - part.first
+    return Frame(frame.shape, with_rows(frame.offset, dim, min(max(wanted, 0), size - rows)))
 
 
-def _of_source(frame: Frame, part: Part, dim: int) -> Frame:
-    """The frame of a part's source: of its own size along the dimension."""
-    rows = part.source.shape[dim]
-    return Frame(with_rows(frame.shape, dim, rows), with_rows(frame.offset, dim, 0))
+def _is_near(part: Part, source: Frame, dim: int, shift: int) -> bool:
+    """Whether a part is moved by few rows, as many as twice its own."""
+    size, home = source.shape[dim], source.offset[dim]
+    moved = [(home - one.offset) % size for one in alignments(part.source, dim) if one.size == size]
+    return all(min(far, size - far) <= 2 * part.rows for far in (*moved, shift % size))
+
+
+def _of_whole(frame: Frame, part: Part, dim: int) -> Frame:
+    """The frame of a part's source in its own size along the dimension."""
+    return Frame(with_rows(frame.shape, dim, part.source.shape[dim]), with_rows(frame.offset, dim, 0))
 
 
 def rotated(x: Any, shift: int, dim: int) -> Any:
     """An array whose row i is moved to row i + shift, around the end: one rotation for XLA."""
-    if not shift:
-        return x
     size = x.shape[dim]
     cut = -shift % size
     return lax.concatenate([lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim)

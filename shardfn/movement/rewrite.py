@@ -60,7 +60,10 @@ def _evaluate(
     emitter: Emitter, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: RebindRules, number: int
 ) -> list[Any]:
     """The arrays of a jaxpr's results."""
-    return [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
+    around, emitter.made = emitter.made, {}
+    found = [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
+    emitter.made = around
+    return found
 
 
 def _values(

@@ -126,7 +126,7 @@ def _on_parts(
         else:
             same = next((p for p, q in zip(parts, moved[0].parts, strict=False) if q.source is part.source), None)
             made = same.source if same else elementwise(bind, sources, part.source.shape, dtype, emitter)
-            parts.append(part._replace(source=emitter.settled(made) if isinstance(made, Elementwise) else made))
+            parts.append(part._replace(source=made))
     return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
 
 
@@ -151,9 +151,7 @@ def _slice(call: Call) -> Value | None:
 def _sliced(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
     if rows == value.shape[dim]:
         return value
-    if isinstance(value, Iota | Known | Squeezed):
-        value = emitter.array(value)
-    return sliced(emitter.settled(value), dim, first, rows)
+    return sliced(emitter.movable(value), dim, first, rows)
 
 
 def _strided(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
@@ -195,7 +193,7 @@ def _pad(call: Call) -> Value | None:
     if 0 in value.shape or 0 in call.shape:
         return None
     fill = call.emitter.array(fill)
-    value = call.emitter.settled(value)
+    value = call.emitter.movable(value)
     for dim, (low, high, interior) in enumerate(call.params["padding_config"]):
         if interior:
             value = _interior(call.emitter.array(value), fill, dim, interior + 1)
@@ -213,9 +211,8 @@ def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high:
     value = _sliced(emitter, value, dim, first, last - first)
     if not before and not after:
         return value
-    own = isinstance(value, Iota | Known | Squeezed)
     fills = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
-    return joined([fills[0], emitter.array(value) if own else value, fills[1]], dim)
+    return joined([fills[0], emitter.movable(value), fills[1]], dim)
 
 
 def _interior(x: Any, fill: Any, dim: int, stride: int) -> Any:
@@ -233,17 +230,14 @@ def _concatenate(call: Call) -> Value | None:
     values = [o for o in call.operands if o.shape[dim]]
     if not values or 0 in call.shape:
         return None
-    settled = [
-        call.emitter.array(v) if isinstance(v, Iota | Known | Squeezed) else call.emitter.settled(v) for v in values
-    ]
-    return settled[0] if len(settled) == 1 else joined(settled, dim)
+    return call.emitter.movable(values[0]) if len(values) == 1 else joined([*map(call.emitter.movable, values)], dim)
 
 
 def _reverse(call: Call) -> Value | None:
     (value,) = call.operands
     for dim in call.params["dimensions"]:
-        value, rows = call.emitter.settled(value), value.shape[dim]
-        if rows > MOST_ROWS or not isinstance(value, Moved | Spread):
+        value, rows = call.emitter.movable(value), value.shape[dim]
+        if rows > MOST_ROWS or not isinstance(value, Moved | Spread | Elementwise):
             return None if rows > 1 else value
         value = joined([sliced(value, dim, i, 1) for i in reversed(range(rows))], dim)
     return value
@@ -269,8 +263,7 @@ def _dynamic_update_slice(call: Call) -> Value | None:
 
 def _put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -> Value:
     """A value with `update` in the place of what begins at `starts`."""
-    own = [emitter.array(v) if isinstance(v, Iota | Known | Squeezed) else emitter.settled(v) for v in (value, update)]
-    value, update = own
+    value, update = emitter.movable(value), emitter.movable(update)
     for dim, (start, rows, size) in enumerate(zip(starts, update.shape, value.shape, strict=True)):
         if rows == size:
             continue
@@ -350,11 +343,7 @@ def _combined(
 ) -> Value:
     """A value with `update` put in, or combined with what is there."""
     emitter = call.emitter
-    value = emitter.settled(value)
-    if isinstance(value, Iota | Known | Squeezed):
-        value = emitter.array(value)
-    if isinstance(update, Iota | Known | Squeezed):
-        update = emitter.array(update)
+    value, update = emitter.movable(value), emitter.movable(update)
     if combine is not None:
         there = value
         for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
@@ -377,9 +366,7 @@ def _put_strided(
     spread = jnp.repeat(own, stride, axis=dim, total_repeat_length=rows * stride)
     size = (rows - 1) * stride + 1
     spread = sliced(spread, dim, 0, size)
-    there = emitter.settled(value)
-    if isinstance(there, Iota | Known | Squeezed):
-        there = emitter.array(there)
+    there = emitter.movable(value)
     for d, (start, n) in enumerate(zip(starts, spread.shape, strict=True)):
         there = sliced(there, d, start, n)
     shape = tuple(spread.shape)
@@ -413,13 +400,13 @@ def _gather(call: Call) -> Value | None:
     if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
         return None
     batch = [d for d in range(len(call.shape)) if d not in numbers.offset_dims]
-    stride, settled = _stride(rows), call.emitter.settled(value)
+    stride, movable = _stride(rows), call.emitter.movable(value)
     if stride == 1:
-        found = _sliced(call.emitter, settled, dim, rows[0], len(rows))
+        found = _sliced(call.emitter, movable, dim, rows[0], len(rows))
     elif stride:
-        found = _strided(call.emitter, settled, dim, rows[0], len(rows), stride)
+        found = _strided(call.emitter, movable, dim, rows[0], len(rows), stride)
     elif len(rows) <= MOST_ROWS:
-        found = joined([_sliced(call.emitter, settled, dim, row, 1) for row in rows], dim)
+        found = joined([_sliced(call.emitter, movable, dim, row, 1) for row in rows], dim)
     else:
         return None
     return None if found is None else _moved_dim(call.emitter, found, dim, batch[0])
@@ -503,6 +490,10 @@ def _reshape(call: Call) -> Value | None:
     value = call.operands[0]
     if not isinstance(value, Lazy) or call.params["dimensions"] is not None or isinstance(value, Squeezed):
         return None
+    if isinstance(value, Spread):
+        value = _merged(value, call.shape)
+    if value.shape == call.shape:
+        return value
     if [n for n in value.shape if n != 1] != [n for n in call.shape if n != 1]:
         return None
     value = call.emitter.settled(value)
@@ -511,6 +502,30 @@ def _reshape(call: Call) -> Value | None:
         if isinstance(value, Squeezed):
             return None
     return _expanded(call.emitter, value, [d for d, n in enumerate(call.shape) if n == 1])
+
+
+def _merged(value: Spread, shape: Sequence[int]) -> Value:
+    """A broadcast reshaped to `shape`, if new dimensions vanish in it: those of one row, or behind an operand's row that they
+    repeat. Else as it is."""
+    for dim in reversed(range(len(value.shape))):
+        rows, before = value.shape[dim], value.dims.index(dim - 1) if dim - 1 in value.dims else None
+        if dim in value.dims or len(value.shape) == len(shape):
+            continue
+        repeats = before is not None and value.operand.shape[before] == 1 == value.shape[dim - 1]
+        if rows != 1 and not (repeats and shape[dim - 1] == rows):
+            continue
+        merged = (*value.shape[:dim], *value.shape[dim + 1 :])
+        merged = with_rows(merged, dim - 1, rows) if rows != 1 else merged
+        value = Spread(merged, value.dtype, value.operand, tuple(d - (d > dim) for d in value.dims))
+    if value.dims != tuple(range(len(value.shape))):
+        return value
+    found = value.operand
+    for dim, rows in enumerate(value.shape):
+        if found.shape[dim] != rows:
+            if rows > MOST_ROWS or isinstance(found, Elementwise | Iota | Known | Squeezed):
+                return value
+            found = joined([found] * rows, dim)
+    return found
 
 
 def _along(axes: Callable[[Call], Sequence[int]], keeps: bool, call: Call) -> Value | None:

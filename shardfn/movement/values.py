@@ -114,7 +114,7 @@ def joined(values: Sequence[Value], dim: int) -> Value:
 
 
 def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
-    """`rows` rows of a value from `first` on; of an op on elements, as a value of its own (`emit.settled`)."""
+    """`rows` rows of a value from `first` on."""
     shape = with_rows(value.shape, dim, rows)
     if rows == value.shape[dim]:
         return value
@@ -127,7 +127,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             start += part.rows
         return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
             Moved(shape, value.dtype, dim, ()))  # fmt: skip
-    if isinstance(value, Moved):
+    if isinstance(value, Moved) and dim < value.dim:  # an earlier dimension is moved first, so that its shift is shared
         cropped = tuple(part._replace(source=sliced(part.source, dim, first, rows)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim, cropped)
     if isinstance(value, Spread):
@@ -135,6 +135,15 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             return Spread(shape, value.dtype, value.operand, value.dims)
         return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
+
+
+def form(value: Value) -> Any:
+    """What is equal for values that are the same rows of the same arrays."""
+    if isinstance(value, Moved):
+        return value.dim, tuple((part.rows, form(part.source), part.first) for part in value.parts)
+    if isinstance(value, Spread):
+        return value.shape, form(value.operand), value.dims
+    return id(value)
 
 
 def scalar_of(value: Value) -> Any:
@@ -173,7 +182,9 @@ def alignments(value: Value, dim: int) -> list[Alignment]:
             return [a for part in value.parts for a in alignments(part.source, dim)]
         found, start = [], 0
         for part in value.parts:
-            if not isinstance(part.source, Spread | Known):
+            own = alignments(part.source, dim)
+            found += [Alignment(a.size, a.offset + part.first - start, part.rows) for a in own]
+            if not own and not isinstance(part.source, Spread | Known):
                 found.append(Alignment(part.source.shape[dim], part.first - start, part.rows))
             start += part.rows
         return found
