@@ -102,7 +102,9 @@ class Emitter:
         if isinstance(value, Spread):
             return lax.broadcast_in_dim(self.array(value.operand), value.shape, value.dims)
         frame = value.placed.get("home") or frame_of(value)
-        if frame is not None and (frame is value.placed.get("home") or frame.shape == value.shape or _is_stencil(value)):
+        if frame is not None and (
+            frame is value.placed.get("home") or frame.shape == value.shape or _is_stencil(value)
+        ):
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
             return value.bind([self.array(operand) for operand in value.operands])

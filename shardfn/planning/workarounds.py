@@ -13,6 +13,9 @@
 - An array and its first elements (`x[:-1]`), or two such slices, whose shards are one array on each device: XLA mixes up
   the two once both are gathered, and does not compile. An optimization barrier on the slice avoids it.
 - A scatter that combines counts the padding of unevenly sharded updates (`even_scatters`).
+- A scatter of one window becomes an update of a slice. If its operand is such a slice itself, after partitioning, XLA merges
+  the two and forgets that each stays within its array: shards that have no part in the update are changed. An optimization
+  barrier on the operand avoids it.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -80,7 +83,7 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction`, a `padding`, a `slice`, a `scatter` or a `movement`."""
+    `transform`, a `reduction`, a `padding`, a `slice`, a `scatter`, an `update` or a `movement`."""
 
     where: str
     kind: str = "window"
@@ -126,6 +129,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             multiple = rows_multiple(op, partitioned, moved_from)
             if multiple > 1:
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
+        if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
+            found.setdefault(WrongOp(op.where, "update"))
         if is_uneven(op, partitioned, moved_from) and movement_of(op, partitioned) not in done:
             found.setdefault(WrongOp(op.where, "movement", movement=movement_of(op, partitioned)))
         if op.name == "fft" and partitioned.platform == "cpu":
@@ -164,6 +169,17 @@ def _mixed_up_slices(partitioned: PartitionedProgram, moves: Sequence[tuple[int,
         ):
             gathered.setdefault(root, set()).add(graph.values[before].shape)
     return [op for root, shapes in gathered.items() if len(shapes) > 1 for op in slices[root]]
+
+
+def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether a scatter of one window is into a sharded array that other ops make."""
+    maker = partitioned.graph.maker(op.inputs[0])
+    is_made = maker is not None and not maker.seen and maker.name != "optimization_barrier"
+    return (
+        is_made
+        and math.prod(partitioned.graph.values[op.inputs[1]].shape[:-1]) == 1
+        and any(partitioned.specs[op.inputs[0]])
+    )
 
 
 def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -233,6 +249,7 @@ _NOTES = {
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
         "values. To avoid it, use sizes that the number of shards divides"
     ),
+    "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
     "scatter": ("shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0"),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
@@ -274,6 +291,10 @@ def replicate_wrong_ops(
             is_padded = "scatter" in kinds and eqn.primitive.name in NEUTRAL
             found = even_scatter(eqn, inputs, multiple) if is_padded else bind_one(eqn, inputs)
             return [gathered(x, own) for x, own in zip(found, dims[len(inputs) :], strict=True)]
+        if "update" in kinds and _is_update(eqn):
+            inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
+            if "scatter" not in kinds or eqn.primitive.name not in NEUTRAL:
+                return bind_one(eqn, inputs)
         if eqn.primitive.name == "slice":
             return [jax.lax.optimization_barrier(out) for out in bind_one(eqn, inputs)]
         if eqn.primitive.name in NEUTRAL:
@@ -305,6 +326,7 @@ def replicate_wrong_ops(
             or bool(_reduced(eqn))
             or ("padding" in kinds and bool(_padded(eqn)))
             or ("slice" in kinds and _is_of_first_elements(eqn))
+            or ("update" in kinds and _is_update(eqn))
             or ("scatter" in kinds and eqn.primitive.name in NEUTRAL)
         )
 
@@ -332,6 +354,10 @@ def replicate_wrong_ops(
             fail(StrategyError, f"movement inside a `{eqn.primitive.name}` might be computed wrongly by XLA",
                  why="its shards are uneven, and custom derivative rules hide it from shardfn",
                  fix="use sizes that the number of shards divides, or leave these dimensions unsharded")  # fmt: skip
+        if "update" in kinds and any(_is_update(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
+            fail(StrategyError, f"an update inside a `{eqn.primitive.name}` might be computed wrongly by XLA",
+                 why="it writes a part of a sharded array, and custom derivative rules hide it from shardfn",
+                 fix="update outside of the function with these rules, or leave the array unsharded")  # fmt: skip
         if "reduction" in kinds:
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",
@@ -359,6 +385,11 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
     return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
 
 
+def _is_update(eqn: Any) -> bool:
+    """Whether an equation is a scatter of one window."""
+    return eqn.primitive.name in _UPDATES and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+
+
 def _is_of_first_elements(eqn: Any) -> bool:
     return eqn.primitive.name == "slice" and not any(eqn.params["start_indices"])
 
@@ -375,6 +406,7 @@ def _padded(eqn: Any) -> list[int]:
     return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
 
 
+_UPDATES = frozenset({"scatter", *NEUTRAL})
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _PARTS = frozenset({"slice", "pad"})
 _POOLING = "select_and_scatter_add"
