@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.rewrite import equations
 from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
+from shardfn.planning.uneven_movement import movement_of_equation
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.problem import Answer, SearchCandidate, objective
@@ -59,7 +62,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
     first = plan_without_workarounds(posed, answer)
-    if not (wrong := wrong_ops(first.partitioned)):
+    if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
     other = with_workarounds(posed.call, first, wrong)
     best = _best_correct(other, _unconstrained(answer), search(other))
@@ -84,7 +87,7 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
       answer: shardings.
       wrong: ops with workarounds.
     """
-    while more := tuple(w for w in wrong_ops(plan.partitioned, wrong) if w not in wrong):
+    while more := tuple(w for w in _wrong_ops(posed, plan.partitioned, wrong) if w not in wrong):
         wrong = (*wrong, *more)
         plan = plan_without_workarounds(with_workarounds(posed.call, plan, wrong), _unconstrained(answer))
     return with_notes(plan, workaround_note(wrong)) if wrong else plan
@@ -142,7 +145,18 @@ def _choice(one: Answer | SearchCandidate) -> tuple[object, ...]:
 
 def is_correct(posed: PosedCall, candidate: SearchCandidate | Answer) -> bool:
     """Whether XLA computes all ops of a candidate or an answer correctly."""
-    return not wrong_ops(posed.problem.partitioned_of(candidate), posed.call.function.wrong)
+    return not _wrong_ops(posed, posed.problem.partitioned_of(candidate), posed.call.function.wrong)
+
+
+def _wrong_ops(
+    posed: PosedCall, partitioned: PartitionedProgram, known: tuple[WrongOp, ...] = ()
+) -> tuple[WrongOp, ...]:
+    """`wrong_ops`, of movement only what the traced function has: JAX lowers other ops to slices and pads too."""
+    found = wrong_ops(partitioned, known)
+    if not any(w.movement for w in found):
+        return found
+    own = {movement_of_equation(eqn) for _, eqn, _ in equations(posed.call.traced.jaxpr)}
+    return tuple(w for w in found if w.movement is None or w.movement in own)
 
 
 def correct_answer(posed: PosedCall, answer: Answer) -> Answer:
