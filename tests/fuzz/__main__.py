@@ -10,12 +10,9 @@ import threading
 import time
 from typing import Any
 
-from tests.fuzz.workers import Ended, Worker, environment
-
-environment()
-
-from tests.fuzz.judge import CHECKS, PACK, Finding, Pack, draw_pack, script  # noqa: E402 (the environment comes first)
-from tests.fuzz.shrink import shrink, signature  # noqa: E402
+from tests.fuzz.packs import CHECKS, PACK, Finding, Pack, draw_pack, script
+from tests.fuzz.shrink import shrink, signature
+from tests.fuzz.workers import Ended, Worker
 
 VERDICTS = ("right", "wrong", "crashed", "refused", "unsure", "invalid")
 FAILURES = ("wrong", "crashed")
@@ -35,6 +32,7 @@ class Run:
         self.kinds: dict[str, collections.Counter[str]] = {v: collections.Counter() for v in ("all", *VERDICTS)}
         self.failing = 0
         self.shrunk: dict[Any, dict[str, Any]] = {}
+        self.crashes: set[Any] = set()
         self.shrink_time_s = self.cpu_time_s = 0.0
 
     def elapsed_s(self) -> float:
@@ -107,7 +105,11 @@ class Run:
 
     def show(self, worker: Worker, seed: int, finding: Finding) -> None:
         """Shrink a failure, unless shrinking has had its share of the time, and print it."""
-        if self.shrink_time_s > self.options.shrink * self.elapsed_s() * self.options.workers:
+        is_late = self.shrink_time_s > self.options.shrink * self.elapsed_s() * self.options.workers
+        is_known = finding.verdict == "wrong" or (finding.verdict, signature(finding.text)) in self.crashes
+        with self.lock:
+            self.crashes.add((finding.verdict, signature(finding.text)))
+        if self.options.shrink == 0 or (is_late and is_known):
             with self.lock:
                 self.keep(seed, finding, "not shrunk")
             return

@@ -6,8 +6,6 @@ Programs are judged in packs: one sharded function for several programs, with on
 from __future__ import annotations
 
 import dataclasses
-import random
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,80 +15,11 @@ import numpy as np
 
 import shardfn
 from tests.fuzz.drawing import OPS
-from tests.fuzz.programs import DEVICES, Program, draw_program, loss
+from tests.fuzz.packs import Finding, Pack
+from tests.fuzz.programs import Program, loss
 
-CHECKS = ("values", "inside", "outside", "second")
-RELATIVE, NOISE = 1e-3, 1e-6
-SUSPECT = 1e-4
-PACK = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Pack:
-    """Programs in one sharded function.
-
-    Attributes:
-      programs: the programs, with different names of inputs.
-      devices: the number of devices.
-      checks: what is compared: "values"; gradients "inside" the sharded function and "outside"; the "second" derivative.
-      results: a strategy for each result of each program, or None to leave all to propagation.
-    """
-
-    programs: tuple[Program, ...]
-    devices: int
-    checks: tuple[str, ...] = CHECKS[:3]
-    results: tuple[Any, ...] | None = None
-
-    def strategies(self) -> tuple[Any, ...]:
-        """One entry for each argument of the function."""
-        open_ = {"AUTO": shardfn.AUTO}
-        return tuple(
-            shardfn.AUTO if x.strategy is None else tuple(open_.get(s, s) for s in x.strategy)
-            for program in self.programs
-            for x in program.inputs
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What became of a check: "right", "wrong", "crashed", "refused", "unsure" or "invalid", and the text that says why.
-
-    "unsure" is a difference that noise of a millionth explains. "invalid" is a program that does not run unsharded.
-    """
-
-    pack: Pack
-    check: str
-    verdict: str
-    text: str = ""
-
-
-def draw_pack(seed: int, gradients: bool = True) -> Pack:
-    """Eight programs on one number of devices; one or two of them in the few packs that search."""
-    rng = random.Random(f"pack {seed}")
-    devices = rng.choice((*DEVICES, 4, 8, 8))
-    searches = rng.random() < 0.06
-    programs = []
-    for i in range(rng.choice((1, 2)) if searches else PACK):
-        program = draw_program((seed, i), devices, names=10 * i)
-        programs.append(program)
-    checks = ["values"]
-    if gradients:
-        checks += (
-            ["inside"] * (rng.random() < 0.6) + ["outside"] * (rng.random() < 0.6) + ["second"] * (rng.random() < 0.05)
-        )
-    if searches:
-        programs = [opened(rng, p) for p in programs]
-    results = None
-    return Pack(tuple(programs), devices, tuple(checks), results)
-
-
-def opened(rng: random.Random, program: Program) -> Program:
-    """With some entries left to the search."""
-    inputs = []
-    for x in program.inputs:
-        strategy = None if rng.random() < 0.5 else tuple("AUTO" if rng.random() < 0.5 else s for s in x.strategy or ())
-        inputs.append(dataclasses.replace(x, strategy=strategy))
-    return dataclasses.replace(program, inputs=tuple(inputs))
+RELATIVE, NOISE, SUSPECT = 1e-3, 1e-6, 1e-4
+"""Errors relative to an element: of a wrong one; of the noise that explains a difference; of one that is looked at again."""
 
 
 # ---- functions of a pack
@@ -303,50 +232,3 @@ def without_library(pack: Pack, check: str) -> str:
     got = by_program(pack, check, jax.device_get(jax.jit(target, in_shardings=plan.in_shardings)(*args)))
     want = reference(pack, plain, [check], args)[check]
     return "wrong" if any(differ(w, g) for w, g in zip(want, got, strict=True)) else "right"
-
-
-# ---- as code
-
-
-def script(pack: Pack) -> str:
-    """A script that runs the first check of a pack, sharded and unsharded."""
-    check = pack.checks[0]
-    inputs = [x for p in pack.programs for x in p.inputs]
-    strategies = ", ".join("AUTO" if x.strategy is None else str(x.strategy).replace("'AUTO'", "AUTO") for x in inputs)
-    names = ", ".join(x.name for x in inputs)
-    lines = ["import jax, jax.numpy as jnp, numpy as np", "from jax import lax", "from shardfn import AUTO, shard", "",
-             'jax.config.update("jax_num_cpu_devices", 8)', "", ""]  # fmt: skip
-    for i, program in enumerate(pack.programs):
-        lines += [program.source("f" if len(pack.programs) == 1 else f"f{i}"), ""]
-    if len(pack.programs) > 1:
-        calls = [f"f{i}({', '.join(x.name for x in p.inputs)})" for i, p in enumerate(pack.programs)]
-        lines += [f"def f({names}):", f"    return {', '.join(calls)},", "", ""]
-    for x in inputs:
-        lines.append(f"{x.name} = {data_code(x.shape, x.dtype, int(x.name[1:]))}")
-    lines.append(f"devices = jax.devices()[:{pack.devices}]")
-    sharded = f"shard({{}}, ({strategies},), device=devices)"
-    if check == "values":
-        lines += [f"want, got = jax.jit(f)({names}), {sharded.format('f')}({names})"]
-    else:
-        floats = tuple(i for i, x in enumerate(inputs) if x.dtype in ("float32", "complex64"))
-        lines += ["", "", "def loss(f):",
-                  "    return lambda *args: sum(jnp.sum(jnp.sin(jnp.real(y))) for y in jax.tree.leaves(f(*args)) if jnp.issubdtype(y.dtype, jnp.inexact))", "", "",
-                  "def gradient(f):", f"    g = jax.grad(loss(f), {floats})",
-                  f"    return jax.grad(loss(g), {floats})" if check == "second" else "    return g", "", ""]  # fmt: skip
-        made = f"jax.jit(gradient({sharded.format('f')}))" if check == "outside" else sharded.format("gradient(f)")
-        lines += [f"want, got = jax.jit(gradient(f))({names}), {made}({names})"]
-    lines += [
-        "print([np.allclose(a, b, 1e-3, 1e-3, equal_nan=True) for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got))])"
-    ]
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)) + "\n"
-
-
-def data_code(shape: Sequence[int], dtype: str, seed: int) -> str:
-    rng = f"np.random.default_rng({seed})"
-    if dtype == "bool":
-        return f"{rng}.normal(size={shape}) > 0"
-    if dtype == "int32":
-        return f"{rng}.integers(0, 20, {shape}).astype('int32')"
-    if dtype == "complex64":
-        return f"((r := {rng}).normal(size={shape}) + 1j * r.normal(size={shape})).astype('complex64')"
-    return f"{rng}.normal(size={shape}).astype('float32')"

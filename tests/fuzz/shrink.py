@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.fuzz.judge import Finding, Pack
+from tests.fuzz.packs import Finding, Pack
 from tests.fuzz.programs import Input, Program, Step, names_in
 
 TRIES, SECONDS = 120, 90.0
@@ -141,7 +141,8 @@ def smaller_numbers(text: str) -> Iterator[str]:
     for found in re.finditer(r"(?<![\w.])\d+(?![\w.])", text):
         number = int(found[0])
         for less in dict.fromkeys((0, 1, number // 2, number - 1)):
-            if 0 <= less < number:
+            divides = text[: found.start()].endswith(("% ", "/ "))
+            if divides <= less < number:
                 yield f"{text[: found.start()]}{less}{text[found.end() :]}"
 
 

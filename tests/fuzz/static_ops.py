@@ -76,7 +76,7 @@ def stack(d: Draw, x: Value) -> str:
 @op(1, EVERY, is_static=True)
 def interleave(d: Draw, x: Value) -> str:
     axis = d.axis(x)
-    shape = (*x.shape[:axis], 2 * x.shape[axis], *x.shape[axis + 1:])
+    shape = (*x.shape[:axis], 2 * x.shape[axis], *x.shape[axis + 1 :])
     return f"jnp.stack([{x}, {d.other(x)}], {axis + 1}).reshape({shape})"
 
 
@@ -281,9 +281,9 @@ def reshape(d: Draw, x: Value) -> str:
     for k in (2, 3, 4, 5, 7):
         if n % k == 0:
             forms += [
-                (*x.shape[:axis], k, n // k, *x.shape[axis + 1:]),
-                (*x.shape[:axis], n // k, k, *x.shape[axis + 1:]),
+                (*x.shape[:axis], k, n // k, *x.shape[axis + 1 :]),
+                (*x.shape[:axis], n // k, k, *x.shape[axis + 1 :]),
             ]
     if axis + 1 < x.rank:
-        forms += [(*x.shape[:axis], n * x.shape[axis + 1], *x.shape[axis + 2:])] * 2
+        forms += [(*x.shape[:axis], n * x.shape[axis + 1], *x.shape[axis + 2 :])] * 2
     return f"{x}.reshape({d.one(*forms)})"

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import Any
 
 CALLS = 60
@@ -48,6 +47,7 @@ class Worker:
         """
         if self.process is None or self.calls >= CALLS:
             self.close()
+            environment()
             spawn = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
             self.log = tempfile.NamedTemporaryFile(prefix="fuzz-", suffix=".log")  # noqa: SIM115 (it lives as long as the process)
             self.connection, theirs = spawn.Pipe()
@@ -94,9 +94,13 @@ def serve(connection: Any, log: str) -> None:
         os.dup2(file.fileno(), 2)
     import jax
 
-    from tests.fuzz import judge
+    from tests.fuzz import judge, packs
 
-    tasks = {"seed": seed, "judge": judge.judge, "without_library": judge.without_library}
+    tasks = {
+        "seed": lambda *args: judge.judge(packs.draw_pack(*args)),
+        "judge": judge.judge,
+        "without_library": judge.without_library,
+    }
     while True:
         try:
             name, args = connection.recv()
@@ -109,17 +113,3 @@ def serve(connection: Any, log: str) -> None:
             result = RuntimeError(f"{type(error).__name__}: {error}")
         jax.clear_caches()
         connection.send((result, time.process_time() - start))
-
-
-def seed(number: int, gradients: bool, only: tuple[int, str] | None = None) -> Sequence[Any]:
-    """Draw and judge a pack; with `only`, one program of it by one check."""
-    import dataclasses
-
-    from tests.fuzz import judge
-
-    pack = judge.draw_pack(number, gradients)
-    if only is not None:
-        if only[0] >= len(pack.programs) or only[1] not in pack.checks:
-            return []
-        pack = dataclasses.replace(pack, programs=(pack.programs[only[0]],), checks=(only[1],))
-    return judge.judge(pack)
