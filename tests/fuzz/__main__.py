@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import itertools
 import json
 import threading
@@ -72,11 +73,8 @@ class Run:
         pack, findings = draw_pack(seed, gradients), []
         for i, check in itertools.product(range(len(pack.programs)), pack.checks):
             single = Pack((pack.programs[i],), pack.devices, (check,))
-            try:
-                findings += worker.call("judge", single, limit_s=60)
-            except Ended as error:
-                findings.append(Finding(single, check, "crashed", str(error)))
-        if not any(f.verdict == "crashed" for f in findings):
+            findings += judged_apart(worker, single)
+        if not any(f.verdict in ("crashed", "invalid") for f in findings):
             findings.append(
                 Finding(pack, pack.checks[-1], "crashed", "the process ended, with these programs together only")
             )
@@ -115,10 +113,7 @@ class Run:
             return
 
         def judged(pack: Pack) -> Finding:
-            try:
-                made = worker.call("judge", pack, limit_s=40)
-            except Ended as error:
-                return Finding(pack, pack.checks[0], "crashed", str(error))
+            made = judged_apart(worker, pack)
             return next((f for f in made if f.verdict == finding.verdict), made[0])
 
         before = time.monotonic()
@@ -173,6 +168,19 @@ class Run:
             "verdicts": {f"{c} {v}": n for (c, v), n in sorted(self.verdicts.items())}, "texts": dict(self.texts),
             "kinds": {v: dict(c) for v, c in self.kinds.items()}, "failures": list(self.shrunk.values()), "options": vars(self.options),
         }  # fmt: skip
+
+
+def judged_apart(worker: Worker, pack: Pack, limit_s: float = 60.0) -> list[Finding]:
+    """The findings of a pack with one check that may end the process. If it ends unsharded too, the pack is invalid."""
+    try:
+        return worker.call("judge", pack, limit_s=limit_s)
+    except Ended as error:
+        finding = Finding(pack, pack.checks[0], "crashed", str(error))
+    try:
+        worker.call("reference", pack, limit_s=limit_s)
+    except (Ended, RuntimeError):
+        finding = dataclasses.replace(finding, verdict="invalid")
+    return [finding]
 
 
 SEVERITY = ["right", "unsure", "invalid", "refused", "crashed", "wrong"]

@@ -142,6 +142,13 @@ def reference(pack: Pack, plain: Callable[..., Any], checks: Sequence[str], args
     return {c: by_program(pack, c, made[c]) for c in checks}
 
 
+def unsharded(pack: Pack) -> None:
+    """Compile and run all checks on one device."""
+    plain = together(pack.programs, [p.plain() for p in pack.programs])
+    checks = [c for c in pack.checks if c == "values" or gradient_arguments(pack)[0]]
+    reference(pack, plain, checks, [a for p in pack.programs for a in p.arguments()])
+
+
 def sharded_value(pack: Pack, check: str, args: Sequence[Any]) -> Any:
     """What the sharded pack makes of its arguments."""
     function = together(pack.programs, [p.function() for p in pack.programs])
@@ -183,12 +190,8 @@ def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[
     rounding = {step.kind for step in program.steps if OPS[step.kind].rounds}
     small = Pack((program,), pack.devices)
     for seed in range(6) if rounding or check != "values" else ():
-        noisy = together([program], [program.plain(noise=noise_of(seed), noisy=rounding)])
-        args = program.arguments()
-        if check == "values":
-            made = by_program(small, check, jax.device_get(jax.jit(noisy)(*args)))[0]
-        else:
-            made = by_program(small, check, jax.device_get(jax.jit(derivative(small, noisy, check))(*args)))[0]
+        noisy = target_of(small, check, program.plain(noise=noise_of(seed), noisy=rounding))
+        made = by_program(small, check, jax.device_get(jax.jit(noisy)(*program.arguments())))[0]
         for spread, w, m in zip(spreads, want[number], made, strict=True):
             with np.errstate(all="ignore"):
                 if w.dtype.kind in "fc":
@@ -197,6 +200,9 @@ def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[
                 else:
                     away = np.where(w == m, 0.0, np.inf)
                 np.maximum(spread, away, out=spread)
+    eager = by_program(small, check, jax.device_get(target_of(small, check, program.plain())(*program.arguments())))[0]
+    if differ(want[number], eager):
+        return [Finding(pack, check, "invalid", "jax.jit on one device differs from op by op")]
     texts = []
     for k, (w, g, spread) in enumerate(zip(want[number], got[number], spreads, strict=True)):
         bad = excess(w, g, RELATIVE, spread)
@@ -207,6 +213,12 @@ def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[
             texts.append(f"{bad.sum()} of {w.size} elements of array {k}, first at {first}: {g[first]}, not {w[first]}"
                          if bad.shape == w.shape else f"array {k}: {g.dtype}{g.shape}, not {w.dtype}{w.shape}")  # fmt: skip
     return [Finding(pack, check, "wrong" if texts else "unsure", "; ".join(texts))]
+
+
+def target_of(pack: Pack, check: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a check looks at, of a pack of one program."""
+    packed = together(pack.programs, [function])
+    return packed if check == "values" else derivative(pack, packed, check)
 
 
 def noise_of(seed: int) -> Callable[[Any, int], Any]:

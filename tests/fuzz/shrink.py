@@ -142,7 +142,8 @@ def smaller_numbers(text: str) -> Iterator[str]:
         number = int(found[0])
         for less in dict.fromkeys((0, 1, number // 2, number - 1)):
             divides = text[: found.start()].endswith(("% ", "/ "))
-            if divides <= less < number:
+            is_minus = text[: found.start()].endswith("-")
+            if max(divides, is_minus) <= less < number:
                 yield f"{text[: found.start()]}{less}{text[found.end() :]}"
 
 
