@@ -62,6 +62,8 @@ class Run:
             findings = worker.call("seed", seed, gradients)
         except Ended:
             findings = self.each_alone(worker, seed, gradients)
+        except RuntimeError as error:  # of the fuzzer's own making
+            findings = [Finding(draw_pack(seed, gradients), "values", "invalid", f"seed {seed}: {error}")]
         with self.lock:
             self.count(seed, findings)
         failures = [f for f in findings if f.verdict in FAILURES]
@@ -174,6 +176,8 @@ def judged_apart(worker: Worker, pack: Pack, limit_s: float = 60.0) -> list[Find
     """The findings of a pack with one check that may end the process. If it ends unsharded too, the pack is invalid."""
     try:
         return worker.call("judge", pack, limit_s=limit_s)
+    except RuntimeError as error:
+        return [Finding(pack, pack.checks[0], "invalid", str(error))]
     except Ended as error:
         finding = Finding(pack, pack.checks[0], "crashed", str(error))
     try:

@@ -200,7 +200,9 @@ def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[
                 else:
                     away = np.where(w == m, 0.0, np.inf)
                 np.maximum(spread, away, out=spread)
-    eager = by_program(small, check, jax.device_get(target_of(small, check, program.plain())(*program.arguments())))[0]
+    eager = by_program(
+        small, check, jax.device_get(target_of(small, check, program.plain())(*map(jnp.asarray, program.arguments())))
+    )[0]
     if differ(want[number], eager):
         return [Finding(pack, check, "invalid", "jax.jit on one device differs from op by op")]
     texts = []
