@@ -55,6 +55,13 @@ ecosystem: ## functions of some thirty JAX libraries, in a virtual environment o
 	@$(MAKE) --no-print-directory VENV=$(VENV) $(VENV)/.has-ecosystem
 	$(DEVICES) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m ecosystem tests/ecosystem tests/examples/test_gallery.py $(PYTEST_ARGS)
 
+# A thousand programs take about ten minutes on one core. MINUTES=90 PROGRAMS=20000 ends at whichever comes first.
+PROGRAMS ?= 1000
+MINUTES ?= 1000
+SEED ?= 1000
+fuzz: $(VENV)/.has-test  ## random programs, sharded and unsharded: PROGRAMS=, MINUTES=, SEED=, WORKERS=
+	$(PY) -m tests.fuzz --programs $(PROGRAMS) --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS) $(FUZZ_ARGS)
+
 results: $(VENV)/.has-test  ## the benchmarks that one machine runs in half an hour, and the tables of benchmarks/RESULTS.md
 	PYTHONPATH=. $(PY) benchmarks/results.py --run
 

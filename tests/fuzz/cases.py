@@ -1,0 +1,119 @@
+"""Array programs that were found wrong: by the fuzzer, in public reports, or in trials. Each row is tested as it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function of arrays, and strategies under which it was wrong or might be.
+
+    Attributes:
+      function: takes arrays, returns an array or a tree of arrays.
+      shapes: those of the arguments.
+      strategies: rows of one strategy for each argument. The first row is tested always, the others by `make slow`.
+      dtypes: those of the arguments; all get the same.
+      gradient: whether JAX has a gradient.
+      devices: how many devices; a row of strategies is tested on each.
+    """
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    strategies: tuple[tuple[tuple[int, ...], ...], ...]
+    dtypes: tuple[str, ...] = ("float32", "int32")
+    gradient: bool = True
+    devices: tuple[int, ...] = (8, 4)
+
+
+def case(function: Any, shape: tuple[int, ...], *strategies: tuple[int, ...], **more: Any) -> Case:
+    """A case of one argument."""
+    return Case(function, (shape,), tuple((s,) for s in strategies), **more)
+
+
+def heat(u: jax.Array) -> jax.Array:
+    def step(_: int, u: jax.Array) -> jax.Array:
+        inner = u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
+        n = u.at[1:-1, 1:-1].add(0.2 * inner)
+        return n.at[0].set(1.0).at[-1].set(0.0).at[:, 0].set(n[:, 1]).at[:, -1].set(n[:, -2])
+
+    return lax.fori_loop(0, 10, step, u)
+
+
+def moved_element(x: jax.Array) -> jax.Array:
+    p = jnp.pad(x, (3, 0)).at[:-3].set(jnp.pad(x, (3, 0))[3:])
+    return p.at[21:22].set(p[5:6])
+
+
+def sliding_buffer(x: jax.Array) -> Any:
+    return lax.scan(
+        lambda b, r: ((n := b.at[:-1].set(b[1:]).at[-1].set(r)), n.sum()), x, jnp.ones((5, x.shape[1]), x.dtype)
+    )
+
+
+FLOAT = ("float32",)
+
+CASES = {
+    "a slice set, then the last row set": case(lambda x: x.at[2:5].set(7).at[-1].set(1), (8,), (4,), (8,), (2,)),
+    "rows shifted up, then the last row set": case(
+        lambda x: x.at[:-1].set(x[1:]).at[-1].set(1), (16, 16), (8, 1), (2, 4), (4, 2), (2, 1), (1, 4)
+    ),
+    "a slice scaled, then the first row set": case(
+        lambda x: x.at[3:].multiply(2).at[0].set(2), (8,), (4,), (2,), (8,), gradient=False
+    ),
+    "two slices, max then add": case(
+        lambda x: x.at[9:18].max(1).at[23:24].add(1), (24,), (8,), (4,), (2,), gradient=False
+    ),
+    "a slice, then an element of it": case(lambda x: x[1:13].at[0].set(2), (32,), (8,), (2,), (4,)),
+    "concatenated, then an element": case(
+        lambda x: jnp.concatenate([x, 2 * x[17:23]]).at[15].set(2), (24,), (8,), (4,), (2,)
+    ),
+    "concatenated, then the last element": case(
+        lambda x: jnp.concatenate([2 * x[5:14], x]).at[-1].set(2), (16,), (4,), (8,), (2,)
+    ),
+    "padded between elements, then the first": case(
+        lambda x: lax.pad(x, jnp.ones((), x.dtype), [(3, 0, 1)]).at[0].set(2), (16,), (2,), (4,), (8,)
+    ),
+    "padded, shifted, one element moved": case(moved_element, (24,), (8,), (4,), (2,)),
+    "a short slice, then a strided one": case(lambda x: x[10:12][1::3], (24,), (2,), (4,), (8,)),
+    "a sliding buffer in a scan": case(sliding_buffer, (16, 16), (8, 1), (2, 2), (1, 8)),
+    "scatter-add of three rows over two shards": case(
+        lambda x: jnp.zeros((16, 4), x.dtype).at[jnp.array([3, 1, 1])].add(x[:3]),
+        (16, 4),
+        (2, 1),
+        (4, 1),
+        (2, 2),
+        (8, 1),
+    ),
+    "segment_sum of 513 rows": case(
+        lambda x: jax.ops.segment_sum(x[:513], jnp.arange(513) * 7 % 63 + 1, num_segments=64),
+        (1024, 4),
+        (2, 4),
+        (4, 2),
+        (4, 1),
+    ),
+    "heat with fixed edges": case(heat, (64, 64), (8, 1), (2, 4), (4, 1), dtypes=FLOAT),
+    "an element, then a slice": case(
+        lambda x: x.at[0].set(2).at[12:14].set(2), (16, 8), (2, 2), (4, 1), (8, 1), (2, 1)
+    ),
+    "an element, then one fewer": case(
+        lambda x: lax.pad(x.at[0].set(2), jnp.ones((), x.dtype), [(0, -1, 0)]), (32,), (2,), (4,), (8,)
+    ),
+    "every second element plus a slice": case(lambda x: x.at[1:-1:2].add(x[18:49]), (64,), (2,), (4,), (8,)),
+    "an element, then max pooling": case(
+        lambda x: lax.reduce_window(x.at[0].set(-1), -jnp.inf, lax.max, (3,), (2,), "VALID"),
+        (8,),
+        (2,),
+        (4,),
+        dtypes=FLOAT,
+    ),
+    "scatter-add of rows into one row": case(
+        lambda x: jnp.zeros((1, 8), x.dtype).at[jnp.arange(3) * 0].add(x[:3]), (4, 8), (2, 1), (4, 1), (2, 2)
+    ),
+}

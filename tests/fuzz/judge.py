@@ -1,0 +1,248 @@
+"""Sharded against unsharded: values, gradients inside and outside, second derivatives.
+
+Programs are judged in packs: one sharded function for several programs, with one plan and one compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardfn
+from tests.fuzz.drawing import OPS
+from tests.fuzz.packs import Finding, Pack
+from tests.fuzz.programs import Program, loss
+
+RELATIVE, NOISE, SUSPECT = 1e-3, 1e-6, 1e-4
+"""Errors relative to an element: of a wrong one; of the noise that explains a difference; of one that is looked at again."""
+
+
+# ---- functions of a pack
+
+
+def together(programs: Sequence[Program], functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """One function of the arguments of all: a tuple of the results of each."""
+    places, start = [], 0
+    for program in programs:
+        places.append(slice(start, start + len(program.inputs)))
+        start += len(program.inputs)
+
+    def pack(*args: Any) -> tuple[Any, ...]:
+        return tuple(function(*args[place]) for function, place in zip(functions, places, strict=True))
+
+    return pack
+
+
+def gradient_arguments(pack: Pack) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions of the arguments that the loss is differentiated by, and of the program of each."""
+    found, place = [], 0
+    for number, program in enumerate(pack.programs):
+        for x in program.inputs:
+            if program.differentiable and x.dtype in ("float32", "complex64"):
+                found.append((place, number))
+            place += 1
+    return tuple(p for p, _ in found), tuple(n for _, n in found)
+
+
+def of_differentiable(pack: Pack, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss over the results of the programs that have a gradient."""
+
+    def chosen(*args: Any) -> Any:
+        return [y for y, p in zip(function(*args), pack.programs, strict=True) if p.differentiable]
+
+    return loss(chosen)
+
+
+def derivative(pack: Pack, function: Callable[..., Any], check: str) -> Callable[..., Any]:
+    """The gradient of the loss; of the sum of sines of the gradient where the second is asked for."""
+    places, _ = gradient_arguments(pack)
+    first = jax.grad(of_differentiable(pack, function), places)
+    return jax.grad(loss(first), places) if check == "second" else first
+
+
+def by_program(pack: Pack, check: str, value: Any) -> list[list[np.ndarray]]:
+    """The results of a check, for each program."""
+    if check == "values":
+        return [[np.asarray(y) for y in jax.tree.leaves(part)] for part in value]
+    parts: list[list[np.ndarray]] = [[] for _ in pack.programs]
+    for number, array in zip(gradient_arguments(pack)[1], value, strict=True):
+        parts[number].append(np.asarray(array))
+    return parts
+
+
+# ---- judgement
+
+
+def judge(pack: Pack) -> list[Finding]:
+    """Every check for every program. What fails is judged again alone, and so are programs of a pack that does not run."""
+    args = [a for p in pack.programs for a in p.arguments()]
+    plain = together(pack.programs, [p.plain() for p in pack.programs])
+    checks = [c for c in pack.checks if c == "values" or gradient_arguments(pack)[0]]
+    try:
+        want = reference(pack, plain, checks, args)
+    except Exception as error:
+        return alone(pack) if len(pack.programs) > 1 else [Finding(pack, "values", "invalid", line_of(error))]
+    findings = []
+    for check in checks:
+        only = dataclasses.replace(pack, checks=(check,))
+        try:
+            got = by_program(pack, check, sharded_value(pack, check, args))
+        except Exception as error:
+            if len(pack.programs) > 1:
+                split = alone(only)
+                if all(f.verdict in ("right", "unsure", "invalid") for f in split):
+                    split.append(Finding(only, check, *failure(error)))
+                findings += split
+            else:
+                findings.append(Finding(only, check, *failure(error)))
+            continue
+        wrong = [i for i in range(len(got)) if differ(want[check][i], got[i])]
+        for i, program in enumerate(pack.programs):
+            if i not in wrong:
+                findings.append(Finding(dataclasses.replace(only, programs=(program,)), check, "right"))
+            elif len(pack.programs) > 1:
+                single = judge(Pack((program,), pack.devices, (check,)))
+                company = [dataclasses.replace(f, pack=only) for f in confirmed(only, check, want[check], got, i)]
+                findings += single if single[0].verdict != "right" else company
+            else:
+                findings += confirmed(only, check, want[check], got, 0)
+    return findings
+
+
+def alone(pack: Pack) -> list[Finding]:
+    return [f for p in pack.programs for f in judge(dataclasses.replace(pack, programs=(p,)))]
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    return "refused" if isinstance(error, shardfn.ShardError) else "crashed", line_of(error)
+
+
+def line_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:600]}"
+
+
+def reference(pack: Pack, plain: Callable[..., Any], checks: Sequence[str], args: Sequence[Any]) -> dict[str, Any]:
+    """The checks on one device, compiled as one function."""
+
+    def everything(*args: Any) -> Any:
+        found: dict[str, Any] = {"values": plain(*args)}
+        if {"inside", "outside"} & set(checks):
+            found["inside"] = derivative(pack, plain, "inside")(*args)
+        if "second" in checks:
+            found["second"] = derivative(pack, plain, "second")(*args)
+        return found
+
+    made = jax.device_get(jax.jit(everything)(*args))
+    made["outside"] = made.get("inside")
+    return {c: by_program(pack, c, made[c]) for c in checks}
+
+
+def unsharded(pack: Pack) -> None:
+    """Compile and run all checks on one device."""
+    plain = together(pack.programs, [p.plain() for p in pack.programs])
+    checks = [c for c in pack.checks if c == "values" or gradient_arguments(pack)[0]]
+    reference(pack, plain, checks, [a for p in pack.programs for a in p.arguments()])
+
+
+def sharded_value(pack: Pack, check: str, args: Sequence[Any]) -> Any:
+    """What the sharded pack makes of its arguments."""
+    function = together(pack.programs, [p.function() for p in pack.programs])
+    options: dict[str, Any] = {"device": jax.devices()[: pack.devices], "budget": "fast"}
+    if check in ("values", "outside"):
+        function = shardfn.shard(function, pack.strategies(), pack.results, **options)
+    if check == "values":
+        made = function(*args)
+    elif check == "outside":
+        made = jax.jit(derivative(pack, function, check))(*args)
+    else:
+        made = shardfn.shard(derivative(pack, function, check), pack.strategies(), **options)(*args)
+    return jax.device_get(made)
+
+
+def differ(want: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> bool:
+    """Whether results of one program differ by more than rounding usually does."""
+    return any(bool(excess(w, g, SUSPECT, 0.0).any()) for w, g in zip(want, got, strict=True))
+
+
+def excess(want: np.ndarray, got: np.ndarray, relative: float, spread: Any) -> np.ndarray:
+    """Which elements differ by more than a relative error, one of the array's usual size, and a spread."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return np.ones(1, bool)
+    if want.dtype.kind not in "fc":
+        return (want != got) & (np.asarray(spread) == 0)
+    with np.errstate(all="ignore"):
+        size = np.abs(want[np.isfinite(want)])
+        usual = min(float(np.median(size)) if size.size else 0.0, 1e6) + 1e-1
+        bound = relative * np.abs(want) + relative * usual + 5 * np.asarray(spread)
+        same = (want == got) | (np.isnan(want) & np.isnan(got))
+        return ~same & ~(np.abs(want - got) <= bound)
+
+
+def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[Finding]:
+    """A difference is wrong if it is larger than what noise of a millionth, behind every step that rounds, can make of it."""
+    spreads = [np.zeros(w.shape) for w in want[number]]
+    program = pack.programs[number]
+    rounding = {step.kind for step in program.steps if OPS[step.kind].rounds}
+    small = Pack((program,), pack.devices)
+    for seed in range(6) if rounding or check != "values" else ():
+        noisy = target_of(small, check, program.plain(noise=noise_of(seed), noisy=rounding))
+        made = by_program(small, check, jax.device_get(jax.jit(noisy)(*program.arguments())))[0]
+        for spread, w, m in zip(spreads, want[number], made, strict=True):
+            with np.errstate(all="ignore"):
+                if w.dtype.kind in "fc":
+                    away = np.abs(w - m)
+                    away = np.where((w == m) | (np.isnan(w) & np.isnan(m)), 0, np.where(np.isnan(away), np.inf, away))
+                else:
+                    away = np.where(w == m, 0.0, np.inf)
+                np.maximum(spread, away, out=spread)
+    eager = by_program(
+        small, check, jax.device_get(target_of(small, check, program.plain())(*map(jnp.asarray, program.arguments())))
+    )[0]
+    if differ(want[number], eager):
+        return [Finding(pack, check, "invalid", "jax.jit on one device differs from op by op")]
+    texts = []
+    for k, (w, g, spread) in enumerate(zip(want[number], got[number], spreads, strict=True)):
+        bad = excess(w, g, RELATIVE, spread)
+        if check != "values" and w.shape == g.shape:
+            bad &= np.isfinite(w)
+        if bad.any():
+            first = tuple(int(i) for i in np.argwhere(bad)[0]) if bad.shape == w.shape else ()
+            texts.append(f"{bad.sum()} of {w.size} elements of array {k}, first at {first}: {g[first]}, not {w[first]}"
+                         if bad.shape == w.shape else f"array {k}: {g.dtype}{g.shape}, not {w.dtype}{w.shape}")  # fmt: skip
+    return [Finding(pack, check, "wrong" if texts else "unsure", "; ".join(texts))]
+
+
+def target_of(pack: Pack, check: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a check looks at, of a pack of one program."""
+    packed = together(pack.programs, [function])
+    return packed if check == "values" else derivative(pack, packed, check)
+
+
+def noise_of(seed: int) -> Callable[[Any, int], Any]:
+    def noise(tree: Any, place: int) -> Any:
+        def one(y: Any) -> Any:
+            if not jnp.issubdtype(y.dtype, jnp.inexact):
+                return y
+            return y * (1 + NOISE * np.random.default_rng((seed, place)).normal(size=y.shape)).astype(np.float32)
+
+        return jax.tree.map(one, tree)
+
+    return noise
+
+
+def without_library(pack: Pack, check: str) -> str:
+    """Whether `jax.jit` with the plan's shardings of the arguments, and nothing of the library, is "right", "wrong" or fails."""
+    args = [a for p in pack.programs for a in p.arguments()]
+    plain = together(pack.programs, [p.plain() for p in pack.programs])
+    target = plain if check in ("values", "outside") else derivative(pack, plain, check)
+    options: dict[str, Any] = {"device": jax.devices()[: pack.devices], "budget": "fast"}
+    plan = shardfn.plan(target, *args, in_strategy=pack.strategies(), **options)
+    target = plain if check == "values" else derivative(pack, plain, check)
+    got = by_program(pack, check, jax.device_get(jax.jit(target, in_shardings=plan.in_shardings)(*args)))
+    want = reference(pack, plain, [check], args)[check]
+    return "wrong" if any(differ(w, g) for w, g in zip(want, got, strict=True)) else "right"
