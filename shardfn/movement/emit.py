@@ -172,7 +172,7 @@ class Emitter:
         framed = [i for i, source in enumerate(sources) if source is not None]
         if not framed:
             if size != value.shape[dim]:
-                return _embedded(self.array(value), frame)
+                return _embedded(self._in_parts(value), frame)
             pieces = []
             for part in value.parts:
                 own = self.place(part.source, _of_whole(frame, part, dim))
@@ -262,7 +262,12 @@ def _middle(found: Sequence[Alignment]) -> int:
 def _is_stencil(value: Value) -> bool:
     """Whether a value combines rows from different places of an array."""
 
+    seen: set[int] = set()
+
     def has_parts(one: Value) -> bool:
+        if id(one) in seen:
+            return False
+        seen.add(id(one))
         if isinstance(one, Moved):
             return len(one.parts) > 1 or any(has_parts(part.source) for part in one.parts)
         if isinstance(one, Elementwise):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ from shardfn.movement.values import (
 MOST_ROWS = 8
 """Rows at constant places that are moved one by one."""
 
-DEEPEST = 200
+DEEPEST = 50
 """Ops on elements that wait for the place where they are computed."""
 
 
@@ -287,7 +288,7 @@ def _scatter(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value | N
     in_updates = iter(updates.shape[d] for d in numbers.update_window_dims)
     window = [1 if d in numbers.inserted_window_dims else next(in_updates) for d in range(len(value.shape))]
     batch = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
-    places = index.array.reshape(-1, index.array.shape[-1])
+    places = index.array.reshape(math.prod(index.array.shape[:-1]), index.array.shape[-1])
     starts = [[0] * len(window) for _ in places]
     for start, place in zip(starts, places.tolist(), strict=True):
         for d, at in zip(numbers.scatter_dims_to_operand_dims, place, strict=True):

@@ -11,8 +11,9 @@ An array is a JAX array. Beside it a value is one of:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +34,15 @@ class Part(NamedTuple):
 class Lazy:
     """A value that is no array yet.
 
-    `placed` holds the arrays that were made of it, by frame and offset, and `source` the line of the user's program.
+    `placed` holds the arrays that were made of it, by frame, and `source` the line of the user's program. `aligned` is what
+    `alignments` found.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     placed: dict[Any, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
     source: Any = dataclasses.field(default=None, kw_only=True, repr=False)
+    aligned: dict[int, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,25 +178,40 @@ class Alignment(NamedTuple):
     weight: int
 
 
-def alignments(value: Value, dim: int) -> list[Alignment]:
+def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
     """Where the rows of a value along a dimension come from, for all arrays of which it has more than a part of constants."""
-    if isinstance(value, Moved):
-        if value.dim != dim:
-            return [a for part in value.parts for a in alignments(part.source, dim)]
-        found, start = [], 0
+    if not isinstance(value, Lazy):
+        return ()
+    if "home" in value.placed:
+        frame, offset = value.placed["home"]
+        own = Alignment(frame[dim], offset[dim], value.shape[dim])
+        return (own,) if frame[dim] != value.shape[dim] else ()
+    if dim not in value.aligned:
+        weights = collections.Counter[tuple[int, int]]()
+        for one in _alignments(value, dim):
+            weights[one.size, one.offset] += one.weight
+        value.aligned[dim] = tuple(Alignment(*place, weight) for place, weight in weights.items())
+    return value.aligned[dim]
+
+
+def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
+    if isinstance(value, Moved) and value.dim == dim:
+        start = 0
         for part in value.parts:
             own = alignments(part.source, dim)
-            found += [Alignment(a.size, a.offset + part.first - start, part.rows) for a in own]
             if not own and not isinstance(part.source, Spread | Known):
-                found.append(Alignment(part.source.shape[dim], part.first - start, part.rows))
+                own = (Alignment(part.source.shape[dim], 0, part.rows),)
+            for one in own:
+                yield Alignment(one.size, one.offset + part.first - start, part.rows)
             start += part.rows
-        return found
-    if isinstance(value, Elementwise):
-        if value.placed and "home" in value.placed:
-            frame, offset = value.placed["home"]
-            return [Alignment(frame[dim], offset[dim], value.shape[dim])] if frame[dim] != value.shape[dim] else []
-        return [a for operand in value.operands if np.shape(operand) for a in alignments(operand, dim)]
-    if isinstance(value, Spread) and dim in value.dims:
+    elif isinstance(value, Moved):
+        for part in value.parts:
+            yield from alignments(part.source, dim)
+    elif isinstance(value, Elementwise):
+        for operand in value.operands:
+            if np.shape(operand):
+                yield from alignments(operand, dim)
+    elif isinstance(value, Spread) and dim in value.dims:
         own = value.dims.index(dim)
-        return alignments(value.operand, own) if value.operand.shape[own] == value.shape[dim] else []
-    return []
+        if value.operand.shape[own] == value.shape[dim]:
+            yield from alignments(value.operand, own)
