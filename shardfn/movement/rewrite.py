@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
-from shardfn.movement.rules import RULES, Call
+from shardfn.movement.rules import ELEMENTWISE, RULES, Call
 from shardfn.movement.values import Known, Lazy, Value
 
 _MOVING = frozenset({"slice", "pad", "concatenate", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
@@ -104,7 +104,8 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
             return [Known(out.shape, out.dtype, array, lambda: bind_one(eqn, [emitter.array(o) for o in operands])[0])]
         rule = RULES.get(name)
         if rule is not None and len(eqn.outvars) == 1:
-            found = rule(Call(eqn, tuple(operands), emitter))
+            shaped = (o if hasattr(o, "shape") else np.asarray(o, v.aval.dtype) for o, v in zip(operands, eqn.invars, strict=True))
+            found = rule(Call(eqn, tuple(operands if rule is ELEMENTWISE else shaped), emitter))
             if found is not None:
                 return [found]
     if name in ("jit", "pjit") and _is_plain(eqn):

@@ -622,8 +622,10 @@ _ELEMENTWISE = (
     "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 
+ELEMENTWISE: Rule = _elementwise
+
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_ELEMENTWISE, ELEMENTWISE),
     "slice": _slice,
     "pad": _pad,
     "concatenate": _concatenate,

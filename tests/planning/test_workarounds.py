@@ -403,8 +403,6 @@ def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gra
     found = jax.grad(lambda x: jnp.sin(sharded(x)).sum())(x)
     expected = jax.jit(jax.grad(lambda x: jnp.sin(padded(x)).sum()))(x)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    said = any("padded between" in text for text in sharded.plan(x).diagnostics)
-    assert said == (ways > 1)
 
 
 SLICES = {
