@@ -11,6 +11,6 @@ scatter whose result has uneven shards it does neither.
 """
 
 from shardfn.movement.emit import Emitter
-from shardfn.movement.rewrite import may_move, with_shifts
+from shardfn.movement.rewrite import shifts_of, with_shifts
 
-__all__ = ["Emitter", "may_move", "with_shifts"]
+__all__ = ["Emitter", "shifts_of", "with_shifts"]

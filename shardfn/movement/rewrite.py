@@ -27,6 +27,20 @@ def may_move(jaxpr: Any) -> bool:
     return any(eqn.primitive.name in _MOVING or any(map(may_move, inner(eqn))) for eqn in jaxpr.eqns)
 
 
+def shifts_of(closed: Any) -> int:
+    """How many shifts and selects `with_shifts` makes of a closed jaxpr, without tracing its function again."""
+    emitter = Emitter()
+    if may_move(closed.jaxpr):
+        args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
+        jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(*args)
+    return emitter.shifted
+
+
+def _rules(emitter: Emitter) -> RebindRules:
+    return RebindRules(lambda eqn, number: False, lambda eqn, xs, number: [], lambda eqn: None, None,
+                       functools.partial(_evaluate, emitter))  # fmt: skip
+
+
 def with_shifts(
     function: Callable[..., Any], emitter: Emitter, static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
@@ -48,9 +62,7 @@ def with_shifts(
         emitter.shifted = 0
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-        rules = RebindRules(lambda eqn, number: False, lambda eqn, xs, number: [], lambda eqn: None, None,
-                            functools.partial(_evaluate, emitter))  # fmt: skip
-        flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), rules, 0)
+        flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
 
     return run
@@ -104,7 +116,10 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
             return [Known(out.shape, out.dtype, array, lambda: bind_one(eqn, [emitter.array(o) for o in operands])[0])]
         rule = RULES.get(name)
         if rule is not None and len(eqn.outvars) == 1:
-            shaped = (o if hasattr(o, "shape") else np.asarray(o, v.aval.dtype) for o, v in zip(operands, eqn.invars, strict=True))
+            shaped = (
+                o if hasattr(o, "shape") else np.asarray(o, v.aval.dtype)
+                for o, v in zip(operands, eqn.invars, strict=True)
+            )
             found = rule(Call(eqn, tuple(operands if rule is ELEMENTWISE else shaped), emitter))
             if found is not None:
                 return [found]

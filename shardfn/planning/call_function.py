@@ -25,7 +25,7 @@ from shardfn.frontend.static_leaves import hide_static, holds_static, restore_st
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
-from shardfn.movement import Emitter, with_shifts
+from shardfn.movement import Emitter, shifts_of, with_shifts
 from shardfn.planning.inner_entries import constrain_inner
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
@@ -85,6 +85,11 @@ class CallFunction:
         unplaced = dataclasses.replace(self, inner=dict.fromkeys(self.inner))
         with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):
             return trace_jaxpr(unplaced.on(mesh), self.call.values, self.call.statics, self.callee.function)
+
+    def moves(self, traced: TracedJaxpr) -> bool:
+        """Whether what `as_jaxpr` returned has movement that is written as shifts."""
+        with without_types(self.ambient, self.callee.name):
+            return shifts_of(traced.stage.jaxpr) > 0
 
     def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
         """What `as_jaxpr` returned, lowered for a platform."""

@@ -25,7 +25,7 @@ from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec, mesh_text
-from shardfn.movement import Emitter, may_move
+from shardfn.movement import Emitter
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.partition.xla_bugs import aborts_if_constrained
@@ -226,11 +226,9 @@ def _traced(
              why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
              fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
                  "device=jax.devices()[:1]")  # fmt: skip
-    if hardware.count > 1 and may_move(traced.jaxpr):
-        shifted = dataclasses.replace(function, shifts=Emitter())
-        again = shifted.as_jaxpr()
-        if shifted.shifts is not None and shifted.shifts.shifted:
-            function, traced = shifted, again
+    if hardware.count > 1 and function.moves(traced):
+        function = dataclasses.replace(function, shifts=Emitter())
+        traced = function.as_jaxpr()
     if hardware.count > 1 and has_windows(traced.jaxpr):
         lowered = function.lowered(traced, hardware.platform)
         if windows_clash(lowered.graph):
