@@ -99,6 +99,7 @@ def serve(connection: Any, log: str) -> None:
     tasks = {
         "seed": lambda *args: judge.judge(packs.draw_pack(*args)),
         "judge": judge.judge,
+        "reference": judge.unsharded,
         "without_library": judge.without_library,
     }
     while True:
