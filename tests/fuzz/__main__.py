@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import itertools
 import json
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 
 from tests.fuzz.packs import CHECKS, PACK, Finding, Pack, draw_pack, script
 from tests.fuzz.shrink import shrink, signature
-from tests.fuzz.workers import Ended, Worker
+from tests.fuzz.workers import Ended, Worker, judged_apart
 
 VERDICTS = ("right", "wrong", "crashed", "refused", "unsure", "invalid")
 FAILURES = ("wrong", "crashed")
@@ -170,21 +169,6 @@ class Run:
             "verdicts": {f"{c} {v}": n for (c, v), n in sorted(self.verdicts.items())}, "texts": dict(self.texts),
             "kinds": {v: dict(c) for v, c in self.kinds.items()}, "failures": list(self.shrunk.values()), "options": vars(self.options),
         }  # fmt: skip
-
-
-def judged_apart(worker: Worker, pack: Pack, limit_s: float = 60.0) -> list[Finding]:
-    """The findings of a pack with one check that may end the process. If it ends unsharded too, the pack is invalid."""
-    try:
-        return worker.call("judge", pack, limit_s=limit_s)
-    except RuntimeError as error:
-        return [Finding(pack, pack.checks[0], "invalid", str(error))]
-    except Ended as error:
-        finding = Finding(pack, pack.checks[0], "crashed", str(error))
-    try:
-        worker.call("reference", pack, limit_s=limit_s)
-    except (Ended, RuntimeError):
-        finding = dataclasses.replace(finding, verdict="invalid")
-    return [finding]
 
 
 SEVERITY = ["right", "unsure", "invalid", "refused", "crashed", "wrong"]
