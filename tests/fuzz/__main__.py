@@ -16,6 +16,8 @@ from tests.fuzz.workers import Ended, Worker, judged_apart
 
 VERDICTS = ("right", "wrong", "crashed", "refused", "unsure", "invalid")
 FAILURES = ("wrong", "crashed")
+SHOWN = (*FAILURES, "refused")
+"""A refusal is a program too: its strategies divide all shapes, so there is nothing for a user to correct."""
 
 
 class Run:
@@ -65,7 +67,7 @@ class Run:
             findings = [Finding(draw_pack(seed, gradients), "values", "invalid", f"seed {seed}: {error}")]
         with self.lock:
             self.count(seed, findings)
-        failures = [f for f in findings if f.verdict in FAILURES]
+        failures = [f for f in findings if f.verdict in SHOWN]
         for finding in failures:
             self.show(worker, seed, finding)
 

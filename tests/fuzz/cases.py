@@ -160,6 +160,12 @@ PROGRAMS = {
     "a slice at a computed place, then an element": lines(
         (4, 3), (1, 3), "lax.dynamic_slice_in_dim(x0, jnp.argmax(x0[0]), 2, 0)", "v0.at[0, 0].set(0.0)", devices=3
     ),
+    "an element inside a nested sharded function": lines(
+        (4, 1), (1, 1), "shard(lambda u: u.at[-1].set(7.0), ((2, 1),))(x0)"
+    ),
+    "a reversed block, the greatest of two": lines(
+        (2, 32), (1, 2), "x0.at[:, :-30:-1].max(x0[:, 3:])", checks=("values",), devices=4
+    ),
     "the second derivative of a window of one": lines(
         (8, 2), (1, 1), "lax.reduce_window(x0, -jnp.inf, lax.max, (1, 1), (1, 1), 'VALID')", checks=("second",)
     ),

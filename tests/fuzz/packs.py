@@ -131,7 +131,7 @@ LOSS = """def loss(f):
     return total"""
 
 SAME = """for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
-    print("right" if np.allclose(a, b, 1e-3, 1e-3, equal_nan=True) else f"WRONG\\n{a}\\n{b}")"""
+    print("right" if np.allclose(a, b, 1e-4, 1e-4, equal_nan=True) else f"WRONG\\n{a}\\n{b}")"""
 
 
 def with_first_names(code: str) -> str:
