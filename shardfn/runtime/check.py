@@ -242,11 +242,11 @@ def refuse_difference(result: CheckResult, how: str, fix: str = "") -> None:
                f"{row.tolerance:.2g}, in the mean {row.mean_tolerance:.2g}")  # fmt: skip
     else:
         why = f"{row.difference:.0f} of {math.prod(row.shape)} elements differ"
-    kinds = {r.what for r in result.differing}
+    kinds, compared = ({r.what for r in rows} for rows in (result.differing, result.rows))
     advice = "give the arrays around it another strategy, or replicate them"
-    if kinds == {OUTSIDE} and any(r.what == INSIDE for r in result.rows):
+    if kinds == {OUTSIDE} and INSIDE in compared:
         advice = "take the gradient inside, shard(jax.grad(f)), which agrees"
-    elif kinds == {INSIDE}:
+    elif kinds == {INSIDE} and OUTSIDE in compared:
         advice = "take the gradient outside, jax.grad(shard(f)), which agrees"
     error = CheckError(Problem(
         f"`{result.function}` differs from {result.reference}: {taken}`{row.place}` is {number_text(row.sharded)} as sharded, "

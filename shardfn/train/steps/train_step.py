@@ -207,6 +207,13 @@ class TrainStep:
           StrategyError, StrategyTypeError: if state, batch or devices do not fit, or there is no unsharded step to compare with.
           DeviceError: the devices are not here.
           NotAvailableError: they belong to several processes.
+
+        >>> import optax
+        >>> from shardfn import train
+        >>> step = train.step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.sgd(0.1), mode="data_parallel")
+        >>> result = step.check(step.init({"w": jnp.ones((4, 2))}), jnp.ones((8, 4)))
+        >>> result.agrees, [row.path for row in result.rows]
+        (True, ['state/params/w', 'state/step', 'loss'])
         """
         raise_problems(check_problems(dataclasses.replace(self._given_options, check=True)))
         batch = self._ordered(batch, named)
