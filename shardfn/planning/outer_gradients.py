@@ -1,11 +1,12 @@
 """Derivative rules for functions that are differentiated from outside, where the gradient is no part of the plan.
 
-JAX transposes the tangent program of each op. Four transposes meet bugs of XLA along a sharded dimension:
+JAX transposes the tangent program of each op. Some transposes meet bugs of XLA along a sharded dimension:
 
 - A slice with strides becomes a pad between elements. One without becomes a pad, which does not compile for some uneven shards.
 - A pad becomes a pad by negative numbers (a crop). With strides between windows a sum over windows becomes both.
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
 - A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
+- A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
 computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
@@ -49,6 +50,8 @@ def correct_gradients(
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if _is_rotation(eqn):
             return bind_one(eqn, inputs)
+        if eqn.primitive.name == "sort":
+            return _sorted(eqn)(*inputs)
 
         def op(*operands: Any) -> Any:
             return bind_one(eqn, operands)[0]
@@ -106,6 +109,9 @@ def lookup_multiple(partitioned: PartitionedProgram) -> int:
 def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
     """Whether XLA may compute the transpose of an equation wrongly."""
     name, params = eqn.primitive.name, eqn.params
+    if name == "sort":
+        sizes = eqn.invars[0].aval.shape
+        return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
     if name == "gather":
         is_found = multiple > 1
     elif name == "slice":
@@ -130,6 +136,29 @@ def _overlapping(eqn: Any) -> list[int]:
         for d, (size, stride, spacing, base) in enumerate(rows)
         if (size > 1 and (size - 1) * spacing + 1 >= 2 * stride) or base > 1
     ]
+
+
+def _sorted(eqn: Any) -> Callable[..., list[Any]]:
+    """`lax.sort`, whose tangents are looked up at signed places."""
+    dim, shape = eqn.params["dimension"], eqn.invars[0].aval.shape
+
+    @jax.custom_jvp
+    def op(*operands: Any) -> list[Any]:
+        return bind_one(eqn, operands)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        place = lax.broadcasted_iota(np.int32, shape, dim)
+        *found, order = lax.sort(
+            (*primals, place), dimension=dim, is_stable=eqn.params["is_stable"], num_keys=eqn.params["num_keys"]
+        )
+        moved = [
+            np.zeros(shape, jax.dtypes.float0) if t.dtype == jax.dtypes.float0 else jnp.take_along_axis(t, order, dim)
+            for t in tangents
+        ]
+        return found, moved
+
+    op.defjvp(derivative)
+    return op
 
 
 def _slice(params: dict[str, Any], x: Any) -> Any:
