@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +94,9 @@ class Emitter:
             return _embedded(value, frame)
         if frame not in value.placed:
             key = form(value), frame
-            if key not in self.made:
+            if key in self.made:
+                self.shifted += isinstance(value, Moved) and value.is_rotation  # it is shared
+            else:
                 with line_of(value):
                     self.made[key] = value, self._place(value, frame)
             value.placed[frame] = self.made[key][1]
@@ -152,7 +154,9 @@ class Emitter:
                 operands = [self.place(o, frame) if np.shape(o) else self.array(o) for o in value.operands]
                 if any(alignments(value, d) for d in range(len(value.shape))):
                     value.placed["home"] = frame
-                return value.bind(operands)
+                if value.safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
+                    return value.bind(operands)
+                return guarded(value.bind, value.safe)(_inside(value, frame), *operands)
             found = value.placed[home]
             for dim, (first, rows) in enumerate(zip(home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)
@@ -188,7 +192,7 @@ class Emitter:
                 pieces.append(lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim))
             return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
         base = max(framed, key=lambda i: places[i][0].rows)
-        found = None
+        found, is_selected = None, False
         position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
         for i in [base, *(i for i in range(len(places)) if i != base)]:
             part, start = places[i]
@@ -207,7 +211,9 @@ class Emitter:
             bounds = [position >= first] if start > 0 else []
             bounds += [position < stop] if start + part.rows < value.shape[dim] else []
             mask = functools.reduce(operator.and_, bounds)
+            is_selected = True
             found = lax.select(jnp.broadcast_to(mask, frame.shape), jnp.broadcast_to(own, frame.shape), found)
+        self.shifted += not is_selected and not value.is_rotation
         return found
 
     def _rotated(self, x: Any, shift: int, dim: int) -> Any:
@@ -348,6 +354,43 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
     size = x.shape[dim]
     cut = -shift % size
     return lax.concatenate([lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim)
+
+
+def _inside(value: Value, frame: Frame) -> Any:
+    """Where a frame holds a value."""
+    mask = None
+    for dim, (first, rows, size) in enumerate(zip(frame.offset, value.shape, frame.shape, strict=True)):
+        if rows != size:
+            position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
+            own = (position >= first) & (position < first + rows)
+            mask = own if mask is None else mask & own
+    return jnp.broadcast_to(True if mask is None else mask, frame.shape)
+
+
+def guarded(bind: Callable[[Sequence[Any]], Any], safe: float) -> Callable[..., Any]:
+    """An op on elements whose derivative is finite outside of what counts: a gradient of zero stays zero there.
+
+    It takes where its elements count, then its operands.
+
+    >>> inverse = guarded(lambda xs: 1 / xs[0], 0.5)
+    >>> jax.grad(lambda x: inverse(x > 0, x)[1])(jnp.array([0.0, 1.0]))
+    Array([-0., -1.], dtype=float32)
+    """
+
+    @jax.custom_jvp
+    def op(inside: Any, *operands: Any) -> Any:
+        return bind(operands)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        inside, *operands = primals
+        near = [
+            lax.select(inside, x, jnp.full_like(x, safe)) if np.shape(x) and jnp.issubdtype(x.dtype, jnp.inexact) else x
+            for x in operands
+        ]
+        return op(*primals), jax.jvp(lambda *xs: bind(xs), near, list(tangents[1:]))[1]
+
+    op.defjvp(derivative)
+    return op
 
 
 def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:

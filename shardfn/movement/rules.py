@@ -82,31 +82,43 @@ def _elementwise(call: Call) -> Value | None:
     shapes = {tuple(np.shape(o)) for o in call.operands} - {()}
     if shapes != {call.shape}:
         return None
-    is_moved = any(alignments(o, d) for o in call.operands for d in range(len(np.shape(o))))
+    is_moved = any(
+        isinstance(o, Squeezed) or any(alignments(o, d) for d in range(len(np.shape(o)))) for o in call.operands
+    )
     if not is_moved and any(not isinstance(o, Lazy) and np.shape(o) for o in call.operands):
         return None
-    if any(isinstance(o, Squeezed) for o in call.operands):
+    squeezed = {o.dim if isinstance(o, Squeezed) else -1 for o in call.operands if np.shape(o)}
+    if len(squeezed) > 1:
         return None
-    return elementwise(lambda arrays: call.bound(*arrays), call.operands, call.shape, call.dtype, call.emitter)
+    name = call.eqn.primitive.name
+    is_scaled = name == "mul" and any(not np.shape(o) for o in call.operands)
+    safe = None if name in _FINITE or is_scaled else 2.0 if name == "acosh" else 0.5
+
+    def bind(arrays: Sequence[Any]) -> Any:
+        return call.bound(*arrays)
+
+    (dim,) = squeezed
+    if dim >= 0:  # the same op, and then without the dimension
+        rows = [o.value if isinstance(o, Squeezed) else o for o in call.operands]
+        shape = (*call.shape[:dim], 1, *call.shape[dim:])
+        return Squeezed(call.shape, call.dtype, elementwise(bind, rows, shape, call.dtype, call.emitter, safe), dim)
+    return elementwise(bind, call.operands, call.shape, call.dtype, call.emitter, safe)
 
 
 def elementwise(
-    bind: Callable[[Sequence[Any]], Any],
-    operands: Sequence[Value],
-    shape: tuple[int, ...],
-    dtype: Any,
-    emitter: Emitter,
-) -> Value:
+    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter,
+    safe: float | None = None,
+) -> Value:  # fmt: skip
     """An op on the elements of values. Of values that fit into no frame it is the same op on their parts."""
     depth = 1 + max((o.depth for o in operands if isinstance(o, Elementwise)), default=0)
-    found = Elementwise(shape, dtype, bind, tuple(operands), depth)
-    if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter)) is not None:
+    found = Elementwise(shape, dtype, bind, tuple(operands), depth, safe)
+    if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
         return apart
     return emitter.settled(found) if depth > DEEPEST else found
 
 
 def _on_parts(
-    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter
+    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter, safe: float | None
 ) -> Value | None:
     """The op on each part of its operands, which have parts of the same rows, or no dimensions."""
     moved = [o for o in operands if np.shape(o)]
@@ -126,7 +138,7 @@ def _on_parts(
             parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
         else:
             same = next((p for p, q in zip(parts, moved[0].parts, strict=False) if q.source is part.source), None)
-            made = same.source if same else elementwise(bind, sources, part.source.shape, dtype, emitter)
+            made = same.source if same else elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
             parts.append(part._replace(source=made))
     return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
 
@@ -231,7 +243,14 @@ def _concatenate(call: Call) -> Value | None:
     values = [o for o in call.operands if o.shape[dim]]
     if not values or 0 in call.shape:
         return None
-    return call.emitter.movable(values[0]) if len(values) == 1 else joined([*map(call.emitter.movable, values)], dim)
+    if len(values) == 1:
+        return call.emitter.movable(values[0])
+    found = joined([*map(call.emitter.movable, values)], dim)
+    if isinstance(found, Moved) and len(found.parts) == 2:
+        (end, start) = found.parts
+        is_whole = end.first == start.rows and end.first + end.rows == found.shape[dim] == end.source.shape[dim]
+        found.is_rotation = end.source is start.source and start.first == 0 and is_whole
+    return found
 
 
 def _reverse(call: Call) -> Value | None:
@@ -247,19 +266,28 @@ def _reverse(call: Call) -> Value | None:
 def _dynamic_slice(call: Call) -> Value | None:
     value, *starts = call.operands
     sizes = call.params["slice_sizes"]
-    if not all(isinstance(s, Known) for s in starts):
-        return None
-    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        value = _sliced(call.emitter, value, dim, min(max(int(start.array), 0), value.shape[dim] - size), size)
+    places = [_place(start) for start in starts]
+    for dim, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        if place is None:
+            return None
+        value = _sliced(call.emitter, value, dim, min(max(place, 0), value.shape[dim] - size), size)
     return value
+
+
+def _place(start: Value) -> int | None:
+    """The number of a row, if it is known."""
+    if isinstance(start, Known):
+        return int(start.array)
+    return int(start) if isinstance(start, np.ndarray | np.generic) else None
 
 
 def _dynamic_update_slice(call: Call) -> Value | None:
     value, update, *starts = call.operands
-    if not all(isinstance(s, Known) for s in starts) or 0 in update.shape:
+    places = [place for start in starts if (place := _place(start)) is not None]
+    if len(places) < len(starts) or 0 in update.shape:
         return None
-    every = zip(starts, value.shape, update.shape, strict=True)
-    return _put(call.emitter, value, update, [min(max(int(s.array), 0), n - k) for s, n, k in every])
+    every = zip(places, value.shape, update.shape, strict=True)
+    return _put(call.emitter, value, update, [min(max(place, 0), n - k) for place, n, k in every])
 
 
 def _put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -> Value:
@@ -625,6 +653,12 @@ _ELEMENTWISE = (
     "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
     "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
+
+_FINITE = frozenset(
+    {"add", "add_any", "sub", "neg", "abs", "max", "min", "sign", "clamp", "select_n", "convert_element_type", "copy", "real",
+     "imag", "conj", "complex", "floor", "ceil", "round", "reduce_precision"}
+)  # fmt: skip
+"""Their derivatives are finite for all operands, and so are those of `mul` with a number."""
 
 ELEMENTWISE: Rule = _elementwise
 

@@ -51,6 +51,8 @@ class Moved(Lazy):
 
     dim: int
     parts: tuple[Part, ...]
+    is_rotation: bool = False
+    """Whether it stands in the program as a rotation of an array (`jnp.roll`)."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,6 +63,8 @@ class Elementwise(Lazy):
     operands: tuple[Value, ...]
     depth: int = 0
     """How many ops on elements are below it."""
+    safe: float | None = None
+    """Operands at which its derivative is finite; None if it is so at all."""
 
 
 @dataclasses.dataclass(eq=False)

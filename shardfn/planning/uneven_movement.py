@@ -66,6 +66,8 @@ def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]
         table = _indexed_dims(op)
         window = _of_window(op, rows, shapes[0], shapes[1])
         moved = [table, window, table][: len(shapes)]
+    if op.name == "slice":  # of one row, XLA asks which device has it
+        moved = [[d for d in dims if shapes[-1][d] > 1] for dims in moved]
     for value, shape, dims in zip(values, shapes, moved, strict=True):
         for one in {value, before.get(value, value)}:
             shards = partitioned.shards(one)
