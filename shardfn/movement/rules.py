@@ -439,8 +439,10 @@ def _transpose(call: Call) -> Value | None:
 
 def _broadcast(call: Call) -> Value | None:
     operand, *dynamic = call.operands
-    if dynamic or 0 in call.shape:
+    if dynamic or 0 in call.shape or not call.shape:
         return None
+    if not np.shape(operand):
+        operand = call.emitter.array(operand)
     if isinstance(operand, Squeezed):
         free = [
             d for d in range(len(call.shape)) if d not in call.params["broadcast_dimensions"] and call.shape[d] == 1
@@ -462,6 +464,8 @@ def _squeeze(call: Call) -> Value | None:
 def _squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
     """A value without a dimension of one row."""
     shape = (*value.shape[:dim], *value.shape[dim + 1 :])
+    if not shape:
+        return lax.squeeze(emitter.array(value), (dim,))
     if isinstance(value, Moved) and value.dim != dim:
         parts = tuple(part._replace(source=_squeezed(emitter, part.source, dim)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
