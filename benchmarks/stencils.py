@@ -4,7 +4,8 @@ Each row is a finite-difference program, an image filter or a cellular automaton
 sharded from integers over 8 devices. Its bytes are those that the plan predicts and those in the HLO that XLA compiles. The halo
 is what one device between others has to receive; `ratio` is compiled over halo, and `values` says whether the result is that of
 the unsharded function. `ms` stands beside the same program by hand, with `jnp.roll` and `jnp.where`, through the same `shard`:
-the two are called in turn, A B A B, and `time ratio` is the median of the ratios of neighbours.
+the two are called in turn, A B A B, and `time ratio` is the median of the ratios of neighbours. The second table has the programs of
+the gallery beside the same with `jax.shard_map` and `ppermute`: lines of code, bytes and time.
 Run: python benchmarks/stencils.py [--only NAME ...] [--rounds N] [--platform cpu] [--json OUT]
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import math
 import statistics
 import time
@@ -25,6 +27,9 @@ from jax import lax
 
 import shardfn
 from benchmarks import harness
+from benchmarks.peer_steps import stencils_by_hand
+from examples.gallery import stencils as gallery
+from shardfn.compiled.executable import read
 from shardfn.runtime.verify import compile_plan
 
 DEVICES = 8
@@ -379,8 +384,46 @@ def measure(name: str, rounds: int) -> harness.Row:
     }
 
 
+def lines(*functions: Function) -> int:
+    """Lines of code of functions, without their docstrings and empty lines.
+
+    >>> lines(heat_by_hand)
+    2
+    """
+    texts = ([line.strip() for line in inspect.getsource(f).splitlines()] for f in functions)
+    return sum(bool(line) and not line.startswith(('"""', "#")) for text in texts for line in text)
+
+
+def beside_shard_map(name: str, rounds: int) -> harness.Row:
+    """The row of a program of the gallery."""
+    step, shape, _, strategy, _ = gallery.PROGRAMS[name]
+    x = gallery.start(name, tuple(min(n, N) for n in shape))
+    run = gallery.repeated(step, STEPS)
+    sharded = shardfn.shard(run, (strategy,))
+    by_hand, sharding = stencils_by_hand.on_devices(name, STEPS, strategy)
+    expected, x = jax.jit(run)(x), jax.device_put(x, sharding)
+    for function in (sharded, by_hand):
+        np.testing.assert_allclose(function(x), expected, atol=1e-4, err_msg=name)
+    programs = compile_plan(sharded.plan(x)), read(by_hand.lower(x).compile())
+    sent, hand_sent = (sum(c.total_bytes for c in made.collectives) for made in programs)
+    pairs = ms_of((sharded, by_hand), x, rounds)
+    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+    in_both = [gallery.collide] * (name == "flow")
+    return {
+        "program": name,
+        "strategy": " x ".join(map(str, strategy)),
+        "lines": lines(step, *in_both),
+        "lines by hand": lines(stencils_by_hand.STEPS[name], *stencils_by_hand.HELPERS, *in_both),
+        "bytes": sent,
+        "bytes by hand": hand_sent,
+        "ms": ours,
+        "ms by hand": theirs,
+        "time ratio": statistics.median(a / b for a, b in pairs),
+    }
+
+
 def main() -> None:
-    """Print the table, and what misses its aim."""
+    """Print the tables, and what misses its aim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(STENCILS), choices=STENCILS, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=201)
@@ -390,7 +433,9 @@ def main() -> None:
     for figure, aim in (("ratio", AIM_BYTES), ("time ratio", AIM_TIME)):
         beyond_aim = [row["program"] for row in rows if row[figure] > aim]
         print(f"{figure} above {aim}: {', '.join(beyond_aim) or 'none'}")
-    harness.save(options.json, {"programs": rows})
+    beside = [beside_shard_map(name, options.rounds) for name in gallery.SIZES]
+    harness.show(beside, "beside jax.shard_map and ppermute")
+    harness.save(options.json, {"programs": rows, "shard_map": beside})
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def flow(f):
     return jnp.stack(moved)
 
 
+HELPERS = (fetched, ends)
 STEPS = {"heat": heat, "bilateral": bilateral, "life": life, "flow": flow}
 SPECS = {"heat": P("rows", "columns"), "bilateral": P("rows"), "life": P("rows"), "flow": P(None, "rows")}
 

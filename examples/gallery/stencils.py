@@ -60,7 +60,7 @@ def flow(f):
     moved = jnp.stack([jnp.roll(f[k], move, (0, 1)) for k, move in enumerate(MOVES)])
     for k, (row, _) in enumerate(MOVES):
         if row:  # what would come out of the wall is what went into it
-            wall = 0 if row > 0 else -1
+            wall = slice(0, 1) if row > 0 else slice(-1, None)
             moved = moved.at[k, wall].set(f[OPPOSITE[k], wall])
     return moved
 
@@ -86,7 +86,7 @@ def repeated(step, steps):
 def start(name, shape):
     """Where a program begins."""
     random = np.random.default_rng(0).random(shape)
-    values = {"life": random > 0.6, "flow": WEIGHTS * (1 + 0.01 * random)}.get(name, random)
+    values = random > 0.6 if name == "life" else WEIGHTS * (1 + 0.01 * random) if name == "flow" else random
     return jnp.asarray(values, PROGRAMS[name][2])
 
 
