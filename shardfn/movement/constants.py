@@ -15,9 +15,11 @@ LARGEST = 4096
 def folded(eqn: Any, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
     """The result of an equation for known operands; None if it is not known, or no array of few integers or bools."""
     fold = _FOLDED.get(eqn.primitive.name)
-    (out, *others) = eqn.outvars
+    if fold is None or len(eqn.outvars) != 1:
+        return None
+    (out,) = eqn.outvars
     is_whole = jnp.issubdtype(out.aval.dtype, jnp.integer) or jnp.issubdtype(out.aval.dtype, jnp.bool_)
-    if fold is None or others or not is_whole or out.aval.size > LARGEST:
+    if not is_whole or out.aval.size > LARGEST:
         return None
     with np.errstate(all="ignore"):
         found = fold(eqn, *arrays)

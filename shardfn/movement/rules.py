@@ -237,10 +237,10 @@ def _concatenate(call: Call) -> Value | None:
 def _reverse(call: Call) -> Value | None:
     (value,) = call.operands
     for dim in call.params["dimensions"]:
-        value, rows = call.emitter.movable(value), value.shape[dim]
-        if rows > MOST_ROWS or not isinstance(value, Moved | Spread | Elementwise):
-            return None if rows > 1 else value
-        value = joined([sliced(value, dim, i, 1) for i in reversed(range(rows))], dim)
+        rows = value.shape[dim]
+        if rows > 1 and (rows > MOST_ROWS or not isinstance(value, Moved)):
+            return None
+        value = joined([sliced(value, dim, i, 1) for i in reversed(range(rows))], dim) if rows > 1 else value
     return value
 
 
