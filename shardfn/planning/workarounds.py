@@ -10,8 +10,6 @@
 - An array that is replicated along a dimension, and padded between its elements or by negative numbers into shards, gets
   wrong values or does not compile. A pad between elements and by a negative number before them ends the process.
   Windows with such padding (`reduce_window`) meet the same.
-- An array and its first elements (`x[:-1]`), or two such slices, whose shards are one array on each device: XLA mixes up
-  the two once both are gathered, and does not compile. An optimization barrier on the slice avoids it.
 - A scatter that combines counts the padding of unevenly sharded updates (`even_scatters`).
 - A scatter of one window becomes an update of a slice. If its operand is such a slice itself, after partitioning, XLA merges
   the two and forgets that each stays within its array: shards that have no part in the update are changed. An optimization
@@ -83,7 +81,7 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction`, a `padding`, a `slice`, a `scatter`, an `update` or a `movement`."""
+    `transform`, a `reduction`, a `padding`, a `scatter`, an `update` or a `movement`."""
 
     where: str
     kind: str = "window"
@@ -115,7 +113,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
         moved_from[after] = moved_from.get(before, before)
     for before, after in reversed(moves):
         moved_to[before] = moved_to.get(after, after)
-    found = dict.fromkeys(WrongOp(op.where, "slice") for op in _mixed_up_slices(partitioned, moves))
+    found: dict[WrongOp, None] = {}
     for op in partitioned.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
             found.setdefault(WrongOp(op.where))
@@ -148,27 +146,6 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
         if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
             found.setdefault(WrongOp(op.where))
     return tuple(found)
-
-
-def _mixed_up_slices(partitioned: PartitionedProgram, moves: Sequence[tuple[int, int]]) -> list[Op]:
-    """The slices that take nothing from the shards of their operands, where XLA gathers several values of these shards."""
-    graph, specs = partitioned.graph, partitioned.specs
-    source: dict[int, int] = {}
-    slices: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        if op.name != "slice" or op.rule is None or any(window.low or window.stride > 1 for window in op.window_dims):
-            continue
-        before, after = op.inputs[0], op.outputs[0]
-        if specs[before] == specs[after] and partitioned.local_shape(before) == partitioned.local_shape(after):
-            source[after] = source.get(before, before)
-            slices.setdefault(source[after], []).append(op)
-    gathered: dict[int, set[tuple[int, ...]]] = {}
-    for before, after in moves:
-        if (root := source.get(before, before)) in slices and not all(
-            now for was, now in zip(specs[before], specs[after], strict=True) if was
-        ):
-            gathered.setdefault(root, set()).add(graph.values[before].shape)
-    return [op for root, shapes in gathered.items() if len(shapes) > 1 for op in slices[root]]
 
 
 def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -241,10 +218,6 @@ _NOTES = {
         "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
         "wrong values or does not compile"
     ),
-    "slice": (
-        "shardfn puts an optimization barrier behind the slices at {}: XLA does not compile an array and its first elements "
-        "if their shards have one size and both are gathered"
-    ),
     "movement": (
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
         "values. To avoid it, use sizes that the number of shards divides"
@@ -263,7 +236,7 @@ def replicate_wrong_ops(
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
     Fourier transforms and grouped convolutions, the reduced dimensions of reductions without an all-reduce, and the padded
-    dimensions of the pads among `wrong`. Slices get an optimization barrier, scatters updates of even shards.
+    dimensions of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier.
 
     Args:
       function: the function.
@@ -295,8 +268,6 @@ def replicate_wrong_ops(
             inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
             if "scatter" not in kinds or eqn.primitive.name not in NEUTRAL:
                 return bind_one(eqn, inputs)
-        if eqn.primitive.name == "slice":
-            return [jax.lax.optimization_barrier(out) for out in bind_one(eqn, inputs)]
         if eqn.primitive.name in NEUTRAL:
             return even_scatter(eqn, inputs, multiple)
         if eqn.primitive.name in _REDUCTIONS:
@@ -325,7 +296,6 @@ def replicate_wrong_ops(
             or moves(eqn)
             or bool(_reduced(eqn))
             or ("padding" in kinds and bool(_padded(eqn)))
-            or ("slice" in kinds and _is_of_first_elements(eqn))
             or ("update" in kinds and _is_update(eqn))
             or ("scatter" in kinds and eqn.primitive.name in NEUTRAL)
         )
@@ -388,10 +358,6 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
 def _is_update(eqn: Any) -> bool:
     """Whether an equation is a scatter of one window."""
     return eqn.primitive.name in _UPDATES and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
-
-
-def _is_of_first_elements(eqn: Any) -> bool:
-    return eqn.primitive.name == "slice" and not any(eqn.params["start_indices"])
 
 
 def _padded(eqn: Any) -> list[int]:

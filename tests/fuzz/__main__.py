@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import itertools
 import json
 import threading
@@ -13,10 +12,12 @@ from typing import Any
 
 from tests.fuzz.packs import CHECKS, PACK, Finding, Pack, draw_pack, script
 from tests.fuzz.shrink import shrink, signature
-from tests.fuzz.workers import Ended, Worker
+from tests.fuzz.workers import Ended, Worker, judged_apart
 
 VERDICTS = ("right", "wrong", "crashed", "refused", "unsure", "invalid")
 FAILURES = ("wrong", "crashed")
+SHOWN = (*FAILURES, "refused")
+"""A refusal is a program too: its strategies divide all shapes, so there is nothing for a user to correct."""
 
 
 class Run:
@@ -66,7 +67,7 @@ class Run:
             findings = [Finding(draw_pack(seed, gradients), "values", "invalid", f"seed {seed}: {error}")]
         with self.lock:
             self.count(seed, findings)
-        failures = [f for f in findings if f.verdict in FAILURES]
+        failures = [f for f in findings if f.verdict in SHOWN]
         for finding in failures:
             self.show(worker, seed, finding)
 
@@ -170,21 +171,6 @@ class Run:
             "verdicts": {f"{c} {v}": n for (c, v), n in sorted(self.verdicts.items())}, "texts": dict(self.texts),
             "kinds": {v: dict(c) for v, c in self.kinds.items()}, "failures": list(self.shrunk.values()), "options": vars(self.options),
         }  # fmt: skip
-
-
-def judged_apart(worker: Worker, pack: Pack, limit_s: float = 60.0) -> list[Finding]:
-    """The findings of a pack with one check that may end the process. If it ends unsharded too, the pack is invalid."""
-    try:
-        return worker.call("judge", pack, limit_s=limit_s)
-    except RuntimeError as error:
-        return [Finding(pack, pack.checks[0], "invalid", str(error))]
-    except Ended as error:
-        finding = Finding(pack, pack.checks[0], "crashed", str(error))
-    try:
-        worker.call("reference", pack, limit_s=limit_s)
-    except (Ended, RuntimeError):
-        finding = dataclasses.replace(finding, verdict="invalid")
-    return [finding]
 
 
 SEVERITY = ["right", "unsure", "invalid", "refused", "crashed", "wrong"]

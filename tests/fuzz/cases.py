@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tests.fuzz.packs import Pack
+from tests.fuzz.programs import Input, Program, Step
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -117,3 +120,72 @@ CASES = {
         lambda x: jnp.zeros((1, 8), x.dtype).at[jnp.arange(3) * 0].add(x[:3]), (4, 8), (2, 1), (4, 1), (2, 2)
     ),
 }
+
+
+def lines(
+    shape: tuple[int, ...],
+    strategy: tuple[Any, ...],
+    *texts: str,
+    checks: tuple[str, ...] = ("values", "inside", "outside"),
+    devices: int = 2,
+    dtype: str = "float32",
+) -> Pack:
+    """Lines of a program of one input `x0`, whose values are v0, v1, …; as the fuzzer prints it."""
+    steps = tuple(Step(f"v{i}", text, "elementwise") for i, text in enumerate(texts))
+    return Pack((Program((Input("x0", shape, dtype, strategy),), steps, (steps[-1].name,)),), devices, checks)
+
+
+PROGRAMS = {
+    "an element of a Fourier transform": lines((4,), (2,), "jnp.fft.ifft(x0)", "v0.at[0].set(2.0)"),
+    "rows shifted, then one of bools": lines(
+        (4,), (2,), "x0.at[2:].set(x0[:-2])", "v0.at[1].set(v0[0])", dtype="bool", checks=("values",)
+    ),
+    "a reversed slice, the least of two": lines(
+        (24,), (2,), "x0.at[5:-24:-1].min(x0[19:])", devices=4, checks=("values",)
+    ),
+    "an appended slice, then the first element": lines(
+        (2,), (2,), "jnp.concatenate([x0, x0[1:2]])", "v0.at[0].set(0.0)"
+    ),
+    "padded by a ramp, then an index array": lines(
+        (2,), (2,), "jnp.pad(x0, ((0, 1),), mode='linear_ramp')", 'v0.at[jnp.array([0])].set(-1.0, mode="drop")'
+    ),
+    "five points, then the first column": lines(
+        (4, 4),
+        (1, 2),
+        "x0.at[1:-1, 1:-1].set(0.2 * (x0[2:, 1:-1] + x0[:-2, 1:-1] + x0[1:-1, 2:] + x0[1:-1, :-2]))",
+        "v0.at[:, 0].set(0.5)",
+    ),
+    "the first row, then a block": lines((4, 2), (2, 1), "x0.at[0].set(2.0)", "v0.at[0:-1, 1:].set(1.5)"),
+    "an element, then without it, searched": lines((4,), ("AUTO",), "x0.at[0].set(2.0)", "v0[1:]"),
+    "a slice at a computed place, then an element": lines(
+        (4, 3), (1, 3), "lax.dynamic_slice_in_dim(x0, jnp.argmax(x0[0]), 2, 0)", "v0.at[0, 0].set(0.0)", devices=3
+    ),
+    "an element inside a nested sharded function": lines(
+        (4, 1), (1, 1), "shard(lambda u: u.at[-1].set(7.0), ((2, 1),))(x0)"
+    ),
+    "a reversed block, the greatest of two": lines(
+        (2, 32), (1, 2), "x0.at[:, :-30:-1].max(x0[:, 3:])", checks=("values",), devices=4
+    ),
+    "the second derivative of a window of one": lines(
+        (8, 2), (1, 1), "lax.reduce_window(x0, -jnp.inf, lax.max, (1, 1), (1, 1), 'VALID')", checks=("second",)
+    ),
+    "the gradient of a padded sort": lines(
+        (1, 4), (1, 4), "lax.pad(x0, -2.0, [(0, 2, 0), (1, 2, 0)])", "jnp.sort(v0, axis=0, descending=True)", devices=4
+    ),
+    "the gradient of windows, sorted": lines(
+        (1, 4),
+        (1, 4),
+        "lax.reduce_window(x0, -jnp.inf, lax.max, (1, 1), (1, 1), [(0, 2), (1, 2)])",
+        "jnp.sort(v0, axis=0)",
+        devices=4,
+    ),
+    "the gradient of a transposed slice, sorted": lines(
+        (1, 8),
+        (1, 8),
+        "jax.vmap(lambda u: jnp.flip(u, 0), in_axes=1, out_axes=0)(x0)",
+        "v0[:1]",
+        "jnp.sort(v1, axis=1)",
+        devices=8,
+    ),
+}
+"""Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""

@@ -96,6 +96,7 @@ class Draw:
         self.values: list[Value] = []
         self.depth = 0
         self.factors: tuple[int, ...] = ()
+        self.favourite = 0
 
     def one(self, *choices: Any) -> Any:
         return self.rng.choice(choices)
@@ -109,7 +110,8 @@ class Draw:
         return self.rng.random() < chance
 
     def axis(self, x: Value) -> int:
-        return self.int(0, x.rank - 1)
+        """Three times in five the axis that the first input has most shards of."""
+        return self.favourite if self.favourite < x.rank and self.coin(0.6) else self.int(0, x.rank - 1)
 
     def number(self, x: Value) -> str:
         """A scalar of the value's dtype."""

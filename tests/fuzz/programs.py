@@ -72,6 +72,8 @@ class Program:
     results: tuple[str, ...]
     differentiable: bool = True
     """Whether JAX has gradients of all its steps."""
+    results_as: tuple[tuple[str, Strategy], ...] = ()
+    """Names of results and their strategies."""
 
     def source(self, name: str = "f", noise: Iterable[str] = ()) -> str:
         """The function as code; with noise behind steps of these kinds."""
@@ -94,6 +96,11 @@ class Program:
 
     def arguments(self) -> list[np.ndarray]:
         return [x.data() for x in self.inputs]
+
+    def out_strategy(self) -> tuple[Strategy, ...] | None:
+        """A strategy for each result, or None if one has none."""
+        given = dict(self.results_as)
+        return tuple(given[r] for r in self.results) if all(r in given for r in self.results) else None
 
     def kinds(self) -> set[str]:
         return {step.kind for step in self.steps}
@@ -134,7 +141,9 @@ def draw_program(seed: object, devices: int, names: int = 0) -> Program:
         if i and d.coin():
             shape = inputs[0].shape
         dtype = d.one(*["float32"] * (16 if static else 13), "int32", *["int32"] * (2 * bool(i)), "bool", "complex64")
-        inputs.append(Input(f"x{names + i}", shape, dtype, d.strategy(shape)))
+        strategy = d.strategy(shape)
+        d.favourite = d.favourite if i else strategy.index(max(strategy))
+        inputs.append(Input(f"x{names + i}", shape, dtype, strategy))
     d.values = [Value(x.name, x.shape, x.dtype) for x in inputs]
     steps: list[Step] = []
     differentiable: bool | None = True
@@ -178,6 +187,15 @@ def draw_program(seed: object, devices: int, names: int = 0) -> Program:
 
 FACTORS = {2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2), (2,)], 6: [(6,), (2, 3), (3, 2), (2,), (3,)],
            8: [(8,), (2, 4), (4, 2), (2, 2, 2), (4,), (2,)]}  # fmt: skip
+
+
+def with_results_as(program: Program, seed: object, devices: int) -> Program:
+    """With a random strategy for each result."""
+    d = Draw(random.Random(f"results {seed}"))
+    d.factors = d.one(*FACTORS[devices])
+    made = jax.eval_shape(program.plain(), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.inputs))
+    pairs = ((name, d.strategy(y.shape)) for name, y in zip(program.results, made, strict=True))
+    return dataclasses.replace(program, results_as=tuple(pairs))
 
 
 def has_gradient(program: Program) -> bool:

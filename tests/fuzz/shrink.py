@@ -59,6 +59,8 @@ def smaller_packs(pack: Pack) -> Iterator[Pack]:
             yield dataclasses.replace(pack, programs=part)
         for i in range(len(pack.programs)):
             yield dataclasses.replace(pack, programs=pack.programs[:i] + pack.programs[i + 1 :])
+    if any(p.results_as for p in pack.programs):
+        yield dataclasses.replace(pack, programs=tuple(dataclasses.replace(p, results_as=()) for p in pack.programs))
     for i, program in enumerate(pack.programs):
         for smaller in smaller_programs(program):
             yield dataclasses.replace(pack, programs=(*pack.programs[:i], smaller, *pack.programs[i + 1 :]))
@@ -159,5 +161,5 @@ def smaller_inputs(x: Input) -> Iterator[Input]:
     for dim, n in enumerate(x.shape):
         for size in (8, n // 2):
             k = shards[dim] if shards else 1
-            if size < n and (k == "AUTO" or size % k == 0):
+            if 0 < size < n and (k == "AUTO" or size % k == 0):
                 yield dataclasses.replace(x, shape=(*x.shape[:dim], size, *x.shape[dim + 1 :]))

@@ -1,5 +1,6 @@
 """The table of programs that were found wrong: values, and gradients inside and outside, for several strategies, dtypes and devices."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 
 import shardfn
 from shardfn import train
-from tests.fuzz.cases import CASES
+from tests.fuzz.cases import CASES, PROGRAMS
+from tests.fuzz.packs import script
 from tests.fuzz.programs import loss, made_data
+from tests.fuzz.workers import Worker, judged_apart
 
 
 def rows():
@@ -54,6 +57,20 @@ def test_case_sharded_equals_unsharded(case, strategy, dtype, devices):
 def assert_same(got, want, what):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=what)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(("name", "check"), [(name, check) for name, pack in PROGRAMS.items() for check in pack.checks])
+def test_program_sharded_equals_unsharded(worker, name, check):
+    pack = dataclasses.replace(PROGRAMS[name], checks=(check,))
+    findings = [f for f in judged_apart(worker, pack) if f.check == check]
+    assert [f.verdict for f in findings] == ["right"], f"{findings[0].text}\n{script(pack)}"
 
 
 @pytest.mark.parametrize(

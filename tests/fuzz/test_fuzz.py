@@ -5,8 +5,8 @@ import pytest
 from tests.fuzz.packs import script
 from tests.fuzz.workers import Ended, Worker
 
-SEEDS = (0, 1, 2, 3, 6, 8, 9)
-"""Packs of eight programs."""
+SEEDS = range(15)
+"""Packs of four programs, some of one or two."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_random_programs_sharded_equal_unsharded(worker, seed):
     try:
         findings = worker.call("seed", seed, True)
     except Ended as error:
-        pytest.fail(f"{error}: python -m tests.fuzz --seed {seed} --programs 8 finds the program")
+        pytest.fail(f"{error}: python -m tests.fuzz --seed {seed} --programs 1 finds the program")
     wrong = [f for f in findings if f.verdict in ("wrong", "crashed", "refused")]
     assert not wrong, "\n\n".join(f"{f.verdict}, {f.check}: {f.text}\n{script(f.pack)}" for f in wrong)
-    assert len({f.pack.programs for f in findings if f.verdict == "right"}) == 8
+    assert all(f.verdict in ("right", "unsure") for f in findings)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import tempfile
 import time
 from typing import Any
+
+from tests.fuzz.packs import Finding, Pack
 
 CALLS = 60
 """After so many a process is a new one: what XLA compiles stays in memory."""
@@ -88,6 +91,21 @@ class Worker:
             self.process = None
 
 
+def judged_apart(worker: Worker, pack: Pack, limit_s: float = 60.0) -> list[Finding]:
+    """The findings of a pack with one check that may end the process. If it ends unsharded too, the pack is invalid."""
+    try:
+        return worker.call("judge", pack, limit_s=limit_s)
+    except RuntimeError as error:
+        return [Finding(pack, pack.checks[0], "invalid", str(error))]
+    except Ended as error:
+        finding = Finding(pack, pack.checks[0], "crashed", str(error))
+    try:
+        worker.call("reference", pack, limit_s=limit_s)
+    except (Ended, RuntimeError):
+        finding = dataclasses.replace(finding, verdict="invalid")
+    return [finding]
+
+
 def serve(connection: Any, log: str) -> None:
     """Run tasks until the other side is gone."""
     with open(log, "w") as file:
@@ -99,6 +117,7 @@ def serve(connection: Any, log: str) -> None:
     tasks = {
         "seed": lambda *args: judge.judge(packs.draw_pack(*args)),
         "judge": judge.judge,
+        "reference": judge.unsharded,
         "without_library": judge.without_library,
     }
     while True:

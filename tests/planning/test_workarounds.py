@@ -406,17 +406,17 @@ def test_padding_of_a_replicated_dimension_into_shards_is_right_in_value_and_gra
 
 
 SLICES = {
-    "array and slice": (lambda x: (x, x[:-1]), True),
-    "two slices": (lambda x: (x[:-2], x[:-1]), True),
-    "a slice of a slice": (lambda x: (x, x[:-1][:-1]), True),
-    "fewer shards": (lambda x: (x, x[:16]), False),
-    "another end": (lambda x: (x, x[1:]), False),
-    "the slice alone": (lambda x: (x[:-1],), False),
+    "array and slice": lambda x: (x, x[:-1]),
+    "two slices": lambda x: (x[:-2], x[:-1]),
+    "a slice of a slice": lambda x: (x, x[:-1][:-1]),
+    "fewer shards": lambda x: (x, x[:16]),
+    "another end": lambda x: (x, x[1:]),
+    "the slice alone": lambda x: (x[:-1],),
 }
 
 
-@pytest.mark.parametrize(("parts", "is_mixed_up"), SLICES.values(), ids=SLICES)
-def test_array_and_its_first_elements_gathered_from_one_shard_compile(parts, is_mixed_up):
+@pytest.mark.parametrize("parts", SLICES.values(), ids=SLICES)
+def test_array_and_its_first_elements_gathered_from_one_shard_compile(parts):
     """Without the workaround XLA refuses the program."""
 
     def sums(x):
@@ -427,15 +427,12 @@ def test_array_and_its_first_elements_gathered_from_one_shard_compile(parts, is_
     sharded = shardfn.shard(sums, ((8,),), device=MESH)
     for mine, theirs in zip(sharded(x), sums(x), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert is_mixed_up == any("optimization barrier" in text for text in sharded.plan(x).diagnostics)
-    assert not any("does not compile" in text for text in sharded.plan(x).diagnostics if "barrier" not in text)
 
 
 def test_padding_between_elements_and_cropping_in_front_does_not_end_the_process():
     x = drawn(7, 8, 4)
     padded = lambda x: jax.lax.pad(x, 0.0, ((-1, 2, 1), (0, 0, 0)))  # noqa: E731
     sharded = shardfn.shard(padded, ((8, 1),), ((8, 1),))
-    assert any("padded between" in text for text in sharded.plan(x).diagnostics)
     np.testing.assert_allclose(sharded(x), padded(x))
 
 
