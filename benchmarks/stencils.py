@@ -4,8 +4,8 @@ Each row is a finite-difference program, an image filter or a cellular automaton
 sharded from integers over 8 devices. Its bytes are those that the plan predicts and those in the HLO that XLA compiles. The halo
 is what one device between others has to receive; `ratio` is compiled over halo, and `values` says whether the result is that of
 the unsharded function. `ms` stands beside the same program by hand, with `jnp.roll` and `jnp.where`, through the same `shard`:
-the two are called in turn, A B A B, and `time ratio` is the median of the ratios of neighbours. The second table has the programs of
-the gallery beside the same with `jax.shard_map` and `ppermute`: lines of code, bytes and time.
+the two are called in turn, A B A B, and `time ratio` is the median of the ratios of neighbours. The second table
+has the programs of the gallery beside the same with `jax.shard_map` and `ppermute`: lines of code, bytes and time.
 Run: python benchmarks/stencils.py [--only NAME ...] [--rounds N] [--platform cpu] [--json OUT]
 """
 
@@ -195,7 +195,9 @@ def moving_average(u):
 
 def moving_average_by_hand(u):
     u = u[:, :4]
-    near = [jnp.where((place(u, 0) + by >= 0) & (place(u, 0) + by < u.shape[0]), at(u, by, 0), 0) for by in range(-2, 3)]
+    near = [
+        jnp.where((place(u, 0) + by >= 0) & (place(u, 0) + by < u.shape[0]), at(u, by, 0), 0) for by in range(-2, 3)
+    ]
     return sum(near) / 5
 
 
@@ -323,7 +325,9 @@ STENCILS: dict[str, Stencil] = {
     "3D, 2 x 2 x 2": Stencil(loop(heat_3d), loop(heat_3d_by_hand), (2, 2, 2), (64, 64, 64), (2, 2, 2), STEPS),
     "jnp.gradient": Stencil(lambda u: jnp.stack(jnp.gradient(u)), gradient_by_hand, (2, 2)),
     "jnp.diff": Stencil(lambda u: jnp.diff(u, axis=0, append=0.0), lambda u: beyond(u, 1, 0, "zero") - u, (1, 0)),
-    "median, reflected": Stencil(median, lambda u: jnp.median(jnp.stack(around(u, "reflect")), 0), (2, 2), corners=True),
+    "median, reflected": Stencil(
+        median, lambda u: jnp.median(jnp.stack(around(u, "reflect")), 0), (2, 2), corners=True
+    ),
     "median, 2 x 4": Stencil(
         median, lambda u: jnp.median(jnp.stack(around(u, "reflect")), 0), (2, 2), strategy=(2, 4), corners=True
     ),

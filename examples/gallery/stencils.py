@@ -1,7 +1,7 @@
 """Stencils: heat, an image filter, Game of Life and a flow on 8 H100.
 
-Each program reads its neighbours and is written as on one device: slices, `jnp.pad`, `jnp.roll` and `.at[...]`. Integers shard it.
-The library writes these ops as shifts of evenly sharded arrays, so that a device sends the rows and columns that its neighbours read.
+Each program reads its neighbours and is written as on one device: slices, `jnp.pad`, `jnp.roll` and `.at[...]`. Integers shard
+it. The library writes these ops as shifts of evenly sharded arrays, so that a device sends what its neighbours read.
 """
 
 import jax
@@ -107,12 +107,15 @@ def program(size: str) -> Program:
 NOTES = """
 ![The halo of one shard](../images/halo-light.svg)
 
-The rows and columns that a device receives in a step are its halo. Heat, life and the flow send theirs and nothing else: a row to
-each neighbour, of the flow's nine populations the three that move there. The filter reads two rows on each side and sends three: a row
-for the shift by one, and two for the shift by two.
+The rows and columns that a device receives in a step are its halo. Heat and life send theirs and nothing else. The filter reads
+two rows on each side and sends three: one for the shift by one, and two for the shift by two.
 
-`benchmarks/RESULTS.md` compares these programs with the same by hand, with `jax.shard_map` and `ppermute`: lines of code, bytes and time
-on eight virtual CPU devices. [How do I shard a stencil?](../how-to/shard-a-stencil.md) explains what is sent when.
+The flow is planned with its halo: a row to each neighbour, of the three populations that move there. XLA's CPU compiler sends
+that. Its GPU compiler merges the slice `f[k]` with the roll, finds no roll any more, and exchanges the populations between all
+devices. With `jax.lax.optimization_barrier(f[k])` it sends the halo.
+
+`benchmarks/RESULTS.md` compares these programs with the same by hand, with `jax.shard_map` and `ppermute`: lines of code, bytes
+and time on eight virtual CPU devices. [How do I shard a stencil?](../how-to/shard-a-stencil.md) explains what is sent when.
 """
 
 if __name__ == "__main__":
