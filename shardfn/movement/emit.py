@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -47,9 +47,16 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass
 class Emitter:
-    """Emits arrays. `shifted` counts the arrays that it made by shifts and selects, in place of the user's ops."""
+    """Emits arrays. `shifted` counts the arrays that it made by shifts and selects, in place of the user's ops.
+
+    `known` are the shifts of each array along each dimension that an earlier trace of the same program has `wanted`; arrays have
+    numbers in the order of their first shifts.
+    """
 
     shifted: int = 0
+    known: Mapping[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict, repr=False)
+    wanted: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict, repr=False)
+    numbers: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict, repr=False)
     made: dict[Any, tuple[Value, Any]] = dataclasses.field(default_factory=dict, repr=False)
     """By form and frame the values that were placed, and their arrays, in the jaxpr that is traced now."""
 
@@ -105,6 +112,7 @@ class Emitter:
         if frame is not None and (
             frame is value.placed.get("home") or frame.shape == value.shape or _is_stencil(value)
         ):
+            self.shifted += frame.shape != value.shape
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
             return value.bind([self.array(operand) for operand in value.operands])
@@ -191,7 +199,7 @@ class Emitter:
                 own = self._rotated(self.place(part.source, source), shift, dim)
             else:
                 own = self._piece(part, dim, frame, first)
-            if found is None:
+            if found is None or own is found:
                 found = own
                 continue
             self.shifted += 1
@@ -202,14 +210,26 @@ class Emitter:
         return found
 
     def _rotated(self, x: Any, shift: int, dim: int) -> Any:
-        """An array whose row i is moved to row i + shift, around the end; made once."""
+        """An array whose row i is moved to row i + shift, around the end; made once. What is moved farther is made of what is
+        moved less far, so that both together send each row once."""
         if not shift:
             return x
-        key = id(x), shift, dim
-        if key not in self.made:
-            self.shifted += 1
-            self.made[key] = x, rotated(x, shift, dim)
-        return self.made[key][1]
+        number = self.numbers.setdefault(id(x), (len(self.numbers), x))[0]
+        self.wanted.setdefault((number, dim), set()).add(shift)
+        sign = 1 if shift > 0 else -1
+        found, at = x, 0
+        for far in sorted(
+            abs(s) for s in self.wanted[number, dim] | self.known.get((number, dim), set()) if s * sign > 0
+        ):
+            key = id(x), far * sign, dim
+            if key not in self.made:
+                if at:  # XLA would make one gather of two rotations
+                    found = lax.optimization_barrier(found)
+                self.made[key] = x, rotated(found, (far - at) * sign, dim)
+            found, at = self.made[key][1], far
+            if far == abs(shift):
+                break
+        return found
 
     def _piece(self, part: Part, dim: int, frame: Frame, first: int) -> Any:
         """A part that is no shift of an array of the frame: a constant, few rows from far away, or another array. In the frame
@@ -242,10 +262,21 @@ def frame_of(value: Value) -> Frame | None:
         size = rows if is_in_place else max(weights, key=lambda n: (weights[n], n))
         if size < rows or 2 * rows <= size or (not is_in_place and 2 * weights[size] <= weights.total()):
             return None
+        offset = 0 if is_in_place else min(max(_middle([one for one in found if one.size == size]), 0), size - rows)
+        near = sum(
+            one.weight for one in found if one.size == size and _distance(one.offset - offset, size) < one.weight
+        )
+        if 2 * near <= weights.total() and not is_in_place:
+            return None
         shape.append(size)
-        offsets.append(min(max(_middle([one for one in found if one.size == size]), 0), size - rows))
+        offsets.append(offset)
     frame = Frame(tuple(shape), tuple(offsets))
     return frame if any(alignments(value, d) for d in range(len(shape))) else None
+
+
+def _distance(rows: int, size: int) -> int:
+    """How far a shift around the end moves."""
+    return min(rows % size, -rows % size)
 
 
 def _middle(found: Sequence[Alignment]) -> int:
@@ -297,8 +328,8 @@ def _of_source(frame: Frame, part: Part, dim: int, start: int) -> Frame | None:
 def _is_near(part: Part, source: Frame, dim: int, shift: int) -> bool:
     """Whether a part is moved by few rows, as many as twice its own."""
     size, home = source.shape[dim], source.offset[dim]
-    moved = [(home - one.offset) % size for one in alignments(part.source, dim) if one.size == size]
-    return all(min(far, size - far) <= 2 * part.rows for far in (*moved, shift % size))
+    moved = [home - one.offset for one in alignments(part.source, dim) if one.size == size]
+    return all(_distance(far, size) <= 2 * part.rows for far in (*moved, shift))
 
 
 def _of_whole(frame: Frame, part: Part, dim: int) -> Frame:

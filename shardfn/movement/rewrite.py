@@ -29,11 +29,15 @@ def may_move(jaxpr: Any) -> bool:
 
 def shifts_of(closed: Any) -> int:
     """How many shifts and selects `with_shifts` makes of a closed jaxpr, without tracing its function again."""
+    return _rehearsed(closed).shifted if may_move(closed.jaxpr) else 0
+
+
+def _rehearsed(closed: Any) -> Emitter:
+    """What emitted a closed jaxpr for once, and knows its shifts."""
     emitter = Emitter()
-    if may_move(closed.jaxpr):
-        args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
-        jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(*args)
-    return emitter.shifted
+    args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
+    jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(*args)
+    return emitter
 
 
 def _rules(emitter: Emitter) -> RebindRules:
@@ -59,8 +63,8 @@ def with_shifts(
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        emitter.shifted = 0
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
+        emitter.shifted, emitter.known, emitter.wanted, emitter.numbers = 0, _rehearsed(closed).wanted, {}, {}
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
         flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)

@@ -1,0 +1,152 @@
+"""Static movement as shifts: the values of the user's program, and no more bytes than its halo."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardfn
+from shardfn.movement import Emitter, shifts_of, with_shifts
+from shardfn.runtime.verify import compile_plan
+
+N = 64
+ROW = 4 * N
+
+
+def loop(step):
+    return lambda u: lax.fori_loop(0, 3, lambda _, v: step(v), u)
+
+
+def inner(u):
+    return u.at[1:-1, 1:-1].add(0.2 * (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]))
+
+
+def edges(u):
+    p = jnp.pad(u, 1, mode="edge")
+    return u + 0.2 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u)
+
+
+def life(g):
+    p = jnp.pad(g, 1)
+    n = sum(p[i : i + N, j : j + N] for i in range(3) for j in range(3)) - g
+    return jnp.where((n > 2.5) & (n < 3.5), 1.0, 0.0)
+
+
+def reflected(u):
+    p = jnp.pad(u, ((2, 2), (0, 0)), mode="reflect")
+    return sum(p[i : i + N] * w for i, w in enumerate((0.1, 0.2, 0.4, 0.2, 0.1)))
+
+
+def staggered(u):
+    return u.at[:-1].add(0.1 * (u[1:] - u[:-1])).at[1:].add(-0.1 * (u[1:] - u[:-1]))
+
+
+HALOS = {
+    "inner points updated": (loop(inner), (8, 1), 3 * 2 * ROW),
+    "inner points on two axes": (loop(inner), (2, 4), 3 * (2 * ROW // 4 + 2 * ROW // 2)),
+    "edges padded": (edges, (8, 1), 2 * ROW),
+    "life, zero padded": (life, (8, 1), 2 * ROW),
+    "five points, reflected": (reflected, (8, 1), 4 * ROW),
+    "upwind": (lambda u: u.at[1:].add(-0.5 * (u[1:] - u[:-1])), (8, 1), ROW),
+    "boundaries set": (lambda u: (0.5 * (u + jnp.roll(u, 1, 0))).at[0].set(1.0).at[-1].set(0.0), (8, 1), ROW),
+    "edge copied inwards": (lambda u: u.at[:, 0].set(u[:, 1]).at[:, -1].set(u[:, -2]), (1, 8), 2 * ROW),
+    "jnp.gradient": (lambda u: jnp.gradient(u, axis=0), (8, 1), 2 * ROW),
+    "jnp.diff": (lambda u: jnp.diff(u, axis=0, append=0.0), (8, 1), ROW),
+    "half the rows": (lambda u: 0.5 * u[::2] + 0.25 * (jnp.roll(u, 1, 0)[::2] + u[1::2]), (8, 1), ROW),
+    "staggered grids": (staggered, (8, 1), 2 * ROW),
+    "a sum of what has a neighbour": (lambda u: (u[1:] * u[:-1]).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "strategy", "halo"), HALOS.values(), ids=HALOS)
+def test_stencil_sends_its_halo_as_predicted_and_compiled(function, strategy, halo):
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(N, N)), jnp.float32)
+    sharded = shardfn.shard(function, (strategy,))
+    plan = sharded.plan(u)
+    assert plan.cost.bytes_sent <= 1.2 * halo
+    assert sum(c.total_bytes for c in compile_plan(plan).collectives) == pytest.approx(plan.cost.bytes_sent, rel=0.02)
+    np.testing.assert_allclose(sharded(u), jax.jit(function)(u), rtol=1e-5, atol=1e-5)
+
+
+def test_open_search_shards_a_heat_equation_with_fixed_edges():
+    def heat(u):
+        new = inner(u)
+        return new.at[0].set(1.0).at[-1].set(0.0).at[:, 0].set(new[:, 1]).at[:, -1].set(new[:, -2])
+
+    u = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    plan = shardfn.plan(lambda u: lax.fori_loop(0, 10, lambda _, v: heat(v), u), u, device="h100:8")
+    assert plan.cost.time_s < 0.3e-3
+    assert plan.cost.bytes_sent < 0.4e6
+
+
+X = jnp.arange(1.0, 17.0)
+UPDATES = {
+    "outside, dropped": lambda x: x.at[20].set(7.0).at[2].set(1.0),
+    "outside, clipped": lambda x: x.at[jnp.array([20, -30])].add(7.0, mode="clip"),
+    "outside in part, dropped": lambda x: x.at[jnp.array([15, 16])].set(7.0, mode="drop"),
+    "outside, filled": lambda x: x.at[1].add(x.at[99].get(mode="fill", fill_value=3.0)),
+    "negative": lambda x: x.at[-3:].multiply(2.0).at[-1].min(0.5),
+    "strided": lambda x: x.at[1::2].add(x[::2]).at[::4].set(0.0),
+    "twice the same": lambda x: x.at[jnp.array([3, 3, 5])].add(jnp.ones(3)),
+    "far away": lambda x: x.at[0].set(x[9]).at[12:14].set(x[2:4]),
+    "periodic ghosts": lambda x: (p := jnp.concatenate([x[-1:], x, x[:1]]))[2:] - p[:-2],
+    "longer than the array": lambda x: (p := jnp.exp(-jnp.pad(x, 2)))[4:] * p[:-4],
+    "a slice of a slice": lambda x: x[1:-1][2:-2] * x[3:-3],
+    "windows and their sum": lambda x: jnp.stack([x[i : i + 13] for i in range(4)]).sum(0),
+    "interleaved": lambda x: lax.pad(x, 0.0, [(1, 0, 1)])[1::2],
+    "a maximum of neighbours": lambda x: jnp.max(jnp.abs(x[1:] - x[:-1])),
+    "reversed": lambda x: x[::-1].at[0].set(0.0)[:-1] - x[1:],
+    "in a branch": lambda x: lax.cond(x[0] > 0, lambda y: y.at[1:].add(y[:-1]), lambda y: y, x),
+    "recomputed": jax.checkpoint(lambda x: jnp.sin(x.at[1:].add(x[:-1]))),
+}
+
+
+@pytest.mark.parametrize("function", UPDATES.values(), ids=UPDATES)
+def test_movement_as_shifts_has_the_values_and_gradients_of_the_program(function):
+    def total(f):
+        return lambda x: jnp.sin(jnp.asarray(f(x))).sum()
+
+    shifted = with_shifts(function, Emitter())
+    np.testing.assert_allclose(jax.jit(shifted)(X), jax.jit(function)(X), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(total(shifted)))(X), jax.jit(jax.grad(total(function)))(X), rtol=1e-6)
+    batch = jnp.stack([X, 2 * X])
+    np.testing.assert_allclose(jax.jit(jax.vmap(shifted))(batch), jax.jit(jax.vmap(function))(batch), rtol=1e-6)
+    sharded = shardfn.shard(function, ((4,),))
+    np.testing.assert_allclose(sharded(X), jax.jit(function)(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shards", [2, 8])
+@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric", "wrap"])
+def test_halo_that_is_wider_than_a_shard_has_the_values_of_the_program(mode, shards):
+    def smoothed(x):
+        p = jnp.pad(x, 3, mode=mode)
+        return sum(p[i : i + 16] for i in range(7))
+
+    np.testing.assert_allclose(shardfn.shard(smoothed, ((shards,),))(X), jax.jit(smoothed)(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "bfloat16"])
+def test_movement_of_any_dtype_has_the_values_of_the_program(dtype):
+    def moved(x):
+        padded = jnp.pad(x, 1)
+        return jnp.where(x == x[0], padded[2:], padded[:-2]).at[-1].set(x[1]).at[3:5].set(x[:2])
+
+    x = (X % 5 > 2) if dtype == "bool" else X.astype(dtype)
+    np.testing.assert_array_equal(shardfn.shard(moved, ((4,),))(x), jax.jit(moved)(x))
+
+
+UNTOUCHED = {
+    "rotary embedding": lambda x: jnp.concatenate([-x[:, 8:], x[:, :8]], 1) * jnp.sin(x),
+    "fused projections": lambda x: [jnp.tanh(part) for part in jnp.split(x, 4, 1)],
+    "tokens and targets": lambda x: (jnp.tanh(x[:, :-1]) * 2) @ x[1:],
+    "a class token": lambda x: jnp.concatenate([jnp.zeros((1, 16)), x], 0) @ x.T,
+    "halves": lambda x: x[:8] * x[8:],
+    "a rotation": lambda x: jnp.roll(x, 1, 0) + x,
+    "padded rows of a matmul": lambda x: jnp.pad(x, ((0, 3), (0, 0))) @ x.T,
+}
+
+
+@pytest.mark.parametrize("function", UNTOUCHED.values(), ids=UNTOUCHED)
+def test_program_without_neighbours_stays_as_it_is(function):
+    assert shifts_of(jax.make_jaxpr(function)(jnp.ones((16, 16)))) == 0
