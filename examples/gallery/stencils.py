@@ -107,8 +107,7 @@ def program(size: str) -> Program:
 NOTES = """
 ![The halo of one shard](../images/halo-light.svg)
 
-The rows and columns that a device receives in a step are its halo. Heat and life send theirs and nothing else. The filter reads
-two rows on each side and sends three: one for the shift by one, and two for the shift by two.
+The rows and columns that a device receives in a step are its halo. Heat, the filter and life send theirs and nothing else.
 
 The flow is planned with its halo: a row to each neighbour, of the three populations that move there. XLA's CPU compiler sends
 that. Its GPU compiler merges the slice `f[k]` with the roll, finds no roll any more, and exchanges the populations between all
