@@ -47,6 +47,7 @@ class More(TypedDict, total=False):
     layout: Any
     compiler_options: Mapping[str, Any] | None
     closed_over: str
+    check: bool
 
 
 @overload
@@ -118,6 +119,8 @@ def shard(
       closed_over: what becomes of arrays that the function closes over. "constant": every device holds all of each, as in
         `jax.jit`. "argument": they are sharded as arguments are, by the search or by `parameter_plan`, with paths such as
         "closed_over/weights".
+      check: whether the first call with new shapes also runs the unsharded function, and compares results and gradients leaf by
+        leaf (`ShardedFunction.check`). A difference beyond rounding is a `CheckError`. The function runs a few more times.
 
     Returns:
       A `ShardedFunction`. It plans on the first call with new shapes, and then runs as an ordinary JAX function.

@@ -17,7 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 
@@ -104,6 +104,16 @@ class CheckpointFileError(ShardError, OSError):
 
 class ClusterError(ShardError, RuntimeError):
     """A group of processes that cannot start, or whose environment contradicts itself."""
+
+
+class CheckError(ShardError, RuntimeError):
+    """A sharded function whose results or gradients are not those of the unsharded one.
+
+    Attributes:
+      result: the comparison of every array, a `CheckResult`. Print it for a table.
+    """
+
+    result: Any = None
 
 
 class ExtraError(ShardError, ImportError):

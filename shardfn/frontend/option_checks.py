@@ -16,7 +16,7 @@ from shardfn.frontend.options import OBJECTIVES, Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
-from shardfn.frontend.value_checks import one_of, option_problems
+from shardfn.frontend.value_checks import boolean, one_of, option_problems
 from shardfn.search.budget import BUDGETS
 from shardfn.search.styles import STYLES
 
@@ -31,6 +31,7 @@ ELSEWHERE = {
     "mesh": "device", "backend": "device", "platform": "device", "hardware": "device", "target": "device",
     "objective": "level", "optimize": "level", "static": "static_argnames", "recipe": "layout", "rules": "parameter_plan",
     "candidates": "compile_candidates", "timeout": "time_limit", "effort": "budget",
+    "verify": "check", "validate": "check", "debug": "check",
 }  # fmt: skip
 """What an option of `shard` is called in JAX, in other libraries or in speech."""
 
@@ -142,6 +143,7 @@ def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem
         problems.append(found)
     problems += [*_of_the_style(options), *_bounds(options), *_of_the_compiler(options.compiler_options)]
     problems += option_problems(one_of(*CLOSED_OVER), "closed_over", options.closed_over)
+    problems += option_problems(boolean, "check", options.check)
     for name in ("in_strategy", "out_strategy"):
         value = getattr(options, name)
         if value is not None and (problem := not_a_tuple(value, name, arguments)):

@@ -79,6 +79,8 @@ class Options:
     compiler_options: Any = None
     closed_over: str = "constant"
     """What becomes of arrays that the function closes over, one of `closed_over.OPTIONS`."""
+    check: bool = False
+    """Whether the first call of a kind compares the sharded function with the unsharded one."""
 
     def __post_init__(self) -> None:
         for name in ("level", "memory_limit", "compile_candidates", "time_limit", "budget"):

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -337,8 +338,13 @@ def _of_whole(frame: Frame, part: Part, dim: int) -> Frame:
     return Frame(with_rows(frame.shape, dim, part.source.shape[dim]), with_rows(frame.offset, dim, 0))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def rotated(x: Any, shift: int, dim: int) -> Any:
-    """An array whose row i is moved to row i + shift, around the end: one rotation for XLA."""
+    """An array whose row i is moved to row i + shift, around the end: one rotation for XLA.
+
+    >>> rotated(jnp.arange(4), 1, 0)
+    Array([3, 0, 1, 2], dtype=int32)
+    """
     size = x.shape[dim]
     cut = -shift % size
     return lax.concatenate([lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim)

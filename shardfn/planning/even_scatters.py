@@ -3,6 +3,8 @@
 XLA (JAX 0.10 to 0.12) counts the padding of unevenly sharded updates in a scatter that combines (`.at[i].add(u)`, the gradient
 of a lookup, `segment_sum`): it combines the padding with row 0. Here updates and indices get further rows until their
 shards are even. These rows are combined with row 0 too, and are the neutral element.
+
+XLA ends the process where an index of unsigned integers, as in the gradient of a sort, has uneven shards. Here it is signed.
 """
 
 from __future__ import annotations
@@ -49,9 +51,20 @@ def rows_multiple(op: Op, partitioned: PartitionedProgram, before: Mapping[int, 
     return math.lcm(*found)
 
 
+def is_unsigned(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether a gather or scatter has an index of unsigned integers that has uneven shards."""
+    index = partitioned.graph.values[op.inputs[1]]
+    each = zip(index.shape, partitioned.shards(op.inputs[1]), strict=True)
+    uneven = any(size % shards for size, shards in each)
+    rows = op.inputs[2] if op.name == "scatter" else op.outputs[0]
+    each = zip(partitioned.graph.values[rows].shape, partitioned.shards(rows), strict=True)
+    return index.dtype.startswith("ui") and (uneven or any(size % shards for size, shards in each))
+
+
 def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     """The outputs of a scatter that combines, with updates and indices that are padded to a multiple of rows."""
     operand, index, updates = inputs
+    index = index.astype(np.int32) if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else index
     numbers = eqn.params["dimension_numbers"]
     kept = {*numbers.scatter_indices_batching_dims, index.ndim - 1}
     rows = [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]

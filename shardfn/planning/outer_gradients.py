@@ -1,15 +1,17 @@
 """Derivative rules for functions that are differentiated from outside, where the gradient is no part of the plan.
 
-JAX transposes the tangent program of each op. Four transposes meet bugs of XLA along a sharded dimension:
+JAX transposes the tangent program of each op. Some transposes meet bugs of XLA along a sharded dimension:
 
-- A slice with strides becomes a pad between elements.
+- A slice with strides becomes a pad between elements. One without becomes a pad, which does not compile for some uneven shards.
 - A pad becomes a pad by negative numbers (a crop). With strides between windows a sum over windows becomes both.
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
 - A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
+- A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
 
-Here the tangents of the first three are written with reshapes, slices and concatenations, whose transposes XLA computes
-correctly for every sharding. Those of pooling are taken along unsharded windows, those of lookups with even shards.
-Cumulative ops have tangents made of such ops. The values of a function are computed as without these rules.
+Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
+computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
+along unsharded windows, and those of lookups have even shards. Cumulative ops have tangents made of such ops. The values of a
+function are computed as without these rules.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
+from shardfn.movement import rotated
 from shardfn.planning.even_scatters import even_lookup, rows_multiple
 from shardfn.planning.workarounds import unsharded
 
@@ -42,11 +45,21 @@ def correct_gradients(
       multiple: of what the number of a lookup's rows must be a multiple for even shards (`even_scatters.rows_multiple`).
     """
 
+    devices = mesh.size
+
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if _is_rotation(eqn):
+            return bind_one(eqn, inputs)
+        if eqn.primitive.name == "sort":
+            return _sorted(eqn)(*inputs)
+
         def op(*operands: Any) -> Any:
             return bind_one(eqn, operands)[0]
 
         def tangent_of(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            if cropped := _cropped(eqn, devices):
+                own = jnp.zeros_like(primals[0]) if _is_zero(tangents[0]) else tangents[0]
+                return unsharded(mesh, _slice(eqn.params, unsharded(mesh, own, cropped)), cropped)
             if linear := _LINEAR.get(eqn.primitive.name):
                 first, *others = tangents
                 return linear(eqn.params, jnp.zeros_like(primals[0]) if _is_zero(first) else first, *others)
@@ -64,12 +77,27 @@ def correct_gradients(
         )
         return [corrected(*inputs)]
 
-    return rebind(function, lambda eqn, number: _is_at_risk(eqn, multiple), bind, static_argnums)
+    return rebind(
+        function, lambda eqn, number: _is_rotation(eqn) or _is_at_risk(eqn, multiple, devices), bind, static_argnums
+    )
 
 
-def has_gradients_at_risk(jaxpr: Any, multiple: int = 1) -> bool:
-    """Whether `correct_gradients` changes a function, by its jaxpr."""
-    return any(_is_at_risk(eqn, multiple) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+def has_gradients_at_risk(jaxpr: Any, multiple: int, devices: int) -> bool:
+    """Whether `correct_gradients` changes a function for a number of devices, by its jaxpr."""
+    return any(_is_at_risk(eqn, multiple, devices) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+
+
+def _is_rotation(eqn: Any) -> bool:
+    """Whether an equation is a rotation of `movement`, whose transpose XLA computes correctly as it stands."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == rotated.__name__
+
+
+def _cropped(eqn: Any, devices: int) -> list[int]:
+    """The dimensions that a slice without strides shortens, and that `devices` shards do not divide."""
+    if eqn.primitive.name != "slice" or max(eqn.params["strides"] or (1,), default=1) > 1:
+        return []
+    sizes = zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)
+    return [d for d, (before, after) in enumerate(sizes) if before != after and (before % devices or after % devices)]
 
 
 def lookup_multiple(partitioned: PartitionedProgram) -> int:
@@ -78,13 +106,16 @@ def lookup_multiple(partitioned: PartitionedProgram) -> int:
     return math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
 
 
-def _is_at_risk(eqn: Any, multiple: int) -> bool:
+def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
     """Whether XLA may compute the transpose of an equation wrongly."""
     name, params = eqn.primitive.name, eqn.params
+    if name == "sort":
+        sizes = eqn.invars[0].aval.shape
+        return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
     if name == "gather":
         is_found = multiple > 1
     elif name == "slice":
-        is_found = max(params["strides"] or (1,), default=1) > 1
+        is_found = max(params["strides"] or (1,), default=1) > 1 or bool(_cropped(eqn, devices))
     elif name == "reduce_window_sum":
         rows = zip(*(params[n] for n in ("window_dimensions", "window_dilation", "padding")), strict=True)
         is_cropped = any(max(edges) > (size - 1) * spacing for size, spacing, edges in rows)
@@ -105,6 +136,29 @@ def _overlapping(eqn: Any) -> list[int]:
         for d, (size, stride, spacing, base) in enumerate(rows)
         if (size > 1 and (size - 1) * spacing + 1 >= 2 * stride) or base > 1
     ]
+
+
+def _sorted(eqn: Any) -> Callable[..., list[Any]]:
+    """`lax.sort`, whose tangents are looked up at signed places."""
+    dim, shape = eqn.params["dimension"], eqn.invars[0].aval.shape
+
+    @jax.custom_jvp
+    def op(*operands: Any) -> list[Any]:
+        return bind_one(eqn, operands)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        place = lax.broadcasted_iota(np.int32, shape, dim)
+        *found, order = lax.sort(
+            (*primals, place), dimension=dim, is_stable=eqn.params["is_stable"], num_keys=eqn.params["num_keys"]
+        )
+        moved = [
+            np.zeros(shape, jax.dtypes.float0) if t.dtype == jax.dtypes.float0 else jnp.take_along_axis(t, order, dim)
+            for t in tangents
+        ]
+        return found, moved
+
+    op.defjvp(derivative)
+    return op
 
 
 def _slice(params: dict[str, Any], x: Any) -> Any:

@@ -243,6 +243,30 @@ class Plan:
         """
         return _later("runtime.verify.verify")(self)
 
+    def check(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the planned function sharded and unsharded, and compare results and gradients leaf by leaf.
+
+        Args:
+          args: the positional arguments of the planned call. None is donated.
+          kwargs: its keyword arguments.
+
+        Returns:
+          The `CheckResult`: print it for a table. A difference is no error; ask `agrees`.
+
+        Raises:
+          DeviceError: the devices of the plan are not here.
+          NotAvailableError: they belong to several processes.
+          StrategyError: other arguments than planned; a plan that was pickled, or that is of a module, whose arrays it lacks.
+
+        >>> import jax.numpy as jnp, shardfn
+        >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 2))
+        >>> made = shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 2)))
+        >>> result = made.check(x, w)
+        >>> result.agrees, [f"{row.what} {row.path}" for row in result.rows][:3]
+        (True, ['result result', 'gradient x', 'gradient w'])
+        """
+        return _later("runtime.check.check_plan")(self, args, kwargs)
+
     def decision(self, path: str) -> Decision:
         """The sharding of one array, and why it was chosen.
 

@@ -36,7 +36,7 @@ from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
-from shardfn.planning.even_scatters import NEUTRAL, even_scatter, rows_multiple
+from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
 from shardfn.planning.uneven_movement import Movement, gathered_dims, is_uneven, movement_of, movement_of_equation
 
 REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
@@ -125,7 +125,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "padding"))
         if op.name == "scatter" and op.combines:
             multiple = rows_multiple(op, partitioned, moved_from)
-            if multiple > 1:
+            if multiple > 1 or is_unsigned(op, partitioned):
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
             found.setdefault(WrongOp(op.where, "update"))

@@ -152,7 +152,8 @@ def _differentiable(
 ) -> Callable[..., Any]:
     """A function of a plan whose derivatives XLA computes rightly when they are taken from outside."""
     multiple = lookup_multiple(plan.partitioned)
-    if plan.hardware.count == 1 or not has_gradients_at_risk(answered_call(plan).posed.call.traced.jaxpr, multiple):
+    devices, jaxpr = plan.hardware.count, answered_call(plan).posed.call.traced.jaxpr
+    if devices == 1 or not has_gradients_at_risk(jaxpr, multiple, devices):
         return function
     return functools.wraps(function)(correct_gradients(function, mesh.mesh, static_argnums, multiple))
 

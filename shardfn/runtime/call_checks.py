@@ -16,6 +16,8 @@ from shardfn.frontend.arguments import Call
 from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed
 from shardfn.planning.plan import Plan
+from shardfn.runtime.apply import lies_elsewhere
+from shardfn.units import bytes_text
 
 
 def refuse_shard_map(name: str) -> None:
@@ -103,3 +105,34 @@ def refuse_donated_twice(name: str, call: Call, options: Options) -> None:
              where="; ".join(f"{paths[first]} is {paths[other]}" for first, other in twice),
              why="a donated array's memory is used for results, so that nothing else may read it",
              fix="pass a copy (`jnp.copy`), or do not donate the argument")  # fmt: skip
+
+
+def transfers(plan: Plan, leaves: Sequence[Any], targets: Sequence[Any]) -> tuple[str, ...]:
+    """A line for each argument of a call that arrives with another sharding than planned.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays of the call.
+      targets: their planned shardings.
+    """
+    return tuple(
+        f"`{d.path}` arrives with {leaf.sharding} and is transferred in every call: {bytes_text(d.local_bytes)} per device; "
+        "fix: move it once, as in jax.device_put(args, plan.in_shardings)"
+        for d, leaf, target in zip(plan.inputs, leaves, targets, strict=True)
+        if lies_elsewhere(leaf, target) and leaf.committed
+    )
+
+
+def are_usable(leaves: Sequence[Any], donates: bool) -> bool:
+    """Whether leaves are no tracers and, where some are donated, each has its memory and stands once: JAX 0.10 crashes else."""
+    if not CONCRETE.issuperset(map(type, leaves)):
+        return False
+    if not donates:
+        return True
+    return len(set(map(id, leaves))) == len(leaves) and not any(
+        [x.is_deleted() for x in leaves if isinstance(x, jax.Array)]
+    )
+
+
+CONCRETE: set[type] = set()
+"""Types of array leaves that have been seen and are no tracers."""

@@ -68,6 +68,8 @@ class Entry:
     """Whether XLA is known to compile the plan."""
     is_agreed: bool = False
     """Whether all processes are known to have this plan."""
+    is_checked: bool = False
+    """Whether a check found no difference (`runtime.check`)."""
     logged: tuple[str, ...] = ()
     """Diagnostics that XLA logged when it compiled the plan."""
     in_types: tuple[Spec | None, ...] = ()

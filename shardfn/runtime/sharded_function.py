@@ -36,18 +36,22 @@ from shardfn.planning.call_function import OtherCall, closed_over_arguments, pur
 from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
+from shardfn.runtime.agreement import CheckResult
 from shardfn.runtime.apply import counted_run, lies_elsewhere, moved
 from shardfn.runtime.call_checks import (
+    CONCRETE,
+    are_usable,
     refuse_donated_twice,
     refuse_shapes,
     refuse_shard_map,
     refuse_target,
     refuse_target_of_report,
+    transfers,
 )
+from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
 from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.processes import check_devices, refuse_numpy
 from shardfn.runtime.progress import progress
-from shardfn.units import bytes_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +140,7 @@ class ShardedFunction(Generic[P, R]):
             and defaults.current() is self._fast_defaults
             and jax.sharding.get_abstract_mesh() is self._fast_context
             and outer_hardware() is None
-            and (not self._checks_arrays or _are_usable(tree_util.tree_leaves(args), self._donates))
+            and (not self._checks_arrays or are_usable(tree_util.tree_leaves(args), self._donates))
         ):
             try:
                 return self._fast(*args)
@@ -196,7 +200,39 @@ class ShardedFunction(Generic[P, R]):
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
         counted = self._counted(callee, call, entry) if run else None
-        return in_detail(make_report(entry.plan, found, self._transfers(entry, call), counted), detail)
+        return in_detail(
+            make_report(
+                entry.plan, found, transfers(entry.plan, tree_util.tree_leaves(call.dynamic), entry.targets), counted
+            ),
+            detail,
+        )
+
+    def check(self, /, *args: Any, **kwargs: Any) -> CheckResult:
+        """Run a call sharded and unsharded, and compare results and gradients leaf by leaf.
+
+        Args:
+          args: the positional arguments. None is donated, and a module keeps its arrays.
+          kwargs: the keyword arguments. All of them go to the function.
+
+        Returns:
+          The `CheckResult`: print it for a table. A difference is no error; ask `agrees`.
+
+        Raises:
+          ShardError: all problems of the call, or devices that are not here or belong to several processes.
+
+        >>> import jax.numpy as jnp, shardfn
+        >>> shardfn.shard(lambda x: 2 * x, ((4, 1),)).check(jnp.ones((8, 4))).headline
+        '<lambda>: 3 arrays agree; compared with the unsharded function on one CPU device'
+        """
+        callee, call = self._bound(args, kwargs)
+        entry = self._entry(callee, call)
+        refuse_uncheckable(entry.plan)
+        if call.closed_over is not None:
+            call = self._placed(callee, call, entry)
+        leaves, treedef = tree_util.tree_flatten(call.dynamic)
+        refuse_shapes(self.callee.name, entry.plan, leaves)
+        entry = self._compiled(callee, call, entry, lambda e: _arrays(call, e, leaves, treedef))
+        return check_entry(entry, leaves)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the sharded function for a call, as `jax.jit(f).lower` does.
@@ -270,15 +306,6 @@ class ShardedFunction(Generic[P, R]):
         traced = entry.jitted.trace(*shapes)
         return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
 
-    def _transfers(self, entry: Entry, call: Call) -> tuple[str, ...]:
-        leaves = tree_util.tree_leaves(call.dynamic)
-        return tuple(
-            f"`{d.path}` arrives with {leaf.sharding} and is transferred in every call: {bytes_text(d.local_bytes)} per device; "
-            "fix: move it once, as in jax.device_put(args, plan.in_shardings)"
-            for d, leaf, target in zip(entry.plan.inputs, leaves, entry.targets, strict=True)
-            if lies_elsewhere(leaf, target) and leaf.committed
-        )
-
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_per_device():
             callee, call = self._bound(args, kwargs)
@@ -300,8 +327,10 @@ class ShardedFunction(Generic[P, R]):
         refuse_shapes(self.callee.name, entry.plan, leaves)
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
+                if self.options.check and not entry.is_checked:
+                    warn_of_tracers(self.callee.name)
                 return _finish(callee, call, self._run_nested(entry, call, leaves, treedef), entry.holds_static)
-            _CONCRETE.update(map(type, leaves))
+            CONCRETE.update(map(type, leaves))
             arrays = _arrays(call, entry, leaves, treedef)
             if not entry.is_compiled:
                 own, first = arrays, entry
@@ -311,6 +340,8 @@ class ShardedFunction(Generic[P, R]):
                 arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
             if not entry.is_agreed:
                 entry = self._entries[_key(callee, call)] = agreed(entry)
+            if self.options.check and not entry.is_checked:
+                entry = self._entries[_key(callee, call)] = checked(entry, leaves)
             # A first state may arrive otherwise; what the call returns is sharded as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
@@ -467,18 +498,3 @@ class Methods(dict[ShardedFunction, ShardedFunction]):
 
 def _no_fast_path(*args: Any) -> Any:
     raise OtherCall
-
-
-def _are_usable(leaves: list[Any], donates: bool) -> bool:
-    """Whether leaves are no tracers and, where some are donated, each has its memory and stands once: JAX 0.10 crashes else."""
-    if not _CONCRETE.issuperset(map(type, leaves)):
-        return False
-    if not donates:
-        return True
-    return len(set(map(id, leaves))) == len(leaves) and not any(
-        [x.is_deleted() for x in leaves if isinstance(x, jax.Array)]
-    )
-
-
-_CONCRETE: set[type] = set()
-"""Types of array leaves that have been seen and are no tracers."""

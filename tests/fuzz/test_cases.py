@@ -34,7 +34,7 @@ def rows():
                     slow = True
 
 
-@pytest.mark.parametrize(("case", "strategy", "dtype", "devices"), rows())
+@pytest.mark.parametrize(("case", "strategy", "dtype", "devices"), [*rows()])
 def test_case_sharded_equals_unsharded(case, strategy, dtype, devices):
     function, devices = case.function, jax.devices()[:devices]
     args = [made_data(shape, dtype, i) for i, shape in enumerate(case.shapes)]

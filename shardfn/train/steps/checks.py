@@ -16,6 +16,7 @@ from shardfn.train.collectives import id_problems
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.scan_layers.scan import reuse_problems
 from shardfn.train.scan_layers.train_step import recompute_problems
+from shardfn.train.steps.check_step import check_problems
 from shardfn.train.steps.offload import memory_problems
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.tables import ids_problems
@@ -33,6 +34,7 @@ AROUND_A_PIPELINE: Mapping[str, tuple[str, str]] = {
     "reuse": ("stages are compiled as they are", "leave it out, or scan over equal layers within a stage"),
     "recompute": ("its backward pass rematerialises every stage from the stage's input",
                   "leave it out, or wrap functions within a stage with train.recompute"),
+    "check": ("its stages are one program for all devices", "check the loss alone: shard(loss, check=True)"),
     "ids": ("its stages hold all their parameters", "train without a pipeline, or keep the table as an array"),
     "in_strategy": (_LAID, "leave it out: dimension 0 of the batch is sharded over the data axis"),
     "parameter_plan": (_LAID, "give it to train.pipeline, by the paths of the model"),
@@ -96,6 +98,7 @@ def _values(asked: StepOptions, names: Iterable[str]) -> Iterator[Problem]:
     yield from reuse_problems(asked.reuse)
     yield from ids_problems(asked.ids)
     yield from memory_problems(asked.opt_state_memory_kind)
+    yield from check_problems(asked)
 
 
 def _around_a_pipeline(asked: StepOptions) -> Iterator[Problem]:

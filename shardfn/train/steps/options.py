@@ -88,6 +88,8 @@ class StepOptions:
     """How many layers the backward pass rematerialises, or "auto"."""
     options: Mapping[str, Any]
     """The options for `shard`."""
+    check: bool = False
+    """Whether the first step is compared with the unsharded one."""
 
     @property
     def settings(self) -> TrainingSettings:

@@ -43,6 +43,8 @@ class ShardedStep:
     """Of `NamedSharding`s."""
     buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
     """The fused collectives of gradients and parameters, each with the paths of its operands."""
+    is_checked: bool = False
+    """Whether a check found no difference to the unsharded step."""
 
 
 def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:

@@ -56,6 +56,7 @@ def step(
     reuse: Any = None,
     recompute: Any = None,
     donate: bool = True,
+    check: bool = False,
     **options: Any,
 ) -> TrainStep:
     """Make a jitted training step, called as `state, loss = step(state, *batch)`.
@@ -111,6 +112,8 @@ def step(
         `memory_limit`; either scans layers as `reuse` does, and `step.recomputed` has the cost. Or globs of submodules of
         the model, `"layers/*"`, as in `train.recompute`.
       donate: whether the next state reuses the memory of the old one.
+      check: whether the first step also runs unsharded, and the loss and the next state are compared leaf by leaf. A difference
+        beyond rounding is a `CheckError`; `step.check(state, *batch)` gives the table.
       **options: options of `shard` for the search (`search_mode`, `memory_limit`, `compile_candidates`, ...).
 
     Returns:
@@ -153,6 +156,7 @@ def step(
         parallel_optimizer_comm_recompute=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
         fusion=fusion, reuse=reuse, recompute=recompute,
         options={**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan},
+        check=check,
     )  # fmt: skip
     raise_problems(step_problems(asked, inspect.signature(step).parameters))
     _warn_of_dataset(asked)

@@ -15,12 +15,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.cost.devices.hardware import Hardware, used_here
-from shardfn.errors import StrategyError, StrategyTypeError, a, fail, warn
+from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.frontend import defaults
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
+from shardfn.runtime.agreement import CheckResult
 from shardfn.runtime.apply import moved
 from shardfn.runtime.processes import spans_processes
 from shardfn.train.collectives import Bucket
@@ -28,6 +29,7 @@ from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_laye
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
 from shardfn.train.steps import cells
 from shardfn.train.steps.batches import positional_batch
+from shardfn.train.steps.check_step import check_problems, check_step, refuse_wrong_step
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
 from shardfn.train.steps.state import (
@@ -148,6 +150,8 @@ class TrainStep:
         if self.options.device is not None and not (hardware := self.options.hardware()).is_here:
             self._refuse_target(hardware, f"{self!r} cannot run on", "use .plan(...) or .explain(...); to run")
         function = self._for(state, batch).function
+        if self.options.check:
+            self._check_once(state, batch)
         with defaults.override(self.options.defaults):
             return function(state, *batch)
 
@@ -187,6 +191,34 @@ class TrainStep:
         batch = self._ordered(batch, named)
         with defaults.override(self.options.defaults):
             return self._for(state, batch).planned.explain(state, *batch, compiled=compiled)
+
+    def check(self, state: TrainState, /, *batch: Any, **named: Any) -> CheckResult:
+        """Take a step sharded and unsharded, and compare the loss and the next state leaf by leaf.
+
+        Args:
+          state: the state, which keeps its memory.
+          *batch: arrays as the step gets them.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          The `CheckResult`: print it for a table. A difference is no error; ask `agrees`.
+
+        Raises:
+          StrategyError, StrategyTypeError: if state, batch or devices do not fit, or there is no unsharded step to compare with.
+          DeviceError: the devices are not here.
+          NotAvailableError: they belong to several processes.
+
+        >>> import optax
+        >>> from shardfn import train
+        >>> step = train.step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.sgd(0.1), mode="data_parallel")
+        >>> result = step.check(step.init({"w": jnp.ones((4, 2))}), jnp.ones((8, 4)))
+        >>> result.agrees, [row.path for row in result.rows]
+        (True, ['state/params/w', 'state/step', 'loss'])
+        """
+        raise_problems(check_problems(dataclasses.replace(self._given_options, check=True)))
+        batch = self._ordered(batch, named)
+        step = self._for(state, batch)
+        return check_step(self.options, self._parts_of(state), step, state, batch)
 
     def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
         """Lower a step.
@@ -304,11 +336,24 @@ class TrainStep:
         options = self.options
         return model_parts(model, options.frozen, options.mutable, options.layerwise_parallel)
 
+    def _check_once(self, state: TrainState, batch: tuple[Any, ...]) -> None:
+        step = self._for(state, batch)
+        if any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves((state, batch))):
+            warn("`check` does not see the values of a step in a transformation; use step.check(state, *batch) outside")
+        elif not step.is_checked:
+            refuse_wrong_step(self.options, check_step(self.options, self._parts_of(state), step, state, batch))
+            self._sharded[_kind(batch)] = dataclasses.replace(step, is_checked=True)
+
     def _for(self, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:
-        leaves, treedef = tree_util.tree_flatten(batch)
-        key = treedef, tuple(map(shape_of, leaves))
+        key = _kind(batch)
         if key not in self._sharded:
             with defaults.override(self.options.defaults):
                 parts = self._parts_of(state)
                 self._sharded[key] = shard_step(self.options, parts, *shapes_of((state, batch)))
         return self._sharded[key]
+
+
+def _kind(batch: tuple[Any, ...]) -> Any:
+    """What batches of one step share."""
+    leaves, treedef = tree_util.tree_flatten(batch)
+    return treedef, tuple(map(shape_of, leaves))
