@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan_time": ("--only", "12 layers unrolled", "24 layers scanned", "with gradients", "explain", "Llama"),
     "reuse": ("--layers", "6", "24"),
     "speedup": (),
+    "stencils": (),
     "train": (),
     "truth": (),
 }

@@ -131,6 +131,36 @@ def search(theme: dict[str, str]) -> str:
     return c.done()
 
 
+def halo(theme: dict[str, str]) -> str:
+    """An array in 2 x 4 shards, and one shard with the row and the columns that its device receives."""
+    c = Canvas(760, 268, "The halo of one shard: a row and two columns of its neighbours", theme)
+    cell, left, top = 12, 40, 52
+    c.text(left + 8 * cell, 26, "u, strategy (2, 4)", 14, mono=True)
+    for row in range(2):
+        for column in range(4):
+            c.box(left + column * 4 * cell, top + row * 8 * cell, 4 * cell, 8 * cell, COLUMNS[column])
+    x, y = left + 4 * cell, top
+    read = [(x - cell, y, cell, 8 * cell), (x + 4 * cell, y, cell, 8 * cell), (x, y + 8 * cell, 4 * cell, cell)]
+    for each in read:
+        c.box(*each, ROWS[0], "text")
+    c.text(x + 2 * cell, y + 4 * cell + 5, "device 1", 11, "text")
+    c.arrow(270, 148, 320, 148)
+    c.text(460, 26, "what device 1 computes with", 14, bold=True)
+    x, y, cell = 412, 52, 24
+    c.box(x, y, 4 * cell, 8 * cell * 0.9, COLUMNS[1])
+    tall = 8 * cell * 0.9
+    for left_side in (x - cell, x + 4 * cell):
+        c.box(left_side, y, cell, tall, ROWS[0], "text")
+    c.box(x, y + tall, 4 * cell, cell * 0.9, ROWS[0], "text")
+    c.text(x + 2 * cell, y + tall / 2, "its shard", 13)
+    for height, text in ((86, "a column from device 0"), (116, "a column from device 2"), (146, "a row from device 5")):
+        c.box(560, height - 11, 12, 12, ROWS[0], "text")
+        c.text(582, height, text, 13, anchor="start")
+    c.text(560, 186, "one collective-permute", 12, "accent", "start")
+    c.text(560, 204, "for each direction", 12, "accent", "start")
+    return c.done()
+
+
 def draw_a_plan() -> None:
     """The pictures that a plan draws of itself: they follow the page's theme."""
     import jax
@@ -146,7 +176,7 @@ def draw_a_plan() -> None:
         made.draw(kind).save(FOLDER / f"plan-{kind}.svg")
 
 
-PICTURES: dict[str, Callable[[dict[str, str]], str]] = {"mlp": mlp, "search": search}
+PICTURES: dict[str, Callable[[dict[str, str]], str]] = {"mlp": mlp, "search": search, "halo": halo}
 
 
 def main() -> None:
