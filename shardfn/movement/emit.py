@@ -35,6 +35,7 @@ from shardfn.movement.values import (
     form,
     scalar_of,
     sliced,
+    transposed,
     with_rows,
 )
 
@@ -237,6 +238,25 @@ class Emitter:
             if far == abs(shift):
                 break
         return found
+
+    def transposed(self, value: Value, order: Sequence[int]) -> Value:
+        """The array of a value with its dimensions in another order; made once."""
+        if isinstance(value, Elementwise) and value.placed.get("home", value).shape != value.shape:
+            return transposed(self.settled(value), order, self.transposed)
+        x, order = self.array(value), tuple(order)
+        if (id(x), order) not in self.made:
+            made = lax.transpose(x, order)
+            self.made[id(x), order] = x, made
+            self.made[id(made), tuple(order.index(d) for d in range(len(order)))] = made, x
+        return self.made[id(x), order][1]
+
+    def lane(self, x: Any, dim: int, stride: int, lane: int) -> Any:
+        """Row `lane` of each group of `stride` rows of an array; made once."""
+        key = id(x), dim, stride, lane
+        if key not in self.made:
+            first = [lane if d == dim else 0 for d in range(x.ndim)]
+            self.made[key] = x, lax.slice(x, first, x.shape, [stride if d == dim else 1 for d in range(x.ndim)])
+        return self.made[key][1]
 
     def _piece(self, part: Part, dim: int, frame: Frame, first: int) -> Any:
         """A part that is no shift of an array of the frame: a constant, few rows from far away, or another array. In the frame

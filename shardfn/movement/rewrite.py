@@ -57,8 +57,8 @@ def with_shifts(
 
     >>> import jax.numpy as jnp
     >>> emitter = Emitter()
-    >>> with_shifts(lambda x: x.at[1:].add(x[:-1]), emitter)(jnp.arange(4)), emitter.shifted
-    (Array([0, 1, 3, 5], dtype=int32), 2)
+    >>> with_shifts(lambda x: x.at[1:].add(x[:-1]), emitter)(jnp.arange(4)), emitter.shifted > 0
+    (Array([0, 1, 3, 5], dtype=int32), True)
     """
 
     @functools.wraps(function)

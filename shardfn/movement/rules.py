@@ -185,20 +185,10 @@ def _strided(emitter: Emitter, value: Value, dim: int, first: int, rows: int, st
         return None
     group, lane = divmod(part.first, stride)
     if not isinstance(source, Lazy):
-        taken = _lane(source, dim, stride, lane)
+        taken = emitter.lane(source, dim, stride, lane)
     else:
         return None
     return sliced(taken, dim, group, rows)
-
-
-def _lane(x: Any, dim: int, stride: int, lane: int) -> Any:
-    """Row `lane` of each group of `stride` rows."""
-    limits = list(x.shape)
-    starts = [0] * x.ndim
-    starts[dim] = lane
-    strides = [1] * x.ndim
-    strides[dim] = stride
-    return lax.slice(x, starts, limits, strides)
 
 
 def _pad(call: Call) -> Value | None:
@@ -388,27 +378,27 @@ def _combined(
 def _put_strided(
     call: Call, value: Value, updates: Value, starts: Sequence[int], dim: int, stride: int,
     combine: Callable[[Any, Any], Any] | None,
-) -> Value:  # fmt: skip
-    """Updates put into, or combined with, each `stride`-th row."""
-    emitter, rows = call.emitter, updates.shape[dim]
-    own = emitter.array(updates)
-    spread = jnp.repeat(own, stride, axis=dim, total_repeat_length=rows * stride)
-    size = (rows - 1) * stride + 1
-    spread = sliced(spread, dim, 0, size)
-    there = emitter.movable(value)
-    for d, (start, n) in enumerate(zip(starts, spread.shape, strict=True)):
-        there = sliced(there, d, start, n)
-    shape = tuple(spread.shape)
-    lanes = Iota(shape, np.dtype(np.int32), dim)
+) -> Value | None:  # fmt: skip
+    """Updates put into, or combined with, each `stride`-th row: each stands in the group of rows that it is put into."""
+    emitter, rows, size, start = call.emitter, updates.shape[dim], value.shape[dim], starts[dim]
+    if size % stride or any(
+        n != k for d, (n, k) in enumerate(zip(value.shape, updates.shape, strict=True)) if d != dim
+    ):
+        return None
+    first, last = start // stride, start + (rows - 1) * stride
+    place = Frame(with_rows(updates.shape, dim, size // stride), with_rows((0,) * len(starts), dim, first))
+    own = emitter.place(updates, place)
+    shape = (*own.shape[: dim + 1], stride, *own.shape[dim + 1 :])
+    spread = jnp.broadcast_to(jnp.expand_dims(own, dim + 1), shape).reshape(value.shape)
 
     def put(arrays: Sequence[Any]) -> Any:
         old, new, row = arrays
-        return lax.select(row % stride == 0, combine(old, new) if combine else new, old)
+        is_written = (row % stride == start % stride) & (row >= start) & (row <= last)
+        return lax.select(is_written, combine(old, new) if combine else new, old)
 
-    update = elementwise(put, (there, spread, lanes), shape, value.dtype, emitter)
-    if isinstance(update, Elementwise) and not isinstance(value, Lazy):
-        emitter.place(update, Frame(tuple(value.shape), tuple(starts)))
-    return _put(emitter, value, update, starts)
+    emitter.shifted += 1
+    lanes = Iota(tuple(value.shape), np.dtype(np.int32), dim)
+    return elementwise(put, (emitter.movable(value), spread, lanes), tuple(value.shape), value.dtype, emitter, 0.5)
 
 
 def _gather(call: Call) -> Value | None:
@@ -452,7 +442,7 @@ def _moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Valu
         return value
     order = [d for d in range(len(value.shape)) if d != source]
     order.insert(target, source)
-    return transposed(value, order, lambda x, own: lax.transpose(emitter.array(x), own))
+    return transposed(value, order, emitter.transposed)
 
 
 # ---- other dimensions
@@ -462,7 +452,7 @@ def _transpose(call: Call) -> Value | None:
     value = call.emitter.settled(call.operands[0])
     if not isinstance(value, Moved | Spread):
         return None
-    return transposed(value, call.params["permutation"], lambda x, own: lax.transpose(call.emitter.array(x), own))
+    return transposed(value, call.params["permutation"], call.emitter.transposed)
 
 
 def _broadcast(call: Call) -> Value | None:

@@ -163,6 +163,13 @@ def transposed(value: Value, order: Sequence[int], of_array: Callable[[Any, Sequ
     if isinstance(value, Moved):
         parts = tuple(part._replace(source=transposed(part.source, order, of_array)) for part in value.parts)
         return Moved(tuple(value.shape[d] for d in order), value.dtype, list(order).index(value.dim), parts)
+    if isinstance(value, Elementwise) and "home" not in value.placed:
+        operands = (transposed(o, order, of_array) if np.shape(o) else o for o in value.operands)
+        return dataclasses.replace(
+            value, shape=tuple(value.shape[d] for d in order), operands=tuple(operands), placed={}, aligned={}
+        )
+    if isinstance(value, Iota):
+        return Iota(tuple(value.shape[d] for d in order), value.dtype, list(order).index(value.dim))
     if isinstance(value, Spread):
         return Spread(
             tuple(value.shape[d] for d in order),
