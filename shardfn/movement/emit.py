@@ -59,6 +59,8 @@ class Emitter:
     known: Mapping[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict, repr=False)
     wanted: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict, repr=False)
     numbers: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict, repr=False)
+    cut: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """The arrays that are slices of others, by `id`."""
     made: dict[Any, tuple[Value, Any]] = dataclasses.field(default_factory=dict, repr=False)
     """By form and frame the values that were placed, and their arrays, in the jaxpr that is traced now."""
 
@@ -68,7 +70,9 @@ class Emitter:
             return value
         if "own" not in value.placed:
             with line_of(value):
-                value.placed["own"] = self._own(value)
+                value.placed["own"] = own = self._own(value)
+            if isinstance(value, Moved | Squeezed):
+                self.cut[id(own)] = own
         return value.placed["own"]
 
     def movable(self, value: Value) -> Value:
@@ -191,7 +195,9 @@ class Emitter:
             for part in value.parts:
                 own = self.place(part.source, _of_whole(frame, part, dim))
                 pieces.append(lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim))
-            return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+            made = pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+            self.cut[id(made)] = made
+            return made
         base = max(framed, key=lambda i: places[i][0].rows)
         found, is_selected = None, False
         position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
@@ -222,6 +228,12 @@ class Emitter:
         moved less far, so that both together send each row once."""
         if not shift:
             return x
+        if id(x) in self.cut:  # XLA on GPUs would merge the slice with those of the rotation, and send all of it
+            key = id(x), "apart"
+            if key not in self.made:
+                self.shifted += 1
+                self.made[key] = x, lax.optimization_barrier(x)
+            x = self.made[key][1]
         number = self.numbers.setdefault(id(x), (len(self.numbers), x))[0]
         self.wanted.setdefault((number, dim), set()).add(shift)
         sign = 1 if shift > 0 else -1
@@ -421,6 +433,8 @@ def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:
 
 def _embedded(x: Any, frame: Frame) -> Any:
     """An array within a larger one; another frame's rows that count are lost if the frame is smaller, so it never is."""
+    if tuple(np.shape(x)) == frame.shape:
+        return x
     config = [(o, n - o - rows, 0) for n, o, rows in zip(*frame, np.shape(x), strict=True)]
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 

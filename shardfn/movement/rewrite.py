@@ -64,7 +64,8 @@ def with_shifts(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
-        emitter.shifted, emitter.known, emitter.wanted, emitter.numbers = 0, _rehearsed(closed).wanted, {}, {}
+        emitter.shifted, emitter.known, emitter.wanted = 0, _rehearsed(closed).wanted, {}
+        emitter.numbers, emitter.cut = {}, {}
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
         flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
