@@ -51,6 +51,8 @@ class CallFunction:
     donate_argnums: tuple[int, ...]
     shifts: Emitter | None = None
     """What writes the static movement of the function as shifts (`movement`); None leaves it as it is."""
+    is_as_written: bool = False
+    """Whether the plan needs no `shifts`: nothing moves along sharded dimensions."""
     separates_windows: bool = False
     """Whether each window gets an array of its own (`separate_windows`)."""
     tags: Mapping[str, LayoutRule] = dataclasses.field(default_factory=dict)
@@ -67,7 +69,7 @@ class CallFunction:
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
         function, statics = self.pure, self.call.statics
-        if self.shifts is not None:
+        if self.shifts is not None and not self.is_as_written:
             function = with_shifts(function, self.shifts, statics)
         if self.separates_windows:
             function = separate_windows(function, statics)

@@ -12,7 +12,7 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
-from shardfn.planning.uneven_movement import movement_of_equation
+from shardfn.planning.uneven_movement import movement_of_equation, moves_shards
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.problem import Answer, SearchCandidate, objective
@@ -61,6 +61,8 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
+    if (written := _as_written(posed, answer)) is not None:
+        posed, answer = written, search(written)
     first = plan_without_workarounds(posed, answer)
     if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
@@ -75,7 +77,21 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
+    if (written := _as_written(posed, answer)) is not None:
+        posed, answer = written, _unconstrained(answer)
     return _with_all_workarounds(posed, plan_without_workarounds(posed, answer), answer)
+
+
+def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
+    """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
+    function = posed.call.function
+    if function.shifts is None or function.is_as_written:
+        return None
+    function = dataclasses.replace(function, is_as_written=True)
+    traced = function.traced(posed.call.hardware.platform)
+    written = place_call(dataclasses.replace(posed.call, function=function, traced=traced), [])
+    partitioned = written.problem.partitioned_of(_unconstrained(answer))
+    return None if any(moves_shards(op, partitioned) for op in partitioned.graph.ops) else written
 
 
 def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
@@ -118,10 +134,10 @@ def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -
 
 
 def without_workarounds(call: TracedCall) -> TracedCall:
-    """The call as it was before its plan needed workarounds: another plan may need none, or others."""
-    if not call.function.wrong:
+    """The call as it was before its plan needed workarounds, or no shifts: another plan may need none, or others."""
+    if not call.function.wrong and not call.function.is_as_written:
         return call
-    function = dataclasses.replace(call.function, wrong=())
+    function = dataclasses.replace(call.function, wrong=(), is_as_written=False)
     return dataclasses.replace(call, function=function, traced=function.traced(call.hardware.platform))
 
 

@@ -6,7 +6,7 @@ on dimensions that are gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.ir.model import Op, PartitionedProgram
@@ -54,26 +54,35 @@ def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]
       partitioned: the program with its shardings.
       before: a value that is resharded, by the value that comes of it.
     """
+    return any(
+        size % shards and not is_row for size, shards, is_row in _along(op, partitioned, before)
+    )  # of one row that is sliced, XLA asks which device has it
+
+
+def moves_shards(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether an op moves along a sharded dimension."""
+    return any(shards > 1 for _, shards, _ in _along(op, partitioned, {}))
+
+
+def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
+    """The dimensions along which an op moves: size, shards, and whether it is a slice of one row."""
     if op.name not in _OPS or op.rule is None:
-        return False
+        return
     values = (*_moved(op.name, op.inputs), op.outputs[0])
     shapes = [partitioned.graph.values[v].shape for v in values]
     if any(0 in shape for shape in shapes):
-        return False
+        return
     moved = _dims(op.name, shapes, {w.dim for w in op.window_dims if not w.is_trivial(shapes[0], shapes[-1])})
     if op.name in ("gather", "scatter"):
         rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
         table = _indexed_dims(op)
         window = _of_window(op, rows, shapes[0], shapes[1])
         moved = [table, window, table][: len(shapes)]
-    if op.name == "slice":  # of one row, XLA asks which device has it
-        moved = [[d for d in dims if shapes[-1][d] > 1] for dims in moved]
     for value, shape, dims in zip(values, shapes, moved, strict=True):
         for one in {value, before.get(value, value)}:
             shards = partitioned.shards(one)
-            if any(shape[d] % shards[d] for d in dims):
-                return True
-    return False
+            for d in dims:
+                yield shape[d], shards[d], op.name == "slice" and shapes[-1][d] == 1
 
 
 def _moved(name: str, operands: Sequence[Any]) -> Sequence[Any]:
