@@ -136,8 +136,8 @@ class Emitter:
         inner = [part for part, fill in zip(parts, fills, strict=True) if fill is None]
         if len(inner) == 1 and len(parts) <= 3 and len({id(f) for f in fills if f is not None}) == 1:
             before = parts[0].rows if fills[0] is not None else 0
-            config = [(0, 0, 0)] * len(value.shape)
-            config[dim] = (before, value.shape[dim] - before - inner[0].rows, 0)
+            edges = before, value.shape[dim] - before - inner[0].rows, 0
+            config = [edges if d == dim else (0, 0, 0) for d in range(len(value.shape))]
             fill = next(f for f in fills if f is not None)
             if fills.index(None) == (before > 0):
                 return lax.pad(self._part(inner[0], dim), jnp.asarray(fill, value.dtype), config)
@@ -374,6 +374,10 @@ def _is_near(part: Part, source: Frame, dim: int, shift: int) -> bool:
 def _of_whole(frame: Frame, part: Part, dim: int) -> Frame:
     """The frame of a part's source in its own size along the dimension."""
     return Frame(with_rows(frame.shape, dim, part.source.shape[dim]), with_rows(frame.offset, dim, 0))
+
+
+ROTATED = "rotated"
+"""The name of the `jit` of a shift in a jaxpr."""
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
+from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding
 
@@ -105,7 +106,7 @@ def _values(
 
 def _constant(array: Any) -> Value:
     """A constant of a jaxpr: known if it is small, of integers or bools, and no tracer."""
-    if isinstance(array, jax.core.Tracer) or not hasattr(array, "dtype") or np.size(array) > LARGEST:
+    if isinstance(array, Tracer) or not hasattr(array, "dtype") or np.size(array) > LARGEST:
         return array
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
         return array
@@ -115,8 +116,8 @@ def _constant(array: Any) -> Value:
 def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRules) -> list[Value]:
     name = eqn.primitive.name
     if not eqn.effects:
-        known = [_known(o) for o in operands]
-        if all(k is not None for k in known) and (array := folded(eqn, known)) is not None:
+        known = [array for o in operands if (array := _known(o)) is not None]
+        if len(known) == len(operands) and (array := folded(eqn, known)) is not None:
             out = eqn.outvars[0].aval
             return [Known(out.shape, out.dtype, array, lambda: bind_one(eqn, [emitter.array(o) for o in operands])[0])]
         rule = RULES.get(name)

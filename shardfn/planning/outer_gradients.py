@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
-from shardfn.movement import rotated
+from shardfn.movement import ROTATED
 from shardfn.planning.even_scatters import even_lookup, rows_multiple
 from shardfn.planning.workarounds import unsharded
 
@@ -89,7 +89,7 @@ def has_gradients_at_risk(jaxpr: Any, multiple: int, devices: int) -> bool:
 
 def _is_rotation(eqn: Any) -> bool:
     """Whether an equation is a rotation of `movement`, whose transpose XLA computes correctly as it stands."""
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == rotated.__name__
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == ROTATED
 
 
 def _cropped(eqn: Any, devices: int) -> list[int]:
