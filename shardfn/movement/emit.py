@@ -132,10 +132,10 @@ class Emitter:
         dim, parts = value.dim, value.parts
         if not parts:
             return jnp.zeros(value.shape, value.dtype)
-        fills = [scalar_of(part.source) for part in parts]
+        first, fills = parts[0], [scalar_of(part.source) for part in parts]
         inner = [part for part, fill in zip(parts, fills, strict=True) if fill is None]
         if len(inner) == 1 and len(parts) <= 3 and len({id(f) for f in fills if f is not None}) == 1:
-            before = parts[0].rows if fills[0] is not None else 0
+            before = first.rows if fills[0] is not None else 0
             edges = before, value.shape[dim] - before - inner[0].rows, 0
             config = [edges if d == dim else (0, 0, 0) for d in range(len(value.shape))]
             fill = next(f for f in fills if f is not None)
