@@ -39,6 +39,12 @@ from shardfn.movement.values import (
     with_rows,
 )
 
+DEEPEST = 30
+"""Values, one on the other, that wait for the place where they are computed; Python's stack is finite."""
+
+MOST_PARTS = 64
+"""Parts of a value, with those of its sources."""
+
 
 class Frame(NamedTuple):
     """Where a value is computed: the shape, and the place of its first element."""
@@ -78,6 +84,17 @@ class Emitter:
     def movable(self, value: Value) -> Value:
         """A value of which rows can be moved."""
         return self.array(value) if isinstance(value, Iota | Known | Squeezed) else value
+
+    def bounded(self, value: Value) -> Value:
+        """A value that is not too deep or of too many parts to be walked."""
+        if not isinstance(value, Lazy) or (value.depth <= DEEPEST and value.parts_in_all <= MOST_PARTS):
+            return value
+        if isinstance(value, Moved) and value.parts_in_all <= MOST_PARTS:
+            parts = tuple(part._replace(source=self.settled(part.source)) for part in value.parts)
+            value = Moved(value.shape, value.dtype, value.dim, parts, source=value.source)
+        found = self.settled(value)
+        is_bounded = not isinstance(found, Lazy) or (found.depth <= DEEPEST and found.parts_in_all <= MOST_PARTS)
+        return found if is_bounded else self.array(found)
 
     def settled(self, value: Value) -> Value:
         """An op on elements as an array that is computed once, or as rows of such an array; another value as it is."""
@@ -199,7 +216,7 @@ class Emitter:
             self.cut[id(made)] = made
             return made
         base = max(framed, key=lambda i: places[i][0].rows)
-        found, is_selected = None, False
+        found, is_selected, is_shifted = None, False, False
         position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
         for i in [base, *(i for i in range(len(places)) if i != base)]:
             part, start = places[i]
@@ -209,6 +226,7 @@ class Emitter:
             shift -= size if 2 * shift > size else 0
             if source and (i == base or _is_near(part, source, dim, shift)):
                 own = self._rotated(self.place(part.source, source), shift, dim)
+                is_shifted |= shift != 0
             else:
                 own = self._piece(part, dim, frame, first)
             if found is None or own is found:
@@ -220,7 +238,7 @@ class Emitter:
             mask = functools.reduce(operator.and_, bounds)
             is_selected = True
             found = lax.select(jnp.broadcast_to(mask, frame.shape), jnp.broadcast_to(own, frame.shape), found)
-        self.shifted += not is_selected and not value.is_rotation
+        self.shifted += is_shifted and not is_selected and not value.is_rotation
         return found
 
     def _rotated(self, x: Any, shift: int, dim: int) -> Any:
@@ -376,11 +394,10 @@ def _of_whole(frame: Frame, part: Part, dim: int) -> Frame:
     return Frame(with_rows(frame.shape, dim, part.source.shape[dim]), with_rows(frame.offset, dim, 0))
 
 
-ROTATED = "rotated"
+ROTATED = "_shardfn_rotation"
 """The name of the `jit` of a shift in a jaxpr."""
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
 def rotated(x: Any, shift: int, dim: int) -> Any:
     """An array whose row i is moved to row i + shift, around the end: one rotation for XLA.
 
@@ -388,8 +405,14 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
     Array([3, 0, 1, 2], dtype=int32)
     """
     size = x.shape[dim]
-    cut = -shift % size
-    return lax.concatenate([lax.slice_in_dim(x, cut, size, axis=dim), lax.slice_in_dim(x, 0, cut, axis=dim)], dim)
+    start = -shift % size
+
+    def rotation(x: Any) -> Any:
+        ends = (start, size), (0, start)
+        return lax.concatenate([lax.slice_in_dim(x, *end, axis=dim) for end in ends], dim)
+
+    rotation.__name__ = rotation.__qualname__ = ROTATED
+    return jax.jit(rotation)(x)
 
 
 def _inside(value: Value, frame: Frame) -> Any:

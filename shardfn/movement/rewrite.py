@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding
 from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
-from shardfn.movement.rules import ELEMENTWISE, RULES, Call
+from shardfn.movement.rules import ELEMENTWISE, RULES, Call, split
 from shardfn.movement.values import Known, Lazy, Value
 
 _MOVING = frozenset({"slice", "pad", "concatenate", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
-                     "scatter-sub", "dynamic_update_slice", "dynamic_slice"})  # fmt: skip
+                     "scatter-sub", "dynamic_update_slice", "dynamic_slice", "split"})  # fmt: skip
 
 
 def may_move(jaxpr: Any) -> bool:
@@ -46,27 +46,22 @@ def _rules(emitter: Emitter) -> RebindRules:
                        functools.partial(_evaluate, emitter))  # fmt: skip
 
 
-def with_shifts(
-    function: Callable[..., Any], emitter: Emitter, static_argnums: tuple[int, ...] = ()
-) -> Callable[..., Any]:
+def with_shifts(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
     """`function` with its static movement as shifts and selects.
 
     Args:
       function: the function, of positional arguments.
-      emitter: it counts the shifts and selects of the last trace.
       static_argnums: as in `jax.jit`.
 
     >>> import jax.numpy as jnp
-    >>> emitter = Emitter()
-    >>> with_shifts(lambda x: x.at[1:].add(x[:-1]), emitter)(jnp.arange(4)), emitter.shifted > 0
-    (Array([0, 1, 3, 5], dtype=int32), True)
+    >>> with_shifts(lambda x: x.at[1:].add(x[:-1]))(jnp.arange(4))
+    Array([0, 1, 3, 5], dtype=int32)
     """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
-        emitter.shifted, emitter.known, emitter.wanted = 0, _rehearsed(closed).wanted, {}
-        emitter.numbers, emitter.cut = {}, {}
+        emitter = Emitter(known=_rehearsed(closed).wanted)
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
         flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
@@ -115,11 +110,13 @@ def _constant(array: Any) -> Value:
 
 def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRules) -> list[Value]:
     name = eqn.primitive.name
-    if not eqn.effects:
+    if not eqn.effects and not any(0 in v.aval.shape for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape")):
         known = [array for o in operands if (array := _known(o)) is not None]
         if len(known) == len(operands) and (array := folded(eqn, known)) is not None:
             out = eqn.outvars[0].aval
             return [Known(out.shape, out.dtype, array, lambda: bind_one(eqn, [emitter.array(o) for o in operands])[0])]
+        if name == "split":
+            return [emitter.bounded(found) for found in split(Call(eqn, tuple(operands), emitter))]
         rule = RULES.get(name)
         if rule is not None and len(eqn.outvars) == 1:
             shaped = (
@@ -128,7 +125,7 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
             )
             found = rule(Call(eqn, tuple(operands if rule is ELEMENTWISE else shaped), emitter))
             if found is not None:
-                return [found]
+                return [emitter.bounded(found)]
     if name in ("jit", "pjit") and _is_plain(eqn):
         closed = eqn.params["jaxpr"]
         return _values(emitter, closed.jaxpr, closed.consts, operands, rules)

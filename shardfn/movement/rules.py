@@ -40,9 +40,6 @@ from shardfn.movement.values import (
 MOST_ROWS = 8
 """Rows at constant places that are moved one by one."""
 
-DEEPEST = 50
-"""Ops on elements that wait for the place where they are computed."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -110,11 +107,10 @@ def elementwise(
     safe: float | None = None,
 ) -> Value:  # fmt: skip
     """An op on the elements of values. Of values that fit into no frame it is the same op on their parts."""
-    depth = 1 + max((o.depth for o in operands if isinstance(o, Elementwise)), default=0)
-    found = Elementwise(shape, dtype, bind, tuple(operands), depth, safe)
+    found = Elementwise(shape, dtype, bind, tuple(operands), safe)
     if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
         return apart
-    return emitter.settled(found) if depth > DEEPEST else found
+    return found
 
 
 def _on_parts(
@@ -159,6 +155,16 @@ def _slice(call: Call) -> Value | None:
         ):
             return None
     return value
+
+
+def split(call: Call) -> list[Value]:
+    """The results of `lax.split`."""
+    (value,), dim = call.operands, call.params["axis"]
+    starts = [0, *itertools.accumulate(call.params["sizes"])]
+    return [
+        _sliced(call.emitter, value, dim, first, rows)
+        for first, rows in zip(starts, call.params["sizes"], strict=False)
+    ]
 
 
 def _sliced(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
@@ -240,6 +246,10 @@ def _concatenate(call: Call) -> Value | None:
         (end, start) = found.parts
         is_whole = end.first == start.rows and end.first + end.rows == found.shape[dim] == end.source.shape[dim]
         found.is_rotation = end.source is start.source and start.first == 0 and is_whole
+        if found.is_rotation and isinstance(end.source, Moved):  # one rotation after the other
+            whole = call.emitter.array(end.source)
+            parts = tuple(part._replace(source=whole) for part in found.parts)
+            found = Moved(found.shape, found.dtype, dim, parts, is_rotation=True)
     return found
 
 
@@ -328,6 +338,8 @@ def _scatter(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value | N
     (along,) = numbers.inserted_window_dims
     updates = _moved_dim(call.emitter, settle(updates), batch[0], along)
     stride = _stride([start[along] for _, start in kept])
+    if len({(*start[:along], *start[along + 1 :]) for _, start in kept}) > 1:
+        stride = 0
     if len(kept) == len(starts) and stride and len(kept) > 1:
         if stride == 1:
             return _combined(call, value, updates, kept[0][1], combine)
@@ -367,8 +379,9 @@ def _combined(
         there = value
         for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
             there = sliced(there, dim, start, rows)
+        safe = 0.5 if combine is operator.mul else None
         update = elementwise(
-            lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter
+            lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter, safe
         )
         if isinstance(update, Elementwise) and not isinstance(value, Lazy):
             emitter.place(update, Frame(tuple(value.shape), tuple(starts)))  # it is computed where it is put
@@ -530,18 +543,19 @@ def _reshape(call: Call) -> Value | None:
 def _merged(value: Spread, shape: Sequence[int]) -> Value:
     """A broadcast reshaped to `shape`, if new dimensions vanish in it: those of one row, or behind an operand's row that they
     repeat. Else as it is."""
+    given = value
     for dim in reversed(range(len(value.shape))):
         rows, before = value.shape[dim], value.dims.index(dim - 1) if dim - 1 in value.dims else None
         if dim in value.dims or len(value.shape) == len(shape):
             continue
-        repeats = before is not None and value.operand.shape[before] == 1 == value.shape[dim - 1]
+        repeats = before is not None and value.operand.shape[before] == 1 == value.shape[dim - 1] and dim <= len(shape)
         if rows != 1 and not (repeats and shape[dim - 1] == rows):
             continue
         merged = (*value.shape[:dim], *value.shape[dim + 1 :])
         merged = with_rows(merged, dim - 1, rows) if rows != 1 else merged
         value = Spread(merged, value.dtype, value.operand, tuple(d - (d > dim) for d in value.dims))
-    if value.dims != tuple(range(len(value.shape))):
-        return value
+    if value.dims != tuple(range(len(value.shape))) or value.shape != tuple(shape):
+        return value if value.shape == tuple(shape) else given
     found = value.operand
     for dim, rows in enumerate(value.shape):
         if found.shape[dim] != rows:

@@ -43,6 +43,20 @@ class Lazy:
     placed: dict[Any, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
     source: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     aligned: dict[int, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
+    depth: int = dataclasses.field(default=0, init=False)
+    """How many values are below it, one on the other."""
+    parts_in_all: int = dataclasses.field(default=1, init=False)
+    """How many parts it has, with those of its sources."""
+
+    def __post_init__(self) -> None:
+        below = [value for value in self.below() if isinstance(value, Lazy)]
+        self.depth = 1 + max((value.depth for value in below), default=0)
+        if not isinstance(self, Elementwise):
+            self.parts_in_all = 1 + sum(value.parts_in_all for value in below)
+
+    def below(self) -> Sequence[Value]:
+        """The values that it is made of."""
+        return ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,6 +68,10 @@ class Moved(Lazy):
     is_rotation: bool = False
     """Whether it stands in the program as a rotation of an array (`jnp.roll`)."""
 
+    def below(self) -> Sequence[Value]:
+        """Its sources."""
+        return [part.source for part in self.parts]
+
 
 @dataclasses.dataclass(eq=False)
 class Elementwise(Lazy):
@@ -61,10 +79,12 @@ class Elementwise(Lazy):
 
     bind: Callable[[Sequence[Any]], Any]
     operands: tuple[Value, ...]
-    depth: int = 0
-    """How many ops on elements are below it."""
     safe: float | None = None
     """Operands at which its derivative is finite; None if it is so at all."""
+
+    def below(self) -> Sequence[Value]:
+        """Its operands."""
+        return self.operands
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,6 +93,10 @@ class Spread(Lazy):
 
     operand: Value
     dims: tuple[int, ...]
+
+    def below(self) -> Sequence[Value]:
+        """What is broadcast."""
+        return (self.operand,)
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,6 +120,10 @@ class Squeezed(Lazy):
 
     value: Value
     dim: int
+
+    def below(self) -> Sequence[Value]:
+        """What it has one dimension less than."""
+        return (self.value,)
 
 
 def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
@@ -158,26 +186,34 @@ def scalar_of(value: Value) -> Any:
     return value.operand if isinstance(value, Spread) and not np.shape(value.operand) else None
 
 
-def transposed(value: Value, order: Sequence[int], of_array: Callable[[Any, Sequence[int]], Any]) -> Value:
+def transposed(
+    value: Value,
+    order: Sequence[int],
+    of_array: Callable[[Any, Sequence[int]], Any],
+    seen: dict[int, Value] | None = None,
+) -> Value:
     """A value with its dimensions in another order; `of_array` is what transposes an array."""
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        seen[id(value)] = _transposed(value, order, of_array, seen)
+    return seen[id(value)]
+
+
+def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any], seen: dict[int, Value]) -> Value:
+    if not isinstance(value, Moved | Elementwise | Iota | Spread):
+        return of_array(value, order)
+    shape = tuple(value.shape[d] for d in order)
     if isinstance(value, Moved):
-        parts = tuple(part._replace(source=transposed(part.source, order, of_array)) for part in value.parts)
-        return Moved(tuple(value.shape[d] for d in order), value.dtype, list(order).index(value.dim), parts)
-    if isinstance(value, Elementwise) and "home" not in value.placed:
-        operands = (transposed(o, order, of_array) if np.shape(o) else o for o in value.operands)
-        return dataclasses.replace(
-            value, shape=tuple(value.shape[d] for d in order), operands=tuple(operands), placed={}, aligned={}
-        )
+        parts = tuple(part._replace(source=transposed(part.source, order, of_array, seen)) for part in value.parts)
+        return Moved(shape, value.dtype, list(order).index(value.dim), parts)
     if isinstance(value, Iota):
-        return Iota(tuple(value.shape[d] for d in order), value.dtype, list(order).index(value.dim))
+        return Iota(shape, value.dtype, list(order).index(value.dim))
     if isinstance(value, Spread):
-        return Spread(
-            tuple(value.shape[d] for d in order),
-            value.dtype,
-            value.operand,
-            tuple(list(order).index(d) for d in value.dims),
-        )
-    return of_array(value, order)
+        return Spread(shape, value.dtype, value.operand, tuple(list(order).index(d) for d in value.dims))
+    if "home" in value.placed:
+        return of_array(value, order)
+    operands = (transposed(o, order, of_array, seen) if np.shape(o) else o for o in value.operands)
+    return Elementwise(shape, value.dtype, value.bind, tuple(operands), value.safe)
 
 
 class Alignment(NamedTuple):

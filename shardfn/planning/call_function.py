@@ -25,7 +25,7 @@ from shardfn.frontend.static_leaves import hide_static, holds_static, restore_st
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
-from shardfn.movement import Emitter, shifts_of, with_shifts
+from shardfn.movement import shifts_of, with_shifts
 from shardfn.planning.inner_entries import constrain_inner
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
@@ -49,10 +49,10 @@ class CallFunction:
     call: Call
     """The call, with shapes in the place of arrays."""
     donate_argnums: tuple[int, ...]
-    shifts: Emitter | None = None
-    """What writes the static movement of the function as shifts (`movement`); None leaves it as it is."""
+    has_shifts: bool = False
+    """Whether the static movement of the function is written as shifts (`movement`)."""
     is_as_written: bool = False
-    """Whether the plan needs no `shifts`: nothing moves along sharded dimensions."""
+    """Whether the plan needs no shifts: nothing moves along sharded dimensions."""
     separates_windows: bool = False
     """Whether each window gets an array of its own (`separate_windows`)."""
     tags: Mapping[str, LayoutRule] = dataclasses.field(default_factory=dict)
@@ -69,8 +69,8 @@ class CallFunction:
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
         function, statics = self.pure, self.call.statics
-        if self.shifts is not None and not self.is_as_written:
-            function = with_shifts(function, self.shifts, statics)
+        if self.has_shifts and not self.is_as_written:
+            function = with_shifts(function, statics)
         if self.separates_windows:
             function = separate_windows(function, statics)
         if self.tags:

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from shardfn.ir.model import Op, PartitionedProgram
-from shardfn.ir.rewrite import bind_one
 
 NEUTRAL = {
     "scatter-add": "zero",
@@ -72,7 +71,7 @@ def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     for d in range(updates.ndim):
         added.append(0 if d in numbers.update_window_dims else next(of_updates))
     neutral = _neutral(NEUTRAL[eqn.primitive.name], updates.dtype)
-    return bind_one(eqn, [operand, _with_rows(index, rows, 0), _with_rows(updates, added, neutral)])
+    return _bound(eqn, rows, operand, _with_rows(index, rows, 0), _with_rows(updates, added, neutral))
 
 
 def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:
@@ -80,8 +79,14 @@ def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:
     numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
     kept = {*numbers.start_indices_batching_dims, index.ndim - 1}
     rows = [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
-    (found,) = bind_one(eqn, [operand, _with_rows(index, rows, 0)])
+    (found,) = _bound(eqn, rows, operand, _with_rows(index, rows, 0))
     return lax.slice(found, (0,) * len(shape), shape)
+
+
+def _bound(eqn: Any, rows: Sequence[int], *operands: Any) -> list[Any]:
+    """The outputs of an equation, whose index is neither sorted nor unique with further rows."""
+    changed = {"unique_indices": False, "indices_are_sorted": False} if any(rows) else {}
+    return [eqn.primitive.bind(*operands, **{**eqn.params, **changed})]
 
 
 def _with_rows(x: Any, rows: Sequence[int], value: Any) -> Any:

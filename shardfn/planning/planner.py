@@ -12,7 +12,7 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
-from shardfn.planning.uneven_movement import movement_of_equation, moves_shards
+from shardfn.planning.uneven_movement import movements_of_equation, moves_shards
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.problem import Answer, SearchCandidate, objective
@@ -62,7 +62,8 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
     if (written := _as_written(posed, answer)) is not None:
-        posed, answer = written, search(written)
+        found = search(written)
+        posed, answer = written, _unconstrained(answer) if _moves_shards(written, found) else found
     first = plan_without_workarounds(posed, answer)
     if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
@@ -85,13 +86,18 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
 def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
     """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
     function = posed.call.function
-    if function.shifts is None or function.is_as_written:
+    if not function.has_shifts or function.is_as_written:
         return None
     function = dataclasses.replace(function, is_as_written=True)
     traced = function.traced(posed.call.hardware.platform)
     written = place_call(dataclasses.replace(posed.call, function=function, traced=traced), [])
-    partitioned = written.problem.partitioned_of(_unconstrained(answer))
-    return None if any(moves_shards(op, partitioned) for op in partitioned.graph.ops) else written
+    return None if _moves_shards(written, _unconstrained(answer)) else written
+
+
+def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
+    """Whether an answer moves rows along sharded dimensions."""
+    partitioned = posed.problem.partitioned_of(answer)
+    return any(moves_shards(op, partitioned) for op in partitioned.graph.ops)
 
 
 def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
@@ -171,7 +177,7 @@ def _wrong_ops(
     found = wrong_ops(partitioned, known)
     if not any(w.movement for w in found):
         return found
-    own = {movement_of_equation(eqn) for _, eqn, _ in equations(posed.call.traced.jaxpr)}
+    own = {movement for _, eqn, _ in equations(posed.call.traced.jaxpr) for movement in movements_of_equation(eqn)}
     return tuple(w for w in found if w.movement is None or w.movement in own)
 
 

@@ -25,7 +25,6 @@ from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec, mesh_text
-from shardfn.movement import Emitter
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.partition.xla_bugs import aborts_if_constrained
@@ -227,7 +226,7 @@ def _traced(
              fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
                  "device=jax.devices()[:1]")  # fmt: skip
     if hardware.count > 1 and function.moves(traced):
-        function = dataclasses.replace(function, shifts=Emitter())
+        function = dataclasses.replace(function, has_shifts=True)
         traced = function.as_jaxpr()
     if hardware.count > 1 and has_windows(traced.jaxpr):
         lowered = function.lowered(traced, hardware.platform)

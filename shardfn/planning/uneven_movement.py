@@ -37,13 +37,13 @@ def movement_of(op: Op, partitioned: PartitionedProgram) -> Movement:
     return Movement(op.name, tuple(shapes[:-1]), shapes[-1])
 
 
-def movement_of_equation(eqn: Any) -> Movement | None:
-    """The movement of an equation; of a `split` that of its first result."""
+def movements_of_equation(eqn: Any) -> set[Movement]:
+    """The movements of an equation: of a `split` one for each result, else one or none."""
     name = OP_OF.get(eqn.primitive.name)
     if name is None:
-        return None
+        return set()
     shapes = tuple(tuple(v.aval.shape) for v in _moved(name, eqn.invars))
-    return Movement(name, shapes, tuple(eqn.outvars[0].aval.shape))
+    return {Movement(name, shapes, tuple(v.aval.shape)) for v in eqn.outvars}
 
 
 def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
@@ -75,14 +75,15 @@ def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -
     moved = _dims(op.name, shapes, {w.dim for w in op.window_dims if not w.is_trivial(shapes[0], shapes[-1])})
     if op.name in ("gather", "scatter"):
         rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
-        table = _indexed_dims(op)
+        table = indexed_dims(op)
         window = _of_window(op, rows, shapes[0], shapes[1])
         moved = [table, window, table][: len(shapes)]
+    rows = {w.dim for w in op.window_dims if w.stride == 1 and shapes[-1][w.dim] == 1} if op.name == "slice" else ()
     for value, shape, dims in zip(values, shapes, moved, strict=True):
         for one in {value, before.get(value, value)}:
             shards = partitioned.shards(one)
             for d in dims:
-                yield shape[d], shards[d], op.name == "slice" and shapes[-1][d] == 1
+                yield shape[d], shards[d], d in rows
 
 
 def _moved(name: str, operands: Sequence[Any]) -> Sequence[Any]:
@@ -98,7 +99,7 @@ def _dims(name: str, shapes: Sequence[Sequence[int]], windows: set[int]) -> list
     return [found] * len(shapes)
 
 
-def _indexed_dims(op: Op) -> list[int]:
+def indexed_dims(op: Op) -> list[int]:
     """The dimensions of a table that an index counts, or of which it takes a part."""
     assert op.rule is not None
     rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]

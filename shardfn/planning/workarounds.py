@@ -37,7 +37,14 @@ from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
-from shardfn.planning.uneven_movement import Movement, gathered_dims, is_uneven, movement_of, movement_of_equation
+from shardfn.planning.uneven_movement import (
+    Movement,
+    gathered_dims,
+    indexed_dims,
+    is_uneven,
+    movement_of,
+    movements_of_equation,
+)
 
 REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
@@ -155,7 +162,7 @@ def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
     return (
         is_made
         and math.prod(partitioned.graph.values[op.inputs[1]].shape[:-1]) == 1
-        and any(partitioned.specs[op.inputs[0]])
+        and any(partitioned.shards(op.inputs[0])[d] > 1 for d in indexed_dims(op))
     )
 
 
@@ -200,7 +207,10 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
 
 def workaround_note(wrong: Sequence[WrongOp]) -> str:
     """The diagnostic of the workarounds in a plan."""
-    lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _NOTES}
+    lines = {kind: ", ".join(dict.fromkeys(w.where for w in wrong if w.kind == kind and w.where)) for kind in _NOTES}
+    lines = {
+        kind: where or "a line that is not known" for kind, where in lines.items() if any(w.kind == kind for w in wrong)
+    }
     return "; ".join(_NOTES[kind].format(where) for kind, where in lines.items() if where)
 
 
@@ -255,7 +265,7 @@ def replicate_wrong_ops(
     movements = {w.movement for w in wrong if w.movement}
 
     def moves(eqn: Any) -> bool:
-        return bool(movements) and movement_of_equation(eqn) in movements
+        return bool(movements) and not movements.isdisjoint(movements_of_equation(eqn))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if moves(eqn):

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import shardfn
-from shardfn.movement import Emitter, shifts_of, with_shifts
+from shardfn.movement import shifts_of, with_shifts
 from shardfn.runtime.verify import compile_plan
 
 N = 64
@@ -107,7 +107,7 @@ def test_movement_as_shifts_has_the_values_and_gradients_of_the_program(function
     def total(f):
         return lambda x: jnp.sin(jnp.asarray(f(x))).sum()
 
-    shifted = with_shifts(function, Emitter())
+    shifted = with_shifts(function)
     np.testing.assert_allclose(jax.jit(shifted)(X), jax.jit(function)(X), rtol=1e-6)
     np.testing.assert_allclose(jax.jit(jax.grad(total(shifted)))(X), jax.jit(jax.grad(total(function)))(X), rtol=1e-6)
     batch = jnp.stack([X, 2 * X])
