@@ -86,7 +86,9 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
 def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
     """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
     function = posed.call.function
-    if not function.has_shifts or function.is_as_written:
+    if (
+        not function.has_shifts or function.is_as_written or function.inner
+    ):  # `inner` has numbers of the shifted program
         return None
     function = dataclasses.replace(function, is_as_written=True)
     traced = function.traced(posed.call.hardware.platform)
