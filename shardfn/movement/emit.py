@@ -204,7 +204,7 @@ class Emitter:
         starts = np.cumsum([0, *(part.rows for part in value.parts)]).tolist()
         places = list(zip(value.parts, starts, strict=False))
         sources = [_of_source(frame, part, dim, start) for part, start in places]
-        framed = [i for i, source in enumerate(sources) if source is not None]
+        framed = [i for i, source in enumerate(sources) if source is not None and alignments(value, dim)]
         if not framed:
             if size != value.shape[dim]:
                 return _embedded(self._in_parts(value), frame)

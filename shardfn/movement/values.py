@@ -243,6 +243,11 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
 
 def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
     if isinstance(value, Moved) and value.dim == dim:
+        rows = collections.Counter[int]()
+        for part in value.parts:
+            rows[id(part.source)] += 0 if isinstance(part.source, Spread | Known) else part.rows
+        if rows and 2 * max(rows.values()) <= rows.total() and max(rows.values()) < value.shape[dim]:
+            return  # of several values alike, no one of which it is a view
         start = 0
         for part in value.parts:
             own = alignments(part.source, dim)
