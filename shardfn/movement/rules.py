@@ -593,7 +593,12 @@ def _reduce(identity: Callable[[Any], Any], call: Call) -> Value | None:
     """A reduction. Along dimensions with a frame it is one of the frame, where what does not count is the identity."""
     (value,) = call.operands
     axes = tuple(call.params["axes"])
-    if not isinstance(value, Moved | Elementwise) or not any(alignments(value, d) for d in range(len(value.shape))):
+    has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
+    if (
+        not has_infinity
+        or not isinstance(value, Moved | Elementwise)
+        or not any(alignments(value, d) for d in range(len(value.shape)))
+    ):
         return None
     frame = frame_of(value)
     if frame is None or frame.shape == value.shape:
@@ -653,9 +658,9 @@ _ELEMENTWISE = (
     "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
     "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow",
     "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
-    "polygamma", "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
+    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
     "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "sub", "tan", "tanh", "xor", "zeta",
+    "sub", "tan", "tanh", "xor",
 )  # fmt: skip
 
 _FINITE = frozenset(
