@@ -110,8 +110,6 @@ class Emitter:
 
     def place(self, value: Value, frame: Frame) -> Any:
         """The array of a value in a frame."""
-        if frame.shape == tuple(np.shape(value)) and not isinstance(value, Lazy):
-            return value
         if not isinstance(value, Lazy):
             return _embedded(value, frame)
         if frame not in value.placed:
@@ -178,7 +176,7 @@ class Emitter:
                     value.placed["home"] = frame
                 if value.safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
                     return value.bind(operands)
-                return guarded(value.bind, value.safe)(_inside(value, frame), *operands)
+                return guarded(value.bind, value.safe)(inside(value, frame, range(len(frame.shape))), *operands)
             found = value.placed[home]
             for dim, (first, rows) in enumerate(zip(home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)
@@ -415,15 +413,16 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
     return jax.jit(rotation)(x)
 
 
-def _inside(value: Value, frame: Frame) -> Any:
-    """Where a frame holds a value."""
+def inside(value: Value, frame: Frame, dims: Sequence[int]) -> Any:
+    """Where a frame holds a value along some dimensions; None if everywhere."""
     mask = None
-    for dim, (first, rows, size) in enumerate(zip(frame.offset, value.shape, frame.shape, strict=True)):
+    for dim in dims:
+        first, rows, size = frame.offset[dim], value.shape[dim], frame.shape[dim]
         if rows != size:
             position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
             own = (position >= first) & (position < first + rows)
             mask = own if mask is None else mask & own
-    return jnp.broadcast_to(True if mask is None else mask, frame.shape)
+    return None if mask is None else jnp.broadcast_to(mask, frame.shape)
 
 
 def guarded(bind: Callable[[Sequence[Any]], Any], safe: float) -> Callable[..., Any]:
@@ -459,7 +458,7 @@ def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:
 
 
 def _embedded(x: Any, frame: Frame) -> Any:
-    """An array within a larger one; another frame's rows that count are lost if the frame is smaller, so it never is."""
+    """An array padded to a frame that is at least as large."""
     if tuple(np.shape(x)) == frame.shape:
         return x
     config = [(o, n - o - rows, 0) for n, o, rows in zip(*frame, np.shape(x), strict=True)]

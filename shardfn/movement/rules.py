@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from shardfn.ir.rewrite import bind_one
-from shardfn.movement.emit import Emitter, Frame, frame_of
+from shardfn.movement.emit import Emitter, Frame, frame_of, inside
 from shardfn.movement.values import (
     Elementwise,
     Iota,
@@ -572,21 +572,15 @@ def _along(axes: Callable[[Call], Sequence[int]], keeps: bool, call: Call) -> Va
         return None
     worked = set(axes(call))
 
-    def of(one: Value) -> Value | None:
-        if not isinstance(one, Moved):
-            return call.bound(call.emitter.array(one))
-        if one.dim in worked:
+    def of(one: Value) -> Value:
+        if not isinstance(one, Moved) or one.dim in worked:
             return call.bound(call.emitter.array(one))
         parts = tuple(part._replace(source=of(part.source)) for part in one.parts)
         dim = one.dim if keeps else one.dim - sum(axis < one.dim for axis in worked)
         shape = with_rows(parts[0].source.shape, dim, one.shape[one.dim])
         return Moved(shape, parts[0].source.dtype, dim, parts)
 
-    return of(value) if value.dim not in worked or any(d not in worked for d in _moved_dims(value)) else None
-
-
-def _moved_dims(value: Value) -> set[int]:
-    return {value.dim}.union(*(_moved_dims(p.source) for p in value.parts)) if isinstance(value, Moved) else set()
+    return of(value) if value.dim not in worked else None
 
 
 def _reduce(identity: Callable[[Any], Any], call: Call) -> Value | None:
@@ -604,17 +598,10 @@ def _reduce(identity: Callable[[Any], Any], call: Call) -> Value | None:
     if frame is None or frame.shape == value.shape:
         return None
     found = call.emitter.place(value, frame)
-    mask = None
-    for dim in axes:
-        first, rows, size = frame.offset[dim], value.shape[dim], frame.shape[dim]
-        if rows == size:
-            continue
-        position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
-        inside = (position >= first) & (position < first + rows)
-        mask = inside if mask is None else mask & inside
+    mask = inside(value, frame, axes)
     if mask is not None:
         neutral = jnp.full(frame.shape, identity(value.dtype), value.dtype)
-        found = lax.select(jnp.broadcast_to(mask, frame.shape), found, neutral)
+        found = lax.select(mask, found, neutral)
         call.emitter.shifted += 1
     found = call.bound(found)
     kept = [d for d in range(len(value.shape)) if d not in axes]

@@ -52,12 +52,11 @@ def rows_multiple(op: Op, partitioned: PartitionedProgram, before: Mapping[int, 
 
 def is_unsigned(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether a gather or scatter has an index of unsigned integers that has uneven shards."""
-    index = partitioned.graph.values[op.inputs[1]]
-    each = zip(index.shape, partitioned.shards(op.inputs[1]), strict=True)
-    uneven = any(size % shards for size, shards in each)
+    if not partitioned.graph.values[op.inputs[1]].dtype.startswith("ui"):
+        return False
     rows = op.inputs[2] if op.name == "scatter" else op.outputs[0]
-    each = zip(partitioned.graph.values[rows].shape, partitioned.shards(rows), strict=True)
-    return index.dtype.startswith("ui") and (uneven or any(size % shards for size, shards in each))
+    each = [zip(partitioned.graph.values[v].shape, partitioned.shards(v), strict=True) for v in (op.inputs[1], rows)]
+    return any(size % shards for sizes in each for size, shards in sizes)
 
 
 def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
@@ -65,8 +64,7 @@ def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     operand, index, updates = inputs
     index = index.astype(np.int32) if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else index
     numbers = eqn.params["dimension_numbers"]
-    kept = {*numbers.scatter_indices_batching_dims, index.ndim - 1}
-    rows = [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
+    rows = _further_rows(index, numbers.scatter_indices_batching_dims, multiple)
     of_updates, added = iter(rows[:-1]), []
     for d in range(updates.ndim):
         added.append(0 if d in numbers.update_window_dims else next(of_updates))
@@ -77,10 +75,15 @@ def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
 def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:
     """The result of a gather, of which the index is padded to a multiple of rows: its transpose is a scatter of even rows."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
-    kept = {*numbers.start_indices_batching_dims, index.ndim - 1}
-    rows = [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
+    rows = _further_rows(index, numbers.start_indices_batching_dims, multiple)
     (found,) = _bound(eqn, rows, operand, _with_rows(index, rows, 0))
     return lax.slice(found, (0,) * len(shape), shape)
+
+
+def _further_rows(index: Any, batching: Sequence[int], multiple: int) -> list[int]:
+    """How many rows an index gets along each dimension; none along a batch, and along its coordinates."""
+    kept = {*batching, index.ndim - 1}
+    return [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
 
 
 def _bound(eqn: Any, rows: Sequence[int], *operands: Any) -> list[Any]:

@@ -57,19 +57,18 @@ def correct_gradients(
             return bind_one(eqn, operands)[0]
 
         def tangent_of(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            name, first = eqn.primitive.name, tangents[0]
+            own = jnp.zeros_like(primals[0]) if _is_zero(first) else first
             if cropped := _cropped(eqn, devices):
-                own = jnp.zeros_like(primals[0]) if _is_zero(tangents[0]) else tangents[0]
                 return unsharded(mesh, _slice(eqn.params, unsharded(mesh, own, cropped)), cropped)
-            if linear := _LINEAR.get(eqn.primitive.name):
-                first, *others = tangents
-                return linear(eqn.params, jnp.zeros_like(primals[0]) if _is_zero(first) else first, *others)
-            if eqn.primitive.name == "gather":
-                own = jnp.zeros_like(primals[0]) if _is_zero(tangents[0]) else tangents[0]
+            if linear := _LINEAR.get(name):
+                return linear(eqn.params, own, *tangents[1:])
+            if name == "gather":
                 return even_lookup(eqn, own, primals[1], multiple)
             dims = _overlapping(eqn)
             operand, tangent = (unsharded(mesh, x, dims) for x in (*primals, *tangents))
-            own = correct_gradients(lambda *of: jax.jvp(op, of[:1], of[1:])[1], mesh, multiple=multiple)
-            return unsharded(mesh, own(operand, tangent), dims)
+            derivative_of = correct_gradients(lambda *of: jax.jvp(op, of[:1], of[1:])[1], mesh, multiple=multiple)
+            return unsharded(mesh, derivative_of(operand, tangent), dims)
 
         corrected = jax.custom_jvp(op)
         corrected.defjvp(
