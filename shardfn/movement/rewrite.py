@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,17 +28,18 @@ def may_move(jaxpr: Any) -> bool:
     return any(eqn.primitive.name in _MOVING or any(map(may_move, inner(eqn))) for eqn in jaxpr.eqns)
 
 
-def shifts_of(closed: Any) -> int:
-    """How many shifts and selects `with_shifts` makes of a closed jaxpr, without tracing its function again."""
-    return _rehearsed(closed).shifted if may_move(closed.jaxpr) else 0
+Shifts = Mapping[tuple[int, int], set[int]]
+"""The shifts of each array along each dimension; arrays have numbers in the order of their first shifts."""
 
 
-def _rehearsed(closed: Any) -> Emitter:
-    """What emitted a closed jaxpr for once, and knows its shifts."""
+def shifts_of(closed: Any) -> Shifts | None:
+    """What `with_shifts` shifts in a closed jaxpr; None if it has no static movement to be written as shifts and selects."""
+    if not may_move(closed.jaxpr):
+        return None
     emitter = Emitter()
     args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
     jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(*args)
-    return emitter
+    return emitter.wanted if emitter.shifted else None
 
 
 def _rules(emitter: Emitter) -> RebindRules:
@@ -46,12 +47,15 @@ def _rules(emitter: Emitter) -> RebindRules:
                        functools.partial(_evaluate, emitter))  # fmt: skip
 
 
-def with_shifts(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
+def with_shifts(
+    function: Callable[..., Any], static_argnums: tuple[int, ...] = (), shifts: Shifts | None = None
+) -> Callable[..., Any]:
     """`function` with its static movement as shifts and selects.
 
     Args:
       function: the function, of positional arguments.
       static_argnums: as in `jax.jit`.
+      shifts: those of the function's trace (`shifts_of`), if they are known already.
 
     >>> import jax.numpy as jnp
     >>> with_shifts(lambda x: x.at[1:].add(x[:-1]))(jnp.arange(4))
@@ -61,7 +65,7 @@ def with_shifts(function: Callable[..., Any], static_argnums: tuple[int, ...] = 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
-        emitter = Emitter(known=_rehearsed(closed).wanted)
+        emitter = Emitter(known=(shifts_of(closed) if shifts is None else shifts) or {})
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
         flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)

@@ -49,8 +49,8 @@ class CallFunction:
     call: Call
     """The call, with shapes in the place of arrays."""
     donate_argnums: tuple[int, ...]
-    has_shifts: bool = False
-    """Whether the static movement of the function is written as shifts (`movement`)."""
+    shifted: Callable[..., Any] | None = None
+    """`pure` with its static movement as shifts (`movement`), made once; None if it has none."""
     is_as_written: bool = False
     """Whether the plan needs no shifts: nothing moves along sharded dimensions."""
     separates_windows: bool = False
@@ -68,9 +68,8 @@ class CallFunction:
 
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
-        function, statics = self.pure, self.call.statics
-        if self.has_shifts and not self.is_as_written:
-            function = with_shifts(function, statics)
+        statics = self.call.statics
+        function = self.pure if self.shifted is None or self.is_as_written else self.shifted
         if self.separates_windows:
             function = separate_windows(function, statics)
         if self.tags:
@@ -88,10 +87,13 @@ class CallFunction:
         with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):
             return trace_jaxpr(unplaced.on(mesh), self.call.values, self.call.statics, self.callee.function)
 
-    def moves(self, traced: TracedJaxpr) -> bool:
-        """Whether what `as_jaxpr` returned has movement that is written as shifts."""
+    def with_shifts(self, traced: TracedJaxpr) -> CallFunction:
+        """The function with its static movement as shifts, if it has any; `traced` is what `as_jaxpr` returned."""
         with without_types(self.ambient, self.callee.name):
-            return shifts_of(traced.stage.jaxpr) > 0
+            shifts = shifts_of(traced.stage.jaxpr)
+        if shifts is None:
+            return self
+        return dataclasses.replace(self, shifted=with_shifts(self.pure, self.call.statics, shifts))
 
     def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
         """What `as_jaxpr` returned, lowered for a platform."""

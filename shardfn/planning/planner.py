@@ -86,9 +86,9 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
 def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
     """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
     function = posed.call.function
-    if (
-        not function.has_shifts or function.is_as_written or function.inner
-    ):  # `inner` has numbers of the shifted program
+    if function.shifted is None or function.is_as_written or function.inner:  # which has numbers of the shifted program
+        return None
+    if _moves_shards(posed, _unconstrained(answer)):
         return None
     function = dataclasses.replace(function, is_as_written=True)
     traced = function.traced(posed.call.hardware.platform)
@@ -98,8 +98,7 @@ def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
 
 def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
     """Whether an answer moves rows along sharded dimensions."""
-    partitioned = posed.problem.partitioned_of(answer)
-    return any(moves_shards(op, partitioned) for op in partitioned.graph.ops)
+    return moves_shards(posed.problem.partitioned_of(answer))
 
 
 def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:

@@ -225,9 +225,8 @@ def _traced(
              why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
              fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
                  "device=jax.devices()[:1]")  # fmt: skip
-    if hardware.count > 1 and function.moves(traced):
-        function = dataclasses.replace(function, has_shifts=True)
-        traced = function.as_jaxpr()
+    if hardware.count > 1 and (shifted := function.with_shifts(traced)) is not function:
+        function, traced = shifted, shifted.as_jaxpr()
     if hardware.count > 1 and has_windows(traced.jaxpr):
         lowered = function.lowered(traced, hardware.platform)
         if windows_clash(lowered.graph):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.ir.model import Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.op_traits import RESHARDING_OPS
 
 OP_OF = {
     "slice": "slice", "split": "slice", "pad": "pad", "concatenate": "concatenate", "rev": "reverse",
@@ -46,6 +47,27 @@ def movements_of_equation(eqn: Any) -> set[Movement]:
     return {Movement(name, shapes, tuple(v.aval.shape)) for v in eqn.outvars}
 
 
+def reshardings(graph: Graph) -> list[tuple[int, int]]:
+    """The values before and after each resharding.
+
+    What the partitioner inserts has no rule: each device slices the part of a replicated operand that its windows read.
+    """
+    return [
+        (op.inputs[0], op.outputs[0])
+        for op in graph.ops
+        if op.name in RESHARDING_OPS or (op.name in ("slice", "pad") and op.rule is None)
+    ]
+
+
+def before_resharding(graph: Graph) -> dict[int, int]:
+    """By value that is resharded, the value that it comes of. XLA may drop the resharding around an op: judge the op by the
+    shardings before and after."""
+    found: dict[int, int] = {}
+    for before, after in reshardings(graph):
+        found[after] = found.get(before, before)
+    return found
+
+
 def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
     """Whether an op moves along a dimension that has uneven shards.
 
@@ -59,9 +81,10 @@ def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]
     )  # of one row that is sliced, XLA asks which device has it
 
 
-def moves_shards(op: Op, partitioned: PartitionedProgram) -> bool:
+def moves_shards(partitioned: PartitionedProgram) -> bool:
     """Whether an op moves along a sharded dimension."""
-    return any(shards > 1 for _, shards, _ in _along(op, partitioned, {}))
+    before = before_resharding(partitioned.graph)
+    return any(shards > 1 for op in partitioned.graph.ops for _, shards, _ in _along(op, partitioned, before))
 
 
 def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:

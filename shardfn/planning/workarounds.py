@@ -33,17 +33,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph, Op, PartitionedProgram
-from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
 from shardfn.planning.uneven_movement import (
     Movement,
+    before_resharding,
     gathered_dims,
     indexed_dims,
     is_uneven,
     movement_of,
     movements_of_equation,
+    reshardings,
 )
 
 REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
@@ -107,18 +108,9 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
       known: the ops that the program has a workaround for already.
     """
     done = {w.movement for w in known}
-    # XLA may drop the resharding around an op: judge it by the shardings before and after. What the partitioner inserts
-    # has no rule: each device slices the part of a replicated operand that its windows read.
-    moves = [
-        (op.inputs[0], op.outputs[0])
-        for op in partitioned.graph.ops
-        if op.name in RESHARDING_OPS or (op.name in _PARTS and op.rule is None)
-    ]
+    moved_from = before_resharding(partitioned.graph)
     moved_to: dict[int, int] = {}
-    moved_from: dict[int, int] = {}
-    for before, after in moves:
-        moved_from[after] = moved_from.get(before, before)
-    for before, after in reversed(moves):
+    for before, after in reversed(reshardings(partitioned.graph)):
         moved_to[before] = moved_to.get(after, after)
     found: dict[WrongOp, None] = {}
     for op in partitioned.graph.ops:
@@ -384,7 +376,6 @@ def _padded(eqn: Any) -> list[int]:
 
 _UPDATES = frozenset({"scatter", *NEUTRAL})
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
-_PARTS = frozenset({"slice", "pad"})
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")

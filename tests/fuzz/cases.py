@@ -143,6 +143,9 @@ PROGRAMS = {
     "a reversed slice, the least of two": lines(
         (24,), (2,), "x0.at[5:-24:-1].min(x0[19:])", devices=4, checks=("values",)
     ),
+    "a dynamic slice, then its first element": lines(
+        (16,), (4,), "lax.dynamic_slice(x0, [6], [10])", "v0.at[0].add(0.0)", devices=4
+    ),
     "an appended slice, then the first element": lines(
         (2,), (2,), "jnp.concatenate([x0, x0[1:2]])", "v0.at[0].set(0.0)"
     ),

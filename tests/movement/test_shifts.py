@@ -149,4 +149,4 @@ UNTOUCHED = {
 
 @pytest.mark.parametrize("function", UNTOUCHED.values(), ids=UNTOUCHED)
 def test_program_without_neighbours_stays_as_it_is(function):
-    assert shifts_of(jax.make_jaxpr(function)(jnp.ones((16, 16)))) == 0
+    assert shifts_of(jax.make_jaxpr(function)(jnp.ones((16, 16)))) is None
