@@ -45,9 +45,10 @@ def _reverse(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
     return tuple(WindowDim(0, d, d) for d in numbers["dimensions"])
 
 
-def _reduce_window(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
+def _reduce_window(numbers: Numbers, shapes: Shapes) -> tuple[WindowDim, ...]:
+    """Over each of the operands, which are a third of all shapes: each has an initial value and a result."""
     found = _windows(numbers, numbers["window_dimensions"], "window_dilations", "base_dilations")
-    return tuple(WindowDim(0, d, d, *window) for d, window in enumerate(found))
+    return tuple(WindowDim(i, d, d, *window) for i in range(len(shapes) // 3) for d, window in enumerate(found))
 
 
 def _select_and_scatter(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:

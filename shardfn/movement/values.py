@@ -209,7 +209,10 @@ def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any]
     if isinstance(value, Iota):
         return Iota(shape, value.dtype, list(order).index(value.dim))
     if isinstance(value, Spread):
-        return Spread(shape, value.dtype, value.operand, tuple(list(order).index(d) for d in value.dims))
+        dims = [list(order).index(d) for d in value.dims]
+        own = sorted(range(len(dims)), key=dims.__getitem__)  # JAX transposes a broadcast in order only
+        operand = value.operand if own == [*range(len(own))] else transposed(value.operand, own, of_array, seen)
+        return Spread(shape, value.dtype, operand, tuple(sorted(dims)))
     if "home" in value.placed:
         return of_array(value, order)
     operands = (transposed(o, order, of_array, seen) if np.shape(o) else o for o in value.operands)

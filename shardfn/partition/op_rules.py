@@ -240,9 +240,10 @@ def windowed(op: ShardedOp) -> OpPartitioning:
         spec = found
     moved = [w for w in op.graph_op.window_dims if not w.is_trivial(op.operands[0].shape, op.results[0].shape)]
     gathered = tuple(() if any(w.dim == d for w in moved) else axes for d, axes in enumerate(spec))
-    others = tuple(map(replicated, op.operands[1:]))
+    alike = len(op.results)  # a `reduce_window` of several operands has a result of each
+    specs, others = (spec,) * alike, tuple(map(replicated, op.operands[alike:]))
     if op.graph_op.name == "slice" or found not in (gathered, replicated(op.operands[0])):
-        exchanged = _with_halos(op, OpPartitioning((spec, *others), (spec,)))
+        exchanged = _with_halos(op, OpPartitioning((*specs, *others), specs))
         if exchanged:
             return exchanged
         found = gathered
@@ -250,8 +251,8 @@ def windowed(op: ShardedOp) -> OpPartitioning:
     for window in moved:
         if axes := spec[window.dim]:
             rows = positions_read(window, op.results[0].shape[window.dim], op.shards(axes))
-            parts.append(GatheredWindow(0, window.dim, rows, axes))
-    return OpPartitioning((found, *others), (spec,), gathered_windows=tuple(parts))
+            parts.append(GatheredWindow(window.operand, window.dim, rows, axes))
+    return OpPartitioning((*(found,) * alike, *others), specs, gathered_windows=tuple(parts))
 
 
 def select_and_scatter(op: ShardedOp) -> OpPartitioning:
@@ -293,7 +294,10 @@ def _with_halos(op: ShardedOp, found: OpPartitioning) -> OpPartitioning | None:
     """Add the halo exchanges of a windowed op; None where XLA finds them too large."""
     halos: list[HaloExchange] = []
     sizes: dict[int, int] = {}
+    operand = 0
     for window in op.graph_op.window_dims:
+        if window.operand != operand:
+            operand, sizes = window.operand, {}
         over, spec = _windows_counted_along(op, window, found.result_specs[0], found.operand_specs)
         axes = found.operand_specs[window.operand][window.dim]
         if not axes or axes != spec[window.out_dim]:

@@ -95,6 +95,11 @@ class CallFunction:
             return self
         return dataclasses.replace(self, shifted=with_shifts(self.pure, self.call.statics, shifts))
 
+    def of(self, pure: Callable[..., Any]) -> CallFunction:
+        """The same call, of another function with the same program."""
+        shifted = None if self.shifted is None else with_shifts(pure, self.call.statics)
+        return dataclasses.replace(self, pure=pure, shifted=shifted)
+
     def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
         """What `as_jaxpr` returned, lowered for a platform."""
         with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):

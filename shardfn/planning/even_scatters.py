@@ -2,7 +2,8 @@
 
 XLA (JAX 0.10 to 0.12) counts the padding of unevenly sharded updates in a scatter that combines (`.at[i].add(u)`, the gradient
 of a lookup, `segment_sum`): it combines the padding with row 0. Here updates and indices get further rows until their
-shards are even. These rows are combined with row 0 too, and are the neutral element.
+shards are even. These rows are combined with row 0 too, or out of bounds where no row may be there twice, and are the neutral
+element.
 
 XLA ends the process where an index of unsigned integers, as in the gradient of a sort, has uneven shards. Here it is signed.
 """
@@ -69,14 +70,20 @@ def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     for d in range(updates.ndim):
         added.append(0 if d in numbers.update_window_dims else next(of_updates))
     neutral = _neutral(NEUTRAL[eqn.primitive.name], updates.dtype)
-    return _bound(eqn, rows, operand, _with_rows(index, rows, 0), _with_rows(updates, added, neutral))
+    params = eqn.params
+    if params["unique_indices"] and any(rows):  # without which `scatter-mul` has no gradient
+        index = _outside(_in_bounds(index, operand, updates, params), rows, operand)
+        params = {**params, "indices_are_sorted": False, "mode": lax.GatherScatterMode.FILL_OR_DROP}
+    else:
+        index, params = _with_rows(index, rows, 0), _unordered(params, rows)
+    return [eqn.primitive.bind(operand, index, _with_rows(updates, added, neutral), **params)]
 
 
 def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:
     """The result of a gather, of which the index is padded to a multiple of rows: its transpose is a scatter of even rows."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
     rows = _further_rows(index, numbers.start_indices_batching_dims, multiple)
-    (found,) = _bound(eqn, rows, operand, _with_rows(index, rows, 0))
+    found = eqn.primitive.bind(operand, _with_rows(index, rows, 0), **_unordered(eqn.params, rows))
     return lax.slice(found, (0,) * len(shape), shape)
 
 
@@ -86,10 +93,29 @@ def _further_rows(index: Any, batching: Sequence[int], multiple: int) -> list[in
     return [0 if d in kept else -size % multiple for d, size in enumerate(index.shape)]
 
 
-def _bound(eqn: Any, rows: Sequence[int], *operands: Any) -> list[Any]:
-    """The outputs of an equation, whose index is neither sorted nor unique with further rows."""
-    changed = {"unique_indices": False, "indices_are_sorted": False} if any(rows) else {}
-    return [eqn.primitive.bind(*operands, **{**eqn.params, **changed})]
+def _unordered(params: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """The parameters for an index that is neither sorted nor unique with further rows."""
+    return {**params, "unique_indices": False, "indices_are_sorted": False} if any(rows) else {**params}
+
+
+def _in_bounds(index: Any, operand: Any, updates: Any, params: Mapping[str, Any]) -> Any:
+    """The index of a scatter, clamped by its mode."""
+    if lax.GatherScatterMode.from_any(params["mode"]) != lax.GatherScatterMode.CLIP:
+        return index
+    numbers = params["dimension_numbers"]
+    windows = iter(updates.shape[d] for d in numbers.update_window_dims)
+    absent = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    last = [n - (1 if d in absent else next(windows)) for d, n in enumerate(operand.shape)]
+    return jnp.clip(index, 0, np.array([last[d] for d in numbers.scatter_dims_to_operand_dims], index.dtype))
+
+
+def _outside(index: Any, rows: Sequence[int], operand: Any) -> Any:
+    """An index with further rows, each another place out of bounds."""
+    padded = _with_rows(index.astype(np.promote_types(index.dtype, np.int32)), rows, 0)
+    *batch, _ = padded.shape
+    number = np.arange(math.prod(batch), dtype=padded.dtype).reshape(*batch, 1) + max(operand.shape)
+    is_further = np.pad(np.zeros(index.shape, bool), [(0, count) for count in rows], constant_values=True)
+    return jnp.where(is_further, number, padded)
 
 
 def _with_rows(x: Any, rows: Sequence[int], value: Any) -> Any:

@@ -6,12 +6,13 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A pad becomes a pad by negative numbers (a crop). With strides between windows a sum over windows becomes both.
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
 - A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
+- An update at a dynamic place becomes a dynamic slice, of which XLA forgets that its place is clamped.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
 computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
-along unsharded windows, and those of lookups have even shards. Cumulative ops have tangents made of such ops. The values of a
-function are computed as without these rules.
+along unsharded windows, those of lookups have even shards, and dynamic places are clamped. Cumulative ops have tangents made
+of such ops. The values of a function are computed as without these rules.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import ROTATED
 from shardfn.planning.even_scatters import even_lookup, rows_multiple
-from shardfn.planning.workarounds import unsharded
+from shardfn.planning.workarounds import clamped, unsharded
 
 
 def correct_gradients(
@@ -47,27 +48,39 @@ def correct_gradients(
 
     devices = mesh.size
 
+    def linear(eqn: Any, own: Any, *others: Any) -> Any:
+        """What a linear op makes of its first operand `own`, in a form that XLA transposes correctly; None for another op."""
+        if cropped := _cropped(eqn, devices):
+            return unsharded(mesh, _slice(eqn.params, unsharded(mesh, own, cropped)), cropped)
+        if form := _LINEAR.get(eqn.primitive.name):
+            return form(eqn.params, own, *others[-1:])
+        return even_lookup(eqn, own, others[0], multiple) if eqn.primitive.name == "gather" else None
+
+    def bind_linear(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        found = None if _is_rotation(eqn) else linear(eqn, *inputs)
+        return bind_one(eqn, inputs) if found is None else [found]
+
+    def is_chosen(eqn: Any, number: int) -> bool:
+        return _is_rotation(eqn) or _is_at_risk(eqn, multiple, devices)
+
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if _is_rotation(eqn):
             return bind_one(eqn, inputs)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
+        if eqn.primitive.name == "dynamic_update_slice":
+            return bind_one(eqn, clamped(eqn, inputs))
 
         def op(*operands: Any) -> Any:
             return bind_one(eqn, operands)[0]
 
         def tangent_of(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-            name, first = eqn.primitive.name, tangents[0]
-            own = jnp.zeros_like(primals[0]) if _is_zero(first) else first
-            if cropped := _cropped(eqn, devices):
-                return unsharded(mesh, _slice(eqn.params, unsharded(mesh, own, cropped)), cropped)
-            if linear := _LINEAR.get(name):
-                return linear(eqn.params, own, *tangents[1:])
-            if name == "gather":
-                return even_lookup(eqn, own, primals[1], multiple)
+            own = jnp.zeros_like(primals[0]) if _is_zero(tangents[0]) else tangents[0]
+            if (found := linear(eqn, own, *primals[1:], *tangents[1:])) is not None:
+                return found
             dims = _overlapping(eqn)
             operand, tangent = (unsharded(mesh, x, dims) for x in (*primals, *tangents))
-            derivative_of = correct_gradients(lambda *of: jax.jvp(op, of[:1], of[1:])[1], mesh, multiple=multiple)
+            derivative_of = rebind(lambda *of: jax.jvp(op, of[:1], of[1:])[1], is_chosen, bind_linear)
             return unsharded(mesh, derivative_of(operand, tangent), dims)
 
         corrected = jax.custom_jvp(op)
@@ -76,9 +89,7 @@ def correct_gradients(
         )
         return [corrected(*inputs)]
 
-    return rebind(
-        function, lambda eqn, number: _is_rotation(eqn) or _is_at_risk(eqn, multiple, devices), bind, static_argnums
-    )
+    return rebind(function, is_chosen, bind, static_argnums)
 
 
 def has_gradients_at_risk(jaxpr: Any, multiple: int, devices: int) -> bool:
@@ -120,7 +131,7 @@ def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
         is_cropped = any(max(edges) > (size - 1) * spacing for size, spacing, edges in rows)
         is_found = is_cropped or max(*params["window_strides"], *params["base_dilation"], 1) > 1
     else:
-        is_found = name == "pad" or name in _CUMULATIVE or bool(_overlapping(eqn))
+        is_found = name in ("pad", "dynamic_update_slice") or name in _CUMULATIVE or bool(_overlapping(eqn))
     return is_found and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
 
 
@@ -184,7 +195,9 @@ def _pad(params: dict[str, Any], x: Any, value: Any) -> Any:
     """`lax.pad`."""
     config = params["padding_config"]
     padded = _padded(x, config)
-    return padded if _is_zero(value) else padded + value * (1 - _padded(jnp.ones_like(x), config))
+    if _is_zero(value):
+        return padded
+    return jnp.where(_padded(jnp.ones(x.shape, np.int8), config) == 1, padded, value)
 
 
 def _padded(x: Any, config: Sequence[tuple[int, int, int]]) -> Any:
@@ -202,8 +215,8 @@ def _padded(x: Any, config: Sequence[tuple[int, int, int]]) -> Any:
     return x
 
 
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, SymbolicZero)
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, SymbolicZero) or (isinstance(value, float | np.generic | np.ndarray) and value == 0)
 
 
 def _edged(x: Any, dim: int, before: int, after: int) -> Any:

@@ -4,7 +4,8 @@
 
 - The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more.
 - On CPU a Fourier transform whose operand is gathered along another dimension than the first may read a transposed array
-  and fail when it runs. Constraints that replicate its operand and result avoid it.
+  and fail when it runs; before JAX 0.12 one of shards of one element too. Constraints that replicate its operand and result
+  avoid it.
 - Before JAX 0.12 two windowed ops (`reduce_window`, `jnp.pad`, convolutions) with the same window over one array along a
   sharded dimension may get each other's padding. An optimization barrier on the operand avoids it.
 - An array that is replicated along a dimension, and padded between its elements or by negative numbers into shards, gets
@@ -14,6 +15,8 @@
 - A scatter of one window becomes an update of a slice. If its operand is such a slice itself, after partitioning, XLA merges
   the two and forgets that each stays within its array: shards that have no part in the update are changed. An optimization
   barrier on the operand avoids it.
+- Of a dynamic slice that is sharded along a dimension that it shortens, XLA forgets that its place is clamped. An explicit clamp
+  avoids it.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -23,10 +26,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -89,7 +93,7 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction`, a `padding`, a `scatter`, an `update` or a `movement`."""
+    `transform`, a `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`) or a `movement`."""
 
     where: str
     kind: str = "window"
@@ -128,6 +132,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
+        if op.name == "dynamic_slice" and _forgets_bounds(op, moved_to, partitioned):
+            found.setdefault(WrongOp(op.where, "bounds"))
         if is_uneven(op, partitioned, moved_from) and movement_of(op, partitioned) not in done:
             found.setdefault(WrongOp(op.where, "movement", movement=movement_of(op, partitioned)))
         if op.name == "fft" and partitioned.platform == "cpu":
@@ -135,7 +141,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
                 partitioned.specs[op.inputs[0]],
             )
-            if before[1:] != after[1:]:
+            is_one = set(partitioned.local_shape(op.inputs[0])) == {1}  # whose dimensions are transposed by name alone
+            if before[1:] != after[1:] or (is_one and any(after) and IS_BEFORE_JAX_0_12):
                 found.setdefault(WrongOp(op.where, "transform"))
         if op.convolution is None:
             continue
@@ -156,6 +163,14 @@ def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
         and math.prod(partitioned.graph.values[op.inputs[1]].shape[:-1]) == 1
         and any(partitioned.shards(op.inputs[0])[d] > 1 for d in indexed_dims(op))
     )
+
+
+def _forgets_bounds(op: Op, after: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
+    """Whether the result of a dynamic slice is sharded along a dimension that it shortens; `after` are resharded values."""
+    table, made = (partitioned.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    shards = [partitioned.shards(v) for v in {op.outputs[0], after.get(op.outputs[0], op.outputs[0])}]
+    shortened = [d for d, (before, rows) in enumerate(zip(table, made, strict=True)) if before != rows]
+    return op.rule is not None and any(each[d] > 1 for each in shards for d in shortened)
 
 
 def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -225,6 +240,7 @@ _NOTES = {
         "values. To avoid it, use sizes that the number of shards divides"
     ),
     "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
+    "bounds": "shardfn clamps the places of the dynamic slices at {}: XLA forgets to, where their results are sharded",
     "scatter": ("shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0"),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
@@ -238,7 +254,8 @@ def replicate_wrong_ops(
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
     Fourier transforms and grouped convolutions, the reduced dimensions of reductions without an all-reduce, and the padded
-    dimensions of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier.
+    dimensions of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier, and
+    dynamic slices a clamped place.
 
     Args:
       function: the function.
@@ -260,6 +277,10 @@ def replicate_wrong_ops(
         return bool(movements) and not movements.isdisjoint(movements_of_equation(eqn))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if "bounds" in kinds and eqn.primitive.name == "dynamic_slice":
+            inputs = clamped(eqn, inputs)
+            if not moves(eqn):
+                return bind_one(eqn, inputs)
         if moves(eqn):
             dims = gathered_dims(eqn)
             inputs = [gathered(x, own) for x, own in zip(inputs, dims, strict=False)]
@@ -281,7 +302,13 @@ def replicate_wrong_ops(
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
             (out,) = bind_one(eqn, [gathered(x, dims) for x in inputs])
             return [gathered(out, dims)]
-        if eqn.primitive.name == _TRANSFORM or max(map(eqn.params.__getitem__, _GROUPS)) > 1:
+        if eqn.primitive.name == _TRANSFORM:
+            x = gathered(inputs[0], range(inputs[0].ndim))
+            x = x.reshape(-1, *x.shape[x.ndim - len(eqn.params["fft_lengths"]) :])
+            (out,) = bind_one(eqn, [x])
+            shape = eqn.outvars[0].aval.shape
+            return [gathered(out.reshape(shape), range(len(shape)))]
+        if max(map(eqn.params.__getitem__, _GROUPS)) > 1:
             (out,) = bind_one(eqn, [gathered(x, range(x.ndim)) for x in inputs])
             return [gathered(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
@@ -298,6 +325,7 @@ def replicate_wrong_ops(
             or moves(eqn)
             or bool(_reduced(eqn))
             or ("padding" in kinds and bool(_padded(eqn)))
+            or ("bounds" in kinds and eqn.primitive.name == "dynamic_slice")
             or ("update" in kinds and _is_update(eqn))
             or ("scatter" in kinds and eqn.primitive.name in NEUTRAL)
         )
@@ -336,6 +364,14 @@ def replicate_wrong_ops(
                  fix="leave the reduced dimensions unsharded, or reduce by sums, products, minima or maxima")  # fmt: skip
 
     return rebind(function, wanted, bind, static_argnums, refuse)
+
+
+def clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a `dynamic_slice` or `dynamic_update_slice` with its place within the array."""
+    count = len(inputs) - np.ndim(inputs[0])
+    sizes = np.shape(inputs[1]) if count == 2 else eqn.params["slice_sizes"]
+    last = [n - rows for n, rows in zip(np.shape(inputs[0]), sizes, strict=True)]
+    return [*inputs[:count], *(jnp.clip(start, 0, most) for start, most in zip(inputs[count:], last, strict=True))]
 
 
 def unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:

@@ -166,7 +166,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     if call.closed_over is not None:
         own = closed_over_arguments(callee, call.without_closed_over())
         call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.arrays}
-    function = dataclasses.replace(planned, pure=inside(pure_function(callee.frozen(call), call), planned.outer))
+    function = planned.of(inside(pure_function(callee.frozen(call), call), planned.outer))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
              where=f"plan.apply({callee.name})",

@@ -146,6 +146,30 @@ PROGRAMS = {
     "a dynamic slice, then its first element": lines(
         (16,), (4,), "lax.dynamic_slice(x0, [6], [10])", "v0.at[0].add(0.0)", devices=4
     ),
+    "a cumulative product, without its first row": lines(
+        (64, 8), (2, 1), "lax.cumprod(jnp.cos(x0), 0)", "v0[-63:, ::-1]", devices=4
+    ),
+    "repeated rows, each third multiplied": lines(
+        (32, 1), (2, 1), "jnp.repeat(x0, 2, axis=0)", "v0.at[:-1:3].multiply(v0[33:54])"
+    ),
+    "each third multiplied at clamped places": lines(
+        (32, 1), (2, 1), "x0.at[3 * jnp.arange(5)].multiply(x0[7:12], mode='clip', unique_indices=True)"
+    ),
+    "the trapezoidal rule, beside a shift": lines(
+        (12, 32), (1, 2), "jnp.trapezoid(jnp.expand_dims(x0, 0), axis=1)", "(v0, x0.at[:, 1:].add(x0[:, :-1]))"
+    ),
+    "a Fourier transform of shards of one element": lines(
+        (1, 1, 2), (1, 1, 2), "jnp.fft.fft(x0, axis=0)", "jnp.concatenate([v0, x0[0:]], 0)", dtype="complex64"
+    ),
+    "second derivative of a maximum over windows of one": lines(
+        (8,), (2,), "lax.reduce_window(x0, -jnp.inf, lax.max, (1,), (1,), 'VALID')", checks=("values", "second")
+    ),
+    "a slice written at a place that is clamped": lines(
+        (12,), (3,), "lax.dynamic_update_slice_in_dim(x0, x0[:9], jnp.argmax(x0[:1]) + 7, 0)", devices=3
+    ),
+    "a slice from a place that is clamped": lines(
+        (12,), (3,), "jnp.sin(lax.dynamic_slice_in_dim(x0, jnp.argmax(x0[:1]) + 7, 9))", devices=3
+    ),
     "an appended slice, then the first element": lines(
         (2,), (2,), "jnp.concatenate([x0, x0[1:2]])", "v0.at[0].set(0.0)"
     ),

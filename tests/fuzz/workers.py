@@ -42,7 +42,7 @@ class Worker:
         self.calls = 0
         self.cpu_time_s = 0.0
 
-    def call(self, name: str, *args: Any, limit_s: float = 90.0) -> Any:
+    def call(self, name: str, *args: Any, limit_s: float = 600.0) -> Any:
         """`TASKS[name](*args)` in the process.
 
         Raises:
@@ -91,7 +91,7 @@ class Worker:
             self.process = None
 
 
-def judged_apart(worker: Worker, pack: Pack, limit_s: float = 60.0) -> list[Finding]:
+def judged_apart(worker: Worker, pack: Pack, limit_s: float = 600.0) -> list[Finding]:
     """The findings of a pack with one check that may end the process. If it ends unsharded too, the pack is invalid."""
     try:
         return worker.call("judge", pack, limit_s=limit_s)
