@@ -114,7 +114,8 @@ def _constant(array: Any) -> Value:
 
 def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRules) -> list[Value]:
     name = eqn.primitive.name
-    if not eqn.effects and not any(0 in v.aval.shape for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape")):
+    whole = eqn.outvars if name == "concatenate" else (*eqn.invars, *eqn.outvars)
+    if not eqn.effects and not any(0 in v.aval.shape for v in whole if hasattr(v.aval, "shape")):
         known = [array for o in operands if (array := _known(o)) is not None]
         if len(known) == len(operands) and (array := folded(eqn, known)) is not None:
             out = eqn.outvars[0].aval

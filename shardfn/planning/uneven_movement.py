@@ -93,7 +93,7 @@ def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -
         return
     values = (*_moved(op.name, op.inputs), op.outputs[0])
     shapes = [partitioned.graph.values[v].shape for v in values]
-    if any(0 in shape for shape in shapes):
+    if any(0 in shape for shape in (shapes[-1:] if op.name == "concatenate" else shapes)):
         return
     moved = _dims(op.name, shapes, {w.dim for w in op.window_dims if not w.is_trivial(shapes[0], shapes[-1])})
     if op.name in ("gather", "scatter"):

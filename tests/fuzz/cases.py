@@ -170,6 +170,14 @@ PROGRAMS = {
     "a slice from a place that is clamped": lines(
         (12,), (3,), "jnp.sin(lax.dynamic_slice_in_dim(x0, jnp.argmax(x0[:1]) + 7, 9))", devices=3
     ),
+    "padded at one edge, then by a ramp, beside a slice": lines(
+        (8,),
+        (8,),
+        "x0.at[-2].set(2.0)",
+        "jnp.pad(v0, ((3, 0),), mode='edge')",
+        "(jnp.pad(v1, ((2, 2),), mode='linear_ramp'), x0[3:])",
+        devices=8,
+    ),
     "an appended slice, then the first element": lines(
         (2,), (2,), "jnp.concatenate([x0, x0[1:2]])", "v0.at[0].set(0.0)"
     ),
