@@ -10,7 +10,7 @@ scatter whose result has uneven shards it does neither.
 `rules` has one row for each primitive. What has none, and what moves too far, is computed as the user wrote it.
 """
 
-from shardfn.movement.emit import ROTATED
+from shardfn.movement.emit import is_rotation
 from shardfn.movement.rewrite import shifts_of, with_shifts
 
-__all__ = ["ROTATED", "shifts_of", "with_shifts"]
+__all__ = ["is_rotation", "shifts_of", "with_shifts"]

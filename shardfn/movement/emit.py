@@ -413,6 +413,11 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
     return jax.jit(rotation)(x)
 
 
+def is_rotation(eqn: Any) -> bool:
+    """Whether an equation of a jaxpr is such a rotation. XLA computes it, and its transpose, correctly as it stands."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == ROTATED
+
+
 def inside(value: Value, frame: Frame, dims: Sequence[int]) -> Any:
     """Where a frame holds a value along some dimensions; None if everywhere."""
     mask = None

@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
-from shardfn.movement import ROTATED
+from shardfn.movement import is_rotation
 from shardfn.planning.even_scatters import even_lookup, rows_multiple
 from shardfn.planning.workarounds import clamped, unsharded
 
@@ -57,14 +57,14 @@ def correct_gradients(
         return even_lookup(eqn, own, others[0], multiple) if eqn.primitive.name == "gather" else None
 
     def bind_linear(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        found = None if _is_rotation(eqn) else linear(eqn, *inputs)
+        found = None if is_rotation(eqn) else linear(eqn, *inputs)
         return bind_one(eqn, inputs) if found is None else [found]
 
     def is_chosen(eqn: Any, number: int) -> bool:
-        return _is_rotation(eqn) or _is_at_risk(eqn, multiple, devices)
+        return is_rotation(eqn) or _is_at_risk(eqn, multiple, devices)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        if _is_rotation(eqn):
+        if is_rotation(eqn):
             return bind_one(eqn, inputs)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
@@ -95,11 +95,6 @@ def correct_gradients(
 def has_gradients_at_risk(jaxpr: Any, multiple: int, devices: int) -> bool:
     """Whether `correct_gradients` changes a function for a number of devices, by its jaxpr."""
     return any(_is_at_risk(eqn, multiple, devices) for _, eqn, is_reached in equations(jaxpr) if is_reached)
-
-
-def _is_rotation(eqn: Any) -> bool:
-    """Whether an equation is a rotation of `movement`, whose transpose XLA computes correctly as it stands."""
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == ROTATED
 
 
 def _cropped(eqn: Any, devices: int) -> list[int]:

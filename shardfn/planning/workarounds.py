@@ -38,6 +38,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
+from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
 from shardfn.planning.uneven_movement import (
@@ -277,6 +278,8 @@ def replicate_wrong_ops(
         return bool(movements) and not movements.isdisjoint(movements_of_equation(eqn))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if is_rotation(eqn):  # whose shards are even
+            return bind_one(eqn, inputs)
         if "bounds" in kinds and eqn.primitive.name == "dynamic_slice":
             inputs = clamped(eqn, inputs)
             if not moves(eqn):
@@ -322,6 +325,7 @@ def replicate_wrong_ops(
     def wanted(eqn: Any, number: int) -> bool:
         return (
             eqn.primitive.name in _WINDOWS
+            or is_rotation(eqn)
             or moves(eqn)
             or bool(_reduced(eqn))
             or ("padding" in kinds and bool(_padded(eqn)))
