@@ -82,12 +82,12 @@ class Emitter:
         """The array of a value, in its own shape."""
         if not isinstance(value, Lazy):
             return value
-        if "own" not in value.placed:
+        if value.own is None:
             with line_of(value):
-                value.placed["own"] = own = self._own(value)
+                value.own = self._own(value)
             if isinstance(value, Moved | Squeezed):
-                self.cut[id(own)] = own
-        return value.placed["own"]
+                self.cut[id(value.own)] = value.own
+        return value.own
 
     def movable(self, value: Value) -> Value:
         """A value of which rows can be moved."""
@@ -143,10 +143,8 @@ class Emitter:
             return lax.broadcasted_iota(value.dtype, value.shape, value.dim)
         if isinstance(value, Spread):
             return lax.broadcast_in_dim(self.array(value.operand), value.shape, value.dims)
-        frame = value.placed.get("home") or frame_of(value)
-        if frame is not None and (
-            frame is value.placed.get("home") or frame.shape == value.shape or _is_stencil(value)
-        ):
+        frame = value.home or frame_of(value)
+        if frame is not None and (frame is value.home or frame.shape == value.shape or _is_stencil(value)):
             self.shifted += frame.shape != value.shape
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
@@ -181,16 +179,15 @@ class Emitter:
         if isinstance(value, Moved):
             return self._place_moved(value, frame)
         if isinstance(value, Elementwise):
-            home = value.placed.get("home")
-            if home is None:
+            if value.home is None:
                 operands = [self.place(o, frame) if np.shape(o) else self.array(o) for o in value.operands]
                 if any(alignments(value, d) for d in range(len(value.shape))):
-                    value.placed["home"] = frame
+                    value.home = frame
                 if value.safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
                     return value.bind(operands)
                 return guarded(value.bind, value.safe)(inside(value, frame, range(len(frame.shape))), *operands)
-            found = value.placed[home]
-            for dim, (first, rows) in enumerate(zip(home.offset, value.shape, strict=True)):
+            found = value.placed[value.home]
+            for dim, (first, rows) in enumerate(zip(value.home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)
             return self.place(found, frame)
         if isinstance(value, Iota):
@@ -273,7 +270,7 @@ class Emitter:
 
     def transposed(self, value: Value, order: Sequence[int]) -> Value:
         """The array of a value with its dimensions in another order; made once."""
-        if isinstance(value, Elementwise) and value.placed.get("home", value).shape != value.shape:
+        if isinstance(value, Elementwise) and (value.home or value).shape != value.shape:
             return transposed(self.settled(value), order, self.transposed)
         x, order = self.array(value), tuple(order)
         found = self._once(x, ("transpose", order), lax.transpose, x, order)
