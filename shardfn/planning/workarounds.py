@@ -321,9 +321,10 @@ def replicate_wrong_ops(
 
     def wanted(eqn: Any, number: int) -> bool:
         return (
-            eqn.primitive.name in _WINDOWS
+            ("window" in kinds and eqn.primitive.name in _WINDOWS)
+            or ("transform" in kinds and eqn.primitive.name == _TRANSFORM)
             or moves(eqn)
-            or bool(_reduced(eqn))
+            or ("reduction" in kinds and bool(_reduced(eqn)))
             or ("padding" in kinds and bool(_padded(eqn)))
             or ("bounds" in kinds and eqn.primitive.name == "dynamic_slice")
             or ("update" in kinds and _is_update(eqn))
@@ -331,14 +332,16 @@ def replicate_wrong_ops(
         )
 
     def refuse(eqn: Any) -> None:
-        inside = {
-            one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)
-        }
-        if True in inside:
+        inside = {one.primitive.name for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)}
+        if inside & _WINDOWS:
             fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
                  why="XLA miscompiles the sharding of its spatial dimensions, and custom derivative rules hide it from shardfn",
                  fix="leave its spatial dimensions unsharded, shard the image over all devices, or use "
                      "shardfn.halo.conv")  # fmt: skip
+        if _TRANSFORM in inside:
+            fail(StrategyError, f"a Fourier transform inside a `{eqn.primitive.name}` might fail when it runs",
+                 why="XLA on CPU may transpose its operand, and custom derivative rules hide it from shardfn",
+                 fix="shard its first dimension only")  # fmt: skip
         if "padding" in kinds and any(_padded(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
             fail(StrategyError, f"a pad inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
                  why="a replicated dimension is padded between its elements into shards, and custom derivative rules hide it "
@@ -416,6 +419,6 @@ _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
 _GROUPS = ("feature_group_count", "batch_group_count")
-_WINDOWS = frozenset({"conv_general_dilated", _POOLING, _TRANSFORM})
+_WINDOWS = frozenset({"conv_general_dilated", _POOLING})
 _REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes", "reduce_or": "axes"}
 """With the name of the parameter that holds the dims."""

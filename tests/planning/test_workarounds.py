@@ -1,5 +1,7 @@
 """Shardings for which XLA computes wrong values get a workaround and a diagnostic; others get neither."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +107,28 @@ def test_a_convolution_out_of_reach_is_refused_not_computed_wrongly():
     with pytest.raises(shardfn.ShardError, match="custom_vjp"):
         shardfn.shard(own, ((1, 1, 2, 1), (8, 1, 1, 1)))(X, K)
     np.testing.assert_allclose(shardfn.shard(own, ((8, 1, 1, 1), None))(X, K), conv(X, K), rtol=1e-3, atol=1e-3)
+
+
+def test_workaround_of_one_kind_leaves_right_convolutions_as_they_are():
+    def step(conv, x, k, rows):
+        return conv(x, k), jnp.cumsum(rows[1:-1], 0)
+
+    @jax.custom_vjp
+    def own(x, k):
+        return conv(x, k)
+
+    own.defvjp(lambda x, k: (conv(x, k), (x, k)), lambda r, _: r)
+    rows, strategy = jnp.arange(64.0).reshape(32, 2), ((1, 1, 8, 1), (1, 1, 1, 1))
+    plan = shardfn.plan(conv, X, K, in_strategy=strategy)
+    for f in (conv, own):
+        both = shardfn.shard(functools.partial(step, f), (*strategy, (8, 1)))
+        made = both.plan(X, K, rows)
+        assert [text.split(" at ")[0] for text in made.diagnostics] == [
+            "shardfn gathers the dimensions along which elements move"
+        ]
+        assert made.cost.bytes_sent == plan.cost.bytes_sent + 7 * rows.nbytes / 8
+        for got, want in zip(both(X, K, rows), step(conv, X, K, rows), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
 def filtered(x, w):
