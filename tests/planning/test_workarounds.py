@@ -232,6 +232,24 @@ def test_a_reduction_out_of_reach_is_refused():
     assert any("shardfn gathers" in text for text in sharded.plan(X, K, x).diagnostics), "of the convolution alone"
 
 
+HIDDEN = {
+    "a Fourier transform": (lambda x: jnp.fft.fft(x).real, (1, 8)),
+    "a pad": (lambda x: jax.lax.pad(x, 0.0, [(0, 0, 0), (-1, 2, 1)]), (1, 8)),
+    "a scatter": (lambda x: jnp.zeros((16, 16)).at[jnp.arange(13) * 5 % 16].add(x[:13]), (8, 1)),
+    "movement": (lambda x: jnp.cumsum(x[1:-1]), (8, 1)),
+    "an update": (lambda x: (2 * x).at[0].set(1.0), (8, 1)),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_wrong_op_in_a_function_with_rules_of_its_own_is_refused_by_its_kind(what):
+    function, strategy = HIDDEN[what]
+    own = jax.custom_vjp(function)
+    own.defvjp(lambda x: (function(x), None), lambda _, g: (g,))
+    with pytest.raises(shardfn.ShardError, match=f"^{what} inside a `custom_vjp_call`(.|\n)*derivative rules hide it"):
+        shardfn.plan(own, jax.ShapeDtypeStruct((16, 16), "float32"), in_strategy=(strategy,))
+
+
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
