@@ -40,11 +40,13 @@ from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
 from shardfn.planning.uneven_movement import (
+    Dims,
     Movement,
     before_resharding,
     gathered_dims,
     indexed_dims,
     is_uneven,
+    moved_dims,
     movement_of,
     movements_of_equation,
     reshardings,
@@ -100,6 +102,8 @@ class WrongOp(NamedTuple):
     """Of what the number of a scatter's updates must be a multiple."""
     movement: Movement | None = None
     """What moves along uneven shards."""
+    dims: Dims = ()
+    """The dimensions along which it moves."""
 
 
 def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
@@ -110,7 +114,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
       partitioned: the program with its shardings.
       known: the ops that the program has a workaround for already.
     """
-    done = {w.movement for w in known}
+    done = {(w.movement, w.dims) for w in known}
     moved_from = before_resharding(partitioned.graph)
     moved_to: dict[int, int] = {}
     for before, after in reversed(reshardings(partitioned.graph)):
@@ -133,8 +137,10 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "update"))
         if op.name == "dynamic_slice" and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds"))
-        if is_uneven(op, partitioned, moved_from) and movement_of(op, partitioned) not in done:
-            found.setdefault(WrongOp(op.where, "movement", movement=movement_of(op, partitioned)))
+        if is_uneven(op, partitioned, moved_from):
+            movement, dims = movement_of(op, partitioned), moved_dims(op, partitioned)
+            if (movement, dims) not in done:
+                found.setdefault(WrongOp(op.where, "movement", movement=movement, dims=dims))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
@@ -310,15 +316,18 @@ def replicate_wrong_ops(
 
     kinds = {w.kind for w in wrong}
     multiple = math.lcm(*(w.multiple for w in wrong))
-    movements = {w.movement for w in wrong if w.movement}
-    is_one = {**_IS_ONE, "movement": lambda eqn: not movements.isdisjoint(movements_of_equation(eqn))}
+    moved: dict[Movement, list[Dims]] = {}
+    for w in wrong:
+        if w.movement:
+            moved.setdefault(w.movement, []).append(w.dims)
+    is_one = {**_IS_ONE, "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn))}
 
     def kinds_of(eqn: Any) -> list[str]:
         return [kind for kind in _KINDS if kind in kinds and is_one[kind](eqn)]
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         own = kinds_of(eqn)
-        dims = _gathered(eqn, own)
+        dims = gathered_dims(eqn, moved) if "movement" in own else _gathered(eqn, own)
         if "bounds" in own:
             inputs = clamped(eqn, inputs)
         if "update" in own and "movement" not in own:
@@ -371,8 +380,6 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
 def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
     """By operand and result of an equation of some kinds of wrong ops, the dimensions to gather."""
     name, params, values = eqn.primitive.name, eqn.params, (*eqn.invars, *eqn.outvars)
-    if "movement" in kinds:
-        return [*gathered_dims(eqn)]
     if "padding" in kinds:
         return [_padded(eqn)] * len(values)
     if "reduction" in kinds:

@@ -368,6 +368,16 @@ def test_windows_over_arrays_of_their_own_are_left_alone():
     assert (kept in text(morphological_gradient)) == IS_BEFORE_JAX_0_12
 
 
+def test_lookup_along_uneven_shards_keeps_its_batch_sharded():
+    def looked_up(x, i):
+        return jnp.take_along_axis(jnp.cumsum(x[:, 1:-1], 1), i, 1)
+
+    x, i = drawn(5, 8, 16), jnp.asarray(np.random.default_rng(6).integers(0, 14, (8, 14)))
+    sharded = shardfn.shard(looked_up, ((2, 4), (2, 1)))
+    assert sharded.plan(x, i).cost.bytes_sent == 3 / 4 * x.nbytes / 2
+    np.testing.assert_allclose(sharded(x, i), looked_up(x, i), rtol=1e-5, atol=1e-5)
+
+
 def test_what_if_of_a_plan_with_a_workaround_applies_right():
     """The workarounds are those of the new shardings, in its values, its cost and its verification alike."""
 
