@@ -13,16 +13,18 @@ LARGEST = 4096
 
 
 def folded(eqn: Any, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
-    """The result of an equation for known operands; None if it is not known, or no array of few integers or bools."""
+    """The result of an equation for known operands; None if it is not known, or not of few integers and bools alone: NumPy
+    converts floats in another way than XLA."""
     fold = _FOLDED.get(eqn.primitive.name)
     if fold is None or len(eqn.outvars) != 1:
         return None
     (out,) = eqn.outvars
-    is_whole = jnp.issubdtype(out.aval.dtype, jnp.integer) or jnp.issubdtype(out.aval.dtype, jnp.bool_)
+    dtypes = [v.aval.dtype for v in (*eqn.invars, out)]
+    is_whole = all(jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_) for dtype in dtypes)
     if not is_whole or out.aval.size > LARGEST:
         return None
     with np.errstate(all="ignore"):
-        found = fold(eqn, *arrays)
+        found = fold(eqn, *map(np.asarray, arrays, dtypes))
     return None if found is None else np.asarray(found, out.aval.dtype).reshape(out.aval.shape)
 
 
@@ -59,7 +61,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "add": _of(np.add), "sub": _of(np.subtract), "mul": _of(np.multiply), "neg": _of(np.negative), "max": _of(np.maximum),
     "min": _of(np.minimum), "lt": _of(np.less), "le": _of(np.less_equal), "gt": _of(np.greater), "ge": _of(np.greater_equal),
     "eq": _of(np.equal), "ne": _of(np.not_equal), "and": _of(np.bitwise_and), "or": _of(np.bitwise_or),
-    "not": _of(np.invert), "rem": _of(np.fmod), "sign": _of(np.sign),
+    "not": _of(np.invert), "rem": lambda eqn, x, y: np.fmod(x, y) if np.all(y) else None, "sign": _of(np.sign),
     "clamp": lambda eqn, low, x, high: np.clip(x, low, high),
     "select_n": _select,
     "convert_element_type": _of(np.asarray), "copy": _of(np.asarray),

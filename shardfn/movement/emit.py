@@ -53,6 +53,13 @@ class Frame(NamedTuple):
     offset: tuple[int, ...]
 
 
+class Key(NamedTuple):
+    """What an array was made of (`form`), and how: its frame, or the name of an op with its parameters."""
+
+    form: Any
+    how: tuple[Any, ...]
+
+
 @dataclasses.dataclass
 class Emitter:
     """Emits arrays. `shifted` counts the arrays that it made by shifts and selects, in place of the user's ops.
@@ -67,19 +74,20 @@ class Emitter:
     numbers: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict, repr=False)
     cut: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
     """The arrays that are slices of others, by `id`."""
-    made: dict[Any, tuple[Value, Any]] = dataclasses.field(default_factory=dict, repr=False)
-    """By form and frame the values that were placed, and their arrays, in the jaxpr that is traced now."""
+    made: dict[Key, tuple[Value, Any]] = dataclasses.field(default_factory=dict, repr=False)
+    """The arrays that were made in the jaxpr that is traced now, each beside the value that it was made of: a value that is kept
+    shares its `id` with no other."""
 
     def array(self, value: Value) -> Any:
         """The array of a value, in its own shape."""
         if not isinstance(value, Lazy):
             return value
-        if "own" not in value.placed:
+        if value.own is None:
             with line_of(value):
-                value.placed["own"] = own = self._own(value)
+                value.own = self._own(value)
             if isinstance(value, Moved | Squeezed):
-                self.cut[id(own)] = own
-        return value.placed["own"]
+                self.cut[id(value.own)] = value.own
+        return value.own
 
     def movable(self, value: Value) -> Value:
         """A value of which rows can be moved."""
@@ -113,14 +121,18 @@ class Emitter:
         if not isinstance(value, Lazy):
             return _embedded(value, frame)
         if frame not in value.placed:
-            key = form(value), frame
-            if key in self.made:
-                self.shifted += isinstance(value, Moved) and value.is_rotation  # it is shared
-            else:
-                with line_of(value):
-                    self.made[key] = value, self._place(value, frame)
-            value.placed[frame] = self.made[key][1]
+            is_shared = Key(form(value), frame) in self.made
+            self.shifted += is_shared and isinstance(value, Moved) and value.is_rotation
+            with line_of(value):
+                value.placed[frame] = self._once(value, frame, self._place, value, frame)
         return value.placed[frame]
+
+    def _once(self, value: Value, how: tuple[Any, ...], make: Callable[..., Any], *args: Any) -> Any:
+        """What `make` makes of a value; made once."""
+        key = Key(form(value), how)
+        if key not in self.made:
+            self.made[key] = value, make(*args)
+        return self.made[key][1]
 
     def _own(self, value: Lazy) -> Any:
         if isinstance(value, Known):
@@ -131,10 +143,8 @@ class Emitter:
             return lax.broadcasted_iota(value.dtype, value.shape, value.dim)
         if isinstance(value, Spread):
             return lax.broadcast_in_dim(self.array(value.operand), value.shape, value.dims)
-        frame = value.placed.get("home") or frame_of(value)
-        if frame is not None and (
-            frame is value.placed.get("home") or frame.shape == value.shape or _is_stencil(value)
-        ):
+        frame = value.home or frame_of(value)
+        if frame is not None and (frame is value.home or frame.shape == value.shape or _is_stencil(value)):
             self.shifted += frame.shape != value.shape
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
@@ -169,16 +179,15 @@ class Emitter:
         if isinstance(value, Moved):
             return self._place_moved(value, frame)
         if isinstance(value, Elementwise):
-            home = value.placed.get("home")
-            if home is None:
+            if value.home is None:
                 operands = [self.place(o, frame) if np.shape(o) else self.array(o) for o in value.operands]
                 if any(alignments(value, d) for d in range(len(value.shape))):
-                    value.placed["home"] = frame
+                    value.home = frame
                 if value.safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
                     return value.bind(operands)
                 return guarded(value.bind, value.safe)(inside(value, frame, range(len(frame.shape))), *operands)
-            found = value.placed[home]
-            for dim, (first, rows) in enumerate(zip(home.offset, value.shape, strict=True)):
+            found = value.placed[value.home]
+            for dim, (first, rows) in enumerate(zip(value.home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)
             return self.place(found, frame)
         if isinstance(value, Iota):
@@ -245,11 +254,8 @@ class Emitter:
         if not shift:
             return x
         if id(x) in self.cut:  # XLA on GPUs would merge the slice with those of the rotation, and send all of it
-            key = id(x), "apart"
-            if key not in self.made:
-                self.shifted += 1
-                self.made[key] = x, lax.optimization_barrier(x)
-            x = self.made[key][1]
+            self.shifted += Key(form(x), ("barrier",)) not in self.made
+            x = self._once(x, ("barrier",), lax.optimization_barrier, x)
         number = self.numbers.setdefault(id(x), (len(self.numbers), x))[0]
         self.wanted.setdefault((number, dim), set()).add(shift)
         sign = 1 if shift > 0 else -1
@@ -257,34 +263,25 @@ class Emitter:
         for far in sorted(
             abs(s) for s in self.wanted[number, dim] | self.known.get((number, dim), set()) if s * sign > 0
         ):
-            key = id(x), far * sign, dim
-            if key not in self.made:
-                if at:  # XLA would make one gather of two rotations
-                    found = lax.optimization_barrier(found)
-                self.made[key] = x, rotated(found, (far - at) * sign, dim)
-            found, at = self.made[key][1], far
+            found, at = self._once(x, ("rotation", far * sign, dim), _farther, found, at * sign, far * sign, dim), far
             if far == abs(shift):
                 break
         return found
 
     def transposed(self, value: Value, order: Sequence[int]) -> Value:
         """The array of a value with its dimensions in another order; made once."""
-        if isinstance(value, Elementwise) and value.placed.get("home", value).shape != value.shape:
+        if isinstance(value, Elementwise) and (value.home or value).shape != value.shape:
             return transposed(self.settled(value), order, self.transposed)
         x, order = self.array(value), tuple(order)
-        if (id(x), order) not in self.made:
-            made = lax.transpose(x, order)
-            self.made[id(x), order] = x, made
-            self.made[id(made), tuple(order.index(d) for d in range(len(order)))] = made, x
-        return self.made[id(x), order][1]
+        found = self._once(x, ("transpose", order), lax.transpose, x, order)
+        back = tuple(order.index(d) for d in range(len(order)))
+        self._once(found, ("transpose", back), lambda: x)
+        return found
 
     def lane(self, x: Any, dim: int, stride: int, lane: int) -> Any:
         """Row `lane` of each group of `stride` rows of an array; made once."""
-        key = id(x), dim, stride, lane
-        if key not in self.made:
-            first = [lane if d == dim else 0 for d in range(x.ndim)]
-            self.made[key] = x, lax.slice(x, first, x.shape, [stride if d == dim else 1 for d in range(x.ndim)])
-        return self.made[key][1]
+        first, strides = with_rows((0,) * x.ndim, dim, lane), with_rows((1,) * x.ndim, dim, stride)
+        return self._once(x, ("lane", dim, stride, lane), lax.slice, x, first, x.shape, strides)
 
     def _piece(self, part: Part, dim: int, frame: Frame, first: int) -> Any:
         """A part that is no shift of an array of the frame: a constant, few rows from far away, or another array. In the frame
@@ -416,6 +413,13 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
 def is_rotation(eqn: Any) -> bool:
     """Whether an equation of a jaxpr is such a rotation. XLA computes it, and its transpose, correctly as it stands."""
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == ROTATED
+
+
+def _farther(x: Any, shift: int, wanted: int, dim: int) -> Any:
+    """An array that is rotated by `shift`, rotated to `wanted`."""
+    if shift:  # XLA would make one gather of two rotations
+        x = lax.optimization_barrier(x)
+    return rotated(x, wanted - shift, dim)
 
 
 def inside(value: Value, frame: Frame, dims: Sequence[int]) -> Any:

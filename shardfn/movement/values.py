@@ -34,13 +34,15 @@ class Part(NamedTuple):
 class Lazy:
     """A value that is no array yet.
 
-    `placed` holds the arrays that were made of it, by frame, and `source` the line of the user's program. `aligned` is what
-    `alignments` found.
+    `own` is its array, once made, `placed` its arrays in frames, and `home` the frame where an op on elements was computed.
+    `source` is the line of the user's program. `aligned` is what `alignments` found.
     """
 
     shape: tuple[int, ...]
     dtype: Any
+    own: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     placed: dict[Any, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
+    home: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     source: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     aligned: dict[int, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
     depth: int = dataclasses.field(default=0, init=False)
@@ -213,7 +215,7 @@ def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any]
         own = sorted(range(len(dims)), key=dims.__getitem__)  # JAX transposes a broadcast in order only
         operand = value.operand if own == [*range(len(own))] else transposed(value.operand, own, of_array, seen)
         return Spread(shape, value.dtype, operand, tuple(sorted(dims)))
-    if "home" in value.placed:
+    if value.home is not None:
         return of_array(value, order)
     operands = (transposed(o, order, of_array, seen) if np.shape(o) else o for o in value.operands)
     return Elementwise(shape, value.dtype, value.bind, tuple(operands), value.safe)
@@ -232,8 +234,8 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
     """Where the rows of a value along a dimension come from, for all arrays of which it has more than a part of constants."""
     if not isinstance(value, Lazy):
         return ()
-    if "home" in value.placed:
-        frame, offset = value.placed["home"]
+    if value.home is not None:
+        frame, offset = value.home
         own = Alignment(frame[dim], offset[dim], value.shape[dim])
         return (own,) if frame[dim] != value.shape[dim] else ()
     if dim not in value.aligned:

@@ -14,10 +14,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op, PartitionedProgram
 
 NEUTRAL = {
@@ -63,8 +65,8 @@ def is_unsigned(op: Op, partitioned: PartitionedProgram) -> bool:
 def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     """The outputs of a scatter that combines, with updates and indices that are padded to a multiple of rows."""
     operand, index, updates = inputs
-    index = index.astype(np.int32) if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else index
     numbers = eqn.params["dimension_numbers"]
+    index = _signed(index, max((operand.shape[d] for d in numbers.scatter_dims_to_operand_dims), default=0))
     rows = _further_rows(index, numbers.scatter_indices_batching_dims, multiple)
     of_updates, added = iter(rows[:-1]), []
     for d in range(updates.ndim):
@@ -77,6 +79,35 @@ def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     else:
         index, params = _with_rows(index, rows, 0), _unordered(params, rows)
     return [eqn.primitive.bind(operand, index, _with_rows(updates, added, neutral), **params)]
+
+
+def _signed(index: Any, rows: int) -> Any:
+    """An index into at most so many rows, as signed integers. An unsigned one that is too large becomes the largest, which is
+    outside too."""
+    if not jnp.issubdtype(index.dtype, jnp.unsignedinteger):
+        return index
+    dtype = signed_index_dtype(rows)
+    most = jnp.iinfo(dtype).max
+    return (jnp.minimum(index, most) if jnp.iinfo(index.dtype).max > most else index).astype(dtype)
+
+
+def signed_index_dtype(rows: int) -> Any:
+    """The dtype of a signed index into so many rows.
+
+    Raises:
+      StrategyError: it would be int64, and `jax_enable_x64` is off.
+
+    >>> signed_index_dtype(2**31 - 1)
+    <class 'numpy.int32'>
+    """
+    if rows <= np.iinfo(np.int32).max:
+        return np.int32
+    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+        fail(StrategyError, f"an index into {rows:,} rows has uneven shards",
+             why="XLA ends the process for unsigned indices with uneven shards, and signed ones of 32 bits end at row "
+                 "2,147,483,647",
+             fix="turn on jax_enable_x64, or use sizes that the number of shards divides")  # fmt: skip
+    return np.int64
 
 
 def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:

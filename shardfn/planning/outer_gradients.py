@@ -30,7 +30,7 @@ from jax.custom_derivatives import SymbolicZero
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
-from shardfn.planning.even_scatters import even_lookup, rows_multiple
+from shardfn.planning.even_scatters import even_lookup, rows_multiple, signed_index_dtype
 from shardfn.planning.workarounds import clamped, unsharded
 
 
@@ -152,7 +152,7 @@ def _sorted(eqn: Any) -> Callable[..., list[Any]]:
         return bind_one(eqn, operands)
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        place = lax.broadcasted_iota(np.int32, shape, dim)
+        place = lax.broadcasted_iota(signed_index_dtype(shape[dim]), shape, dim)
         *found, order = lax.sort(
             (*primals, place), dimension=dim, is_stable=eqn.params["is_stable"], num_keys=eqn.params["num_keys"]
         )

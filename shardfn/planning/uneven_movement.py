@@ -6,7 +6,7 @@ on dimensions that are gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.ir.model import Graph, Op, PartitionedProgram
@@ -24,6 +24,10 @@ _DATA = {"concatenate": None, "scatter": (0, 2), "dynamic_update_slice": (0, 1)}
 """The operands that are moved; None for all. Others move operand 0."""
 
 
+Dims = tuple[tuple[int, ...], ...]
+"""By operand that is moved, and by result, the dimensions along which an op moves."""
+
+
 class Movement(NamedTuple):
     """An op of movement by its name and the shapes of what it moves and makes."""
 
@@ -38,13 +42,24 @@ def movement_of(op: Op, partitioned: PartitionedProgram) -> Movement:
     return Movement(op.name, tuple(shapes[:-1]), shapes[-1])
 
 
-def movements_of_equation(eqn: Any) -> set[Movement]:
+def movements_of_equation(eqn: Any) -> list[Movement]:
     """The movements of an equation: of a `split` one for each result, else one or none."""
     name = OP_OF.get(eqn.primitive.name)
     if name is None:
-        return set()
+        return []
     shapes = tuple(tuple(v.aval.shape) for v in _moved(name, eqn.invars))
-    return {Movement(name, shapes, tuple(v.aval.shape)) for v in eqn.outvars}
+    return [Movement(name, shapes, tuple(v.aval.shape)) for v in eqn.outvars]
+
+
+def gathered_dims(eqn: Any, moved: Mapping[Movement, Iterable[Dims]]) -> list[list[int]]:
+    """By operand and result of an equation of movement, the dimensions to gather; `moved` are those of its kinds of movement."""
+    found: list[set[int]] = [set() for _ in (*eqn.invars, *eqn.outvars)]
+    places = _moved(OP_OF[eqn.primitive.name], range(len(eqn.invars)))
+    for result, movement in enumerate(movements_of_equation(eqn), len(eqn.invars)):
+        for dims in moved.get(movement, ()):
+            for place, own in zip((*places, result), dims, strict=True):
+                found[place].update(own)
+    return [sorted(own) for own in found]
 
 
 def reshardings(graph: Graph) -> list[tuple[int, int]]:
@@ -89,37 +104,39 @@ def moves_shards(partitioned: PartitionedProgram) -> bool:
 
 def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
     """The dimensions along which an op moves: size, shards, and whether it is a slice of one row."""
-    if op.name not in _OPS or op.rule is None:
+    if not (moved := moved_dims(op, partitioned)):
         return
-    values = (*_moved(op.name, op.inputs), op.outputs[0])
-    shapes = [partitioned.graph.values[v].shape for v in values]
-    if any(0 in shape for shape in (shapes[-1:] if op.name == "concatenate" else shapes)):
-        return
-    moved = _dims(op.name, shapes, {w.dim for w in op.window_dims if not w.is_trivial(shapes[0], shapes[-1])})
-    if op.name in ("gather", "scatter"):
-        rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
-        table = indexed_dims(op)
-        window = _of_window(op, rows, shapes[0], shapes[1])
-        moved = [table, window, table][: len(shapes)]
-    rows = {w.dim for w in op.window_dims if w.stride == 1 and shapes[-1][w.dim] == 1} if op.name == "slice" else ()
-    for value, shape, dims in zip(values, shapes, moved, strict=True):
+    result = partitioned.graph.values[op.outputs[0]].shape
+    rows = {w.dim for w in op.window_dims if w.stride == 1 and result[w.dim] == 1} if op.name == "slice" else ()
+    for value, dims in zip((*_moved(op.name, op.inputs), op.outputs[0]), moved, strict=True):
+        shape = partitioned.graph.values[value].shape
         for one in {value, before.get(value, value)}:
             shards = partitioned.shards(one)
             for d in dims:
                 yield shape[d], shards[d], d in rows
 
 
+def moved_dims(op: Op, partitioned: PartitionedProgram) -> Dims:
+    """The dimensions along which an op moves; empty for other ops."""
+    if op.name not in _OPS or op.rule is None:
+        return ()
+    shapes = [partitioned.graph.values[v].shape for v in (*_moved(op.name, op.inputs), op.outputs[0])]
+    if any(0 in shape for shape in (shapes[-1:] if op.name == "concatenate" else shapes)):
+        return ()
+    if op.name in ("gather", "scatter"):
+        rows = op.rule.results[0] if op.name == "gather" else op.rule.operands[2]
+        table = tuple(indexed_dims(op))
+        return (table, _of_window(op, rows, shapes[0], shapes[1]), table)[: len(shapes)]
+    if len({len(shape) for shape in shapes}) > 1:
+        return ()
+    windows = {w.dim for w in op.window_dims if not w.is_trivial(shapes[0], shapes[-1])}
+    sizes = enumerate(zip(*shapes, strict=True))
+    return (tuple(d for d, own in sizes if len({*own}) > 1 or d in windows),) * len(shapes)
+
+
 def _moved(name: str, operands: Sequence[Any]) -> Sequence[Any]:
     places = _DATA.get(name, (0,))
     return operands if places is None else [operands[i] for i in places]
-
-
-def _dims(name: str, shapes: Sequence[Sequence[int]], windows: set[int]) -> list[list[int]]:
-    """By operand and result the dimensions that are moved."""
-    if len({len(shape) for shape in shapes}) > 1:
-        return [[] for _ in shapes]
-    found = sorted({d for d in range(len(shapes[0])) if len({shape[d] for shape in shapes}) > 1} | windows)
-    return [found] * len(shapes)
 
 
 def indexed_dims(op: Op) -> list[int]:
@@ -134,50 +151,13 @@ def indexed_dims(op: Op) -> list[int]:
     ]
 
 
-def _of_window(op: Op, rows: Any, table: Sequence[int], shape: Sequence[int]) -> list[int]:
+def _of_window(op: Op, rows: Any, table: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
     """The dimensions of what is read or written that are a part of a table's dimension."""
     assert op.rule is not None
     in_index = {factor for dim in op.rule.operands[1] for factor in dim}
     in_table = {f: n for dim, n in zip(op.rule.operands[0], table, strict=True) for f in dim}
-    return [
+    return tuple(
         d
         for d, (dim, n) in enumerate(zip(rows, shape, strict=True))
         if not in_index.intersection(dim) and any(in_table.get(f, 0) != n for f in dim)
-    ]
-
-
-def gathered_dims(eqn: Any) -> list[list[int]]:
-    """By operand and result of an equation of movement, the dimensions to gather."""
-    name, shapes = OP_OF[eqn.primitive.name], [tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
-    if name == "gather":
-        numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-        table = [
-            d for d, (k, n) in enumerate(zip(sizes, shapes[0], strict=True)) if k != n or d in numbers.start_index_map
-        ]
-        kept = [
-            d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        ]
-        return [table, [], [o for o, d in zip(numbers.offset_dims, kept, strict=True) if d in table]]
-    if name == "scatter":
-        numbers = eqn.params["dimension_numbers"]
-        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        kept = [d for d in range(len(shapes[0])) if d not in gone]
-        part = [(d, w) for d, w in zip(kept, numbers.update_window_dims, strict=True)
-                if shapes[0][d] != shapes[2][w] or d in numbers.scatter_dims_to_operand_dims]  # fmt: skip
-        table = sorted({*numbers.inserted_window_dims, *(d for d, _ in part)})
-        return [table, [], [w for _, w in part], table]
-    if name in ("dynamic_slice", "dynamic_update_slice"):
-        moved = [
-            d
-            for d in range(len(shapes[0]))
-            if shapes[0][d] != (shapes[-1] if name == "dynamic_slice" else shapes[1])[d]
-        ]
-        return [moved if len(s) == len(shapes[0]) else [] for s in shapes]
-    windows: set[int] = set(eqn.params.get("dimensions", ())) if name == "reverse" else set()
-    if name == "pad":
-        windows = {d for d, config in enumerate(eqn.params["padding_config"]) if any(config)}
-    if name == "concatenate":
-        windows = {eqn.params["dimension"]}
-    data = [s for s in shapes if len(s) == len(shapes[-1])]
-    moved = sorted({d for d in range(len(shapes[-1])) if len({s[d] for s in data}) > 1} | windows)
-    return [moved if len(s) == len(shapes[-1]) else [] for s in shapes]
+    )

@@ -23,7 +23,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,11 +41,13 @@ from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
 from shardfn.planning.uneven_movement import (
+    Dims,
     Movement,
     before_resharding,
     gathered_dims,
     indexed_dims,
     is_uneven,
+    moved_dims,
     movement_of,
     movements_of_equation,
     reshardings,
@@ -102,6 +103,8 @@ class WrongOp(NamedTuple):
     """Of what the number of a scatter's updates must be a multiple."""
     movement: Movement | None = None
     """What moves along uneven shards."""
+    dims: Dims = ()
+    """The dimensions along which it moves."""
 
 
 def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
@@ -112,7 +115,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
       partitioned: the program with its shardings.
       known: the ops that the program has a workaround for already.
     """
-    done = {w.movement for w in known}
+    done = {(w.movement, w.dims) for w in known}
     moved_from = before_resharding(partitioned.graph)
     moved_to: dict[int, int] = {}
     for before, after in reversed(reshardings(partitioned.graph)):
@@ -135,8 +138,10 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "update"))
         if op.name == "dynamic_slice" and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds"))
-        if is_uneven(op, partitioned, moved_from) and movement_of(op, partitioned) not in done:
-            found.setdefault(WrongOp(op.where, "movement", movement=movement_of(op, partitioned)))
+        if is_uneven(op, partitioned, moved_from):
+            movement, dims = movement_of(op, partitioned), moved_dims(op, partitioned)
+            if (movement, dims) not in done:
+                found.setdefault(WrongOp(op.where, "movement", movement=movement, dims=dims))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
@@ -215,39 +220,81 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
 
 def workaround_note(wrong: Sequence[WrongOp]) -> str:
     """The diagnostic of the workarounds in a plan."""
-    lines = {kind: ", ".join(dict.fromkeys(w.where for w in wrong if w.kind == kind and w.where)) for kind in _NOTES}
-    lines = {
-        kind: where or "a line that is not known" for kind, where in lines.items() if any(w.kind == kind for w in wrong)
-    }
-    return "; ".join(_NOTES[kind].format(where) for kind, where in lines.items() if where)
+    said = []
+    for kind, texts in _KINDS.items():
+        lines = dict.fromkeys(w.where for w in wrong if w.kind == kind)
+        if lines:
+            said.append(texts.note.format(", ".join(filter(None, lines)) or "a line that is not known"))
+    return "; ".join(said)
 
 
-_NOTES = {
-    "window": (
+class _Kind(NamedTuple):
+    """What is said of ops of one kind."""
+
+    note: str
+    """The diagnostic of a plan, with their lines."""
+    inside: str = ""
+    """The error where one is inside a function with custom derivative rules; empty if it is right at most places."""
+    why: str = ""
+    """Why that is an error."""
+    fix: str = ""
+    """What the user can do, where it needs it with the number that divides the number of updates."""
+
+
+_KINDS = {
+    "window": _Kind(
         "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}, and all dimensions of "
         "grouped convolutions: for this sharding XLA computes wrong values or gradients. To avoid it, shard one spatial "
-        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself"
+        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself",
+        "a convolution or pooling {} would be computed wrongly by XLA",
+        "XLA miscompiles the sharding of its spatial dimensions",
+        "leave its spatial dimensions unsharded, shard the image over all devices, or use shardfn.halo.conv",
     ),
-    "transform": (
+    "transform": _Kind(
         "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "
-        "a program that may stop when it runs. To avoid it, shard the first dimension only"
+        "a program that may stop when it runs. To avoid it, shard the first dimension only",
+        "a Fourier transform {} might stop when it runs",
+        "XLA on CPU may transpose its operand",
+        "shard its first dimension only",
     ),
-    "padding": (
+    "padding": _Kind(
         "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
-        "wrong values or does not compile"
+        "wrong values or does not compile",
+        "a pad {} would be computed wrongly by XLA",
+        "a replicated dimension is padded between its elements into shards",
+        "leave that dimension unsharded, or shard the operand too",
     ),
-    "movement": (
+    "scatter": _Kind(
+        "shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0",
+        "a scatter {} would be computed wrongly by XLA",
+        "its updates are sharded unevenly",
+        "make the number of its updates a multiple of {}, or leave them unsharded",
+    ),
+    "movement": _Kind(
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
-        "values. To avoid it, use sizes that the number of shards divides"
+        "values. To avoid it, use sizes that the number of shards divides",
+        "movement {} might be computed wrongly by XLA",
+        "its shards are uneven",
+        "use sizes that the number of shards divides, or leave these dimensions unsharded",
     ),
-    "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
-    "bounds": "shardfn clamps the places of the dynamic slices at {}: XLA forgets to, where their results are sharded",
-    "scatter": ("shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0"),
-    "reduction": (
+    "update": _Kind(
+        "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
+        "an update {} might be computed wrongly by XLA",
+        "it writes a part of a sharded array",
+        "update outside of the function with these rules, or leave the array unsharded",
+    ),
+    "bounds": _Kind(
+        "shardfn clamps the places of the dynamic slices at {}: XLA forgets to, where their results are sharded"
+    ),
+    "reduction": _Kind(
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
-        "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
+        "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded",
+        "a reduction {} would not compile",
+        "its dimensions are sharded, XLA has no collective for it",
+        "leave the reduced dimensions unsharded, or reduce by sums, products, minima or maxima",
     ),
 }
+"""By kind; an error names the first of them that it meets."""
 
 
 def replicate_wrong_ops(
@@ -268,106 +315,42 @@ def replicate_wrong_ops(
       StrategyError: when traced, such an op is inside a function with custom derivative rules.
     """
 
-    gathered = functools.partial(unsharded, mesh)
     kinds = {w.kind for w in wrong}
     multiple = math.lcm(*(w.multiple for w in wrong))
+    moved: dict[Movement, list[Dims]] = {}
+    for w in wrong:
+        if w.movement:
+            moved.setdefault(w.movement, []).append(w.dims)
+    is_one = {**_IS_ONE, "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn))}
 
-    movements = {w.movement for w in wrong if w.movement}
-
-    def moves(eqn: Any) -> bool:
-        return bool(movements) and not movements.isdisjoint(movements_of_equation(eqn))
+    def kinds_of(eqn: Any) -> list[str]:
+        return [kind for kind in _KINDS if kind in kinds and is_one[kind](eqn)]
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if is_rotation(eqn):  # whose shards are even
             return bind_one(eqn, inputs)
-        if "bounds" in kinds and eqn.primitive.name == "dynamic_slice":
+        own = kinds_of(eqn)
+        dims = gathered_dims(eqn, moved) if "movement" in own else _gathered(eqn, own)
+        if "bounds" in own:
             inputs = clamped(eqn, inputs)
-            if not moves(eqn):
-                return bind_one(eqn, inputs)
-        if moves(eqn):
-            dims = gathered_dims(eqn)
-            inputs = [gathered(x, own) for x, own in zip(inputs, dims, strict=False)]
-            is_padded = "scatter" in kinds and eqn.primitive.name in NEUTRAL
-            found = even_scatter(eqn, inputs, multiple) if is_padded else bind_one(eqn, inputs)
-            return [gathered(x, own) for x, own in zip(found, dims[len(inputs) :], strict=True)]
-        if "update" in kinds and _is_update(eqn):
+        if "update" in own and "movement" not in own:
             inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
-            if "scatter" not in kinds or eqn.primitive.name not in NEUTRAL:
-                return bind_one(eqn, inputs)
-        if eqn.primitive.name in NEUTRAL:
-            return even_scatter(eqn, inputs, multiple)
-        if eqn.primitive.name in _REDUCTIONS:
-            return bind_one(eqn, [gathered(x, _reduced(eqn)) for x in inputs])
-        if dims := _padded(eqn):
-            outputs = bind_one(eqn, [gathered(x, dims) for x in inputs])
-            return [gathered(out, dims) for out in outputs]
-        if eqn.primitive.name == _POOLING:
-            dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
-            (out,) = bind_one(eqn, [gathered(x, dims) for x in inputs])
-            return [gathered(out, dims)]
-        if eqn.primitive.name == _TRANSFORM:
-            x = gathered(inputs[0], range(inputs[0].ndim))
-            x = x.reshape(-1, *x.shape[x.ndim - len(eqn.params["fft_lengths"]) :])
-            (out,) = bind_one(eqn, [x])
-            shape = eqn.outvars[0].aval.shape
-            return [gathered(out.reshape(shape), range(len(shape)))]
-        if max(map(eqn.params.__getitem__, _GROUPS)) > 1:
-            (out,) = bind_one(eqn, [gathered(x, range(x.ndim)) for x in inputs])
-            return [gathered(out, range(out.ndim))]
-        numbers = eqn.params["dimension_numbers"]
-        steps = itertools.chain.from_iterable(eqn.params[name] for name in _STEPS)
-        if max((*(inputs[1].shape[d] for d in numbers.rhs_spec[2:]), *steps), default=1) == 1:
-            return bind_one(eqn, inputs)
-        specs = (numbers.lhs_spec, numbers.rhs_spec)
-        (out,) = bind_one(eqn, [gathered(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
-        return [gathered(out, numbers.out_spec[2:])]
-
-    def wanted(eqn: Any, number: int) -> bool:
-        return (
-            eqn.primitive.name in _WINDOWS
-            or is_rotation(eqn)
-            or moves(eqn)
-            or bool(_reduced(eqn))
-            or ("padding" in kinds and bool(_padded(eqn)))
-            or ("bounds" in kinds and eqn.primitive.name == "dynamic_slice")
-            or ("update" in kinds and _is_update(eqn))
-            or ("scatter" in kinds and eqn.primitive.name in NEUTRAL)
-        )
+        inputs = [unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
+        if "scatter" in own:
+            outputs = even_scatter(eqn, inputs, multiple)
+        else:
+            outputs = _transformed(eqn, *inputs) if "transform" in own else bind_one(eqn, inputs)
+        return [unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
 
     def refuse(eqn: Any) -> None:
-        inside = {
-            one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)
-        }
-        if True in inside:
-            fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
-                 why="XLA miscompiles the sharding of its spatial dimensions, and custom derivative rules hide it from shardfn",
-                 fix="leave its spatial dimensions unsharded, shard the image over all devices, or use "
-                     "shardfn.halo.conv")  # fmt: skip
-        if "padding" in kinds and any(_padded(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
-            fail(StrategyError, f"a pad inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
-                 why="a replicated dimension is padded between its elements into shards, and custom derivative rules hide it "
-                     "from shardfn",
-                 fix="leave that dimension unsharded, or shard the operand too")  # fmt: skip
-        if "scatter" in kinds and any(
-            one.primitive.name in NEUTRAL for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)
-        ):
-            fail(StrategyError, f"a scatter inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
-                 why="its updates are sharded unevenly, and custom derivative rules hide it from shardfn",
-                 fix=f"make the number of its updates a multiple of {multiple}, or leave them unsharded")  # fmt: skip
-        if any(moves(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
-            fail(StrategyError, f"movement inside a `{eqn.primitive.name}` might be computed wrongly by XLA",
-                 why="its shards are uneven, and custom derivative rules hide it from shardfn",
-                 fix="use sizes that the number of shards divides, or leave these dimensions unsharded")  # fmt: skip
-        if "update" in kinds and any(_is_update(one) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
-            fail(StrategyError, f"an update inside a `{eqn.primitive.name}` might be computed wrongly by XLA",
-                 why="it writes a part of a sharded array, and custom derivative rules hide it from shardfn",
-                 fix="update outside of the function with these rules, or leave the array unsharded")  # fmt: skip
-        if "reduction" in kinds:
-            fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
-                 why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",
-                 fix="leave the reduced dimensions unsharded, or reduce by sums, products, minima or maxima")  # fmt: skip
+        found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
+        for kind, said in _KINDS.items():
+            if kind in found and said.inside:
+                what = said.inside.format(f"inside a `{eqn.primitive.name}`")
+                why = f"{said.why}, and custom derivative rules hide it from shardfn"
+                fail(StrategyError, what, why=why, fix=said.fix.format(multiple))
 
-    return rebind(function, wanted, bind, static_argnums, refuse)
+    return rebind(function, lambda eqn, number: is_rotation(eqn) or bool(kinds_of(eqn)), bind, static_argnums, refuse)
 
 
 def clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -397,9 +380,29 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
     return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
 
 
-def _is_update(eqn: Any) -> bool:
-    """Whether an equation is a scatter of one window."""
-    return eqn.primitive.name in _UPDATES and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
+    """By operand and result of an equation of some kinds of wrong ops, the dimensions to gather."""
+    name, params, values = eqn.primitive.name, eqn.params, (*eqn.invars, *eqn.outvars)
+    if "padding" in kinds:
+        return [_padded(eqn)] * len(values)
+    if "reduction" in kinds:
+        return [*[_reduced(eqn)] * len(eqn.invars), ()]
+    if name == _POOLING:
+        return [[d for d, size in enumerate(params["window_dimensions"]) if size > 1]] * len(values)
+    if name == _TRANSFORM or ("window" in kinds and max(map(params.__getitem__, _GROUPS)) > 1):
+        return [range(len(v.aval.shape)) for v in values]
+    if "window" in kinds:
+        numbers = params["dimension_numbers"]
+        kernel = (eqn.invars[1].aval.shape[d] for d in numbers.rhs_spec[2:])
+        if max((*kernel, *itertools.chain.from_iterable(params[step] for step in _STEPS)), default=1) > 1:
+            return [spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)]
+    return [()] * len(values)
+
+
+def _transformed(eqn: Any, x: Any) -> list[Any]:
+    """A Fourier transform with all other dimensions as one."""
+    (out,) = bind_one(eqn, [x.reshape(-1, *x.shape[x.ndim - len(eqn.params["fft_lengths"]) :])])
+    return [out.reshape(eqn.outvars[0].aval.shape)]
 
 
 def _padded(eqn: Any) -> list[int]:
@@ -414,12 +417,21 @@ def _padded(eqn: Any) -> list[int]:
     return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
 
 
-_UPDATES = frozenset({"scatter", *NEUTRAL})
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
 _GROUPS = ("feature_group_count", "batch_group_count")
-_WINDOWS = frozenset({"conv_general_dilated", _POOLING, _TRANSFORM})
 _REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes", "reduce_or": "axes"}
 """With the name of the parameter that holds the dims."""
+
+_IS_ONE: dict[str, Callable[[Any], Any]] = {
+    "window": lambda eqn: eqn.primitive.name in ("conv_general_dilated", _POOLING),
+    "transform": lambda eqn: eqn.primitive.name == _TRANSFORM,
+    "padding": _padded,
+    "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
+    "bounds": lambda eqn: eqn.primitive.name == "dynamic_slice",
+    "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,
+    "reduction": _reduced,
+}
+"""Whether an equation may be a wrong op of a kind; of a movement its shapes tell."""

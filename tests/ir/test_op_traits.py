@@ -22,7 +22,7 @@ WITHOUT_COST = {
 MAY_NAME_OPS = {
     "ir/op_traits.py", "ir/mlir.py", "ir/op_attributes.py", "ir/reader.py", "ir/windows.py", "ir/rewrite.py",
     "compiled/hlo.py", "compiled/executable.py",
-    "movement/rules.py", "movement/rewrite.py", "movement/constants.py",  # primitives
+    "movement/rules/__init__.py", "movement/rewrite.py", "movement/constants.py",  # primitives
     # What one pass or bug of XLA concerns, or one sentence of the report:
     "planning/plan_kind.py", "partition/loop_reductions.py", "planning/op_constraints.py", "planning/workarounds.py",
     "planning/uneven_movement.py",

@@ -1,10 +1,13 @@
 """Scatters that combine, with updates of uneven shards: the values and gradients of the unsharded function."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import shardfn
 from shardfn import train
@@ -68,3 +71,30 @@ def test_open_search_of_a_segment_sum_equals_unsharded():
     x = jnp.asarray(RNG.normal(size=(1024, 4)), jnp.float32)
     _same(jax.jit(sums)(x), shardfn.shard(sums)(x))
     _same(jax.jit(sums)(x), shardfn.shard(sums, ((2, 4),))(x))
+
+
+def _scattered(x, i, u, mode="drop"):
+    numbers = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+    return lax.scatter_add(x[:7], i[:7, :, None], u[:7] * 2, numbers, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint32"])
+def test_scatter_at_unsigned_places_equals_unsharded(dtype, mode):
+    scattered = functools.partial(_scattered, mode=mode)
+    i = RNG.integers(0, 5, (8, 5)).astype(dtype)
+    i[1, 2] = np.iinfo(dtype).max - 2
+    args = jnp.zeros((8, 5)), jnp.asarray(i), jnp.asarray(RNG.normal(size=(8, 5)), jnp.float32)
+    _same(jax.jit(scattered)(*args), shardfn.shard(scattered, ((4, 1),) * 3)(*args))
+
+
+def test_scatter_at_unsigned_places_into_more_rows_than_int32_counts_needs_int64():
+    def plan(rows):
+        args = (jax.ShapeDtypeStruct((8, n), dtype) for n, dtype in ((rows, "int8"), (5, "uint32"), (5, "int8")))
+        return shardfn.plan(_scattered, *args, in_strategy=((4, 1),) * 3, device="h100:4")
+
+    assert plan(2**31 - 1).diagnostics
+    with pytest.raises(shardfn.ShardError, match=r"(?s)2,147,483,648 rows .*jax_enable_x64"):
+        plan(2**31)
+    with jax.enable_x64(True):
+        assert plan(2**31).diagnostics

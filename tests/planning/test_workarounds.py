@@ -1,5 +1,7 @@
 """Shardings for which XLA computes wrong values get a workaround and a diagnostic; others get neither."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,28 @@ def test_a_convolution_out_of_reach_is_refused_not_computed_wrongly():
     np.testing.assert_allclose(shardfn.shard(own, ((8, 1, 1, 1), None))(X, K), conv(X, K), rtol=1e-3, atol=1e-3)
 
 
+def test_workaround_of_one_kind_leaves_right_convolutions_as_they_are():
+    def step(conv, x, k, rows):
+        return conv(x, k), jnp.cumsum(rows[1:-1], 0)
+
+    @jax.custom_vjp
+    def own(x, k):
+        return conv(x, k)
+
+    own.defvjp(lambda x, k: (conv(x, k), (x, k)), lambda r, _: r)
+    rows, strategy = jnp.arange(64.0).reshape(32, 2), ((1, 1, 8, 1), (1, 1, 1, 1))
+    plan = shardfn.plan(conv, X, K, in_strategy=strategy)
+    for f in (conv, own):
+        both = shardfn.shard(functools.partial(step, f), (*strategy, (8, 1)))
+        made = both.plan(X, K, rows)
+        assert [text.split(" at ")[0] for text in made.diagnostics] == [
+            "shardfn gathers the dimensions along which elements move"
+        ]
+        assert made.cost.bytes_sent == plan.cost.bytes_sent + 7 * rows.nbytes / 8
+        for got, want in zip(both(X, K, rows), step(conv, X, K, rows), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
 def filtered(x, w):
     return jnp.fft.ifft(jnp.fft.fft(x) * w).real
 
@@ -206,6 +230,24 @@ def test_a_reduction_out_of_reach_is_refused():
     both = lambda image, k, x: (conv(image, k), own(x))  # noqa: E731
     sharded = shardfn.shard(both, ((1, 1, 4, 1), None, (1, 1)))
     assert any("shardfn gathers" in text for text in sharded.plan(X, K, x).diagnostics), "of the convolution alone"
+
+
+HIDDEN = {
+    "a Fourier transform": (lambda x: jnp.fft.fft(x).real, (1, 8)),
+    "a pad": (lambda x: jax.lax.pad(x, 0.0, [(0, 0, 0), (-1, 2, 1)]), (1, 8)),
+    "a scatter": (lambda x: jnp.zeros((16, 16)).at[jnp.arange(13) * 5 % 16].add(x[:13]), (8, 1)),
+    "movement": (lambda x: jnp.cumsum(x[1:-1]), (8, 1)),
+    "an update": (lambda x: (2 * x).at[0].set(1.0), (8, 1)),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_wrong_op_in_a_function_with_rules_of_its_own_is_refused_by_its_kind(what):
+    function, strategy = HIDDEN[what]
+    own = jax.custom_vjp(function)
+    own.defvjp(lambda x: (function(x), None), lambda _, g: (g,))
+    with pytest.raises(shardfn.ShardError, match=f"^{what} inside a `custom_vjp_call`(.|\n)*derivative rules hide it"):
+        shardfn.plan(own, jax.ShapeDtypeStruct((16, 16), "float32"), in_strategy=(strategy,))
 
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -324,6 +366,16 @@ def test_windows_over_arrays_of_their_own_are_left_alone():
     assert kept not in text(lambda x: pooled(pooled(x, 0.0, jax.lax.add), -jnp.inf, jax.lax.max))
     assert kept not in text(lambda x: jax.grad(lambda x: jnp.sum((x[:, 1:] - x[:, :-1]) ** 2))(x))
     assert (kept in text(morphological_gradient)) == IS_BEFORE_JAX_0_12
+
+
+def test_lookup_along_uneven_shards_keeps_its_batch_sharded():
+    def looked_up(x, i):
+        return jnp.take_along_axis(jnp.cumsum(x[:, 1:-1], 1), i, 1)
+
+    x, i = drawn(5, 8, 16), jnp.asarray(np.random.default_rng(6).integers(0, 14, (8, 14)))
+    sharded = shardfn.shard(looked_up, ((2, 4), (2, 1)))
+    assert sharded.plan(x, i).cost.bytes_sent == 3 / 4 * x.nbytes / 2
+    np.testing.assert_allclose(sharded(x, i), looked_up(x, i), rtol=1e-5, atol=1e-5)
 
 
 def test_what_if_of_a_plan_with_a_workaround_applies_right():

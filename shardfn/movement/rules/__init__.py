@@ -1,0 +1,75 @@
+"""What each primitive makes of values that are moved: one row for each primitive in `RULES`.
+
+A rule takes a `Call` and returns the value of its result, or None: then the primitive is bound to arrays as it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+from jax import lax
+
+from shardfn.movement.rules.call import Call, Rule
+from shardfn.movement.rules.elements import elementwise_rule
+from shardfn.movement.rules.indexed import gather_rule, scatter_rule
+from shardfn.movement.rules.reductions import along_rule, least, most, reduce_rule
+from shardfn.movement.rules.rows import (
+    concatenate_rule,
+    dynamic_slice_rule,
+    dynamic_update_slice_rule,
+    pad_rule,
+    reverse_rule,
+    slice_rule,
+    split,
+)
+from shardfn.movement.rules.shapes import broadcast_rule, iota_rule, reshape_rule, squeeze_rule, transpose_rule
+
+__all__ = ["ELEMENTWISE", "RULES", "Call", "split"]
+
+_ELEMENTWISE = (
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow",
+    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "sub", "tan", "tanh", "xor",
+)  # fmt: skip
+
+ELEMENTWISE: Rule = elementwise_rule
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, ELEMENTWISE),
+    "slice": slice_rule,
+    "pad": pad_rule,
+    "concatenate": concatenate_rule,
+    "rev": reverse_rule,
+    "dynamic_slice": dynamic_slice_rule,
+    "dynamic_update_slice": dynamic_update_slice_rule,
+    "gather": gather_rule,
+    "scatter": functools.partial(scatter_rule, None),
+    "scatter-add": functools.partial(scatter_rule, operator.add),
+    "scatter-sub": functools.partial(scatter_rule, operator.sub),
+    "scatter-mul": functools.partial(scatter_rule, operator.mul),
+    "scatter-min": functools.partial(scatter_rule, lax.min),
+    "scatter-max": functools.partial(scatter_rule, lax.max),
+    "transpose": transpose_rule,
+    "broadcast_in_dim": broadcast_rule,
+    "squeeze": squeeze_rule,
+    "reshape": reshape_rule,
+    "iota": iota_rule,
+    "reduce_sum": functools.partial(reduce_rule, lambda dtype: 0),
+    "reduce_prod": functools.partial(reduce_rule, lambda dtype: 1),
+    "reduce_max": functools.partial(reduce_rule, least),
+    "reduce_min": functools.partial(reduce_rule, most),
+    "reduce_and": functools.partial(reduce_rule, lambda dtype: True),
+    "reduce_or": functools.partial(reduce_rule, lambda dtype: False),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+        functools.partial(along_rule, lambda p: (p["axis"],), True),
+    ),
+    "sort": functools.partial(along_rule, lambda p: (p["dimension"],), True),
+    **dict.fromkeys(("argmax", "argmin"), functools.partial(along_rule, lambda p: p["axes"], False)),
+}
+"""By primitive."""

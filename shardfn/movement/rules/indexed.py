@@ -1,0 +1,165 @@
+"""Rules of gathers and scatters at places that are known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardfn.movement.emit import Frame
+from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.elements import elementwise
+from shardfn.movement.rules.rows import put, rows_of, strided_rows_of
+from shardfn.movement.rules.shapes import expanded, moved_dim, squeezed
+from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Value, joined, sliced, with_rows
+
+
+def gather_rule(call: Call) -> Value | None:
+    """Rows at places that are known: a slice, a strided slice, or few rows."""
+    value, index = call.operands
+    numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
+    if (
+        not isinstance(index, Known)
+        or numbers.operand_batching_dims
+        or index.array.shape[-1] != 1
+        or index.array.ndim != 2
+    ):
+        return None
+    (dim,) = numbers.start_index_map
+    is_rows = numbers.collapsed_slice_dims == (dim,) and all(
+        k == n for d, (k, n) in enumerate(zip(sizes, value.shape, strict=True)) if d != dim
+    )
+    rows = index.array[:, 0].tolist()
+    if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
+        return None
+    batch = [d for d in range(len(call.shape)) if d not in numbers.offset_dims]
+    stride, movable = _stride(rows), call.emitter.movable(value)
+    if stride == 1:
+        found = rows_of(call.emitter, movable, dim, rows[0], len(rows))
+    elif stride:
+        found = strided_rows_of(call.emitter, movable, dim, rows[0], len(rows), stride)
+    elif len(rows) <= MOST_ROWS:
+        found = joined([rows_of(call.emitter, movable, dim, row, 1) for row in rows], dim)
+    else:
+        return None
+    return None if found is None else moved_dim(call.emitter, found, dim, batch[0])
+
+
+def _stride(rows: Sequence[int]) -> int:
+    """The positive difference of neighbours if all are alike, else 0."""
+    steps = {b - a for a, b in itertools.pairwise(rows)}
+    return max(steps.pop(), 0) if len(steps) == 1 else 0
+
+
+def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value | None:
+    """An update at places that are known; `combine` makes a new element of the one that is there and an update."""
+    value, index, updates = call.operands
+    numbers = call.params["dimension_numbers"]
+    is_plain = not numbers.operand_batching_dims and (combine is not None or call.params["update_jaxpr"] is None)
+    if not isinstance(index, Known) or not is_plain or 0 in updates.shape or 0 in value.shape:
+        return None
+    in_updates = iter(updates.shape[d] for d in numbers.update_window_dims)
+    window = [1 if d in numbers.inserted_window_dims else next(in_updates) for d in range(len(value.shape))]
+    batch = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    places = index.array.reshape(math.prod(index.array.shape[:-1]), index.array.shape[-1])
+    starts = [[0] * len(window) for _ in places]
+    for start, place in zip(starts, places.tolist(), strict=True):
+        for d, at in zip(numbers.scatter_dims_to_operand_dims, place, strict=True):
+            start[d] = at
+    kept = _in_bounds(starts, window, value.shape, call.params["mode"])
+    if kept is None:
+        return None
+    settle = call.emitter.settled
+    if len(starts) == 1:
+        if not kept:
+            return value
+        for d in sorted(batch, reverse=True):
+            updates = squeezed(call.emitter, settle(updates), d)
+        return _combined(
+            call, value, expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine
+        )
+    if len(batch) != 1 or len(numbers.inserted_window_dims) != 1:
+        return None
+    (along,) = numbers.inserted_window_dims
+    updates = moved_dim(call.emitter, settle(updates), batch[0], along)
+    stride = _stride([start[along] for _, start in kept])
+    if len({(*start[:along], *start[along + 1 :]) for _, start in kept}) > 1:
+        stride = 0
+    if len(kept) == len(starts) and stride and len(kept) > 1:
+        if stride == 1:
+            return _combined(call, value, updates, kept[0][1], combine)
+        return _put_strided(call, value, updates, kept[0][1], along, stride, combine)
+    if len(kept) > MOST_ROWS:
+        return None
+    for i, start in kept:
+        value = _combined(call, value, sliced(updates, along, i, 1), start, combine)
+    return value
+
+
+def _in_bounds(
+    starts: Sequence[list[int]], window: Sequence[int], shape: Sequence[int], mode: Any
+) -> list[tuple[int, list[int]]] | None:
+    """The windows that count, with their numbers, by JAX's mode for those out of bounds; None if that is not known."""
+    mode = lax.GatherScatterMode.from_any(mode)
+    last = [n - k for n, k in zip(shape, window, strict=True)]
+    found = []
+    for i, start in enumerate(starts):
+        is_inside = all(0 <= s <= most for s, most in zip(start, last, strict=True))
+        if mode == lax.GatherScatterMode.CLIP:
+            start = [min(max(s, 0), most) for s, most in zip(start, last, strict=True)]
+        elif not is_inside and mode != lax.GatherScatterMode.FILL_OR_DROP:
+            return None
+        if is_inside or mode == lax.GatherScatterMode.CLIP:
+            found.append((i, start))
+    return found
+
+
+def _combined(
+    call: Call, value: Value, update: Value, starts: Sequence[int], combine: Callable[[Any, Any], Any] | None
+) -> Value:
+    """A value with `update` put in, or combined with what is there."""
+    emitter = call.emitter
+    value, update = emitter.movable(value), emitter.movable(update)
+    if combine is not None:
+        there = value
+        for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
+            there = sliced(there, dim, start, rows)
+        safe = 0.5 if combine is operator.mul else None
+        update = elementwise(
+            lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter, safe
+        )
+        if isinstance(update, Elementwise) and not isinstance(value, Lazy):
+            emitter.place(update, Frame(tuple(value.shape), tuple(starts)))  # it is computed where it is put
+    return put(emitter, value, update, starts)
+
+
+def _put_strided(
+    call: Call, value: Value, updates: Value, starts: Sequence[int], dim: int, stride: int,
+    combine: Callable[[Any, Any], Any] | None,
+) -> Value | None:  # fmt: skip
+    """Updates put into, or combined with, each `stride`-th row: each stands in the group of rows that it is put into."""
+    emitter, rows, size, start = call.emitter, updates.shape[dim], value.shape[dim], starts[dim]
+    if size % stride or any(
+        n != k for d, (n, k) in enumerate(zip(value.shape, updates.shape, strict=True)) if d != dim
+    ):
+        return None
+    first, last = start // stride, start + (rows - 1) * stride
+    place = Frame(with_rows(updates.shape, dim, size // stride), with_rows((0,) * len(starts), dim, first))
+    own = emitter.place(updates, place)
+    shape = (*own.shape[: dim + 1], stride, *own.shape[dim + 1 :])
+    spread = jnp.broadcast_to(jnp.expand_dims(own, dim + 1), shape).reshape(value.shape)
+
+    def put(arrays: Sequence[Any]) -> Any:
+        old, new, row = arrays
+        is_written = (row % stride == start % stride) & (row >= start) & (row <= last)
+        return lax.select(is_written, combine(old, new) if combine else new, old)
+
+    emitter.shifted += 1
+    lanes = Iota(tuple(value.shape), np.dtype(np.int32), dim)
+    return elementwise(put, (emitter.movable(value), spread, lanes), tuple(value.shape), value.dtype, emitter, 0.5)

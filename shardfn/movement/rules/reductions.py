@@ -1,0 +1,69 @@
+"""Rules of ops along dimensions: reductions, and what is computed along one dimension of a value that is moved along another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from shardfn.movement.emit import frame_of, inside
+from shardfn.movement.rules.call import Call
+from shardfn.movement.values import Elementwise, Moved, Value, sliced, with_rows
+
+
+def reduce_rule(identity: Callable[[Any], Any], call: Call) -> Value | None:
+    """A reduction. Along dimensions with a frame it is one of the frame, where what does not count is the identity."""
+    (value,) = call.operands
+    axes = tuple(call.params["axes"])
+    has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
+    frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
+    if frame is None or frame.shape == value.shape:
+        return None
+    found = call.emitter.place(value, frame)
+    mask = inside(value, frame, axes)
+    if mask is not None:
+        neutral = jnp.full(frame.shape, identity(value.dtype), value.dtype)
+        found = lax.select(mask, found, neutral)
+        call.emitter.shifted += 1
+    found = call.bound(found)
+    kept = [d for d in range(len(value.shape)) if d not in axes]
+    for own, dim in enumerate(kept):
+        found = sliced(found, own, frame.offset[dim], value.shape[dim])
+    return found
+
+
+def least(dtype: Any) -> Any:
+    """The identity of maxima."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else -jnp.inf
+
+
+def most(dtype: Any) -> Any:
+    """The identity of minima."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    return jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.inf
+
+
+def along_rule(axes: Callable[[Mapping[str, Any]], Sequence[int]], keeps: bool, call: Call) -> Value | None:
+    """An op along some dimensions, of a value that is moved along others.
+
+    `axes` reads these dimensions from the equation's parameters; with `keeps` the result has them too.
+    """
+    value = call.emitter.settled(call.operands[0])
+    if len(call.operands) > 1 or not isinstance(value, Moved):
+        return None
+    worked = set(axes(call.params))
+
+    def of(one: Value) -> Value:
+        if not isinstance(one, Moved) or one.dim in worked:
+            return call.bound(call.emitter.array(one))
+        parts = tuple(part._replace(source=of(part.source)) for part in one.parts)
+        dim = one.dim if keeps else one.dim - sum(axis < one.dim for axis in worked)
+        shape = with_rows(parts[0].source.shape, dim, one.shape[one.dim])
+        return Moved(shape, parts[0].source.dtype, dim, parts)
+
+    return of(value) if value.dim not in worked else None

@@ -1,0 +1,176 @@
+"""Rules of what moves rows: slices, pads, concatenations, reversals, and slices and updates at places that are known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardfn.movement.emit import Emitter
+from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.values import Iota, Known, Lazy, Moved, Part, Spread, Value, joined, sliced, with_rows
+
+
+def slice_rule(call: Call) -> Value | None:
+    """A slice, of strides that divide where they are not 1."""
+    start, limit = call.params["start_indices"], call.params["limit_indices"]
+    strides = call.params["strides"] or (1,) * len(start)
+    value = call.operands[0]
+    for dim, (first, last, stride) in enumerate(zip(start, limit, strides, strict=True)):
+        if stride == 1:
+            value = rows_of(call.emitter, value, dim, first, last - first)
+        elif (
+            last <= first
+            or (value := strided_rows_of(call.emitter, value, dim, first, -(-(last - first) // stride), stride)) is None
+        ):
+            return None
+    return value
+
+
+def split(call: Call) -> list[Value]:
+    """The results of `lax.split`."""
+    (value,), dim = call.operands, call.params["axis"]
+    starts = [0, *itertools.accumulate(call.params["sizes"])]
+    return [
+        rows_of(call.emitter, value, dim, first, rows)
+        for first, rows in zip(starts, call.params["sizes"], strict=False)
+    ]
+
+
+def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
+    """`rows` rows of a value from `first` on."""
+    return value if rows == value.shape[dim] else sliced(emitter.movable(value), dim, first, rows)
+
+
+def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
+    """Each `stride`-th row: of an array whose size the stride divides, one of each group, which needs no neighbours."""
+    value = rows_of(emitter, value, dim, first, (rows - 1) * stride + 1)
+    if rows == 1:
+        return value
+    if isinstance(value, Moved) and value.dim == dim and len(value.parts) == 1:
+        (part,) = value.parts
+    else:
+        part = Part(value.shape[dim], emitter.array(value) if isinstance(value, Moved) else value, 0)
+    source = emitter.array(part.source) if isinstance(part.source, Spread | Iota | Known) else part.source
+    if isinstance(source, Lazy) or source.shape[dim] % stride:
+        return None
+    group, lane = divmod(part.first, stride)
+    return sliced(emitter.lane(source, dim, stride, lane), dim, group, rows)
+
+
+def pad_rule(call: Call) -> Value | None:
+    """A pad, also by negative numbers and between elements."""
+    value, fill = call.operands
+    if 0 in value.shape or 0 in call.shape:
+        return None
+    fill = call.emitter.array(fill)
+    value = call.emitter.movable(value)
+    for dim, (low, high, interior) in enumerate(call.params["padding_config"]):
+        if interior:
+            value = _interior(call.emitter.array(value), fill, dim, interior + 1)
+            high -= interior
+        value = _padded(call.emitter, value, fill, dim, low, high)
+    return value
+
+
+def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high: int) -> Value:
+    rows = value.shape[dim]
+    first, last = max(-low, 0), rows - max(-high, 0)
+    before, after = max(low, 0), max(high, 0)
+    if first >= last:  # nothing is left of it
+        return Spread(with_rows(value.shape, dim, rows + low + high), value.dtype, fill, ())
+    value = rows_of(emitter, value, dim, first, last - first)
+    if not before and not after:
+        return value
+    fills = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
+    return joined([fills[0], emitter.movable(value), fills[1]], dim)
+
+
+def _interior(x: Any, fill: Any, dim: int, stride: int) -> Any:
+    """An array with `stride - 1` rows of `fill` behind each of its rows, as groups of `stride` rows."""
+    shape = (*x.shape[: dim + 1], stride, *x.shape[dim + 1 :])
+    lane = lax.broadcasted_iota(np.int32, shape, dim + 1)
+    spread = jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape)
+    return lax.select(lane == 0, spread, jnp.full(shape, fill, x.dtype)).reshape(
+        with_rows(x.shape, dim, x.shape[dim] * stride)
+    )
+
+
+def concatenate_rule(call: Call) -> Value | None:
+    """A concatenation; of the two ends of an array it is a rotation."""
+    dim = call.params["dimension"]
+    values = [o for o in call.operands if o.shape[dim]]
+    if not values or 0 in call.shape:
+        return None
+    if len(values) == 1:
+        return call.emitter.movable(values[0])
+    found = joined([*map(call.emitter.movable, values)], dim)
+    if isinstance(found, Moved) and len(found.parts) == 2:
+        (end, start) = found.parts
+        is_whole = end.first == start.rows and end.first + end.rows == found.shape[dim] == end.source.shape[dim]
+        found.is_rotation = end.source is start.source and start.first == 0 and is_whole
+        if found.is_rotation and isinstance(end.source, Moved):  # one rotation after the other
+            whole = call.emitter.array(end.source)
+            parts = tuple(part._replace(source=whole) for part in found.parts)
+            found = Moved(found.shape, found.dtype, dim, parts, is_rotation=True)
+    return found
+
+
+def reverse_rule(call: Call) -> Value | None:
+    """A few rows of a moved value in reverse."""
+    (value,) = call.operands
+    for dim in call.params["dimensions"]:
+        rows = value.shape[dim]
+        if rows == 1:
+            continue
+        if rows > MOST_ROWS or not isinstance(value, Moved):
+            return None
+        value = joined([sliced(value, dim, i, 1) for i in reversed(range(rows))], dim)
+    return value
+
+
+def dynamic_slice_rule(call: Call) -> Value | None:
+    """A slice at places that are known."""
+    value, *starts = call.operands
+    sizes = call.params["slice_sizes"]
+    places = [_place(start) for start in starts]
+    for dim, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        if place is None:
+            return None
+        value = rows_of(call.emitter, value, dim, min(max(place, 0), value.shape[dim] - size), size)
+    return value
+
+
+def dynamic_update_slice_rule(call: Call) -> Value | None:
+    """An update at places that are known."""
+    value, update, *starts = call.operands
+    places = [place for start in starts if (place := _place(start)) is not None]
+    if len(places) < len(starts) or 0 in update.shape:
+        return None
+    every = zip(places, value.shape, update.shape, strict=True)
+    return put(call.emitter, value, update, [min(max(place, 0), n - k) for place, n, k in every])
+
+
+def _place(start: Value) -> int | None:
+    """The number of a row, if it is known."""
+    if isinstance(start, Known):
+        return int(start.array)
+    return int(start) if isinstance(start, np.ndarray | np.generic) else None
+
+
+def put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -> Value:
+    """A value with `update` in the place of what begins at `starts`."""
+    value, update = emitter.movable(value), emitter.movable(update)
+    for dim, (start, rows, size) in enumerate(zip(starts, update.shape, value.shape, strict=True)):
+        if rows == size:
+            continue
+        inside = put(
+            emitter, sliced(value, dim, start, rows), update, [0 if d == dim else s for d, s in enumerate(starts)]
+        )
+        parts = [sliced(value, dim, 0, start), inside, sliced(value, dim, start + rows, size - start - rows)]
+        return joined([part for part in parts if part.shape[dim]], dim)
+    return update
