@@ -166,6 +166,8 @@ def _recomputed(fn: Any, options: RematOptions) -> Any:
 class RecomputedFunction:
     """A function whose intermediate values are rematerialised."""
 
+    __shardfn_parts__ = "fn", "options"
+
     def __init__(self, fn: Callable[..., Any], options: RematOptions):
         self.fn, self.options = fn, options
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)

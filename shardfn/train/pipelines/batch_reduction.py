@@ -98,7 +98,7 @@ def _literals(one: FlatEquation) -> list[float]:
     """The floating-point numbers that stand in an equation and in the programs inside it."""
     found = [v for v in one.inputs if isinstance(v, core.Literal)]
     found += [v for body in inner(one.eqn) for v in _inside(body)]
-    return [float(v.val) for v in found if getattr(v.aval.dtype, "kind", "") == "f"]
+    return [float(v.val) for v in found if getattr(getattr(v.aval, "dtype", None), "kind", "") == "f"]
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:
