@@ -23,8 +23,9 @@ from shardfn.frontend.arguments import Call, Slot
 from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
 from shardfn.frontend.plain_objects import SHARDED, is_array, is_holder, is_plain
-from shardfn.frontend.recorder import PARTS, active, refuse_changes
+from shardfn.frontend.recorder import active, refuse_changes
 from shardfn.frontend.strategy import is_cell
+from shardfn.frontend.wrapped import PARTS
 
 
 @dataclasses.dataclass(frozen=True)

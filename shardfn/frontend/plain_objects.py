@@ -1,6 +1,7 @@
 """Plain Python objects that hold arrays: the instances of `Cell` and of the user's own classes.
 
-Their arrays are found in attributes, lists, tuples, dicts, pytrees and other Cells. A call runs on a copy that holds the
+Their arrays are found in attributes, lists, tuples, dicts, pytrees and other Cells, and in the Cells that sharded functions,
+bound methods and partials there are made of. A call runs on a copy that holds the
 traced arrays, so that the user's object keeps its own.
 """
 
@@ -18,6 +19,7 @@ from jax import tree_util
 
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import is_cell, shape_of
+from shardfn.frontend.wrapped import PARTS, Layers, unwrapped, wrapped
 
 State = dict[str, Any]
 """Arrays, or objects, by path."""
@@ -78,6 +80,14 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
+def _held_cell(value: Any) -> tuple[Any, Layers] | None:
+    """The Cell that a callable is made of, and how; None for any other value, and for a Cell itself."""
+    if not (isinstance(value, types.MethodType | functools.partial) or hasattr(type(value), PARTS)):
+        return None
+    owner, layers = unwrapped(value)
+    return (owner, layers) if is_cell(owner) else None
+
+
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -102,6 +112,8 @@ def _walk(
 ) -> None:
     """The arrays of a nest, and what `is_leaf` says; a Cell that stands at several places (tied weights, a parent) is met at
     the first."""
+    if (held := _held_cell(value)) is not None:
+        value = held[0]
     if is_cell(value) or not path:
         if id(value) in seen:
             return
@@ -148,6 +160,10 @@ def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_
       met: for each Cell, by its id, what it became.
       in_place: whether Cells are changed themselves, and containers without new arrays kept; else all is copied.
     """
+    if (held := _held_cell(value)) is not None:
+        cell, layers = held
+        new = _with_state(cell, path, state, met, in_place=in_place)
+        return value if new is cell else wrapped(new, layers)
     items = _items(value, path)
     if is_cell(value) or not path:
         if id(value) not in met:
@@ -200,6 +216,8 @@ def _rows(owner: Any) -> Iterator[tuple[Any, ...]]:
     met: dict[int, int] = {}
 
     def walk(value: Any, path: str) -> Iterator[tuple[Any, ...]]:
+        if (held := _held_cell(value)) is not None:
+            value = held[0]
         items = _items(value, path)
         if is_cell(value) or not path:
             is_new = id(value) not in met

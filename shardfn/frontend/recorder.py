@@ -49,14 +49,12 @@ from shardfn.frontend.watch import (
     place_in,
     raw,
 )
+from shardfn.frontend.wrapped import PARTS
 
 MAX_NUMPY_BYTES = 1 << 16
 """The largest writeable NumPy array whose content is compared at each call, in bytes."""
 
 # ---- kinds of value
-
-PARTS = "__shardfn_parts__"
-"""Attribute of a class of this library whose instances stand for the attributes that it names."""
 
 
 def _parts_of(value: Any) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
 from jax import tree_util
@@ -35,6 +35,7 @@ from shardfn.frontend.recorder import include
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.frontend.watch import NOTHING_READ
+from shardfn.frontend.wrapped import unwrapped, wrapped
 from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
@@ -70,6 +71,13 @@ class ShardedFunction(Generic[P, R]):
     """
 
     __shardfn_parts__ = "fn", "options"
+    of_module: ClassVar[tuple[Callable[[Any], bool], type] | None] = None
+    """What a function of a module becomes (`runtime.sharded_module`)."""
+
+    def __new__(cls, fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
+        """A `ShardedModule` for a function of a module that is a pytree."""
+        is_of_module = cls.of_module is not None and cls.of_module[0](fn)
+        return object.__new__(cls.of_module[1] if is_of_module and cls.of_module else cls)
 
     def __init__(self, fn: Callable[P, R], options: Options):
         self.fn = fn
@@ -133,7 +141,18 @@ class ShardedFunction(Generic[P, R]):
         Returns:
           A `ShardedFunction` that shares the plans of this one.
         """
-        other = ShardedFunction(types.MethodType(self.fn.__func__, owner), self.options)  # type: ignore[attr-defined]
+        return self.with_function(wrapped(owner, unwrapped(self.fn)[1]))
+
+    def with_function(self, fn: Callable[..., Any]) -> ShardedFunction:
+        """The same of another function.
+
+        Args:
+          fn: the function of another instance.
+
+        Returns:
+          A `ShardedFunction` that shares the plans of this one.
+        """
+        other = ShardedFunction(fn, self.options)
         other._entries = self._entries
         return other
 

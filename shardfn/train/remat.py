@@ -176,6 +176,10 @@ class RecomputedFunction:
     def __repr__(self) -> str:
         return f"recompute({self.__name__})"
 
+    def with_function(self, fn: Callable[..., Any]) -> RecomputedFunction:
+        """The same of another function."""
+        return RecomputedFunction(fn, self.options)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, with rematerialisation in its derivative."""
         return _run(describe(self.fn), self.options, args, kwargs)
