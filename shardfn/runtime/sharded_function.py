@@ -41,7 +41,7 @@ from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.agreement import CheckResult
-from shardfn.runtime.apply import counted_run, lies_elsewhere, moved
+from shardfn.runtime.apply import counted_run, finish, lies_elsewhere, moved
 from shardfn.runtime.call_checks import (
     CONCRETE,
     are_usable,
@@ -53,7 +53,7 @@ from shardfn.runtime.call_checks import (
     transfers,
 )
 from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
-from shardfn.runtime.entries import Entries
+from shardfn.runtime.entries import Entries, Methods
 from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.nested_call import run_nested
 from shardfn.runtime.processes import check_devices
@@ -345,13 +345,13 @@ class ShardedFunction(Generic[P, R]):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_per_device():
             callee, call = self._bound(args, kwargs)
-            return _finish(callee, call, pure_function(callee, call)(*call.values))
+            return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
         if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
-            return _finish(callee, call, call_inside(callee, self.options, call, outer))
+            return finish(callee, call, call_inside(callee, self.options, call, outer))
         refuse_donated_twice(self.callee.name, call, self.options)
         entry = self._entry(callee, call)
         refuse_target(self.callee.name, entry.plan.hardware, self.options.device)
@@ -365,7 +365,7 @@ class ShardedFunction(Generic[P, R]):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 if self.options.check and not entry.is_checked:
                     warn_of_tracers(self.callee.name)
-                return _finish(
+                return finish(
                     callee, call, run_nested(self.callee.name, entry, call, leaves, treedef), entry.holds_static
                 )
             CONCRETE.update(map(type, leaves))
@@ -393,7 +393,7 @@ class ShardedFunction(Generic[P, R]):
             self._fast_context = jax.sharding.get_abstract_mesh()
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
-        return _finish(callee, call, result, entry.holds_static)
+        return finish(callee, call, result, entry.holds_static)
 
     def _counted(self, callee: Callee, call: Call, entry: Entry) -> tuple[Counted, ...]:
         """What a run of the call counts."""
@@ -484,25 +484,6 @@ def _key(callee: Callee, call: Call) -> Any:
 def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:
     """The values of a call with its arrays transferred to the shardings of an entry where `jax.jit` would refuse them."""
     return call.replaced(treedef, moved(leaves, entry.targets, entry.replaced))
-
-
-def _finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -> Any:
-    """The user's result of a call; what it changed is put back into the callee's objects."""
-    if holds_static:
-        result = restore_static(result)
-    if not call.returns_changes:
-        return result
-    result, changed = result
-    if changed:
-        callee.write(changed)
-    return result
-
-
-class Methods(dict[ShardedFunction, ShardedFunction]):
-    """The sharded methods of one plain object, kept in its attributes; pickles and deep copies of it go without."""
-
-    def __reduce__(self) -> Any:
-        return Methods, ()
 
 
 def _no_fast_path(*args: Any) -> Any:
