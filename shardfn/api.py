@@ -24,6 +24,7 @@ from shardfn.frontend.strategy import shape_of, short
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
+from shardfn.runtime import sharded_module as _sharded_module  # noqa: F401  (registers a pytree)
 from shardfn.runtime.sharded_function import ShardedFunction
 
 P = ParamSpec("P")

@@ -13,6 +13,7 @@ from shardfn.errors import Problem, a
 from shardfn.frontend.ambient_mesh import AmbientMesh, ambient_mesh, explicit_specs, typed_shape
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.paths import array_paths
+from shardfn.frontend.plain_objects import is_hashable
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.trace import shaped
 from shardfn.ir.model import Spec
@@ -216,12 +217,3 @@ def _shape_and_dtype(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype
     except AttributeError:
         return type(leaf)
-
-
-def is_hashable(value: Any) -> bool:
-    """Whether a value has a hash."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.paths import join
+from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.ir.rewrite import constants, evaluate_with_constants
 
 OPTIONS = ("constant", "argument")
@@ -66,6 +67,8 @@ class ClosedOverArguments:
     """The path of each constant, by its identity."""
     is_stateful: bool
     """Whether the call without them has a state."""
+    watch: Watch = NOTHING_READ
+    """What the function read when it was traced."""
 
     def evaluate(self, values: Sequence[Any]) -> Any:
         """The result of the function for the dynamic values of a call, its state with the constants first."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from shardfn.api import shard
 from shardfn.errors import StrategyError, fail
-from shardfn.frontend.callee import SHARDED, State, describe
+from shardfn.frontend.callee import State, describe
+from shardfn.frontend.plain_objects import SHARDED
 from shardfn.mindspore.parallel import by_type
 
 
@@ -223,7 +224,7 @@ class Unlisted:
 def _sharding_call(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = self.__dict__.get(SHARDED)
+        found = getattr(self, SHARDED, None)
         return plain(self, *args, **kwargs) if found is None else found.of(self)(*args, **kwargs)
 
     __call__.__unsharded__ = plain  # type: ignore[attr-defined]

@@ -204,6 +204,7 @@ def auto_parallel(**settings: Any) -> Iterator[ParallelContext]:
     """
     changed = _with(_checked(dict(current().settings), AUTO_PARALLEL_KEYS, "auto_parallel", settings))
     _warn_of_devices(changed)
+    _warn_of_settings(changed, settings)
     token = _BLOCK.set(changed)
     try:
         yield changed
@@ -434,12 +435,36 @@ def _with(settings: tuple[tuple[str, Any], ...]) -> ParallelContext:
 def _set(table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]) -> None:
     _update(lambda context: _with(_checked(dict(context.settings), table, caller, settings)))
     _warn_of_devices(current())
+    _warn_of_settings(current(), settings)
 
 
 def _warn_of_devices(context: ParallelContext) -> None:
     if (context.device_num or 1) > 1 and context.is_set("parallel_mode") and context.parallel_mode == "stand_alone":
         warn(f"parallel_mode='stand_alone' uses one device, whatever device_num={context.device_num} says; "
              "set another parallel_mode, or leave it out")  # fmt: skip
+
+
+_WITHOUT: tuple[tuple[str, Callable[[ParallelContext], bool], str, str], ...] = (
+    ("tensor_slice_align_size", lambda c: not c.tensor_slice_align_enable, "shards are not aligned",
+     "set tensor_slice_align_enable=True"),
+    ("algo_approxi_epsilon", lambda c: not c.enable_algo_approxi, "no approximate solution is accepted",
+     "set enable_algo_approxi=True"),
+    ("elementwise_op_strategy_follow", lambda c: not c.elementwise_op_strategy_follow,
+     "elementwise ops are always sharded as their input", "leave it out"),
+    ("save_graphs_path", lambda c: not c.save_graphs, "no graphs are saved", "set save_graphs=True"),
+    ("strategy_ckpt_config", lambda c: not (c.strategy_ckpt_config.only_trainable_params or c.strategy_ckpt_config.save_file),
+     "only_trainable_params is about the file that is written, and none is", "give its save_file"),
+    ("out_strategy_mode", lambda c: c.out_strategy_mode == "overwrite" and c.is_set("parallel_mode")
+     and "auto" not in c.parallel_mode, "only the modes semi_auto_parallel and auto_parallel overwrite an out_strategy",
+     "leave it out"),
+)  # fmt: skip
+"""Settings without an effect: the key, whether it has none in a context, why, and what to do."""
+
+
+def _warn_of_settings(context: ParallelContext, settings: Mapping[str, Any]) -> None:
+    for name, has_none, why, fix in _WITHOUT:
+        if name in settings and has_none(context):
+            warn(f"{name}={clipped(settings[name])} has no effect: {why}; {fix}")
 
 
 def _reset(table: Mapping[str, Key]) -> None:

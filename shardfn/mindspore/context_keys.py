@@ -176,6 +176,14 @@ def _table(*rows: Key) -> Mapping[str, Key]:
 _PIPELINE = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
 
 
+def _file(name: str, value: Any) -> Iterator[Problem]:
+    yield from text(name, value)
+    if isinstance(value, str) and (value.endswith(("/", os.sep)) or os.path.isdir(value)):
+        yield wrong(
+            name, value, "it is a folder, not a file", f"give a file in it: {os.path.join(value, 'strategy.toml')!r}"
+        )
+
+
 class StrategyFiles(NamedTuple):
     """`strategy_ckpt_config`: a layout file to read, one to write, and whether only parameters go there."""
 
@@ -192,7 +200,7 @@ _pipeline_check = in_turn(
     ),
     _interleaved,
 )
-_files_record = record(load_file=text, save_file=text, only_trainable_params=boolean)
+_files_record = record(load_file=_file, save_file=_file, only_trainable_params=boolean)
 
 
 def _files(name: str, value: Any) -> Iterator[Problem]:
@@ -258,8 +266,8 @@ AUTO_PARALLEL_KEYS = _table(
     _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour")),
     _now("strategy_ckpt_config", StrategyFiles(), _files, read=lambda kept: kept._asdict(),
          store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value)),
-    _now("strategy_ckpt_load_file", "", text, **_layout_file("load_file")),
-    _now("strategy_ckpt_save_file", "", text, **_layout_file("save_file")),
+    _now("strategy_ckpt_load_file", "", _file, **_layout_file("load_file")),
+    _now("strategy_ckpt_save_file", "", _file, **_layout_file("save_file")),
 
     _trains("gradients_mean", False),
     _trains("gradient_fp32_sync", True),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardfn import embedding
 from shardfn.api import shard
 from shardfn.cost.devices.hardware import resolve
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, nearest, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, nearest, raise_problems, warn
 
 ATTRIBUTES = ("manual_split", "manual_split_with_offset", "primitive_target")
 
@@ -57,6 +57,9 @@ class Gather:
         if name not in ATTRIBUTES:
             fail(StrategyError, f"`{type(self).__name__}` has no attribute {name!r}", where=f"add_prim_attr({name!r}, …)",
                  fix=nearest(name, ATTRIBUTES))  # fmt: skip
+        if name == "primitive_target":
+            warn(f"primitive_target={value!r} has no effect: the lookup runs on the devices that hold the table; leave it "
+                 "out, or keep a table that is too large for them in embedding.Table")  # fmt: skip
         self.attributes[name] = value
         return self
 

@@ -21,6 +21,7 @@ from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.outer_call import OuterCall
+from shardfn.frontend.recorder import recording
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
@@ -164,10 +165,14 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
 def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
     """The arrays that a function closes over in a call, with the function's trace, which takes them as arguments."""
     shapes = call.of_shapes()
-    function = pure_function(callee.frozen(shapes), shapes)
-    with explained_by_arguments(shapes), without_types(call.ambient, callee.name):
+    with (
+        recording(callee.root, callee.name) as read,
+        explained_by_arguments(shapes),
+        without_types(call.ambient, callee.name),
+    ):
+        function = pure_function(callee.frozen(shapes), shapes)
         traced = jax.jit(function, static_argnums=call.statics, keep_unused=True).trace(*shapes.values)
-    return as_arguments(traced, callee.function, call.stateful)
+    return dataclasses.replace(as_arguments(traced, callee.function, call.stateful), watch=read())
 
 
 def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
-from shardfn.frontend.arguments import bind
-from shardfn.frontend.callee import describe
+from shardfn.frontend.arguments import Call, bind
+from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
@@ -238,3 +238,15 @@ def lies_elsewhere(value: Any, target: NamedSharding) -> bool:
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.committed:
         return False
     return not value.sharding.is_equivalent_to(target, value.ndim)
+
+
+def finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -> Any:
+    """The user's result of a call; what it changed is put back into the callee's objects."""
+    if holds_static:
+        result = restore_static(result)
+    if not call.returns_changes:
+        return result
+    result, changed = result
+    if changed:
+        callee.write(changed)
+    return result

@@ -22,7 +22,9 @@ from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
+from shardfn.frontend.recorder import recording
 from shardfn.frontend.static_leaves import holds_static
+from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
@@ -42,6 +44,7 @@ from shardfn.planning.pose import pose
 from shardfn.planning.posed_call import PosedCall
 from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls
+from shardfn.runtime.entries import Entries
 from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
@@ -74,6 +77,8 @@ class Entry:
     """Diagnostics that XLA logged when it compiled the plan."""
     in_types: tuple[Spec | None, ...] = ()
     """`Call.types` of arguments as planned."""
+    watch: Watch = NOTHING_READ
+    """What the function read when it was traced: the entry fits calls that would read the same."""
 
     @classmethod
     def of(cls, plan: Plan) -> Entry:
@@ -88,7 +93,7 @@ class Entry:
         return cls(plan, run, nested, targets, replaced, static, in_types=types)
 
 
-def typed_as_planned(entries: dict[Any, Entry], key: Any, types: Sequence[Any]) -> Entry | None:
+def typed_as_planned(entries: Entries[Entry], key: Any, types: Sequence[Any], root: Any) -> Entry | None:
     """An entry that differs from a call in Explicit types only, where each of them is as planned: results come back as
     arguments, with the types that the plan gave them. It becomes the entry of that key as well.
 
@@ -96,16 +101,16 @@ def typed_as_planned(entries: dict[Any, Entry], key: Any, types: Sequence[Any]) 
       entries: the entries of a function, by `sharded_function._key`.
       key: that of the call.
       types: `Call.types`, which the key has last in its first part.
+      root: what the call belongs to (`Callee.root`).
     """
     if not types:
         return None
     ((*kind, _), *rest) = key
-    for ((*other, known), *others), entry in entries.items():
-        if (kind, rest) == (other, others):
+    for ((*other, known), *others), entry in entries:
+        if (kind, rest) == (other, others) and entry.watch.holds(root):
             rows = zip(types, known, entry.in_types, strict=True)
             if all(mine in (given, planned) for mine, given, planned in rows):
-                entries[key] = entry
-                return entry
+                return entries.keep(key, entry, root)
     return None
 
 
@@ -137,7 +142,8 @@ def make_entry(
       ShardError: all problems of the call.
     """
     layout = _layout_file(options, defaults)
-    posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
+    with recording(callee.root, callee.name) as read:
+        posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
     count = candidates.count_of(posed.problem, posed.call.search.compile_candidates) if posed.problem.is_open else 0
     entry = best_compiled(posed, answer, count) if count > 1 else Entry.of(plan_search_answer(posed, answer))
@@ -152,7 +158,7 @@ def make_entry(
         files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:
         save_graphs(plan, defaults.graphs_path)
-    return dataclasses.replace(entry, plan=plan)
+    return dataclasses.replace(entry, plan=plan, watch=call.closed_over.watch if call.closed_over else read())
 
 
 def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
@@ -168,7 +174,7 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
     answered, left_out = answered_call(entry.plan), list[candidates.Refused]()
     for name, answer in itertools.chain([("the plan", answered.answer)], alternatives(answered)):
         try:
-            found = _fixed_entry(answered.posed, answer) if left_out else entry
+            found = dataclasses.replace(_fixed_entry(answered.posed, answer), watch=entry.watch) if left_out else entry
             lowered = found.jitted.lower(*values(found))
             expected = any(c.is_last_resort for c in found.plan.partitioned.communications)
             logged = tuple(compile_logged(lowered, wanted=expected)[1])

@@ -1,8 +1,9 @@
 """The callable that `shard` returns: it plans the first call of a kind, and runs later ones through `jax.jit`.
 
-The kind of a call is its shapes, dtypes, structure, keywords and static values, the non-array attributes of its module,
-the process's default settings, and JAX's x64 switch. A call costs what `jax.jit` costs if all calls so far are of one
-kind, have positional arguments only, call no module, and pass arrays with the planned shardings.
+The kind of a call is its shapes, dtypes, structure, keywords and static values, the process's default settings, and JAX's
+x64 switch; and of one kind are calls that would read the same Python state (`frontend.watch`). A call costs what `jax.jit`
+costs if all calls so far are of one kind, have positional arguments only, call no module, and pass arrays with the planned
+shardings.
 """
 
 from __future__ import annotations
@@ -11,33 +12,36 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
 from jax import tree_util
 from jax.core import Tracer
 
 from shardfn.compiled.executable import read
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import Problem, StrategyTypeError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.inputs_outputs import input_leaves
-from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
+from shardfn.frontend.plain_objects import METHODS
+from shardfn.frontend.recorder import include
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
+from shardfn.frontend.watch import NOTHING_READ
+from shardfn.frontend.wrapped import unwrapped, wrapped
 from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.inner_calls import call_inside
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.agreement import CheckResult
-from shardfn.runtime.apply import counted_run, lies_elsewhere, moved
+from shardfn.runtime.apply import counted_run, finish, lies_elsewhere, moved
 from shardfn.runtime.call_checks import (
     CONCRETE,
     are_usable,
@@ -49,15 +53,14 @@ from shardfn.runtime.call_checks import (
     transfers,
 )
 from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
+from shardfn.runtime.entries import Entries, Methods
 from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
-from shardfn.runtime.processes import check_devices, refuse_numpy
+from shardfn.runtime.nested_call import run_nested
+from shardfn.runtime.processes import check_devices
 from shardfn.runtime.progress import progress
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-MAX_ENTRIES = 128
-"""Plans with their executables that one function keeps; the least recently used goes first."""
 
 
 class ShardedFunction(Generic[P, R]):
@@ -67,15 +70,25 @@ class ShardedFunction(Generic[P, R]):
     `plan` and `explain`. It keeps one plan and executable for each kind of call, up to 128.
     """
 
+    __shardfn_parts__ = "fn", "options"
+    of_module: ClassVar[tuple[Callable[[Any], bool], type] | None] = None
+    """What a function of a module becomes (`runtime.sharded_module`)."""
+
+    def __new__(cls, fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
+        """A `ShardedModule` for a function of a module that is a pytree."""
+        is_of_module = cls.of_module is not None and cls.of_module[0](fn)
+        return object.__new__(cls.of_module[1] if is_of_module and cls.of_module else cls)
+
     def __init__(self, fn: Callable[P, R], options: Options):
         self.fn = fn
         self.options = options
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
-        self._entries: dict[Any, Entry] = {}
-        self._closed_over: dict[Any, ClosedOverArguments] = {}
+        self._entries = Entries[Entry]()
+        self._closed_over = Entries[ClosedOverArguments]()
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
+        self._fast_watch = NOTHING_READ
         self._fast_context: Any = None
         self._checks_arrays = False
         self._donates = bool(options.donate_argnums or options.donate_argnames)
@@ -89,6 +102,17 @@ class ShardedFunction(Generic[P, R]):
         )
         return f"shard({self.callee.name}{', ' if given else ''}{given})"
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes that a program gives it are the function's own, where a call sees their changes."""
+        is_own = name in _ATTRIBUTES or name.startswith("__")
+        (object.__setattr__ if is_own else setattr)(self if is_own else self.fn, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        fn = self.__dict__.get("fn")
+        if isinstance(fn, types.FunctionType) and name in vars(fn) and not name.startswith("__"):
+            return vars(fn)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a decorated method: bound to the instance, whose arrays become arguments where its kind is known."""
         if instance is None:
@@ -98,9 +122,9 @@ class ShardedFunction(Generic[P, R]):
         if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
             return found
         found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
-        if found.callee.adapter is not None:
+        if not found.callee.is_plain or not hasattr(instance, "__dict__") or found.callee.read():
             found._entries = self._entries  # `nnx.grad` makes a new instance for every call
-        elif hasattr(instance, "__dict__"):  # its arrays are constants of what is compiled: that goes when it goes
+        else:  # what is compiled keeps a copy of the instance: that goes when it goes
             own = {method: bound for method, bound in kept.items() if bound.fn.__self__ is instance}
             instance.__dict__[METHODS] = Methods({**own, self: found})
         return found
@@ -117,7 +141,18 @@ class ShardedFunction(Generic[P, R]):
         Returns:
           A `ShardedFunction` that shares the plans of this one.
         """
-        other = ShardedFunction(types.MethodType(self.fn.__func__, owner), self.options)  # type: ignore[attr-defined]
+        return self.with_function(wrapped(owner, unwrapped(self.fn)[1]))
+
+    def with_function(self, fn: Callable[..., Any]) -> ShardedFunction:
+        """The same of another function.
+
+        Args:
+          fn: the function of another instance.
+
+        Returns:
+          A `ShardedFunction` that shares the plans of this one.
+        """
+        other = ShardedFunction(fn, self.options)
         other._entries = self._entries
         return other
 
@@ -141,6 +176,7 @@ class ShardedFunction(Generic[P, R]):
             and jax.sharding.get_abstract_mesh() is self._fast_context
             and outer_hardware() is None
             and (not self._checks_arrays or are_usable(tree_util.tree_leaves(args), self._donates))
+            and self._fast_watch.holds(self.callee.root)
         ):
             try:
                 return self._fast(*args)
@@ -309,13 +345,13 @@ class ShardedFunction(Generic[P, R]):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_per_device():
             callee, call = self._bound(args, kwargs)
-            return _finish(callee, call, pure_function(callee, call)(*call.values))
+            return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
         if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
-            return _finish(callee, call, call_inside(callee, self.options, call, outer))
+            return finish(callee, call, call_inside(callee, self.options, call, outer))
         refuse_donated_twice(self.callee.name, call, self.options)
         entry = self._entry(callee, call)
         refuse_target(self.callee.name, entry.plan.hardware, self.options.device)
@@ -329,7 +365,9 @@ class ShardedFunction(Generic[P, R]):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 if self.options.check and not entry.is_checked:
                     warn_of_tracers(self.callee.name)
-                return _finish(callee, call, self._run_nested(entry, call, leaves, treedef), entry.holds_static)
+                return finish(
+                    callee, call, run_nested(self.callee.name, entry, call, leaves, treedef), entry.holds_static
+                )
             CONCRETE.update(map(type, leaves))
             arrays = _arrays(call, entry, leaves, treedef)
             if not entry.is_compiled:
@@ -339,22 +377,23 @@ class ShardedFunction(Generic[P, R]):
                 )
                 arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
             if not entry.is_agreed:
-                entry = self._entries[_key(callee, call)] = agreed(entry)
+                entry = self._entries.keep(_key(callee, call), agreed(entry), callee.root)
             if self.options.check and not entry.is_checked:
-                entry = self._entries[_key(callee, call)] = checked(entry, leaves)
+                entry = self._entries.keep(_key(callee, call), checked(entry, leaves), callee.root)
             # A first state may arrive otherwise; what the call returns is sharded as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
         has_keywords = any(s.keyword for s in call.slots)
         is_bound = call.ambient is not None and call.ambient.is_binding
         simple = not (call.stateful or call.returns_changes or entry.holds_static or has_keywords or is_bound)
-        if simple and len(self._entries) == 1 and not self._transfers_arrays:
+        if simple and self._entries.kinds == 1 and not self._transfers_arrays:
+            self._fast_watch = entry.watch
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
             self._fast_context = jax.sharding.get_abstract_mesh()
         else:
             self._fast, self._fast_defaults = _no_fast_path, None
-        return _finish(callee, call, result, entry.holds_static)
+        return finish(callee, call, result, entry.holds_static)
 
     def _counted(self, callee: Callee, call: Call, entry: Entry) -> tuple[Counted, ...]:
         """What a run of the call counts."""
@@ -363,38 +402,6 @@ class ShardedFunction(Generic[P, R]):
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         refuse_shapes(self.callee.name, entry.plan, leaves)
         return counted_run(entry.plan, _arrays(call, entry, leaves, treedef))
-
-    def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
-        failed = None
-        try:
-            return entry.nested(*call.values)
-        except jax.errors.JaxRuntimeError as error:  # an eager derivative compiles the plan, maybe for the first time
-            failed = error
-        except ValueError as error:
-            # An eager derivative carries concrete arrays, which may be committed to another layout.
-            if JaxError.NUMPY_INPUT.match(error):
-                refuse_numpy(self.callee.name)
-            if not JaxError.COMMITTED_ELSEWHERE.match(error):
-                raise
-        except Exception as error:  # JAX's DuplicateSpecError has no public name
-            duplicate = JaxError.DUPLICATE_AXIS.match(error)
-            if duplicate is None:
-                raise
-            fail(StrategyError, f"`{self.callee.name}` is mapped along a dimension that is sharded over an axis of its plan",
-                 where=duplicate["what"], why="the type of an array has each Explicit axis once",
-                 fix="shard what is mapped, shard(jax.vmap(f)); or give strategies that leave that axis out")  # fmt: skip
-        if failed is not None:
-            other = compile_entry(entry, lambda _: call.of_typed_shapes().values)
-            if other.jitted is entry.jitted:  # the plan itself compiles
-                raise failed
-            return other.nested(*call.values)
-        try:
-            put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
-        except ValueError as error:  # a batched one has another shape than its tracer tells
-            fail(StrategyError, f"an array in a transformation of `{self.callee.name}` is committed to another layout",
-                 why=str(error).split("\n")[0],
-                 fix="leave it uncommitted, or move it with jax.device_put before the transformation")  # fmt: skip
-        return entry.nested(*call.replaced(treedef, put))
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callee, Call]:
         """What is called, with the objects among the arguments; and the call as a jitted function takes it.
@@ -416,8 +423,9 @@ class ShardedFunction(Generic[P, R]):
         donated = self.options.donate_argnums, self.options.donate_argnames
         callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
         values = [value if slot.is_static else hide_static(value) for slot, value in zip(slots, values, strict=True)]
-        stateful = callee.adapter is not None
-        call = Call(slots, [callee.read(), *values] if stateful else values, stateful, stateful or bool(callee.objects))
+        state = callee.read()
+        stateful = bool(state)
+        call = Call(slots, [state, *values] if stateful else values, stateful, stateful or bool(callee.objects))
         if problems := call.unhashable():
             raise StrategyTypeError(problems)
         call = call.in_place()
@@ -426,11 +434,9 @@ class ShardedFunction(Generic[P, R]):
     def _with_closed_over(self, callee: Callee, call: Call) -> Call:
         """The call with the arrays that the function closes over among its values; a call of a new kind is traced."""
         key = _key(callee, call)
-        found = self._closed_over.get(key)
+        found = self._closed_over.find(key, callee.root)
         if found is None:
-            while len(self._closed_over) >= MAX_ENTRIES:
-                self._closed_over.pop(next(iter(self._closed_over)), None)
-            found = self._closed_over[key] = closed_over_arguments(callee, call)
+            found = self._closed_over.keep(key, closed_over_arguments(callee, call), callee.root)
         return call.with_closed_over(found) if found.arrays else call
 
     def _placed(self, callee: Callee, call: Call, entry: Entry) -> Call:
@@ -440,28 +446,34 @@ class ShardedFunction(Generic[P, R]):
         if all(getattr(a, "sharding", None) == targets[path] for path, a in call.closed_over.arrays.items()):
             return call
         own = call.without_closed_over()
-        found = self._closed_over[_key(callee, own)] = call.closed_over.placed(targets)
+        found = self._closed_over.keep(_key(callee, own), call.closed_over.placed(targets), callee.root)
         return own.with_closed_over(found)
 
     def _entry(self, callee: Callee, call: Call) -> Entry:
         """The entry of a call, made if it is the first of its kind."""
         current = defaults.current()
         key = _key(callee, call)
-        entry = self._entries.get(key) or typed_as_planned(self._entries, key, call.types)
+        root = callee.root
+        entry = self._entries.find(key, root) or typed_as_planned(self._entries, key, call.types, root)
         if entry is None:
-            while len(self._entries) >= MAX_ENTRIES:
-                self._entries.pop(next(iter(self._entries)), None)
             with progress(f"planning {self.callee.name}") as say:
-                entry = self._entries[key] = make_entry(callee, self.options, call, current, say)
-        elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
-            self._entries[key] = entry
+                entry = self._entries.keep(key, make_entry(callee, self.options, call, current, say), root)
+            self._entries.warn_of_variants(key, self.callee.name, root)
+        include(entry.watch, root)
         return entry
 
     def _compiled(self, callee: Callee, call: Call, entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
         """The entry of a call after it was compiled, which may change its plan (`compile_entry`)."""
         if not entry.is_compiled:
-            entry = self._entries[_key(callee, call)] = compile_entry(entry, values)
+            entry = self._entries.keep(_key(callee, call), compile_entry(entry, values), callee.root)
         return entry
+
+
+_ATTRIBUTES = frozenset({
+    "fn", "options", "callee", "_entries", "_closed_over", "_fast", "_fast_defaults", "_fast_watch", "_fast_context",
+    "_checks_arrays", "_donates", "_transfers_arrays",
+})  # fmt: skip
+"""The attributes of a sharded function itself."""
 
 
 def _key(callee: Callee, call: Call) -> Any:
@@ -472,28 +484,6 @@ def _key(callee: Callee, call: Call) -> Any:
 def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:
     """The values of a call with its arrays transferred to the shardings of an entry where `jax.jit` would refuse them."""
     return call.replaced(treedef, moved(leaves, entry.targets, entry.replaced))
-
-
-def _finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -> Any:
-    """The user's result of a call; what it changed is put back into the callee's objects."""
-    if holds_static:
-        result = restore_static(result)
-    if not call.returns_changes:
-        return result
-    result, changed = result
-    if changed:
-        callee.write(changed)
-    return result
-
-
-METHODS = "_shardfn_methods"
-
-
-class Methods(dict[ShardedFunction, ShardedFunction]):
-    """The sharded methods of one plain object, kept in its attributes; pickles and deep copies of it go without."""
-
-    def __reduce__(self) -> Any:
-        return Methods, ()
 
 
 def _no_fast_path(*args: Any) -> Any:

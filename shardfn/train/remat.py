@@ -166,6 +166,8 @@ def _recomputed(fn: Any, options: RematOptions) -> Any:
 class RecomputedFunction:
     """A function whose intermediate values are rematerialised."""
 
+    __shardfn_parts__ = "fn", "options"
+
     def __init__(self, fn: Callable[..., Any], options: RematOptions):
         self.fn, self.options = fn, options
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -173,6 +175,10 @@ class RecomputedFunction:
 
     def __repr__(self) -> str:
         return f"recompute({self.__name__})"
+
+    def with_function(self, fn: Callable[..., Any]) -> RecomputedFunction:
+        """The same of another function."""
+        return RecomputedFunction(fn, self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, with rematerialisation in its derivative."""

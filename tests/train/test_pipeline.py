@@ -446,3 +446,51 @@ def test_describe():
     assert sum(row.share for row in found.stages) == pytest.approx(1)
     assert found.over_best <= 1.021
     assert "bubble 27.3%" in str(found)
+
+
+# ---- sums and means on any number of devices
+
+ADDED = {
+    "a sum": lambda ws, x, y: jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2] - y) ** 2),
+    "half a sum": lambda ws, x, y: 0.5 * jnp.sum(jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2] - y) ** 2, 1)),
+    "a dot": lambda ws, x, y: -jnp.vdot(jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2], y) / 3,
+    "a mean": lambda ws, x, y: jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2] - y) ** 2),
+    "a mean and a penalty": lambda ws, x, y: (
+        jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2] - y) ** 2) / x.shape[0] + 1e-2 * jnp.sum(ws[0] ** 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_sum_is_the_plain_one_on_any_number_of_devices(name):
+    loss = ADDED[name]
+    value, grads = jax.value_and_grad(loss)(WS, X, Y)
+    times = 2 if "mean" in name else 1  # MindSpore's PipelineCell adds the micro-batches of a mean
+    for devices in (2, 8):
+        pipe = train.pipeline(
+            loss, 2, pipeline_stages=2, auto_pipeline=True, loss="sum", device=jax.devices()[:devices]
+        )
+        got = jax.jit(jax.value_and_grad(pipe))(WS, X, Y)
+        close(got, jax.tree.map(lambda x: times * x, (value, grads)), 1e-4)
+
+
+UNKNOWN = {
+    "a weighted mean": lambda ws, x, y: jnp.sum((x @ ws[0]) ** 2) / jnp.sum(jnp.abs(y)),
+    "a sum and a penalty": lambda ws, x, y: jnp.sum((x @ ws[0]) ** 2) + jnp.sum(ws[1] ** 2),
+    "a largest": lambda ws, x, y: jnp.max(x @ ws[0]),
+    "a mean of an earlier mean": lambda ws, x, y: jnp.sum((x @ ws[0]) ** 2 / x.shape[0]),
+    "one size only": lambda ws, x, y: jnp.sum((x @ ws[0]).reshape(2, -1)),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_sum_that_nothing_shows_is_refused_where_the_batch_is_sharded(name):
+    pipe = train.pipeline(UNKNOWN[name], 2, pipeline_stages=2, auto_pipeline=True, loss="sum")
+    with pytest.raises(StrategyError, match="nothing shows how the losses of 4 shards"):
+        pipe(WS, X, Y)
+
+
+def test_the_mean_of_a_sum_is_refused():
+    pipe = train.pipeline(ADDED["a sum"], 2, pipeline_stages=2, auto_pipeline=True, device=TWO)
+    with pytest.raises(StrategyError, match="the loss is a sum over the batch, and the pipeline takes a mean"):
+        pipe(WS, X, Y)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from shardfn import api
 from shardfn.errors import ContextError, StrategyTypeError, a, fail
-from shardfn.frontend.callee import SHARDED
+from shardfn.frontend.plain_objects import SHARDED
 from shardfn.ir.model import mesh_text
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call

@@ -19,7 +19,9 @@ from shardfn.frontend.meshes import abstract_mesh, mesh_on
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.train.flat_jaxpr import FlatJaxpr
 from shardfn.train.pipelines import flat_parameters
+from shardfn.train.pipelines.batch_reduction import MEAN, SUM, batch_reduction
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, pipeline_executor
 from shardfn.train.pipelines.flat_parameters import PackedParameters, flat_layout
 from shardfn.train.pipelines.schedule import FORWARD, SCHEDULES, Schedule, schedule
@@ -113,7 +115,7 @@ def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
         yield Problem(f"there is no schedule {options.schedule!r}", f"schedule = {options.schedule!r}",
                       "a schedule is the order in which stages work",
                       f"use one of {', '.join((*SCHEDULES, 'interleaved'))}")  # fmt: skip
-    if options.loss not in ("mean", "sum"):
+    if options.loss not in (MEAN, SUM):
         yield Problem(f"`loss` cannot be {options.loss!r}", f"loss = {options.loss!r}",
                       "it says how the micro-batches' losses become one", "use 'mean' or 'sum'")  # fmt: skip
     devices, chunks = options.counts()
@@ -183,7 +185,11 @@ def build_pipeline(
         list(batch_problems(batch, mesh.shape[DATA], options.micro_size, option="micro_size", takes_scalars=False))
     )
     micro_batch = part_shapes(tuple(batch), mesh.shape[DATA] * options.micro_size)
-    jaxpr = trace_loss(_loss_of_arrays(options, parts), arrays, micro_batch)
+    loss = _loss_of_arrays(options, parts)
+    jaxpr = trace_loss(loss, arrays, micro_batch)
+    adds_parts = _adds_parts(
+        options, jaxpr, mesh.shape[DATA], lambda batch: trace_loss(loss, arrays, batch), micro_batch
+    )
     stages = [None if mark is None else mark[1] * devices + mark[0] for mark in marks]
     layers, by_cost, like = len(options.stages) if options.is_list else 0, options.auto, None
     if layout is not None and earlier is not None:  # another batch: the parameters stay on their stages
@@ -200,9 +206,47 @@ def build_pipeline(
     split = split_into_stages(jaxpr, count, devices, stages, layers, by_cost, parts.paths, like)
     if layout is None:
         layout = flat_layout(arrays, parts.paths, split.stage_of_leaf, dims, devices, chunks, shards)
-    executor = pipeline_executor(mesh, split, layout, options.loss == "mean")
+    executor = pipeline_executor(mesh, split, layout, options.loss == MEAN, adds_parts)
     order = schedule(options.schedule, devices, options.micro_size, chunks)
     return BuiltPipeline(parts, executor, order, _differentiable(executor, order))
+
+
+def _adds_parts(
+    options: PipelineOptions, jaxpr: FlatJaxpr, shards: int, traced: Callable[[Any], FlatJaxpr], micro_batch: Any
+) -> bool:
+    """Whether the loss of a micro-batch is the sum of the losses of its shards, rather than their mean.
+
+    Args:
+      options: checked options.
+      jaxpr: the loss of a shard of a micro-batch.
+      shards: how many shards a micro-batch has.
+      traced: the loss for a batch of other shapes.
+      micro_batch: the shapes of a shard.
+
+    Raises:
+      StrategyError: it cannot be known, or the mean is asked for of a loss that is a sum.
+    """
+    if options.loss == MEAN and shards * options.micro_size == 1:
+        return False
+    try:
+        found = batch_reduction(jaxpr, traced(tree_util.tree_map(_twice, micro_batch)))
+    except Exception:  # the user's function is written for one size of the batch
+        found = None
+    if options.loss == MEAN and found == SUM:
+        fail(StrategyError, "the loss is a sum over the batch, and the pipeline takes a mean", where="loss = 'mean'",
+             why=f"the mean of {shards * options.micro_size} parts of a sum is not the sum over the batch",
+             fix="pass loss='sum', or return the mean over the batch")  # fmt: skip
+    if options.loss == SUM and found is None and shards > 1:
+        fail(StrategyError, f"nothing shows how the losses of {shards} shards of a micro-batch become its loss",
+             where=f"loss = 'sum', {shards} shards of the batch",
+             why="the loss is neither written as a sum over the batch nor as a mean: neither the sum nor the mean of its "
+             "shards' losses need be its value",
+             fix="end the loss with jnp.sum or jnp.mean over the batch, or use as many devices as stages")  # fmt: skip
+    return options.loss == SUM and found == SUM
+
+
+def _twice(x: Any) -> Any:
+    return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]) if x.ndim else (), x.dtype)
 
 
 def _loss_of_arrays(options: PipelineOptions, parts: ModelParts) -> Callable[..., Any]:

@@ -39,6 +39,9 @@ class PipelineExecutor:
     split: StageSplit
     layout: FlatLayout
     is_mean: bool
+    """Whether the loss is the mean of the micro-batches' losses; else it is their sum."""
+    adds_parts: bool
+    """Whether the loss of a micro-batch is the sum of those of its shards; else it is their mean."""
     boundaries: tuple[StageBoundary, StageBoundary]
     """Of the floating-point values, which have gradients, and of the others."""
 
@@ -186,10 +189,10 @@ class PipelineExecutor:
                 return carry, None
 
             carry, _ = lax.scan(body, carry, _tables(phase))
-        loss = lax.pmean(lax.psum(carry["loss"] * weight, STAGE), DATA)
+        parts = 1 if self.adds_parts else self.mesh.shape[DATA]
+        loss = lax.psum(carry["loss"] * weight, (STAGE, DATA)) / parts
         if not trains:
             return loss
-        parts = self.mesh.shape[DATA]
         d_buffers = {k: (lax.psum(x, DATA) / parts).astype(buffers[k].dtype)[None] for k, x in carry["buffers"].items()}
         both = (STAGE, DATA)
         d_shared = {k: (lax.psum(x, both) / parts).astype(shared[k].dtype) for k, x in carry["shared"].items()}
@@ -224,13 +227,13 @@ class PipelineExecutor:
 
 
 def pipeline_executor(
-    mesh: Mesh | AbstractMesh, split: StageSplit, layout: FlatLayout, is_mean: bool
+    mesh: Mesh | AbstractMesh, split: StageSplit, layout: FlatLayout, is_mean: bool, adds_parts: bool
 ) -> PipelineExecutor:
     """The executor for a loss that is split into stages."""
     values = [stage.sends for stage in split.stages[:-1]]
     floating = stage_boundary(split.jaxpr, values, is_inexact)
     others = stage_boundary(split.jaxpr, values, lambda aval: not is_inexact(aval))
-    return PipelineExecutor(mesh, split, layout, is_mean, (floating, others))
+    return PipelineExecutor(mesh, split, layout, is_mean, adds_parts, (floating, others))
 
 
 def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:

@@ -50,7 +50,7 @@ def pipeline(
 
     Args:
       stages: one of
-        a loss function `(params, *batch) -> loss`, a mean over the batch;
+        a loss function `(params, *batch) -> loss`, a mean over the batch (a sum with `loss="sum"`);
         a module or a `Cell` that is such a function of its own parameters, `module(*batch) -> loss`;
         a list of functions `(params[i], x) -> x`: the first takes the batch's first array, and the last,
         `(params[-1], x, *rest) -> loss`, takes the others.
@@ -65,7 +65,8 @@ def pipeline(
       segment_config: the segment of parameters, likewise.
       parameter_plan: the number of shards of each dimension of parameters within a stage, by globs of paths, as
         `{"*/w1": (1, 2), "*/w2": (2, 1)}`; one dimension of each, all with the same number of shards.
-      loss: "mean" of the micro-batches' losses, or "sum" (MindSpore's).
+      loss: "mean" of the micro-batches' losses, for a loss that is a mean over the batch; or "sum", for one that is a sum over
+        the batch. Of a mean, "sum" gives `micro_size` times the loss, as MindSpore's `PipelineCell` does.
       device: the devices, as in `shard`.
 
     Returns:

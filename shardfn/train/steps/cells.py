@@ -14,7 +14,7 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.errors import Problem, StrategyTypeError, a, fail
-from shardfn.frontend.callee import arrays_of_cells, cells_with_arrays
+from shardfn.frontend.plain_objects import arrays_of_cells, cells_with_arrays
 from shardfn.frontend.strategy import is_cell
 
 

@@ -61,7 +61,8 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
     else:
         shardings = _planned(options, parts, state, batch)
     if isinstance(shardings, ShardedStep):
-        step, compile_with = shardings, _compiler_options(options, None)
+        step, given = shardings, shardings.planned.options.compiler_options
+        compile_with = _compiler_options(options, None) if given is None else dict(given)
     else:
         shardings = _with_zero(options, parts, state, shardings)
         of_state = _state_shardings(state, shardings)

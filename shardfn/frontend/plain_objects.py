@@ -1,0 +1,277 @@
+"""Plain Python objects that hold arrays: the instances of `Cell` and of the user's own classes.
+
+Their arrays are found in attributes, lists, tuples, dicts, pytrees and other Cells, and in the Cells that sharded functions,
+bound methods and partials there are made of. A call runs on a copy that holds the
+traced arrays, so that the user's object keeps its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax import tree_util
+
+from shardfn.frontend.paths import join
+from shardfn.frontend.strategy import is_cell, shape_of
+from shardfn.frontend.wrapped import PARTS, Layers, unwrapped, wrapped
+
+State = dict[str, Any]
+"""Arrays, or objects, by path."""
+
+SHARDED = "_shardfn_sharded"
+"""Attribute of a Cell that holds its sharded call; a rebuilt copy goes without."""
+
+METHODS = "_shardfn_methods"
+"""Attribute of a plain object that holds its sharded methods."""
+
+LIBRARIES = frozenset({*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "flax", "optax", "shardfn"}) - {"__main__"}
+"""Top-level modules whose classes are no user's."""
+
+
+def is_users_module(name: Any) -> bool:
+    """Whether a module, by its name, is none of the standard library, of JAX, or of the libraries that are built in here."""
+    return str(name).partition(".")[0] not in LIBRARIES
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is written in Python, in a user's module."""
+    return bool(kind.__flags__ & 1 << 9) and is_users_module(kind.__module__)  # a heap type
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an object is an instance of a user's class, or a namespace; a Flax Linen module has rules of its own."""
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return True
+    linen = sys.modules.get("flax.linen")
+    is_linen = linen is not None and isinstance(value, linen.Module)
+    return is_users_class(type(value)) and not isinstance(value, type) and not is_linen
+
+
+def is_holder(value: Any) -> bool:
+    """Whether any other object holds arrays in its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type) and bool(read(value))
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array, or a shape in the place of one. Python's numbers are none."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
+    members = (item for base in kind.__mro__ for item in vars(base).items())
+    return tuple((name, member) for name, member in members if isinstance(member, types.MemberDescriptorType))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """An object's own attributes, those in slots too."""
+    found = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != METHODS}
+    for name, member in _slots(type(value)):
+        try:
+            found[name] = member.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def _held_cell(value: Any) -> tuple[Any, Layers] | None:
+    """The Cell that a callable is made of, and how; None for any other value, and for a Cell itself."""
+    if not (isinstance(value, types.MethodType | functools.partial) or hasattr(type(value), PARTS)):
+        return None
+    owner, layers = unwrapped(value)
+    return (owner, layers) if is_cell(owner) else None
+
+
+_NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
+    """Key, path and value of each item of the object itself (at the empty path), a Cell, a list, a tuple or a dict; None for
+    what is none of these."""
+    if is_cell(value) or not path:
+        items, entry = attributes_of(value).items(), tree_util.GetAttrKey
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)  # of a named tuple
+        items = enumerate(value) if fields is None else zip(fields, value, strict=True)
+        entry = tree_util.SequenceKey if fields is None else tree_util.GetAttrKey
+    elif isinstance(value, dict):
+        items, entry = value.items(), tree_util.DictKey
+    else:
+        return None
+    return [(key, join(path, (entry(key),)), item) for key, item in items]
+
+
+def _walk(
+    value: Any, path: str, found: State, seen: set[int], is_leaf: Callable[[Any], bool] = lambda value: False
+) -> None:
+    """The arrays of a nest, and what `is_leaf` says; a Cell that stands at several places (tied weights, a parent) is met at
+    the first."""
+    if (held := _held_cell(value)) is not None:
+        value = held[0]
+    if is_cell(value) or not path:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+    elif isinstance(value, list | tuple) and _NUMBERS.issuperset(map(type, value)):  # long lists of them are usual
+        return
+    if (items := _items(value, path)) is not None:
+        for _, inside, item in items:
+            _walk(item, inside, found, seen, is_leaf)
+    elif not (is_leaf(value) or tree_util.all_leaves([value])):
+        for key, leaf in tree_util.tree_flatten_with_path(value, is_leaf)[0]:
+            _walk(leaf, join(path, key), found, seen, is_leaf)
+    elif is_array(value):
+        found[path] = value
+
+
+def _shallow(value: Any) -> Any:
+    """A copy of an object with the same attributes. What its class does when it is copied is for copies that a user makes."""
+    try:
+        new = object.__new__(type(value))
+    except TypeError:  # of a built-in kind, such as a dict
+        return copy.copy(value)
+    new.__dict__.update(value.__dict__) if hasattr(value, "__dict__") else None
+    for name, member in _slots(type(value)):
+        if (held := attributes_of(value)).get(name, new) is not new:
+            member.__set__(new, held[name])
+    return new
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if name in getattr(owner, "__dict__", {}):
+        owner.__dict__[name] = value
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool) -> Any:
+    """A nest with the arrays of `state`.
+
+    Args:
+      value: a nest of Cells and containers.
+      path: where it stands.
+      state: arrays by path.
+      met: for each Cell, by its id, what it became.
+      in_place: whether Cells are changed themselves, and containers without new arrays kept; else all is copied.
+    """
+    if (held := _held_cell(value)) is not None:
+        cell, layers = held
+        new = _with_state(cell, path, state, met, in_place=in_place)
+        return value if new is cell else wrapped(new, layers)
+    items = _items(value, path)
+    if is_cell(value) or not path:
+        if id(value) not in met:
+            new = met[id(value)] = value if in_place else _shallow(value)
+            for key, inside, item in items or ():
+                changed = _with_state(item, inside, state, met, in_place=in_place)
+                if changed is not item:
+                    _put(new, key, changed)
+        return met[id(value)]
+    if items is not None:
+        changed = {key: _with_state(item, inside, state, met, in_place=in_place) for key, inside, item in items}
+        if in_place and all(changed[key] is item for key, _, item in items):
+            return value
+        if isinstance(value, dict):
+            new = copy.copy(value)
+            new.update(changed)
+            return new
+        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+    if tree_util.all_leaves([value]):
+        return state.get(path, value)
+    return tree_util.tree_map_with_path(
+        lambda key, leaf: _with_state(leaf, join(path, key), state, met, in_place=in_place), value
+    )
+
+
+def read(owner: Any) -> State:
+    """An object's arrays by path."""
+    found: State = {}
+    _walk(owner, "", found, set())
+    return found
+
+
+def rebuild(owner: Any, state: State) -> Any:
+    """A copy of an object that holds other arrays."""
+    return _with_state(owner, "", state, {}, in_place=False)
+
+
+def write(owner: Any, state: State) -> None:
+    """Put arrays into an object: those that are attributes are set; those in lists, dicts and pytrees are replaced with their
+    container."""
+    _with_state(owner, "", state, {}, in_place=True)
+
+
+def attributes(owner: Any) -> State:
+    """Every attribute that is no array, by path, but for cached properties; what cannot be hashed counts as itself only."""
+    return {path: row for path, *row in _rows(owner)}
+
+
+def _rows(owner: Any) -> Iterator[tuple[Any, ...]]:
+    met: dict[int, int] = {}
+
+    def walk(value: Any, path: str) -> Iterator[tuple[Any, ...]]:
+        if (held := _held_cell(value)) is not None:
+            value = held[0]
+        items = _items(value, path)
+        if is_cell(value) or not path:
+            is_new = id(value) not in met
+            yield path, type(value), met.setdefault(id(value), len(met))
+            items = items if is_new else []
+        elif items is not None:
+            yield path, type(value), len(items)
+        elif not tree_util.all_leaves([value]):
+            keyed, structure = tree_util.tree_flatten_with_path(value)
+            yield path, structure
+            items = [(key, join(path, key), leaf) for key, leaf in keyed]
+        elif not is_array(value):
+            yield path, hashed(value)
+        is_object = is_cell(value) or not path
+        for key, inside, item in items or ():
+            if not (is_object and isinstance(getattr(type(value), str(key), None), functools.cached_property)):
+                yield from walk(item, inside)
+
+    return walk(owner, "")
+
+
+def hashed(value: Any) -> Any:
+    """A value that is no array as part of a dictionary key."""
+    return type(value), value if is_hashable(value) else id(value)
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether a value has a hash."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def arrays_of_cells(leaves: Sequence[Any], is_leaf: Callable[[Any], bool] = lambda value: False) -> list[Any]:
+    """The leaves of a pytree, with the arrays by path of each that is a Cell; a Cell that was met before has none.
+
+    Args:
+      leaves: the leaves.
+      is_leaf: which objects that hold an array stand for it.
+    """
+    seen: set[int] = set()
+
+    def arrays(cell: Any) -> State:
+        found: State = {}
+        _walk(cell, "", found, seen, is_leaf)
+        return found
+
+    return [arrays(leaf) if is_cell(leaf) else leaf for leaf in leaves]
+
+
+def cells_with_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """The inverse of `arrays_of_cells`, with other arrays: copies of the Cells, and what stands for the other leaves."""
+    met: dict[int, Any] = {}
+    rows = zip(leaves, arrays, strict=True)
+    return [_with_state(leaf, "", part, met, in_place=False) if is_cell(leaf) else part for leaf, part in rows]

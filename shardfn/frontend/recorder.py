@@ -1,0 +1,411 @@
+"""Recording what a call reads while it is traced: the reads become a `Watch`.
+
+The classes of the objects that are reached get a `__getattribute__` that tells the recorder, for as long as the trace takes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from shardfn.errors import StrategyError, fail
+from shardfn.frontend.plain_objects import METHODS, SHARDED, is_plain, is_users_class
+from shardfn.frontend.strategy import is_cell
+from shardfn.frontend.watch import (
+    ABSENT,
+    ARRAY,
+    ATOMS,
+    ATTRIBUTES,
+    BYTES,
+    ENTRIES,
+    ITEMS,
+    MADE,
+    NAMESPACE,
+    NOTHING_READ,
+    SELF,
+    SET,
+    UNSEEN,
+    VALUES,
+    Kind,
+    Node,
+    Ref,
+    Watch,
+    is_same,
+    place_in,
+    raw,
+)
+from shardfn.frontend.wrapped import PARTS
+
+MAX_NUMPY_BYTES = 1 << 16
+"""The largest writeable NumPy array whose content is compared at each call, in bytes."""
+
+# ---- kinds of value
+
+
+def _parts_of(value: Any) -> tuple[str, ...] | None:
+    """The attributes that make up a value, for `SELF` and `MADE`."""
+    if isinstance(value, types.MethodType):
+        return "__func__", "__self__"
+    if isinstance(value, functools.partial):
+        return "func", "args", "keywords"
+    if isinstance(value, types.FunctionType):
+        return ("__dict__",) if value.__dict__ else ()
+    return getattr(type(value), PARTS, None)
+
+
+def _is_consumed(value: Any) -> bool:
+    """Whether reading a value changes it, out of sight: generators, files, random number generators."""
+    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator):
+        return True
+    return hasattr(type(value), "__next__")
+
+
+def _is_module(value: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Pytree)
+
+
+def _is_variable(value: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Variable)
+
+
+def _data_of_class(kind: type) -> list[str]:
+    """The class attributes that hold data and that a method of the class names: `type(self).k` and `Net.k` are no reads of an
+    object. What only `__init__` and its like name is a counter of instances, say."""
+    named: set[str] = set()
+    data: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if is_users_class(base):
+            for name, value in list(vars(base).items()):
+                data[name] = value
+                if name not in _CONSTRUCTORS:
+                    named.update(_names(value))
+    return sorted(name for name in data.keys() & named if _is_data(name, data[name]))
+
+
+_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__del__", "__class_getitem__"})
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("__") and not hasattr(type(value), "__get__")
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The names that the code of a function, a property or a method of a class uses."""
+    for name in ("fget", "__func__", "fn", "func", "__wrapped__"):
+        if (inner := getattr(value, name, None)) is not None and not isinstance(value, type):
+            yield from _names(inner)
+    code = getattr(value, "__code__", None)
+    todo = [code] if isinstance(code, types.CodeType) else []
+    while todo:
+        one = todo.pop()
+        yield from one.co_names
+        todo += [const for const in one.co_consts if isinstance(const, types.CodeType)]
+
+
+# ---- recording
+
+ROOT = "self", "function", "partial"
+"""How messages speak of the parts of a root (`Callee.root`)."""
+
+
+class Recorder:
+    """The reads of a trace."""
+
+    def __init__(self, root: Any):
+        self._indices: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._parts: list[dict[Any, Any]] = []
+        self._nodes: list[Node] = []
+        self._objects: list[Any] = []
+        self._patched: list[type] = []
+        self._is_strict = True
+        self._see(root, "")
+
+    def watch(self) -> Watch:
+        """What was read so far."""
+        rows = [
+            dataclasses.replace(node, parts=tuple((k, v) for k, v in parts.items() if v is not UNSEEN))
+            for node, parts in zip(self._nodes, self._parts, strict=True)
+        ]
+        refs = tuple(row for row in rows[0].parts if type(row[1]) is Ref)  # the function itself stays what it is
+        return Watch((dataclasses.replace(rows[0], parts=refs), *rows[1:])) if refs or len(rows) > 1 else NOTHING_READ
+
+    def read(self, obj: Any, name: str) -> None:
+        """Note that an attribute of an object is read."""
+        index = self._indices.get(id(obj))
+        if index is None or self._nodes[index].kind is not ATTRIBUTES:
+            return
+        parts = self._parts[index]
+        if name in parts:
+            if type(parts[name]) is Ref:
+                self._follow(raw(obj, name), parts[name].node)
+            return
+        if name.startswith("__") and name.endswith("__") and name != "__dict__":
+            return
+        if name.startswith("_pytree__") or name == METHODS or (name == SHARDED and raw(obj, name) is None):
+            return
+        value = raw(obj, name)
+        parts[name] = (
+            UNSEEN if isinstance(value, functools.cached_property) else self._seen(value, self._nodes[index], name)
+        )
+
+    def stands_for(self, copy: Any, original: Any) -> None:
+        """Note that a copy of an object takes its place in a call."""
+        if copy is not original and original is not None:
+            self.include(original)
+            self._follow(copy, self._indices[id(original)])
+
+    def include(self, obj: Any) -> None:
+        """Note an object that a call belongs to, which may be out of the root's reach."""
+        if id(obj) not in self._indices and type(self._see(obj, type(obj).__name__)) is Ref:
+            index = self._indices.get(id(obj))
+            if index is not None:
+                self._nodes[index] = dataclasses.replace(self._nodes[index], held=_holding(obj))
+
+    def changes(self) -> list[str]:
+        """The places that the trace itself changed after it had read them."""
+        found = []
+        for node, parts, obj in zip(self._nodes, self._parts, self._objects, strict=True):
+            if obj is None or node.kind in (MADE, SELF):
+                continue
+            if node.kind is not ATTRIBUTES and node.kind.header(obj) != node.header:
+                found.append(node.path)
+                continue
+            for key, wanted in parts.items():
+                value = node.kind.part(obj, key)
+                if wanted is UNSEEN or isinstance(value, Tracer) or value is wanted:
+                    continue
+                if type(wanted) is Ref:
+                    if self._indices.get(id(value), wanted.node) != wanted.node:
+                        found.append(place_in(node, key))
+                elif not is_same(value, wanted):
+                    found.append(place_in(node, key))
+        return found
+
+    def close(self) -> None:
+        """End the recording."""
+        for kind in self._patched:
+            _unpatch(kind)
+
+    def _seen(self, value: Any, node: Node, key: Any) -> Any:
+        return self._see(value, place_in(node, key) if node.path else ROOT[key])
+
+    def _see(self, value: Any, path: str) -> Any:
+        """What is noted of a value: itself, a `Ref` to its node, or UNSEEN for what is not watched."""
+        self._alive.append(value)
+        kind = type(value)
+        if kind in ATOMS or isinstance(value, enum.Enum) or value is ABSENT:
+            return value
+        if isinstance(value, Tracer | jax.ShapeDtypeStruct) or _is_variable(value):
+            return UNSEEN
+        if (index := self._indices.get(id(value))) is not None:
+            return Ref(index)
+        if isinstance(value, jax.Array):
+            return value
+        if isinstance(value, np.ndarray):
+            return self._see_numpy(value, path)
+        if isinstance(value, set | frozenset):
+            return self._node(SET, value, path)
+        if isinstance(value, bytearray):
+            return self._node(BYTES, value, path)
+        if isinstance(value, dict | types.MappingProxyType):
+            return self._node(ENTRIES, value, path, list(value))
+        if isinstance(value, list | tuple | collections.deque):
+            if ATOMS.issuperset(map(type, value)):
+                return self._node(VALUES, value, path)
+            return self._node(ITEMS, value, path, list(range(len(value))))
+        if isinstance(value, type):
+            return self._node(SELF, value, path, _data_of_class(value)) if is_users_class(value) else value
+        if isinstance(value, types.SimpleNamespace):
+            return self._node(NAMESPACE, value, path, list(vars(value)))
+        if (names := _parts_of(value)) is not None:
+            of = SELF if isinstance(value, types.FunctionType) else MADE
+            return self._node(of, value, path, list(names)) if names else value
+        if is_cell(value) or _is_module(value) or is_plain(value):
+            return self._see_object(value, path)
+        if self._is_strict and _is_consumed(value):
+            fail(StrategyError, f"the call reads {path or 'a value'}, a {kind.__name__}, which changes when it is used",
+                 where=path, why="a compiled call keeps what it read when it was traced, and such a change cannot be seen",
+                 fix="draw the values before the call and pass them as arrays; random numbers from a jax.random key that is "
+                 "an argument")  # fmt: skip
+        has_inside = callable(value) and getattr(value, "__wrapped__", None) is not None
+        return self._node(SELF, value, path, ["__wrapped__"]) if has_inside else value
+
+    def _see_numpy(self, value: np.ndarray, path: str) -> Any:
+        is_large = value.nbytes > MAX_NUMPY_BYTES or value.dtype.hasobject
+        if not value.flags.writeable or (is_large and not self._is_strict):
+            return value
+        if is_large:
+            fail(StrategyError, f"the call reads {path or 'a value'}, a writeable NumPy array of {value.nbytes:,} bytes",
+                 where=path, why="a compiled call keeps it, and its content is too large to compare at each call",
+                 fix="make it a JAX array, jnp.asarray(...), or an attribute of the object itself, which is an argument of "
+                 "the call; or set its flags.writeable = False")  # fmt: skip
+        return self._node(ARRAY, value, path)
+
+    def _see_object(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind not in self._patched:
+            if not _patch(kind):
+                return self._node(NAMESPACE, value, path, list(vars(value))) if hasattr(value, "__dict__") else value
+            self._patched.append(kind)
+        ref = self._node(ATTRIBUTES, value, path)
+        if is_users_class(kind) and id(kind) not in self._indices and (names := _data_of_class(kind)):
+            before, self._is_strict = self._is_strict, False  # what a method names it need not read
+            index = self._node(SELF, kind, kind.__name__, names).node
+            self._is_strict = before
+            self._nodes[index] = dataclasses.replace(self._nodes[index], held=_holding(kind))
+        return ref
+
+    def _node(self, kind: Kind, value: Any, path: str, keys: list[Any] | None = None) -> Ref:
+        index = len(self._nodes)
+        self._indices[id(value)] = index
+        node = Node(kind, kind.header(value), (), path)
+        self._nodes.append(node)
+        self._objects.append(value)
+        parts: dict[Any, Any] = {}
+        self._parts.append(parts)
+        for key in keys or ():
+            parts[key] = self._seen(kind.part(value, key), node, key)
+        return Ref(index)
+
+    def _follow(self, value: Any, index: int) -> None:
+        """Take a value as another one of an object that was met, and what it holds likewise."""
+        if id(value) in self._indices or isinstance(value, Tracer):
+            return
+        self._indices[id(value)] = index
+        self._alive.append(value)
+        node = self._nodes[index]
+        for key, wanted in list(self._parts[index].items()):
+            if type(wanted) is Ref:
+                try:
+                    inside = node.kind.part(value, key)
+                except (LookupError, TypeError, AttributeError):
+                    continue
+                self._follow(inside, wanted.node)
+
+
+def _holding(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+_OWN_READS = frozenset({"functools", "shardfn", "copy", "flax", "equinox", "dataclasses"})
+"""Modules that look into an object's `__dict__` for what they read as attributes, or keep there for themselves."""
+
+
+def _caller(depth: int) -> str:
+    frame = sys._getframe(depth)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("_RECORDER", default=None)
+
+
+def active() -> Recorder | None:
+    """The recorder of the trace of now."""
+    return _RECORDER.get()
+
+
+@contextlib.contextmanager
+def recording(root: Any, name: str) -> Iterator[Callable[[], Watch]]:
+    """Record what is read from `root` inside; the value gives it, once all is done.
+
+    Raises:
+      StrategyError: what was read was changed by the trace, or cannot be watched.
+    """
+    recorder = Recorder(root)
+    token = _RECORDER.set(recorder)
+    found: list[Watch] = []
+    try:
+        yield lambda: found[0]
+        if changed := recorder.changes():
+            refuse_changes(name, changed)
+        found.append(recorder.watch().followed(root))
+    finally:
+        _RECORDER.reset(token)
+        recorder.close()
+
+
+def include(watch: Watch, root: Any) -> None:
+    """Let the trace of now watch what a sharded function that it calls watches."""
+    recorder = active()
+    if recorder is not None:
+        for value in root:
+            if value is not None:
+                recorder.include(value)
+        for obj, node in watch.objects(root):
+            recorder.include(obj)
+            for key, _ in node.parts:
+                recorder.read(obj, key)
+
+
+def refuse_changes(name: str, places: list[str]) -> None:
+    """Refuse a call that changes what is no array."""
+    fail(StrategyError, f"the call of `{name}` changes what is no array, and the change would be lost",
+         where=", ".join(filter(None, places)),
+         why="a compiled call writes arrays back, and Python runs only when it is traced",
+         fix="set it before the call, or keep it in an array (of a Flax NNX module in an nnx.Variable)")  # fmt: skip
+
+
+# ---- seeing reads
+
+_LOCK = threading.RLock()
+_PATCHED: dict[type, int] = {}
+
+
+def _patch(kind: type) -> bool:
+    """Let the instances of a class tell the recorder what is read; False if the class cannot be changed."""
+    with _LOCK:
+        if kind in _PATCHED:
+            _PATCHED[kind] += 1
+            return True
+        inherited = kind.__getattribute__
+
+        def __getattribute__(self: Any, name: str) -> Any:
+            recorder = _RECORDER.get()
+            if recorder is not None and (name != "__dict__" or _caller(2) not in _OWN_READS):
+                recorder.read(self, name)
+            return inherited(self, name)  # pyright: ignore[reportCallIssue]
+
+        own = kind.__dict__.get("__getattribute__")
+        try:
+            type.__setattr__(kind, "__getattribute__", __getattribute__)
+        except TypeError:
+            return False
+        _PATCHED[kind], _OWN[kind] = 1, own
+        return True
+
+
+_OWN: dict[type, Any] = {}
+
+
+def _unpatch(kind: type) -> None:
+    with _LOCK:
+        _PATCHED[kind] -= 1
+        if _PATCHED[kind]:
+            return
+        del _PATCHED[kind]
+        own = _OWN.pop(kind)
+        if own is None:
+            type.__delattr__(kind, "__getattribute__")
+        else:
+            type.__setattr__(kind, "__getattribute__", own)
