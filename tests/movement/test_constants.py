@@ -44,5 +44,6 @@ def test_places_of_floats_and_remainders_by_zero_are_those_of_xla(mode):
         return x.at[lax.rem(jnp.arange(3), lax.convert_element_type(zeros, "int32"))].add(x[1:4], mode=mode)
 
     x = jnp.arange(8.0)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings(action="ignore"):  # JAX 0.12 converts with NumPy, which warns
+        warnings.filterwarnings("error", module="shardfn")
         np.testing.assert_array_equal(jax.jit(with_shifts(added))(x), jax.jit(added)(x))
