@@ -104,7 +104,7 @@ def read_layout(source: Any) -> LayoutFile:
     except (OSError, ValueError) as error:
         is_folder = isinstance(error, IsADirectoryError)
         close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""
-        close = _files_in(path) if is_folder else close
+        close = files_in(path) if is_folder else close
         why = "it is a folder" if is_folder else str(error)
         fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
              why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why,
@@ -128,7 +128,7 @@ def _check_name(path: pathlib.Path, where: str) -> None:
              fix=f"name the file {short(str(path.with_suffix('.toml')))}")  # fmt: skip
 
 
-def _files_in(folder: pathlib.Path) -> str:
+def files_in(folder: pathlib.Path) -> str:
     """What to write instead of a folder with layout files; "" where there are none."""
     files = [file for file in sorted(folder.glob("*")) if file.suffix in (".json", ".ckpt", ".toml")]
     return f"name a file in it: {', '.join(repr(str(file)) for file in files[:3])}" if files else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from shardfn import search
 from shardfn.errors import Problem
 from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER
 from shardfn.frontend.value_checks import Check, boolean, clipped, in_turn, integer, one_of, record, text, wrong
+from shardfn.layoutfile.files import files_in
 from shardfn.mindspore.layout import Layout
 
 PYNATIVE_MODE = 1
@@ -179,9 +181,8 @@ _PIPELINE = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
 def _file(name: str, value: Any) -> Iterator[Problem]:
     yield from text(name, value)
     if isinstance(value, str) and (value.endswith(("/", os.sep)) or os.path.isdir(value)):
-        yield wrong(
-            name, value, "it is a folder, not a file", f"give a file in it: {os.path.join(value, 'strategy.toml')!r}"
-        )
+        fix = files_in(pathlib.Path(value)) or f"give a file in it: {os.path.join(value, 'strategy.toml')!r}"
+        yield wrong(name, value, "it is a folder, not a file", fix)
 
 
 class StrategyFiles(NamedTuple):
