@@ -97,13 +97,16 @@ def _used_shards(own: int, size: int, out_size: int, shards: int, window: Window
     return own, first, used
 
 
-def rotation_permutes(rows: int, own: int) -> tuple[HaloPermute, ...]:
-    """The permutes of a rotation: each shard of `own` rows receives the last `rows` before it.
+def rotation_permutes(shift: int, own: int) -> tuple[HaloPermute, ...]:
+    """The permutes of a rotation: each shard of `own` rows receives the last `shift` before it, or the first `-shift` behind it.
 
     >>> rotation_permutes(5, 4)
     (HaloPermute(start=0, end=4), HaloPermute(start=3, end=4))
+    >>> rotation_permutes(-1, 4)
+    (HaloPermute(start=0, end=1),)
     """
-    return tuple(HaloPermute(own - min(rows - n, own), own) for n in range(0, rows, own))
+    wanted = [min(abs(shift) - n, own) for n in range(0, abs(shift), own)]
+    return tuple(HaloPermute(own - rows, own) if shift > 0 else HaloPermute(0, rows) for rows in wanted)
 
 
 def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> tuple[HaloPermute, ...] | None:

@@ -351,8 +351,8 @@ def rotate(op: ShardedOp) -> OpPartitioning:
     shards, size = op.shards(spec[window.dim]), op.operands[0].shape[window.dim]
     if size % shards:
         return replicate(op)
-    rows = min(window.low, size - window.low)
-    halos = (HaloExchange(0, window.dim, rotation_permutes(rows, -(-size // shards))),) if shards > 1 else ()
+    shift = size - window.low if 2 * window.low >= size else -window.low
+    halos = (HaloExchange(0, window.dim, rotation_permutes(shift, size // shards)),) if shards > 1 else ()
     return OpPartitioning((spec,), (spec,), halos=halos)
 
 
