@@ -7,10 +7,12 @@ operands that are shifted by the difference of their places (`emit`). XLA's part
 neighbouring shards, and a select by position into no communication, and computes both correctly. For a slice, a pad or a
 scatter whose result has uneven shards it does neither.
 
-`rules` has one row for each primitive. What has none, and what moves too far, is computed as the user wrote it.
+`rules` has one row for each primitive. What has none, and what moves too far, is computed as the user wrote it. Once the shards
+are known, arrays that come from one array share its halo (`shared_halos`).
 """
 
 from shardfn.movement.emit import is_rotation
 from shardfn.movement.rewrite import shifts_of, with_shifts
+from shardfn.movement.shared_halos import Shards, shares_halos, with_shared_halos
 
-__all__ = ["is_rotation", "shifts_of", "with_shifts"]
+__all__ = ["Shards", "is_rotation", "shares_halos", "shifts_of", "with_shared_halos", "with_shifts"]

@@ -406,8 +406,13 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
         ends = (start, size), (0, start)
         return lax.concatenate([lax.slice_in_dim(x, *end, axis=dim) for end in ends], dim)
 
-    rotation.__name__ = rotation.__qualname__ = ROTATED
-    return jax.jit(rotation)(x)
+    return rotation_jit(rotation)(x)
+
+
+def rotation_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The `jit` of a rotation or of a part of one, which derivative rules leave as it is."""
+    function.__name__ = function.__qualname__ = ROTATED
+    return jax.jit(function)
 
 
 def is_rotation(eqn: Any) -> bool:
