@@ -52,7 +52,7 @@ class Halo(NamedTuple):
 
 def rotation_of(eqn: Any) -> Rotation | None:
     """The rotation that an equation is (`rotated`), or None."""
-    inside = eqn.params["jaxpr"].eqns if is_rotation(eqn) else ()
+    inside = eqn.params["jaxpr"].eqns if is_rotation(eqn) else []
     if [one.primitive.name for one in inside] != ["slice", "slice", "concatenate"]:
         return None
     dim = inside[-1].params["dimension"]

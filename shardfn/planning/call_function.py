@@ -26,7 +26,7 @@ from shardfn.frontend.static_leaves import hide_static, holds_static, restore_st
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
-from shardfn.movement import shifts_of, with_shifts
+from shardfn.movement import Shards, shifts_of, with_shared_halos, with_shifts
 from shardfn.planning.inner_entries import constrain_inner
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
@@ -54,6 +54,8 @@ class CallFunction:
     """`pure` with its static movement as shifts (`movement`), made once; None if it has none."""
     is_as_written: bool = False
     """Whether the plan needs no shifts: nothing moves along sharded dimensions."""
+    halo_shards: Shards = dataclasses.field(default_factory=dict)
+    """The shards that shared halos are made for (`with_shared_halos`); none before there is a plan."""
     separates_windows: bool = False
     """Whether each window gets an array of its own (`separate_windows`)."""
     tags: Mapping[str, LayoutRule] = dataclasses.field(default_factory=dict)
@@ -79,6 +81,8 @@ class CallFunction:
             function = constrain_inner(function, self.inner, mesh, statics)
         if self.wrong:
             function = replicate_wrong_ops(function, mesh.mesh, self.wrong, statics)
+        if self.halo_shards:
+            function = with_shared_halos(function, self.halo_shards, statics)
         return function
 
     def as_jaxpr(self, mesh: PlanMesh | None = None) -> TracedJaxpr:
@@ -95,6 +99,11 @@ class CallFunction:
         if shifts is None:
             return self
         return dataclasses.replace(self, shifted=with_shifts(self.pure, self.call.statics, shifts))
+
+    def with_shared_halos(self, shards: Shards) -> CallFunction:
+        """The function with its movement as shifts that share halos (`with_shared_halos`)."""
+        shifted = self.shifted or with_shifts(self.pure, self.call.statics)
+        return dataclasses.replace(self, shifted=shifted, halo_shards=shards)
 
     def of(self, pure: Callable[..., Any]) -> CallFunction:
         """The same call, of another function with the same program."""

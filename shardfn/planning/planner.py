@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
+from shardfn.cost.estimate import Cost
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import equations
+from shardfn.movement import Shards, shares_halos
 from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
@@ -64,14 +67,14 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     if (written := _as_written(posed, answer)) is not None:
         found = search(written)
         posed, answer = written, _unconstrained(answer) if _moves_shards(written, found) else found
+    posed, answer = _with_shared_halos(posed, answer)
     first = plan_without_workarounds(posed, answer)
     if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
     other = with_workarounds(posed.call, first, wrong)
     best = _best_correct(other, _unconstrained(answer), search(other))
     candidate = correct_candidate(posed, answer)
-    cost = other.problem.evaluate_answer(with_given_constraints(other, best))
-    if candidate and objective(candidate.cost, posed.problem) < objective(cost, posed.problem):
+    if candidate and objective(candidate.cost, posed.problem) < objective(_cost(other, best), posed.problem):
         return plan_fixed_answer(posed, _as_correct(answer, candidate))
     return _with_all_workarounds(posed, plan_without_workarounds(other, best), best, wrong)
 
@@ -80,6 +83,7 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
     if (written := _as_written(posed, answer)) is not None:
         posed, answer = written, _unconstrained(answer)
+    posed, answer = _with_shared_halos(posed, answer)
     return _with_all_workarounds(posed, plan_without_workarounds(posed, answer), answer)
 
 
@@ -98,7 +102,39 @@ def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
 
 def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
     """Whether an answer moves rows along sharded dimensions."""
-    return moves_shards(posed.problem.partitioned_of(answer))
+    partitioned = posed.problem.partitioned_of(answer)
+    return bool(_rotated(partitioned)) or moves_shards(partitioned)
+
+
+def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
+    """The call, and an answer of it: where this costs less, with one halo for rotations of arrays that come from one array."""
+    function = posed.call.function
+    shards = _rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
+    if not shards:
+        return posed, answer
+    before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
+    if not shares_halos(before.jaxpr, shards):
+        return posed, answer
+    shared = function.with_shared_halos(shards)
+    traced = shared.traced(posed.call.hardware.platform)
+    other = place_call(dataclasses.replace(posed.call, function=shared, traced=traced), [])
+    found = (posed, answer), (other, _unconstrained(answer))
+    return min(found, key=lambda one: objective(_cost(*one), one[0].problem))
+
+
+def _cost(posed: PosedCall, answer: Answer) -> Cost:
+    return posed.problem.evaluate_answer(with_given_constraints(posed, answer))
+
+
+def _rotated(partitioned: PartitionedProgram) -> Shards:
+    """The number of shards of the dimensions along which several arrays are rotated."""
+    found: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for op in partitioned.graph.ops:
+        if op.name == "rotate":
+            (window,), value = op.window_dims, op.outputs[0]
+            place = partitioned.graph.values[value].shape, window.dim
+            found.setdefault(place, []).append(partitioned.shards(value)[window.dim])
+    return {place: math.lcm(*counts) for place, counts in found.items() if len(counts) > 1 and max(counts) > 1}
 
 
 def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
@@ -123,7 +159,7 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
     bare = dataclasses.replace(answer, constraints={}, result_specs={})
     own = problem.as_candidate("the same shardings without constraints", bare)
     found = list(answer.others)
-    if posed.call.function.wrong:  # their ops may have other numbers
+    if posed.call.function.wrong or posed.call.function.halo_shards:  # their ops may have other numbers
         found = [dataclasses.replace(c, constraints={}) for c in found]
     is_limited = posed.call.search.memory_limit is not None and posed.call.search.is_limit_strict
     seen = [_choice(answer)]
@@ -141,10 +177,11 @@ def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -
 
 
 def without_workarounds(call: TracedCall) -> TracedCall:
-    """The call as it was before its plan needed workarounds, or no shifts: another plan may need none, or others."""
-    if not call.function.wrong and not call.function.is_as_written:
+    """The call as it was before its plan needed workarounds, no shifts or shared halos: another plan may need others."""
+    function = call.function
+    if not function.wrong and not function.is_as_written and not function.halo_shards:
         return call
-    function = dataclasses.replace(call.function, wrong=(), is_as_written=False)
+    function = dataclasses.replace(function, wrong=(), is_as_written=False, halo_shards={})
     return dataclasses.replace(call, function=function, traced=function.traced(call.hardware.platform))
 
 
