@@ -36,6 +36,17 @@ RETRIES = {
 """By a target's platform."""
 
 
+def compiled_for(platform: str, lowered: Any) -> tuple[Any, tuple[str, ...]]:
+    """What a platform's compiler makes of a lowered function, with a note if that took a second attempt (`RETRIES`)."""
+    retry = RETRIES.get(platform)
+    try:
+        return lowered.compile(), ()
+    except RuntimeError as error:
+        if retry is None or retry.error not in str(error):
+            raise
+    return lowered.compile(dict(retry.options)), (retry.note,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """Devices to compile for."""

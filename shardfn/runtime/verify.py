@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from shardfn.compiled.candidates import none_compiles, refused
 from shardfn.compiled.executable import Compiled, read
 from shardfn.compiled.log_capture import compile_logged
-from shardfn.compiled.targets import RETRIES, Target, devices, target
+from shardfn.compiled.targets import Target, compiled_for, devices, target
 from shardfn.compiled.xla_log import rematerialisations
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.ambient_mesh import without_types
@@ -218,12 +218,6 @@ def _compile(job: _Job) -> tuple[Compiled, str]:
         donate_argnums=tuple(at for at, i in enumerate(given) if job.donated[i]),
     )
     shapes = [jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype) for i in given]
-    lowered, retry = jitted.lower(*shapes), RETRIES.get(job.target.platform)
-    try:
-        compiled, notes = lowered.compile(), ()
-    except RuntimeError as error:
-        if retry is None or retry.error not in str(error):
-            raise
-        compiled, notes = lowered.compile(dict(retry.options)), (retry.note,)
+    compiled, notes = compiled_for(job.target.platform, jitted.lower(*shapes))
     found = read(compiled)
     return dataclasses.replace(found, diagnostics=(*found.diagnostics, *notes)), compiled.as_text() or ""

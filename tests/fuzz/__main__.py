@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import itertools
 import json
 import threading
 import time
 from typing import Any
 
+from shardfn.compiled.targets import target
+from shardfn.cost.devices.hardware import resolve
 from tests.fuzz.packs import CHECKS, PACK, Finding, Pack, draw_pack, script
+from tests.fuzz.programs import DEVICES
 from tests.fuzz.shrink import shrink, signature
 from tests.fuzz.workers import Ended, Worker, judged_apart
 
@@ -30,6 +34,7 @@ class Run:
         self.seeds = itertools.count(options.seed)
         self.programs = 0
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.as_predicted: collections.Counter[bool | None] = collections.Counter()
         self.texts: collections.Counter[str] = collections.Counter()
         self.kinds: dict[str, collections.Counter[str]] = {v: collections.Counter() for v in ("all", *VERDICTS)}
         self.failing = 0
@@ -44,7 +49,7 @@ class Run:
         return self.programs >= self.options.programs or self.elapsed_s() > self.options.minutes * 60
 
     def work(self) -> None:
-        worker = Worker()
+        worker = Worker(self.options.device)
         try:
             while True:
                 with self.lock:
@@ -58,36 +63,38 @@ class Run:
             worker.close()
 
     def one_pack(self, worker: Worker, seed: int) -> None:
-        gradients = not self.options.no_gradients
+        options = self.options
         try:
-            findings = worker.call("seed", seed, gradients)
-        except Ended:
-            findings = self.each_alone(worker, seed, gradients)
+            findings = worker.call("seed", seed, not options.no_gradients, options.device)
+        except Ended as error:
+            findings = self.each_alone(worker, seed, error)
         except RuntimeError as error:  # of the fuzzer's own making
-            findings = [Finding(draw_pack(seed, gradients), "values", "invalid", f"seed {seed}: {error}")]
+            findings = [Finding(self.pack(seed), "values", "invalid", f"seed {seed}: {error}")]
         with self.lock:
             self.count(seed, findings)
         failures = [f for f in findings if f.verdict in SHOWN]
         for finding in failures:
             self.show(worker, seed, finding)
 
-    def each_alone(self, worker: Worker, seed: int, gradients: bool) -> list[Finding]:
+    def pack(self, seed: int) -> Pack:
+        return draw_pack(seed, not self.options.no_gradients, self.options.device)
+
+    def each_alone(self, worker: Worker, seed: int, error: Ended) -> list[Finding]:
         """Which program and which check ended the process."""
-        pack, findings = draw_pack(seed, gradients), []
+        pack, findings = self.pack(seed), []
         for i, check in itertools.product(range(len(pack.programs)), pack.checks):
-            single = Pack((pack.programs[i],), pack.devices, (check,))
+            single = dataclasses.replace(pack, programs=(pack.programs[i],), checks=(check,))
             findings += judged_apart(worker, single)
         if not any(f.verdict in ("crashed", "invalid") for f in findings):
-            findings.append(
-                Finding(pack, pack.checks[-1], "crashed", "the process ended, with these programs together only")
-            )
+            findings.append(Finding(pack, pack.checks[-1], "crashed", f"with these programs together only: {error}"))
         return findings
 
     def count(self, seed: int, findings: list[Finding]) -> None:
         programs = {p for f in findings for p in f.pack.programs}
         worst: dict[Any, str] = {}
         for finding in findings:
-            self.verdicts[finding.check, finding.verdict] += 1
+            self.verdicts[finding.check, finding.verdict] += len(finding.pack.programs)
+            self.as_predicted[finding.as_predicted] += 1
             if finding.verdict in ("refused", "crashed", "invalid"):
                 self.texts[f"{finding.verdict}: {signature(finding.text)}"] += 1
             for program in finding.pack.programs:
@@ -160,6 +167,8 @@ class Run:
                 "  " + ", ".join(f"{k} {n} of {self.kinds['all'][k]}" for k, n in counter.most_common()),
             ]
         lines += ["", "refused, crashed and invalid", *(f"  {n:>5} {text}" for text, n in self.texts.most_common(30))]
+        if compared := self.as_predicted[True] + self.as_predicted[False]:
+            lines += ["", f"{self.as_predicted[True]} of {compared} compiled plans send as many bytes as predicted"]
         seconds = self.elapsed_s()
         lines += ["", f"{self.programs} programs, {self.failing} wrong or crashed ({self.failing / max(1, self.programs):.1%}), in {seconds:.0f} s;"
                       f" {self.cpu_time_s / max(1, self.programs):.2f} CPU s a program, {self.shrink_time_s:.0f} s of it all to shrink failures"]  # fmt: skip
@@ -169,6 +178,7 @@ class Run:
         return {
             "programs": self.programs, "failing": self.failing, "elapsed_s": self.elapsed_s(), "cpu_time_s": self.cpu_time_s,
             "verdicts": {f"{c} {v}": n for (c, v), n in sorted(self.verdicts.items())}, "texts": dict(self.texts),
+            "plans as predicted": self.as_predicted[True], "plans not as predicted": self.as_predicted[False],
             "kinds": {v: dict(c) for v, c in self.kinds.items()}, "failures": list(self.shrunk.values()), "options": vars(self.options),
         }  # fmt: skip
 
@@ -185,6 +195,11 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
+    parser.add_argument(
+        "--device",
+        default="",
+        help="compile the programs for these devices (h100:8, v5e:8), which need not be here, in place of running them",
+    )
     parser.add_argument("--no-gradients", action="store_true", help="compare values alone")
     parser.add_argument(
         "--shrink", type=float, default=0.25, help="the share of the time that shrinking may take; 0 for none"
@@ -193,6 +208,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.programs == 10**9 and options.minutes == 10**6:
         options.programs = 1000
+    if options.device:
+        hardware = resolve(options.device)
+        target(hardware)  # raises where its compiler is not installed
+        if hardware.count not in DEVICES:
+            parser.error(f"--device {options.device}: programs are drawn for {', '.join(map(str, DEVICES))} devices")
     run = Run(options)
     threads = [threading.Thread(target=run.work) for _ in range(options.workers)]
     for thread in threads:

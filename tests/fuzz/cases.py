@@ -129,10 +129,11 @@ def lines(
     checks: tuple[str, ...] = ("values", "inside", "outside"),
     devices: int = 2,
     dtype: str = "float32",
+    device: str = "",
 ) -> Pack:
     """Lines of a program of one input `x0`, whose values are v0, v1, …; as the fuzzer prints it."""
     steps = tuple(Step(f"v{i}", text, "elementwise") for i, text in enumerate(texts))
-    return Pack((Program((Input("x0", shape, dtype, strategy),), steps, (steps[-1].name,)),), devices, checks)
+    return Pack((Program((Input("x0", shape, dtype, strategy),), steps, (steps[-1].name,)),), devices, checks, device)
 
 
 PROGRAMS = {

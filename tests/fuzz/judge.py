@@ -1,11 +1,13 @@
 """Sharded against unsharded: values, gradients inside and outside, second derivatives.
 
-Programs are judged in packs: one sharded function for several programs, with one plan and one compilation.
+Programs are judged in packs: one sharded function for several programs, with one plan and one compilation. For devices that
+are not here, the question is whether they compile.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardfn
+from shardfn.compiled import targets
+from shardfn.compiled.comparison import compare
+from shardfn.compiled.executable import read
+from shardfn.cost.devices.chips import Hardware
+from shardfn.cost.devices.hardware import resolve
+from shardfn.runtime.apply import jitted
 from tests.fuzz.drawing import OPS
 from tests.fuzz.packs import Finding, Pack
 from tests.fuzz.programs import Program, loss
@@ -80,9 +88,11 @@ def by_program(pack: Pack, check: str, value: Any) -> list[list[np.ndarray]]:
 
 def judge(pack: Pack) -> list[Finding]:
     """Every check for every program. What fails is judged again alone, and so are programs of a pack that does not run."""
+    if pack.device:
+        return judge_compilation(pack)
     args = [a for p in pack.programs for a in p.arguments()]
     plain = together(pack.programs, [p.plain() for p in pack.programs])
-    checks = [c for c in pack.checks if c == "values" or gradient_arguments(pack)[0]]
+    checks = sensible_checks(pack)
     try:
         want = reference(pack, plain, checks, args)
     except Exception as error:
@@ -91,26 +101,56 @@ def judge(pack: Pack) -> list[Finding]:
     for check in checks:
         only = dataclasses.replace(pack, checks=(check,))
         try:
-            got = by_program(pack, check, sharded_value(pack, check, function, args))
+            got = by_program(pack, check, jax.device_get(checked(pack, check, function)(*args)))
         except Exception as error:
-            if len(pack.programs) > 1:
-                split = alone(only)
-                if all(f.verdict in ("right", "unsure", "invalid") for f in split):
-                    split.append(Finding(only, check, *failure(error)))
-                findings += split
-            else:
-                findings.append(Finding(only, check, *failure(error)))
+            findings += failed(only, check, error)
             continue
         wrong = [i for i in range(len(got)) if differ(want[check][i], got[i])]
         for i, program in enumerate(pack.programs):
             if i not in wrong:
                 findings.append(Finding(dataclasses.replace(only, programs=(program,)), check, "right"))
             elif len(pack.programs) > 1:
-                single = judge(Pack((program,), pack.devices, (check,)))
+                single = judge(dataclasses.replace(only, programs=(program,)))
                 findings += single if single[0].verdict != "right" else confirmed(only, check, want[check], got, i)
             else:
                 findings += confirmed(only, check, want[check], got, 0)
     return findings
+
+
+def judge_compilation(pack: Pack) -> list[Finding]:
+    """Whether every check compiles. A pack that does is one finding."""
+    findings = []
+    for check in sensible_checks(pack):
+        only = dataclasses.replace(pack, checks=(check,))
+        try:
+            findings.append(Finding(only, check, "right", as_predicted=compiled(only, check)))
+        except Exception as error:
+            if len(pack.programs) > 1 or compiles_unsharded(only):
+                findings += failed(only, check, error)
+            else:
+                findings.append(Finding(only, check, "invalid", line_of(error)))
+    return findings
+
+
+def compiles_unsharded(pack: Pack) -> bool:
+    try:
+        unsharded(pack)
+        return True
+    except Exception:
+        return False
+
+
+def sensible_checks(pack: Pack) -> list[str]:
+    """The checks of a pack; no gradients where no program has one."""
+    return [c for c in pack.checks if c == "values" or gradient_arguments(pack)[0]]
+
+
+def failed(pack: Pack, check: str, error: Exception) -> list[Finding]:
+    """What became of a check that raised: of each program alone, and of all together where each alone is right."""
+    found = alone(pack) if len(pack.programs) > 1 else []
+    if all(f.verdict in ("right", "unsure") for f in found):
+        found.append(Finding(pack, check, *failure(error)))
+    return found
 
 
 def alone(pack: Pack) -> list[Finding]:
@@ -142,30 +182,64 @@ def reference(pack: Pack, plain: Callable[..., Any], checks: Sequence[str], args
 
 
 def unsharded(pack: Pack) -> None:
-    """Compile and run all checks on one device."""
+    """Compile all checks for one device, and run them if it is here."""
     plain = together(pack.programs, [p.plain() for p in pack.programs])
-    checks = [c for c in pack.checks if c == "values" or gradient_arguments(pack)[0]]
-    reference(pack, plain, checks, [a for p in pack.programs for a in p.arguments()])
+    if pack.device:
+        one = jax.sharding.SingleDeviceSharding(devices(pack).devices[0])
+        for check in sensible_checks(pack):
+            target = plain if check == "values" else derivative(pack, plain, check)
+            compiled_for(pack, jax.jit(target, in_shardings=one).lower(*shapes(pack)))
+    else:
+        reference(pack, plain, sensible_checks(pack), [a for p in pack.programs for a in p.arguments()])
+
+
+def devices(pack: Pack) -> Any:
+    """The devices of a pack, as `shard` takes them."""
+    return for_compiler(pack.device) if pack.device else jax.devices()[: pack.devices]
+
+
+@functools.cache
+def for_compiler(name: str) -> Hardware:
+    """Hardware by its name, with devices that can be compiled for, and nothing else."""
+    found = resolve(name)
+    return dataclasses.replace(found, devices=tuple(targets.devices(targets.target(found))[: found.count]))
+
+
+def shapes(pack: Pack) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for p in pack.programs for x in p.inputs]
+
+
+def compiled_for(pack: Pack, lowered: Any) -> Any:
+    return targets.compiled_for(resolve(pack.device).platform, lowered)[0]
+
+
+def compiled(pack: Pack, check: str) -> bool | None:
+    """Compile a check for the devices of a pack, and say whether it sends as many bytes as predicted; None for gradients
+    from outside, of which nothing is predicted.
+    """
+    function = checked(pack, check, sharded(pack))
+    if check == "outside":
+        compiled_for(pack, function.lower(*shapes(pack)))
+        return None
+    plan = function.plan(*shapes(pack))
+    made = compiled_for(pack, jitted(plan).lower(*shapes(pack)))
+    return all(p.bytes_sent == c.bytes_sent for _, p, c in compare(plan, read(made)).kinds)
 
 
 def sharded(pack: Pack) -> Callable[..., Any]:
     """The sharded function of a pack."""
     function = together(pack.programs, [p.function() for p in pack.programs])
-    options: dict[str, Any] = {"device": jax.devices()[: pack.devices], "budget": "fast"}
-    return shardfn.shard(function, pack.strategies(), pack.out_strategy(), **options)
+    return shardfn.shard(function, pack.strategies(), pack.out_strategy(), device=devices(pack), budget="fast")
 
 
-def sharded_value(pack: Pack, check: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What the sharded function of a pack makes of the arguments."""
+def checked(pack: Pack, check: str, function: Any) -> Any:
+    """What a check calls or compiles, for the sharded function of a pack."""
     if check == "values":
-        made = function(*args)
-    elif check == "outside":
-        made = jax.jit(derivative(pack, function, check))(*args)
-    else:
-        inner = together(pack.programs, [p.function() for p in pack.programs])
-        options: dict[str, Any] = {"device": jax.devices()[: pack.devices], "budget": "fast"}
-        made = shardfn.shard(derivative(pack, inner, check), pack.strategies(), **options)(*args)
-    return jax.device_get(made)
+        return function
+    if check == "outside":
+        return jax.jit(derivative(pack, function, check))
+    inner = together(pack.programs, [p.function() for p in pack.programs])
+    return shardfn.shard(derivative(pack, inner, check), pack.strategies(), device=devices(pack), budget="fast")
 
 
 def differ(want: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> bool:
@@ -251,9 +325,12 @@ def without_library(pack: Pack, check: str) -> str:
     args = [a for p in pack.programs for a in p.arguments()]
     plain = together(pack.programs, [p.plain() for p in pack.programs])
     target = plain if check in ("values", "outside") else derivative(pack, plain, check)
-    options: dict[str, Any] = {"device": jax.devices()[: pack.devices], "budget": "fast"}
+    options: dict[str, Any] = {"device": devices(pack), "budget": "fast"}
     plan = shardfn.plan(target, *args, in_strategy=pack.strategies(), **options)
     target = plain if check == "values" else derivative(pack, plain, check)
+    if pack.device:
+        compiled_for(pack, jax.jit(target, in_shardings=plan.in_shardings).lower(*args))
+        return "right"
     got = by_program(pack, check, jax.device_get(jax.jit(target, in_shardings=plan.in_shardings)(*args)))
     want = reference(pack, plain, [check], args)[check]
     return "wrong" if any(differ(w, g) for w, g in zip(want, got, strict=True)) else "right"

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import shardfn
+from shardfn.cost.devices.hardware import resolve
 from tests.fuzz.programs import DEVICES, Input, Program, draw_program, with_results_as
 
 CHECKS = ("values", "inside", "outside", "second")
@@ -23,11 +24,14 @@ class Pack:
       programs: the programs, with different names of inputs.
       devices: the number of devices.
       checks: what is compared: "values"; gradients "inside" the sharded function and "outside"; the "second" derivative.
+      device: as `shard(device=...)` takes it: what the programs are compiled for and not run on; empty for CPU devices of
+        this machine, which run them.
     """
 
     programs: tuple[Program, ...]
     devices: int
     checks: tuple[str, ...] = CHECKS[:3]
+    device: str = ""
 
     def strategies(self) -> tuple[Any, ...]:
         """One entry for each argument of the function."""
@@ -49,22 +53,26 @@ class Finding:
     """What became of a check: "right", "wrong", "crashed", "refused", "unsure" or "invalid", and the text that says why.
 
     "unsure" is a difference that noise of a millionth explains. "invalid" is a program that does not run unsharded.
+    Compiled for a device, a check is "right" if it compiles.
     """
 
     pack: Pack
     check: str
     verdict: str
     text: str = ""
+    as_predicted: bool | None = None
+    """Whether the compiled program sends as many bytes as predicted; None where nothing is compared."""
 
 
 SHARES = {"inside": 0.5, "outside": 0.5, "second": 0.05}
 """How many packs have their gradients compared."""
 
 
-def draw_pack(seed: int, gradients: bool = True) -> Pack:
-    """Four programs on one number of devices; one or two of them in the few packs that search."""
+def draw_pack(seed: int, gradients: bool = True, device: str = "") -> Pack:
+    """Four programs on one number of devices, or on those of a name; one or two of them in the few packs that search."""
     rng = random.Random(f"pack {seed}")
     devices = rng.choice((*DEVICES, 4, 8, 8))
+    devices = resolve(device).count if device else devices
     searches = rng.random() < 0.06
     programs = []
     for i in range(rng.choice((1, 2)) if searches else PACK):
@@ -77,7 +85,7 @@ def draw_pack(seed: int, gradients: bool = True) -> Pack:
         programs = [with_results_as(p, (seed, i), devices) for i, p in enumerate(programs)]
     if searches:
         programs = [opened(rng, p) for p in programs]
-    return Pack(tuple(programs), devices, tuple(checks))
+    return Pack(tuple(programs), devices, tuple(checks), device)
 
 
 def opened(rng: random.Random, program: Program) -> Program:
@@ -93,7 +101,7 @@ def opened(rng: random.Random, program: Program) -> Program:
 
 
 def script(pack: Pack) -> str:
-    """A script that runs the first check of a pack, sharded and unsharded, and prints whether they agree."""
+    """A script that runs the first check of a pack, sharded and unsharded, and prints whether they agree; or compiles it."""
     check = pack.checks[0]
     inputs = [x for p in pack.programs for x in p.inputs]
     strategies = ", ".join("AUTO" if x.strategy is None else str(x.strategy).replace("'AUTO'", "AUTO") for x in inputs)
@@ -113,13 +121,18 @@ def script(pack: Pack) -> str:
     lines += [f"{x.name} = {data_code(x)}" for x in inputs]
     out = pack.out_strategy() if check in ("values", "outside") else None
     out = f", {out[0] if len(pack.programs) == 1 else out}" if out else ""
-    sharded = f"shard({{}}, ({strategies},){out}, device=jax.devices()[:{pack.devices}])"
-    if check == "values":
-        lines += [f"want, got = jax.jit(f)({names}), {sharded.format('f')}({names})"]
+    function = "gradient(f)" if check in ("inside", "second") else "f"
+    device = f'"{pack.device}"' if pack.device else f"jax.devices()[:{pack.devices}]"
+    if pack.device and check == "outside":
+        lines += ["from shardfn.compiled import targets", "from shardfn.cost.devices.hardware import resolve"]
+        lines += [f"devices = targets.devices(targets.target(resolve({device})))"]
+        device = "devices"
+    made = f"shard({function}, ({strategies},){out}, device={device})"
+    made = f"jax.jit(gradient({made}))" if check == "outside" else made
+    if pack.device:
+        lines += [f"{made}.lower({names}).compile()" if check == "outside" else f"print({made}.plan({names}).verify())"]
     else:
-        made = f"jax.jit(gradient({sharded.format('f')}))" if check == "outside" else sharded.format("gradient(f)")
-        lines += [f"want, got = jax.jit(gradient(f))({names}), {made}({names})"]
-    lines += [SAME]
+        lines += [f"want, got = jax.jit({'f' if check == 'values' else 'gradient(f)'})({names}), {made}({names})", SAME]
     return with_first_names(re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)) + "\n")
 
 

@@ -68,7 +68,7 @@ def smaller_packs(pack: Pack) -> Iterator[Pack]:
         yield dataclasses.replace(pack, checks=("inside",))
     if pack.checks[0] in ("inside", "outside"):
         yield dataclasses.replace(pack, checks=("values",))
-    for devices in (2, 3, 4, 6):
+    for devices in (2, 3, 4, 6) if not pack.device else ():
         if devices < pack.devices and pack.devices % devices == 0:
             yield dataclasses.replace(pack, devices=devices)
 

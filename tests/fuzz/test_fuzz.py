@@ -1,7 +1,11 @@
-"""A fixed part of the fuzzer: some sixty programs, values and gradients."""
+"""A fixed part of the fuzzer: some sixty programs, values and gradients; and a few that are compiled for devices not here."""
 
 import pytest
 
+from shardfn.compiled.targets import target
+from shardfn.cost.devices.hardware import resolve
+from shardfn.errors import DeviceError
+from tests.fuzz.cases import lines
 from tests.fuzz.packs import script
 from tests.fuzz.workers import Ended, Worker
 
@@ -25,3 +29,25 @@ def test_random_programs_sharded_equal_unsharded(worker, seed):
     wrong = [f for f in findings if f.verdict in ("wrong", "crashed", "refused")]
     assert not wrong, "\n\n".join(f"{f.verdict}, {f.check}: {f.text}\n{script(f.pack)}" for f in wrong)
     assert all(f.verdict in ("right", "unsure") for f in findings)
+
+
+GPU, TPU = pytest.mark.gpu, pytest.mark.tpu
+
+
+@pytest.mark.parametrize("device", ["cpu:8", pytest.param("h100:8", marks=GPU), pytest.param("v5e:8", marks=TPU)])
+def test_programs_compile_for_devices_that_are_not_here(device):
+    try:
+        target(resolve(device))
+    except DeviceError as error:
+        pytest.skip(str(error))
+    texts = "jnp.roll(x0, 1, 0)", "v0 - v0.mean(0)"
+    compiles, divides_not = (lines((n, 16), (8, 1), *texts, devices=8, device=device) for n in (16, 9))
+    worker = Worker(device)
+    try:
+        findings = worker.call("judge", compiles)
+        other, *_ = worker.call("judge", divides_not)
+    finally:
+        worker.close()
+    assert [(f.check, f.verdict) for f in findings] == [("values", "right"), ("inside", "right"), ("outside", "right")]
+    assert [f.as_predicted is None for f in findings] == [False, False, True]
+    assert other.verdict == "refused" and "9" in other.text

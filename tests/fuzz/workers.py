@@ -14,8 +14,10 @@ from tests.fuzz.packs import Finding, Pack
 CALLS = 60
 """After so many a process is a new one: what XLA compiles stays in memory."""
 
+DEVICES = "xla_force_host_platform_device_count"
+
 FLAGS = {
-    "xla_force_host_platform_device_count": "8",
+    DEVICES: "8",
     "xla_backend_optimization_level": "0",
     "xla_cpu_parallel_codegen_split_count": "1",
     "xla_cpu_use_fusion_emitters": "false",
@@ -27,17 +29,24 @@ class Ended(Exception):
     """The process is gone, or was ended at the time limit. The text says why."""
 
 
-def environment() -> None:
-    """Set what a new process needs before it imports JAX."""
+def environment(device: str) -> None:
+    """Set what a new process needs before it imports JAX. What compiles for a device that is not here gets no `FLAGS`."""
     given = os.environ.get("XLA_FLAGS", "")
-    more = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+    flags = {DEVICES: FLAGS[DEVICES]} if device else FLAGS
+    more = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     os.environ.update(JAX_PLATFORMS="cpu", NPROC="32", SHARDFN_CHIPS="", XLA_FLAGS=" ".join([given, *more]).strip())
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")  # for the TPU compiler, as in `verify`
 
 
 class Worker:
-    """A process that judges. It starts when it is first needed, and anew after it has ended."""
+    """A process that judges. It starts when it is first needed, and anew after it has ended.
 
-    def __init__(self) -> None:
+    Args:
+      device: the `Pack.device` of all that it judges.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        self.device = device
         self.process: Any = None
         self.calls = 0
         self.cpu_time_s = 0.0
@@ -50,7 +59,7 @@ class Worker:
         """
         if self.process is None or self.calls >= CALLS:
             self.close()
-            environment()
+            environment(self.device)
             spawn = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
             self.log = tempfile.NamedTemporaryFile(prefix="fuzz-", suffix=".log")  # noqa: SIM115 (it lives as long as the process)
             self.connection, theirs = spawn.Pipe()
@@ -59,6 +68,7 @@ class Worker:
             theirs.close()
             self.calls, limit_s = 0, limit_s + 60
         self.calls += 1
+        limit_s *= 4 if self.device else 1  # its compiler is a slower one
         try:
             self.connection.send((name, args))
             if not self.connection.poll(limit_s):
