@@ -7,6 +7,7 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
 - A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
 - An update at a dynamic place becomes a dynamic slice, of which XLA forgets that its place is clamped.
+- A Fourier transform may read a transposed array on CPU, and fail.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
@@ -31,7 +32,7 @@ from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.even_scatters import even_lookup, rows_multiple, signed_index_dtype
-from shardfn.planning.workarounds import clamped, unsharded
+from shardfn.planning.workarounds import clamped, transformed, transformed_dims, unsharded
 
 
 def correct_gradients(
@@ -54,6 +55,9 @@ def correct_gradients(
             return unsharded(mesh, _slice(eqn.params, unsharded(mesh, own, cropped)), cropped)
         if form := _LINEAR.get(eqn.primitive.name):
             return form(eqn.params, own, *others[-1:])
+        if eqn.primitive.name == "fft":
+            along = transformed_dims(eqn)
+            return unsharded(mesh, transformed(eqn, unsharded(mesh, own, along)), along)
         return even_lookup(eqn, own, others[0], multiple) if eqn.primitive.name == "gather" else None
 
     def bind_linear(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
@@ -126,7 +130,7 @@ def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
         is_cropped = any(max(edges) > (size - 1) * spacing for size, spacing, edges in rows)
         is_found = is_cropped or max(*params["window_strides"], *params["base_dilation"], 1) > 1
     else:
-        is_found = name in ("pad", "dynamic_update_slice") or name in _CUMULATIVE or bool(_overlapping(eqn))
+        is_found = name in ("pad", "dynamic_update_slice", "fft") or name in _CUMULATIVE or bool(_overlapping(eqn))
     return is_found and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
 
 

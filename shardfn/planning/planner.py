@@ -149,7 +149,8 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
     while more := tuple(w for w in _wrong_ops(posed, plan.partitioned, wrong) if w not in wrong):
         wrong = (*wrong, *more)
         plan = plan_without_workarounds(with_workarounds(posed.call, plan, wrong), _unconstrained(answer))
-    return with_notes(plan, workaround_note(wrong)) if wrong else plan
+    note = workaround_note(wrong)
+    return with_notes(plan, note) if note else plan
 
 
 def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:

@@ -3,9 +3,8 @@
 `partition.xla_bugs` has the rule for convolutions. The other bugs (JAX 0.10.2 and 0.12.0.1):
 
 - The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more.
-- On CPU a Fourier transform whose operand is gathered along another dimension than the first may read a transposed array
-  and fail when it runs; before JAX 0.12 one of shards of one element too. Constraints that replicate its operand and result
-  avoid it.
+- On CPU a Fourier transform near a collective may read a transposed array and fail when it runs. It has one dimension
+  more here, of one element, and its own dimensions are gathered before and after it.
 - Before JAX 0.12 two windowed ops (`reduce_window`, `jnp.pad`, convolutions) with the same window over one array along a
   sharded dimension may get each other's padding. An optimization barrier on the operand avoids it.
 - An array that is replicated along a dimension, and padded between its elements or by negative numbers into shards, gets
@@ -95,7 +94,8 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform`, a `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`) or a `movement`."""
+    `transform` (or its `layout`, if nothing is gathered), a `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice
+    (`bounds`) or a `movement`."""
 
     where: str
     kind: str = "window"
@@ -142,14 +142,10 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             movement, dims = movement_of(op, partitioned), moved_dims(op, partitioned)
             if (movement, dims) not in done:
                 found.setdefault(WrongOp(op.where, "movement", movement=movement, dims=dims))
-        if op.name == "fft" and partitioned.platform == "cpu":
-            before, after = (
-                partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
-                partitioned.specs[op.inputs[0]],
-            )
-            is_one = set(partitioned.local_shape(op.inputs[0])) == {1}  # whose dimensions are transposed by name alone
-            if before[1:] != after[1:] or (is_one and any(after) and IS_BEFORE_JAX_0_12):
-                found.setdefault(WrongOp(op.where, "transform"))
+        if op.name == "fft" and partitioned.platform == "cpu" and partitioned.axes:
+            own = op.inputs[0]
+            is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
+            found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
         if op.convolution is None:
             continue
         image, kernel = (partitioned.specs[moved_from.get(v, v)] for v in op.inputs[:2])
@@ -223,7 +219,7 @@ def workaround_note(wrong: Sequence[WrongOp]) -> str:
     said = []
     for kind, texts in _KINDS.items():
         lines = dict.fromkeys(w.where for w in wrong if w.kind == kind)
-        if lines:
+        if lines and texts.note:
             said.append(texts.note.format(", ".join(filter(None, lines)) or "a line that is not known"))
     return "; ".join(said)
 
@@ -232,7 +228,7 @@ class _Kind(NamedTuple):
     """What is said of ops of one kind."""
 
     note: str
-    """The diagnostic of a plan, with their lines."""
+    """The diagnostic of a plan, with their lines; empty if the workaround changes nothing that a user sees."""
     inside: str = ""
     """The error where one is inside a function with custom derivative rules; empty if it is right at most places."""
     why: str = ""
@@ -257,6 +253,7 @@ _KINDS = {
         "XLA on CPU may transpose its operand",
         "shard its first dimension only",
     ),
+    "layout": _Kind(""),
     "padding": _Kind(
         "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
         "wrong values or does not compile",
@@ -301,9 +298,9 @@ def replicate_wrong_ops(
     function: Callable[..., Any], mesh: Any, wrong: Sequence[WrongOp], static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
-    Fourier transforms and grouped convolutions, the reduced dimensions of reductions without an all-reduce, and the padded
-    dimensions of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier, and
-    dynamic slices a clamped place.
+    grouped convolutions, the transformed ones of Fourier transforms, the reduced ones of reductions without an all-reduce, and
+    the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier,
+    and dynamic slices a clamped place.
 
     Args:
       function: the function.
@@ -339,7 +336,7 @@ def replicate_wrong_ops(
         if "scatter" in own:
             outputs = even_scatter(eqn, inputs, multiple)
         else:
-            outputs = _transformed(eqn, *inputs) if "transform" in own else bind_one(eqn, inputs)
+            outputs = [transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
         return [unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
 
     def refuse(eqn: Any) -> None:
@@ -389,7 +386,9 @@ def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
         return [*[_reduced(eqn)] * len(eqn.invars), ()]
     if name == _POOLING:
         return [[d for d, size in enumerate(params["window_dimensions"]) if size > 1]] * len(values)
-    if name == _TRANSFORM or ("window" in kinds and max(map(params.__getitem__, _GROUPS)) > 1):
+    if name == _TRANSFORM:
+        return [transformed_dims(eqn)] * len(values)
+    if "window" in kinds and max(map(params.__getitem__, _GROUPS)) > 1:
         return [range(len(v.aval.shape)) for v in values]
     if "window" in kinds:
         numbers = params["dimension_numbers"]
@@ -399,10 +398,16 @@ def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
     return [()] * len(values)
 
 
-def _transformed(eqn: Any, x: Any) -> list[Any]:
-    """A Fourier transform with all other dimensions as one."""
-    (out,) = bind_one(eqn, [x.reshape(-1, *x.shape[x.ndim - len(eqn.params["fft_lengths"]) :])])
-    return [out.reshape(eqn.outvars[0].aval.shape)]
+def transformed_dims(eqn: Any) -> range:
+    """The dimensions of a Fourier transform."""
+    rank = len(eqn.outvars[0].aval.shape)
+    return range(rank - len(eqn.params["fft_lengths"]), rank)
+
+
+def transformed(eqn: Any, x: Any) -> Any:
+    """A Fourier transform of an array with one dimension more, which XLA on CPU does not hand over transposed."""
+    before = transformed_dims(eqn).start
+    return jnp.squeeze(bind_one(eqn, [jnp.expand_dims(x, before)])[0], before)
 
 
 def _padded(eqn: Any) -> list[int]:
@@ -428,6 +433,7 @@ _REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes
 _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "window": lambda eqn: eqn.primitive.name in ("conv_general_dilated", _POOLING),
     "transform": lambda eqn: eqn.primitive.name == _TRANSFORM,
+    "layout": lambda eqn: eqn.primitive.name == _TRANSFORM,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
     "bounds": lambda eqn: eqn.primitive.name == "dynamic_slice",

@@ -1,6 +1,7 @@
 """Shardings for which XLA computes wrong values get a workaround and a diagnostic; others get neither."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +149,34 @@ def test_fourier_transforms_of_cut_arrays_run(strategy, mended):
     said = [f for f in sharded.plan(*SIGNAL).diagnostics if "Fourier transforms" in f]
     assert bool(said) == mended
     assert all("test_workarounds.py" in text and "To avoid it, shard the first dimension only" in text for text in said)
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8), (2, 4, 8)])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_gradients_of_fourier_transforms_from_outside_run(shape, axis):
+    def loss(function):
+        return lambda x: jnp.sum(jnp.sin(function(x)))
+
+    def function(x):
+        return jnp.fft.ifft(jnp.fft.fft(jnp.sin(x), axis=axis) * 2, axis=axis).real
+
+    x = np.linspace(0, 1, math.prod(shape), dtype="float32").reshape(shape)
+    last = (*(1 for _ in shape[1:]), 8)
+    for entries in ((None, (last,)), ((last,), None), ((last,), (last,))):
+        sharded = shardfn.shard(function, *entries)
+        np.testing.assert_allclose(sharded(x), function(x), rtol=1e-3, atol=1e-3)
+        got, want = jax.jit(jax.grad(loss(sharded)))(x), jax.grad(loss(function))(x)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_fourier_transform_of_one_element_in_each_shard_runs():
+    def function(x):
+        return jnp.fft.irfft(x + 1j * x, axis=0, n=1)
+
+    x = np.linspace(0, 1, 4, dtype="float32").reshape(1, 4)
+    sharded = shardfn.shard(function, ((1, 4),), ((1, 2),))
+    np.testing.assert_allclose(sharded(x), function(x), atol=1e-6)
+    assert not sharded.plan(x).diagnostics, "nothing is gathered"
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
