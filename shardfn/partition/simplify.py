@@ -107,12 +107,13 @@ def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:
         if 0 in values[op.inputs[0]].shape:
             return _simpler(op, "broadcast_in_dim", *op.inputs[1:])
         if all(_adds_nothing(window, values, op) for window in op.window_dims):
-            return _simpler(op, "reshape" if _is_result(partitioned, op, op.inputs[0]) else "slice", op.inputs[0])
+            is_whole = _is_result(partitioned, op, op.inputs[0])
+            return _simpler(op, "reshape", op.inputs[0]) if is_whole else _of_operands(op, "slice", [0])
     elif op.name == "concatenate":
-        parts = [v for v in op.inputs if 0 not in values[v].shape]
+        parts = [i for i, v in enumerate(op.inputs) if 0 not in values[v].shape]
         if 0 < len(parts) < len(op.inputs):
-            is_one = len(parts) == 1 and _is_result(partitioned, op, parts[0])
-            return _simpler(op, "reshape" if is_one else op.name, *parts)
+            is_one = len(parts) == 1 and _is_result(partitioned, op, op.inputs[parts[0]])
+            return _simpler(op, "reshape", op.inputs[parts[0]]) if is_one else _of_operands(op, op.name, parts)
     elif op.name in _PARTS:
         part = op.inputs[_PARTS[op.name]]
         if _is_result(partitioned, op, part) and values[part].shape == values[op.inputs[0]].shape:
@@ -122,6 +123,12 @@ def _simplified(partitioned: PartitionedProgram, op: Op) -> Op:
 
 def _simpler(op: Op, name: str, *inputs: int) -> Op:
     return replace(op, name=name, inputs=inputs, rule=None, reduced=(), window_dims=())
+
+
+def _of_operands(op: Op, name: str, kept: Sequence[int]) -> Op:
+    """An op of some operands of another, that moves what that one moves."""
+    rule = None if op.rule is None else replace(op.rule, operands=tuple(op.rule.operands[i] for i in kept))
+    return replace(op, name=name, inputs=tuple(op.inputs[i] for i in kept), rule=rule)
 
 
 def _is_result(partitioned: PartitionedProgram, op: Op, v: int) -> bool:

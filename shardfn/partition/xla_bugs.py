@@ -5,8 +5,9 @@
   sharded too, or several spatial dimensions are sharded. One sharded spatial dimension over all axes is right, without
   strides or with a window of 1.
 - A kernel sharded along its window. Its gradient is right if image and gradient are sharded alike over all axes.
-- A grouped convolution whose shards do not divide the groups does not compile. With a sharded batch and an unused mesh
-  axis, the kernel's gradient is summed once for each device along that axis.
+- A grouped convolution whose shards do not divide the groups does not compile. With a window of 1 and sharded groups its
+  values are wrong, or it does not compile. With a sharded batch and an unused mesh axis, the kernel's gradient is summed once
+  for each device along that axis.
 - A batch in groups, unless image and kernel are sharded alike along the contracted dimension and the result's batch is
   unsharded.
 - A sharding constraint on a grouped convolution may abort the process.
@@ -36,9 +37,9 @@ def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[i
     """
     image, kernel, result = specs
     every = {axis for axis, size in axes.items() if size > 1}
-    if _is_grouped_miscompiled(found, specs, axes, every):
-        return True
     is_pointwise = max(window, default=1) == 1
+    if _is_grouped_miscompiled(found, specs, is_pointwise, axes, every):
+        return True
     if is_pointwise and found.is_dense:
         return False
     if any(kernel[d] for d in found.kernel):
@@ -56,10 +57,13 @@ def aborts_if_constrained(op: Op) -> bool:
 
 
 def _is_grouped_miscompiled(
-    found: Convolution, specs: Sequence[Spec], axes: Mapping[str, int], every: set[str]
+    found: Convolution, specs: Sequence[Spec], is_pointwise: bool, axes: Mapping[str, int], every: set[str]
 ) -> bool:
-    """Whether shards do not divide the groups, or the batch is sharded while a mesh axis is unused."""
+    """Whether groups are sharded that windows of 1 read, shards do not divide the groups, or the batch is sharded while a mesh
+    axis is unused."""
     for which, dim, groups in found.grouped:
+        if is_pointwise and specs[which][dim]:
+            return True
         if groups % math.prod(axis_size(a, axes) for a in specs[which][dim]):
             return True
     if not found.grouped:

@@ -36,9 +36,10 @@ class Movement(NamedTuple):
     result: tuple[int, ...]
 
 
-def movement_of(op: Op, partitioned: PartitionedProgram) -> Movement:
-    """The movement of an op."""
-    shapes = [partitioned.graph.values[v].shape for v in (*_moved(op.name, op.inputs), op.outputs[0])]
+def movement_of(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Movement:
+    """The movement of an op; `before` is that of `is_uneven`."""
+    operands = [before.get(v, v) for v in _moved(op.name, op.inputs)]
+    shapes = [partitioned.graph.values[v].shape for v in (*operands, op.outputs[0])]
     return Movement(op.name, tuple(shapes[:-1]), shapes[-1])
 
 
@@ -47,6 +48,8 @@ def movements_of_equation(eqn: Any) -> list[Movement]:
     name = OP_OF.get(eqn.primitive.name)
     if name is None:
         return []
+    if name == "pad" and all(low <= 0 and high <= 0 and not holes for low, high, holes in eqn.params["padding_config"]):
+        name = "slice"  # as XLA sees it
     shapes = tuple(tuple(v.aval.shape) for v in _moved(name, eqn.invars))
     return [Movement(name, shapes, tuple(v.aval.shape)) for v in eqn.outvars]
 
@@ -91,29 +94,33 @@ def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]
       partitioned: the program with its shardings.
       before: a value that is resharded, by the value that comes of it.
     """
-    return any(
-        size % shards and not is_row for size, shards, is_row in _along(op, partitioned, before)
-    )  # of one row that is sliced, XLA asks which device has it
+    return any(is_wrong for _, is_wrong in _along(op, partitioned, before))
 
 
 def moves_shards(partitioned: PartitionedProgram) -> bool:
     """Whether an op moves along a sharded dimension."""
     before = before_resharding(partitioned.graph)
-    return any(shards > 1 for op in partitioned.graph.ops for _, shards, _ in _along(op, partitioned, before))
+    return any(shards > 1 for op in partitioned.graph.ops for shards, _ in _along(op, partitioned, before))
 
 
-def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
-    """The dimensions along which an op moves: size, shards, and whether it is a slice of one row."""
+def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Iterator[tuple[int, bool]]:
+    """The dimensions along which an op moves: the number of shards, and whether XLA may get them wrong.
+
+    Of one row that is sliced without a stride, XLA asks which device has it; but not of the first, if each shard is one row.
+    """
     if not (moved := moved_dims(op, partitioned)):
         return
     result = partitioned.graph.values[op.outputs[0]].shape
-    rows = {w.dim for w in op.window_dims if w.stride == 1 and result[w.dim] == 1} if op.name == "slice" else ()
+    rows = {w.dim: w for w in op.window_dims if result[w.dim] == 1} if op.name == "slice" else {}
     for value, dims in zip((*_moved(op.name, op.inputs), op.outputs[0]), moved, strict=True):
         shape = partitioned.graph.values[value].shape
         for one in {value, before.get(value, value)}:
             shards = partitioned.shards(one)
             for d in dims:
-                yield shape[d], shards[d], d in rows
+                row, is_wrong = rows.get(d), shape[d] % shards[d] > 0
+                if row is not None and shards[d] > 1:
+                    is_wrong = row.stride > 1 or (row.low == 0 and shards[d] == shape[d])
+                yield shards[d], is_wrong
 
 
 def moved_dims(op: Op, partitioned: PartitionedProgram) -> Dims:

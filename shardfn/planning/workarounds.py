@@ -139,7 +139,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
         if op.name == "dynamic_slice" and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds"))
         if is_uneven(op, partitioned, moved_from):
-            movement, dims = movement_of(op, partitioned), moved_dims(op, partitioned)
+            movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
             if (movement, dims) not in done:
                 found.setdefault(WrongOp(op.where, "movement", movement=movement, dims=dims))
         if op.name == "fft" and partitioned.platform == "cpu" and partitioned.axes:

@@ -34,7 +34,7 @@ def constraints_as_given(
         if index is None:
             continue
         op, read = graph.ops[index], [partitioned.specs[v] for v in there.inputs]
-        if op.rule is None or _reads_as_given(op, read, given):
+        if op.rule is None or there.rule is None or _reads_as_given(op, read, given):
             continue
         results = tuple(partitioned.specs[v] for v in there.outputs)
         found[index] = OpConstraint((None,) * len(op.inputs), _results_as_given(op, op.rule, results, given))
