@@ -11,6 +11,8 @@
 - A batch in groups, unless image and kernel are sharded alike along the contracted dimension and the result's batch is
   unsharded.
 - A sharding constraint on a grouped convolution may abort the process.
+
+Since JAX 0.12 some reshardings end the process, on every platform (`ends_process`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Convolution, Op, Spec, axes_of, axis_name, axis_size
 
 
@@ -49,6 +52,34 @@ def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[i
     sharded = [image[a] or result[b] for a, b in zip(found.image, found.result, strict=True)]
     is_one = sum(map(bool, sharded)) == 1 and (found.is_dense or is_pointwise)
     return any(sharded) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
+
+
+def ends_process(before: Spec, after: Spec, axes: Mapping[str, int]) -> bool:
+    """Whether XLA ends the process over a resharding.
+
+    It does where an axis moves to another dimension while a further axis follows it in its old place or its new one, and no
+    size of the two divides the other. Found by trying all pairs of shardings of two dimensions over 2 x 3, 3 x 2, 2 x 4 and
+    4 x 2 devices.
+
+    >>> ends_process(((), ("a",)), (("a", "b"), ()), {"a": 2, "b": 3})
+    True
+    >>> ends_process(((), ("a",)), (("b", "a"), ()), {"a": 2, "b": 3})
+    False
+    """
+    if IS_BEFORE_JAX_0_12 or len(axes) == 1:
+        return False
+    places = {axis: dim for dim, own in enumerate(after) for axis in own}
+    for dim, own in enumerate(before):
+        for i, axis in enumerate(own):
+            new = places.get(axis, dim)
+            if new == dim:
+                continue
+            left = [y for y in own[i + 1 :] if y in after[dim]]
+            met = [y for y in after[new][after[new].index(axis) + 1 :] if y not in own]
+            sizes = [sorted((axis_size(axis, axes), axis_size(y, axes))) for y in (*left, *met)]
+            if any(most % least for least, most in sizes):
+                return True
+    return False
 
 
 def aborts_if_constrained(op: Op) -> bool:

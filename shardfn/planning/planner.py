@@ -16,7 +16,7 @@ from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.uneven_movement import movements_of_equation, moves_shards
-from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
+from shardfn.planning.workarounds import WrongOp, refuse_reshardings, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.problem import Answer, SearchCandidate, objective
 
@@ -74,7 +74,10 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     other = with_workarounds(posed.call, first, wrong)
     best = _best_correct(other, _unconstrained(answer), search(other))
     candidate = correct_candidate(posed, answer)
-    if candidate and objective(candidate.cost, posed.problem) < objective(_cost(other, best), posed.problem):
+    if candidate and (
+        not is_correct(other, best)
+        or objective(candidate.cost, posed.problem) < objective(_cost(other, best), posed.problem)
+    ):
         return plan_fixed_answer(posed, _as_correct(answer, candidate))
     return _with_all_workarounds(posed, plan_without_workarounds(other, best), best, wrong)
 
@@ -149,6 +152,7 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
     while more := tuple(w for w in _wrong_ops(posed, plan.partitioned, wrong) if w not in wrong):
         wrong = (*wrong, *more)
         plan = plan_without_workarounds(with_workarounds(posed.call, plan, wrong), _unconstrained(answer))
+    refuse_reshardings(_wrong_ops(posed, plan.partitioned, wrong))
     note = workaround_note(wrong)
     return with_notes(plan, note) if note else plan
 

@@ -37,7 +37,7 @@ from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
-from shardfn.partition.xla_bugs import is_miscompiled
+from shardfn.partition.xla_bugs import ends_process, is_miscompiled
 from shardfn.planning.even_scatters import NEUTRAL, even_scatter, is_unsigned, rows_multiple
 from shardfn.planning.uneven_movement import (
     Dims,
@@ -95,7 +95,7 @@ _OVER_WINDOWS = frozenset(
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
     `transform` (or its `layout`, if nothing is gathered), a `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice
-    (`bounds`) or a `movement`."""
+    (`bounds`) or a `movement`; or a resharding (`reshard`), which has no workaround."""
 
     where: str
     kind: str = "window"
@@ -109,7 +109,8 @@ class WrongOp(NamedTuple):
 
 def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
     """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
-    Fourier transforms that may not run, reductions that do not compile, and pads that may do either.
+    Fourier transforms that may not run, reductions that do not compile, pads that may do either, and reshardings that end the
+    process.
 
     Args:
       partitioned: the program with its shardings.
@@ -121,6 +122,9 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
     for before, after in reversed(reshardings(partitioned.graph)):
         moved_to[before] = moved_to.get(after, after)
     found: dict[WrongOp, None] = {}
+    for after, before in moved_from.items():
+        if ends_process(partitioned.specs[before], partitioned.specs[after], partitioned.axes):
+            found.setdefault(WrongOp("", "reshard"))
     for op in partitioned.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
             found.setdefault(WrongOp(op.where))
@@ -212,6 +216,21 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
         if (window.spacing > 1 and window.low > 0) or (is_wrong and not partitioned.specs[operand][window.dim]):
             return True
     return False
+
+
+def refuse_reshardings(wrong: Sequence[WrongOp]) -> None:
+    """Refuse a plan whose resharding ends the process.
+
+    Raises:
+      StrategyError: there is one.
+    """
+    if any(w.kind == "reshard" for w in wrong):
+        fail(
+            StrategyError,
+            "this plan moves shards of one dimension to another in a way that ends the process in JAX 0.12",
+            why="the axes have sizes of which none divides the other, as 2 and 3 on 6 devices",
+            fix="use a number of devices that is a power of two, or leave one of the two dimensions unsharded",
+        )
 
 
 def workaround_note(wrong: Sequence[WrongOp]) -> str:

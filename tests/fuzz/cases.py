@@ -162,6 +162,24 @@ PROGRAMS = {
     "a Fourier transform of shards of one element": lines(
         (1, 1, 2), (1, 1, 2), "jnp.fft.fft(x0, axis=0)", "jnp.concatenate([v0, x0[0:]], 0)", dtype="complex64"
     ),
+    "one row by a stride": lines((48, 1), (3, 1), "lax.slice(x0, [47, 0], [48, 1], [3, 1])", devices=3),
+    "the first row, where each shard has one": lines((8,), (8,), "jnp.concatenate([x0, x0[0:1]], 0)", devices=8),
+    "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),
+    "an associative scan of two rows a shard": lines((4,), (2,), "lax.associative_scan(jnp.maximum, x0, axis=0)"),
+    "padded by means, then cropped by a pad": lines(
+        (2, 2), (2, 1), "jnp.pad(x0.T, ((1, 0), (2, 0)), mode='mean')", "lax.pad(v0, 2.0, [(0, 0, 0), (0, -1, 0)])"
+    ),
+    "rows shifted, then a part added to in reverse": lines(
+        (8,), (2,), "x0.at[:-1].set(x0[1:])", "v0.at[:3:-1].add(0.5)"
+    ),
+    "a grouped convolution with windows of one": lines(
+        (32, 48),
+        (2, 1),
+        "lax.conv_general_dilated(x0[None], jnp.cos(jnp.arange(64.0)).reshape(8, 8, 1), (1,), 'VALID', feature_group_count=4)",
+    ),
+    "a function inside that takes a slice of all rows": lines(
+        (12,), (1,), "x0[10:12]", "shard(lambda u: lax.dynamic_slice_in_dim(u, jnp.argmax(u[:1]), 2, 0), ((1,),))(v0)"
+    ),
     "second derivative of a maximum over windows of one": lines(
         (8,), (2,), "lax.reduce_window(x0, -jnp.inf, lax.max, (1,), (1,), 'VALID')", checks=("values", "second")
     ),

@@ -42,6 +42,12 @@ def staggered(u):
     return u.at[:-1].add(0.1 * (u[1:] - u[:-1])).at[1:].add(-0.1 * (u[1:] - u[:-1]))
 
 
+def red_black(u):
+    for first in (1, 2):
+        u = u.at[first:-1:2].set(0.5 * (u[first - 1 : -2 : 2] + u[first + 1 :: 2]))
+    return u
+
+
 HALOS = {
     "inner points updated": (loop(inner), (8, 1), 3 * 2 * ROW),
     "inner points on two axes": (loop(inner), (2, 4), 3 * (2 * ROW // 4 + 2 * ROW // 2)),
@@ -54,6 +60,7 @@ HALOS = {
     "jnp.gradient": (lambda u: jnp.gradient(u, axis=0), (8, 1), 2 * ROW),
     "jnp.diff": (lambda u: jnp.diff(u, axis=0, append=0.0), (8, 1), ROW),
     "half the rows": (lambda u: 0.5 * u[::2] + 0.25 * (jnp.roll(u, 1, 0)[::2] + u[1::2]), (8, 1), ROW),
+    "red and black rows": (red_black, (8, 1), 4 * ROW),
     "staggered grids": (staggered, (8, 1), 2 * ROW),
     "a sum of what has a neighbour": (lambda u: (u[1:] * u[:-1]).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8),
 }  # fmt: skip

@@ -184,6 +184,19 @@ def test_fourier_transforms_run_as_they_are_planned(level):
     np.testing.assert_allclose(shardfn.shard(filtered, level=level)(*SIGNAL), filtered(*SIGNAL), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(IS_BEFORE_JAX_0_12, reason="JAX 0.10 compiles it")
+def test_resharding_that_ends_the_process_is_avoided_or_refused():
+    def doubled(x):
+        return 2 * x
+
+    x, entries = np.ones((6, 16), "float32"), (((1, 2),), ((6, 1),))
+    with pytest.raises(shardfn.ShardError, match=r"ends the process in JAX 0\.12"):
+        shardfn.plan(doubled, x, in_strategy=entries[0], out_strategy=entries[1], device=jax.devices()[:6])
+    with pytest.raises(shardfn.ShardError, match="leave one of the two dimensions unsharded"):
+        shardfn.shard(doubled, *entries, device=jax.devices()[:6])(x)
+    np.testing.assert_array_equal(shardfn.shard(doubled, ((1, 2),), ((3, 2),), device=jax.devices()[:6])(x), 2 * x)
+
+
 def grouped(groups, dilation):
     def convolved(a, b):
         return jax.lax.conv_general_dilated(a, b, (1, 1), "SAME", rhs_dilation=(dilation,) * 2, feature_group_count=groups,

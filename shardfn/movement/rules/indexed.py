@@ -21,9 +21,11 @@ from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Value, joine
 
 
 def gather_rule(call: Call) -> Value | None:
-    """Rows at places that are known: a slice, a strided slice, or few rows."""
+    """Rows at places that are known: a slice, a strided slice, few rows, or one window."""
     value, index = call.operands
     numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
+    if isinstance(index, Known) and index.array.ndim == 1:
+        return _window(call, value, index.array.tolist())
     if (
         not isinstance(index, Known)
         or numbers.operand_batching_dims
@@ -49,6 +51,21 @@ def gather_rule(call: Call) -> Value | None:
     else:
         return None
     return None if found is None else moved_dim(call.emitter, found, dim, batch[0])
+
+
+def _window(call: Call, value: Value, place: Sequence[int]) -> Value | None:
+    """One window at a place that is known."""
+    numbers, sizes, start = call.params["dimension_numbers"], call.params["slice_sizes"], [0] * len(value.shape)
+    for d, at in zip(numbers.start_index_map, place, strict=True):
+        start[d] = at
+    if not (kept := _in_bounds([start], sizes, value.shape, call.params["mode"])):
+        return None
+    found = call.emitter.movable(value)
+    for d, (first, rows) in enumerate(zip(kept[0][1], sizes, strict=True)):
+        found = rows_of(call.emitter, found, d, first, rows)
+    for d in sorted(numbers.collapsed_slice_dims, reverse=True):
+        found = squeezed(call.emitter, found, d)
+    return found
 
 
 def _stride(rows: Sequence[int]) -> int:
