@@ -223,7 +223,8 @@ class Emitter:
             self.cut[id(made)] = made
             return made
         base = max(framed, key=lambda i: places[i][0].rows)
-        found, is_selected, is_shifted = None, False, False
+        arrays: dict[int, tuple[Any, list[Any]]] = {}
+        is_shifted = False
         position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
         for i in [base, *(i for i in range(len(places)) if i != base)]:
             part, start = places[i]
@@ -236,16 +237,16 @@ class Emitter:
                 is_shifted |= shift != 0
             else:
                 own = self._piece(part, dim, frame, first)
-            if found is None or own is found:
-                found = own
-                continue
-            self.shifted += 1
             bounds = [position >= first] if start > 0 else []
             bounds += [position < stop] if start + part.rows < value.shape[dim] else []
-            mask = functools.reduce(operator.and_, bounds)
-            is_selected = True
+            fill = scalar_of(part.source)
+            arrays.setdefault(id(own if fill is None else fill), (own, []))[1].append(bounds)
+        (found, _), *others = arrays.values()
+        for own, ranges in others:
+            mask = functools.reduce(operator.or_, [functools.reduce(operator.and_, bounds) for bounds in ranges])
             found = lax.select(jnp.broadcast_to(mask, frame.shape), jnp.broadcast_to(own, frame.shape), found)
-        self.shifted += is_shifted and not is_selected and not value.is_rotation
+        self.shifted += len(others)
+        self.shifted += is_shifted and not others and not value.is_rotation
         return found
 
     def _rotated(self, x: Any, shift: int, dim: int) -> Any:
