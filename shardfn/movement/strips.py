@@ -53,7 +53,7 @@ class Halo(NamedTuple):
 def rotation_of(eqn: Any) -> Rotation | None:
     """The rotation that an equation is (`rotated`), or None."""
     inside = eqn.params["jaxpr"].eqns if is_rotation(eqn) else []
-    if [one.primitive.name for one in inside] != ["slice", "slice", "concatenate"]:
+    if len(inside) != 3 or inside[-1].primitive.name != "concatenate":  # a part of a rotation
         return None
     dim = inside[-1].params["dimension"]
     size, start = eqn.outvars[0].aval.shape[dim], inside[0].params["start_indices"][dim]

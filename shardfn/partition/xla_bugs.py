@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Convolution, Op, Spec, axes_of, axis_name, axis_size
 
 
@@ -55,7 +54,7 @@ def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[i
 
 
 def ends_process(before: Spec, after: Spec, axes: Mapping[str, int]) -> bool:
-    """Whether XLA ends the process over a resharding.
+    """Whether XLA ends the process over a resharding, since JAX 0.12.
 
     It does where an axis moves to another dimension while a further axis follows it in its old place or its new one, and no
     size of the two divides the other. Found by trying all pairs of shardings of two dimensions over 2 x 3, 3 x 2, 2 x 4 and
@@ -66,8 +65,6 @@ def ends_process(before: Spec, after: Spec, axes: Mapping[str, int]) -> bool:
     >>> ends_process(((), ("a",)), (("b", "a"), ()), {"a": 2, "b": 3})
     False
     """
-    if IS_BEFORE_JAX_0_12 or len(axes) == 1:
-        return False
     places = {axis: dim for dim, own in enumerate(after) for axis in own}
     for dim, own in enumerate(before):
         for i, axis in enumerate(own):

@@ -130,7 +130,7 @@ def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
         is_cropped = any(max(edges) > (size - 1) * spacing for size, spacing, edges in rows)
         is_found = is_cropped or max(*params["window_strides"], *params["base_dilation"], 1) > 1
     else:
-        is_found = name in ("pad", "dynamic_update_slice", "fft") or name in _CUMULATIVE or bool(_overlapping(eqn))
+        is_found = name in _AT_RISK or bool(_overlapping(eqn))
     return is_found and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
 
 
@@ -234,5 +234,5 @@ def _window_sum(params: dict[str, Any], x: Any) -> Any:
 
 _LINEAR: dict[str, Callable[..., Any]] = {"slice": _slice, "pad": _pad, "reduce_window_sum": _window_sum}
 """The tangents of linear ops, by the op's parameters and its operands' tangents."""
-_CUMULATIVE = frozenset({"cumprod", "cummax", "cummin", "cumlogsumexp"})
+_AT_RISK = frozenset({"pad", "dynamic_update_slice", "fft", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})

@@ -14,8 +14,14 @@ from shardfn.errors import StrategyError
 X = np.arange(120, dtype=np.float32).reshape(8, 15)  # only dimension 0 can be sharded
 
 
+@pytest.fixture(autouse=True)
+def unknown_bugs(monkeypatch):
+    """No bug of XLA is known, so that there are programs that it does not compile."""
+    monkeypatch.setattr("shardfn.planning.planner.wrong_ops", lambda *_: ())
+
+
 def _observed(x):
-    """XLA does not compile it where dimension 0 is sharded 8 ways; `planning.workarounds` does not see into the branches."""
+    """XLA does not compile it where dimension 0 is sharded 8 ways."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     jax.debug.callback(lambda _: None, x)
     first = jax.lax.cond(True, lambda x: x[:1], lambda x: x[:1], x)
