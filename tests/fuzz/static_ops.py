@@ -155,7 +155,7 @@ def at_indices(d: Draw, x: Value) -> str:
         outside = d.coin(0.3)
         index = d.indices(size, length, outside=outside)
         mode = f', mode="{d.one("drop", "clip", "fill", "drop")}"' if outside else ""
-        if mode and "clip" in mode and how == "multiply":
+        if "clip" in mode and how in ("multiply", "max", "min"):  # JAX's gradients of these are wrong, unsharded too
             mode = ', mode="drop"'
     value = d.number(x) if d.coin(0.7) else f"{x}[{at(x, axis, str(d.int(0, size - 1)))}]"
     value = value if x.rank == 1 or axis == 0 or value == d.number(x) else d.number(x)
