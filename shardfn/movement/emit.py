@@ -212,7 +212,8 @@ class Emitter:
         places = list(zip(value.parts, starts, strict=False))
         sources = [_of_source(frame, part, dim, start) for part, start in places]
         framed = [i for i, source in enumerate(sources) if source is not None and alignments(value, dim)]
-        if not framed:
+        is_simple = bool(places) and all(part.rows == 1 or scalar_of(part.source) is not None for part in value.parts)
+        if not framed and not is_simple:
             if size != value.shape[dim]:
                 return _embedded(self._in_parts(value), frame)
             pieces = []
@@ -222,7 +223,7 @@ class Emitter:
             made = pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
             self.cut[id(made)] = made
             return made
-        base = max(framed, key=lambda i: places[i][0].rows)
+        base = max(framed or range(len(places)), key=lambda i: places[i][0].rows)
         arrays: dict[int, tuple[Any, list[Any]]] = {}
         is_shifted = False
         position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
@@ -242,6 +243,7 @@ class Emitter:
             fill = scalar_of(part.source)
             arrays.setdefault(id(own if fill is None else fill), (own, []))[1].append(bounds)
         (found, _), *others = arrays.values()
+        found = jnp.broadcast_to(found, frame.shape)
         for own, ranges in others:
             mask = functools.reduce(operator.or_, [functools.reduce(operator.and_, bounds) for bounds in ranges])
             found = lax.select(jnp.broadcast_to(mask, frame.shape), jnp.broadcast_to(own, frame.shape), found)

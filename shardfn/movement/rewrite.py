@@ -17,7 +17,7 @@ from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules import ELEMENTWISE, RULES, Call, split
-from shardfn.movement.values import Known, Lazy, Value
+from shardfn.movement.values import Known, Lazy, Spread, Value
 
 _MOVING = frozenset({"slice", "pad", "concatenate", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
                      "scatter-sub", "dynamic_update_slice", "dynamic_slice", "split"})  # fmt: skip
@@ -114,7 +114,10 @@ def _constant(array: Any) -> Value:
 
 def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRules) -> list[Value]:
     name = eqn.primitive.name
-    whole = eqn.outvars if name == "concatenate" else (*eqn.invars, *eqn.outvars)
+    if name == "reduce_sum" and 0 in eqn.invars[0].aval.shape and 0 not in eqn.outvars[0].aval.shape:
+        out = eqn.outvars[0].aval
+        return [Spread(out.shape, out.dtype, np.zeros((), out.dtype), ())]
+    whole = {"concatenate": eqn.outvars, "split": eqn.invars}.get(name, (*eqn.invars, *eqn.outvars))
     if not eqn.effects and not any(0 in v.aval.shape for v in whole if hasattr(v.aval, "shape")):
         known = [array for o in operands if (array := _known(o)) is not None]
         if len(known) == len(operands) and (array := folded(eqn, known)) is not None:

@@ -83,6 +83,8 @@ class Elementwise(Lazy):
     operands: tuple[Value, ...]
     safe: float | None = None
     """Operands at which its derivative is finite; None if it is so at all."""
+    rows: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
+    """Of a value that has no frame, the op on the rows that were asked for, by dimension, the first and their number."""
 
     def below(self) -> Sequence[Value]:
         """Its operands."""
@@ -171,7 +173,19 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
             return Spread(shape, value.dtype, value.operand, value.dims)
         return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
+    if isinstance(value, Elementwise) and value.home is None and _is_larger(value, dim):
+        place = dim, first, rows
+        if place not in value.rows:
+            own = (sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
+            value.rows[place] = Elementwise(shape, value.dtype, value.bind, tuple(own), value.safe, source=value.source)
+        return value.rows[place]
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
+
+
+def _is_larger(value: Value, dim: int) -> bool:
+    """Whether a value has more rows than each array that they come from, so that it has no frame."""
+    found = alignments(value, dim)
+    return bool(found) and all(one.size < value.shape[dim] for one in found)
 
 
 def form(value: Value) -> Any:

@@ -60,15 +60,18 @@ def correct_gradients(
             return unsharded(mesh, transformed(eqn, unsharded(mesh, own, along)), along)
         return even_lookup(eqn, own, others[0], multiple) if eqn.primitive.name == "gather" else None
 
+    def is_right(eqn: Any) -> bool:
+        return is_rotation(eqn) or _is_roll(eqn, devices)
+
     def bind_linear(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        found = None if is_rotation(eqn) else linear(eqn, *inputs)
+        found = None if is_right(eqn) else linear(eqn, *inputs)
         return bind_one(eqn, inputs) if found is None else [found]
 
     def is_chosen(eqn: Any, number: int) -> bool:
-        return is_rotation(eqn) or _is_at_risk(eqn, multiple, devices)
+        return is_right(eqn) or _is_at_risk(eqn, multiple, devices)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        if is_rotation(eqn):
+        if is_right(eqn):
             return bind_one(eqn, inputs)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
@@ -99,6 +102,26 @@ def correct_gradients(
 def has_gradients_at_risk(jaxpr: Any, multiple: int, devices: int) -> bool:
     """Whether `correct_gradients` changes a function for a number of devices, by its jaxpr."""
     return any(_is_at_risk(eqn, multiple, devices) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+
+
+def _is_roll(eqn: Any, devices: int) -> bool:
+    """Whether an equation is a `jnp.roll` along dimensions of even shards: two slices and their concatenation, for each."""
+    closed = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
+    if closed is None or len(closed.jaxpr.invars) != 1 or not closed.jaxpr.eqns or len(closed.jaxpr.eqns) % 3:
+        return False
+    (value,), eqns = closed.jaxpr.invars, closed.jaxpr.eqns
+    for end, start, whole in zip(eqns[::3], eqns[1::3], eqns[2::3], strict=True):
+        parts = [one.outvars[0] for one in (end, start) if one.primitive.name == "slice" and one.invars[0] is value]
+        if (
+            whole.primitive.name != "concatenate"
+            or whole.invars != parts
+            or whole.outvars[0].aval.shape != value.aval.shape
+        ):
+            return False
+        if value.aval.shape[whole.params["dimension"]] % devices:
+            return False
+        (value,) = whole.outvars
+    return closed.jaxpr.outvars[0] is value
 
 
 def _cropped(eqn: Any, devices: int) -> list[int]:

@@ -251,7 +251,8 @@ def _best_correct(posed: PosedCall, *answers: Answer) -> Answer:
 
 def _unconstrained(answer: Answer) -> Answer:
     """The answer for the program with workarounds, without constraints and costs: that program's ops have other numbers."""
-    return dataclasses.replace(answer, constraints={}, runner_up="")
+    others = tuple(c for c in answer.others if not c.constraints)
+    return dataclasses.replace(answer, constraints={}, others=others, runner_up="")
 
 
 def with_notes(plan: Plan, *notes: str) -> Plan:

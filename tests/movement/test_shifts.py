@@ -48,6 +48,22 @@ def red_black(u):
     return u
 
 
+def padded(u, mode="constant"):
+    p = jnp.pad(u, 1, mode=mode)
+    return p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u
+
+
+def faces(q):
+    """A finite-volume step: one more flux than cells."""
+    p = jnp.pad(q, ((1, 1), (0, 0)), mode="edge")
+    flux = jnp.tanh(p[1:] * p[:-1])
+    return q - 0.1 * (flux[1:] - flux[:-1])
+
+
+def gradient_of(function):
+    return jax.grad(lambda u: jnp.sum(jnp.sin(function(u)) * u))
+
+
 HALOS = {
     "inner points updated": (loop(inner), (8, 1), 3 * 2 * ROW),
     "inner points on two axes": (loop(inner), (2, 4), 3 * (2 * ROW // 4 + 2 * ROW // 2)),
@@ -60,6 +76,10 @@ HALOS = {
     "jnp.gradient": (lambda u: jnp.gradient(u, axis=0), (8, 1), 2 * ROW),
     "jnp.diff": (lambda u: jnp.diff(u, axis=0, append=0.0), (8, 1), ROW),
     "half the rows": (lambda u: 0.5 * u[::2] + 0.25 * (jnp.roll(u, 1, 0)[::2] + u[1::2]), (8, 1), ROW),
+    "one flux more than cells": (faces, (8, 1), 2 * ROW),
+    "gradient of a zero-padded stencil": (gradient_of(padded), (8, 1), 4 * ROW),
+    "gradient of a wrapped stencil": (gradient_of(lambda u: padded(u, "wrap")), (8, 1), 4 * ROW),
+    "gradient of rows before the first": (gradient_of(lambda u: jnp.diff(u, axis=0, prepend=u[:1])), (8, 1), 2 * ROW),
     "red and black rows": (red_black, (8, 1), 4 * ROW),
     "staggered grids": (staggered, (8, 1), 2 * ROW),
     "a sum of what has a neighbour": (lambda u: (u[1:] * u[:-1]).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8),

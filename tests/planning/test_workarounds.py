@@ -197,6 +197,30 @@ def test_resharding_that_ends_the_process_is_avoided_or_refused():
     np.testing.assert_array_equal(shardfn.shard(doubled, ((1, 2),), ((3, 2),), device=jax.devices()[:6])(x), 2 * x)
 
 
+def test_gradient_of_a_roll_from_outside_exchanges_rows():
+    def curved(u):
+        return jnp.roll(u, 1, 0) + jnp.roll(u, (-1, 2), (0, 1)) - 2 * u
+
+    def loss(function):
+        return lambda u: jnp.sum(function(u) ** 2)
+
+    u = drawn(3, 32, 16)
+    sharded = shardfn.shard(curved, ((8, 1),))
+    gradient = jax.jit(jax.grad(loss(sharded)), in_shardings=sharded.plan(u).in_shardings)
+    assert "all-gather" not in gradient.lower(u).compile().as_text()
+    np.testing.assert_allclose(gradient(u), jax.grad(loss(curved))(u), rtol=1e-4, atol=1e-4)
+
+
+def test_candidates_of_a_program_without_shared_halos_are_not_asked_of_one_with_them():
+    def energy(image):
+        p = jnp.pad(image, 1, mode="edge")
+        m = p[:-2, 2:] + p[1:-1, 2:] + p[2:, 2:] - p[:-2, :-2]
+        return jnp.sum(jnp.hypot(m, p[2:, 1:-1]) ** 2)
+
+    plan = shardfn.plan(jax.grad(energy), jax.ShapeDtypeStruct((32, 16), "float32"), device="cpu:8", budget="fast")
+    assert plan.inputs[0].shape == (32, 16)
+
+
 def grouped(groups, dilation):
     def convolved(a, b):
         return jax.lax.conv_general_dilated(a, b, (1, 1), "SAME", rhs_dilation=(dilation,) * 2, feature_group_count=groups,

@@ -44,12 +44,16 @@ def slice_rule(call: Call) -> Value | None:
 
 def split(call: Call) -> list[Value]:
     """The results of `lax.split`."""
-    (value,), dim = call.operands, call.params["axis"]
-    starts = [0, *itertools.accumulate(call.params["sizes"])]
+    (value,), dim, sizes = call.operands, call.params["axis"], call.params["sizes"]
+    starts = itertools.accumulate(sizes, initial=0)
     return [
-        rows_of(call.emitter, value, dim, first, rows)
-        for first, rows in zip(starts, call.params["sizes"], strict=False)
+        rows_of(call.emitter, value, dim, first, rows) if rows else _empty(with_rows(value.shape, dim, 0), value.dtype)
+        for first, rows in zip(starts, sizes, strict=False)
     ]
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> Spread:
+    return Spread(shape, dtype, np.zeros((), dtype), ())
 
 
 def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
