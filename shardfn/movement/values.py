@@ -162,7 +162,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         for part in value.parts:
             low, high = max(first - start, 0), min(first + rows - start, part.rows)
             if low < high:
-                parts.append(Part(high - low, part.source, part.first + low))
+                parts.append(_cut(part, dim, low, high))
             start += part.rows
         return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
             Moved(shape, value.dtype, dim, ()))  # fmt: skip
@@ -180,6 +180,14 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             value.rows[place] = Elementwise(shape, value.dtype, value.bind, tuple(own), value.safe, source=value.source)
         return value.rows[place]
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
+
+
+def _cut(part: Part, dim: int, low: int, high: int) -> Part:
+    """The rows from `low` to `high` of a part."""
+    first, rows = part.first + low, high - low
+    if isinstance(part.source, Elementwise) and part.source.home is None and _is_larger(part.source, dim):
+        return Part(rows, sliced(part.source, dim, first, rows), 0)
+    return Part(rows, part.source, first)
 
 
 def _is_larger(value: Value, dim: int) -> bool:
