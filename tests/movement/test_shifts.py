@@ -96,6 +96,15 @@ def test_stencil_sends_its_halo_as_predicted_and_compiled(function, strategy, ha
     np.testing.assert_allclose(sharded(u), jax.jit(function)(u), rtol=1e-5, atol=1e-5)
 
 
+def test_gradient_of_one_flux_more_than_cells_sends_rows_only():
+    function = gradient_of(faces)
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(N, N)), jnp.float32)
+    sharded = shardfn.shard(function, ((8, 1),))
+    assert sum(c.total_bytes for c in compile_plan(sharded.plan(u)).collectives) <= 12 * ROW
+    assert sharded.plan(u).cost.bytes_sent <= 12 * ROW and not sharded.plan(u).diagnostics
+    np.testing.assert_allclose(sharded(u), function(u), rtol=1e-5, atol=1e-5)
+
+
 def test_open_search_shards_a_heat_equation_with_fixed_edges():
     def heat(u):
         new = inner(u)
