@@ -12,18 +12,7 @@ from jax import lax
 
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.values import (
-    Iota,
-    Known,
-    Lazy,
-    Moved,
-    Part,
-    Spread,
-    Value,
-    joined,
-    sliced,
-    with_rows,
-)
+from shardfn.movement.values import Iota, Known, Lazy, Moved, Part, Spread, Value, joined, sliced, with_rows
 
 
 def slice_rule(call: Call) -> Value | None:
