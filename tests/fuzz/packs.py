@@ -52,7 +52,7 @@ class Pack:
 class Finding:
     """What became of a check: "right", "wrong", "crashed", "refused", "unsure" or "invalid", and the text that says why.
 
-    "unsure" is a difference that noise of a millionth explains. "invalid" is a program that does not run unsharded.
+    "unsure" is a difference that noise of a millionth, or the rounding of fusions on one device, explains. "invalid" is a program that does not run unsharded.
     Compiled for a device, a check is "right" if it compiles.
     """
 

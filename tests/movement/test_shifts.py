@@ -43,6 +43,12 @@ def staggered(u):
     return u.at[:-1].add(0.1 * (u[1:] - u[:-1])).at[1:].add(-0.1 * (u[1:] - u[:-1]))
 
 
+def red_black(u):
+    for first in (1, 2):
+        u = u.at[first:-1:2].set(0.5 * (u[first - 1 : -2 : 2] + u[first + 1 :: 2]))
+    return u
+
+
 def padded(u, mode="constant"):
     p = jnp.pad(u, 1, mode=mode)
     return p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u
@@ -75,6 +81,7 @@ HALOS = {
     "gradient of a zero-padded stencil": (gradient_of(padded), (8, 1), 4 * ROW),
     "gradient of a wrapped stencil": (gradient_of(lambda u: padded(u, "wrap")), (8, 1), 4 * ROW),
     "gradient of rows before the first": (gradient_of(lambda u: jnp.diff(u, axis=0, prepend=u[:1])), (8, 1), 2 * ROW),
+    "red and black rows": (red_black, (8, 1), 4 * ROW),
     "staggered grids": (staggered, (8, 1), 2 * ROW),
     "a sum of what has a neighbour": (lambda u: (u[1:] * u[:-1]).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8),
 }  # fmt: skip

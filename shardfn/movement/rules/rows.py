@@ -12,7 +12,7 @@ from jax import lax
 
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.values import Iota, Known, Lazy, Moved, Part, Spread, Value, joined, sliced, with_rows
+from shardfn.movement.values import Elementwise, Known, Lazy, Moved, Part, Spread, Value, joined, sliced, with_rows
 
 
 def slice_rule(call: Call) -> Value | None:
@@ -52,14 +52,14 @@ def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> 
 
 def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
     """Each `stride`-th row: of an array whose size the stride divides, one of each group, which needs no neighbours."""
-    value = rows_of(emitter, value, dim, first, (rows - 1) * stride + 1)
+    value = rows_of(emitter, emitter.settled(value), dim, first, (rows - 1) * stride + 1)
     if rows == 1:
         return value
     if isinstance(value, Moved) and value.dim == dim and len(value.parts) == 1:
         (part,) = value.parts
     else:
-        part = Part(value.shape[dim], emitter.array(value) if isinstance(value, Moved) else value, 0)
-    source = emitter.array(part.source) if isinstance(part.source, Spread | Iota | Known) else part.source
+        part = Part(value.shape[dim], value, 0)
+    source = part.source if isinstance(part.source, Elementwise) else emitter.array(part.source)
     if isinstance(source, Lazy) or source.shape[dim] % stride:
         return None
     group, lane = divmod(part.first, stride)
