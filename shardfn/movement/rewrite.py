@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
-from shardfn.movement.rules import ELEMENTWISE, RULES, Call, split
+from shardfn.movement.rules import RULES, Call, split
+from shardfn.movement.rules.elements import ELEMENTWISE
 from shardfn.movement.values import Known, Lazy, Spread, Value
 
 _MOVING = frozenset({"slice", "pad", "concatenate", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
@@ -131,7 +132,7 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
                 o if hasattr(o, "shape") else np.asarray(o, v.aval.dtype)
                 for o, v in zip(operands, eqn.invars, strict=True)
             )
-            found = rule(Call(eqn, tuple(operands if rule is ELEMENTWISE else shaped), emitter))
+            found = rule(Call(eqn, tuple(operands if name in ELEMENTWISE else shaped), emitter))
             if found is not None:
                 return [emitter.bounded(found)]
     if name in ("jit", "pjit") and _is_plain(eqn):

@@ -13,7 +13,7 @@ from jax import lax
 
 from shardfn.ir.rewrite import bind_one
 from shardfn.movement.emit import is_rotation, rotated, rotation_jit
-from shardfn.movement.rules import ELEMENTWISE, RULES
+from shardfn.movement.rules.elements import ELEMENTWISE
 
 
 class Node(NamedTuple):
@@ -63,8 +63,10 @@ def rotation_of(eqn: Any) -> Rotation | None:
 def operands_of(eqn: Any, node: Node) -> list[Node] | None:
     """What the strips of a result are computed from; None if they are not."""
     name = eqn.primitive.name
-    if RULES.get(name) is ELEMENTWISE:
-        return [Node(v, node.dim) for v in eqn.invars if v.aval.shape]
+    if name in ELEMENTWISE:
+        operands = [v for v in eqn.invars if v.aval.shape]
+        is_repeated = any(v.aval.shape != node.var.aval.shape for v in operands)
+        return None if is_repeated else [Node(v, node.dim) for v in operands]
     if name == "optimization_barrier":
         return [Node(eqn.invars[eqn.outvars.index(node.var)], node.dim)]
     if name == "iota":
@@ -89,7 +91,7 @@ def on_strips(
     name, params, dim = eqn.primitive.name, eqn.params, node.dim
     own = [strips[one, halo] for one in operands_of(eqn, node) or ()]
     shape = _divided(node.var.aval.shape, dim, halo.shards, halo.rows)
-    if RULES.get(name) is ELEMENTWISE:
+    if name in ELEMENTWISE:
         return bind_one(eqn, [own.pop(0) if v.aval.shape else read(v) for v in eqn.invars])[0]
     if name == "optimization_barrier":
         return lax.optimization_barrier(own[0])

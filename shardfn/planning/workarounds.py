@@ -237,10 +237,22 @@ def workaround_note(wrong: Sequence[WrongOp]) -> str:
     """The diagnostic of the workarounds in a plan."""
     said = []
     for kind, texts in _KINDS.items():
-        lines = dict.fromkeys(w.where for w in wrong if w.kind == kind)
+        lines: dict[str, dict[str, None]] = {}
+        for one in wrong:
+            if one.kind == kind:
+                lines.setdefault(one.where, {})[_shapes(one.movement)] = None
         if lines and texts.note:
-            said.append(texts.note.format(", ".join(filter(None, lines)) or "a line that is not known"))
+            said.append(texts.note.format(", ".join(_place(line, [*filter(None, of)]) for line, of in lines.items())))
     return "; ".join(said)
+
+
+def _place(line: str, shapes: Sequence[str]) -> str:
+    """A line with the shapes of what is moved there."""
+    return (line or "a line that is not known") + (f" ({', '.join(shapes)})" if shapes else "")
+
+
+def _shapes(movement: Movement | None) -> str:
+    return "" if movement is None else f"{movement.op} of {movement.operands[0]} to {movement.result}"
 
 
 class _Kind(NamedTuple):
@@ -288,7 +300,7 @@ _KINDS = {
     ),
     "movement": _Kind(
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
-        "values. To avoid it, use sizes that the number of shards divides",
+        "values. To avoid it, use sizes that the number of shards divides, or apply the op that reads these rows to all rows",
         "movement {} might be computed wrongly by XLA",
         "its shards are uneven",
         "use sizes that the number of shards divides, or leave these dimensions unsharded",

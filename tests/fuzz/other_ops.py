@@ -288,6 +288,12 @@ def convert(d: Draw, x: Value) -> str:
     return d.one(f"{x} > 0", f"lax.complex({x}, {d.other(x)})", f"jnp.round({x})", f"jnp.floor({x}).astype(int)")
 
 
+@op(1, "f", rounds=True)
+def activation(d: Draw, x: Value) -> str:
+    name = d.one("relu", "relu6", "softplus", "silu", "elu", "leaky_relu")
+    return d.one(f"jax.nn.{name}({x})", f"jax.nn.{name}({x})", f"jnp.logaddexp({x}, {d.other(x)})")
+
+
 @op(2, "fic", rounds=True)
 def binary(d: Draw, x: Value) -> str:
     axis = d.axis(x)

@@ -82,6 +82,13 @@ HALOS = {
     "gradient of a wrapped stencil": (gradient_of(lambda u: padded(u, "wrap")), (8, 1), 4 * ROW),
     "gradient of rows before the first": (gradient_of(lambda u: jnp.diff(u, axis=0, prepend=u[:1])), (8, 1), 2 * ROW),
     "red and black rows": (red_black, (8, 1), 4 * ROW),
+    "a function with a derivative rule": (
+        lambda u: u.at[1:-1].add(jax.nn.softplus(u[2:] - u[:-2])), (8, 1), 2 * ROW,
+    ),
+    "inner rows without their means": (
+        lambda u: u.at[1:-1].add(u[2:] - u[:-2].mean(1, keepdims=True)), (8, 1), ROW + ROW // N,
+    ),
+    "a product of inner rows": (lambda u: u.at[1:-1].add(u[2:] @ jnp.eye(N) - u[:-2]), (8, 1), 2 * ROW),
     "staggered grids": (staggered, (8, 1), 2 * ROW),
     "a sum of what has a neighbour": (lambda u: (u[1:] * u[:-1]).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8),
 }  # fmt: skip
@@ -95,6 +102,22 @@ def test_stencil_sends_its_halo_as_predicted_and_compiled(function, strategy, ha
     assert plan.cost.bytes_sent <= 1.2 * halo
     assert sum(c.total_bytes for c in compile_plan(plan).collectives) == pytest.approx(plan.cost.bytes_sent, rel=0.02)
     np.testing.assert_allclose(sharded(u), jax.jit(function)(u), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.softplus, jnp.sinc])
+def test_rows_of_a_function_with_a_derivative_rule_keep_the_rule(activation):
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32).at[3].set(0.0)
+
+    def function(u):
+        return u.at[1:-1].add(activation(u[1:-1]))
+
+    sharded = shardfn.shard(function, ((8, 1),))
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda u: jnp.sum(jnp.sin(f(u)))))(u)
+
+    assert sharded.plan(u).cost.bytes_sent == 0
+    np.testing.assert_allclose(gradient(sharded), gradient(function), rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_of_one_flux_more_than_cells_sends_rows_only():

@@ -11,9 +11,9 @@ import operator
 from jax import lax
 
 from shardfn.movement.rules.call import Call, Rule
-from shardfn.movement.rules.elements import elementwise_rule
+from shardfn.movement.rules.elements import ELEMENTWISE, custom_jvp_rule, elementwise_rule
 from shardfn.movement.rules.indexed import gather_rule, scatter_rule
-from shardfn.movement.rules.reductions import along_rule, least, most, reduce_rule
+from shardfn.movement.rules.reductions import along_rule, dot_rule, least, most, reduce_rule
 from shardfn.movement.rules.rows import (
     concatenate_rule,
     dynamic_slice_rule,
@@ -25,22 +25,11 @@ from shardfn.movement.rules.rows import (
 )
 from shardfn.movement.rules.shapes import broadcast_rule, iota_rule, reshape_rule, squeeze_rule, transpose_rule
 
-__all__ = ["ELEMENTWISE", "RULES", "Call", "split"]
-
-_ELEMENTWISE = (
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
-    "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
-    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "sub", "tan", "tanh", "xor",
-)  # fmt: skip
-
-ELEMENTWISE: Rule = elementwise_rule
+__all__ = ["RULES", "Call", "split"]
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, ELEMENTWISE),
+    **dict.fromkeys(ELEMENTWISE, elementwise_rule),
+    "custom_jvp_call": custom_jvp_rule,
     "slice": slice_rule,
     "pad": pad_rule,
     "concatenate": concatenate_rule,
@@ -70,6 +59,7 @@ RULES: dict[str, Rule] = {
         functools.partial(along_rule, lambda p: (p["axis"],), True),
     ),
     "sort": functools.partial(along_rule, lambda p: (p["dimension"],), True),
+    "dot_general": dot_rule,
     **dict.fromkeys(("argmax", "argmin"), functools.partial(along_rule, lambda p: p["axes"], False)),
 }
 """By primitive."""

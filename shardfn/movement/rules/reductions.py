@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn.movement.emit import frame_of, inside
+from shardfn.movement.emit import Frame, frame_of, inside
 from shardfn.movement.rules.call import Call
 from shardfn.movement.values import Elementwise, Moved, Value, sliced, with_rows
 
@@ -67,3 +67,23 @@ def along_rule(axes: Callable[[Mapping[str, Any]], Sequence[int]], keeps: bool, 
         return Moved(shape, parts[0].source.dtype, dim, parts)
 
     return of(value) if value.dim not in worked else None
+
+
+def dot_rule(call: Call) -> Value | None:
+    """A product of values that are moved along dimensions that are neither contracted nor of a batch."""
+    contracted, batch = call.params["dimension_numbers"]
+    frames, kept = [], []
+    for value, *fixed in zip(call.operands, contracted, batch, strict=True):
+        frame = frame_of(value) if isinstance(value, Moved | Elementwise) else None
+        frame = frame or Frame(value.shape, (0,) * len(value.shape))
+        if any(frame.shape[d] != value.shape[d] for dims in fixed for d in dims):
+            return None
+        frames.append(frame)
+        free = (d for d in range(len(value.shape)) if d not in (*fixed[0], *fixed[1]))
+        kept += [(frame.offset[d], value.shape[d]) for d in free]
+    if all(frame.shape == value.shape for frame, value in zip(frames, call.operands, strict=True)):
+        return None
+    found = call.bound(*map(call.emitter.place, call.operands, frames))
+    for dim, (first, rows) in enumerate(kept, len(batch[0])):
+        found = sliced(found, dim, first, rows)
+    return found
