@@ -149,10 +149,12 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
       answer: shardings.
       wrong: ops with workarounds.
     """
-    while more := tuple(w for w in _wrong_ops(posed, plan.partitioned, wrong) if w not in wrong):
+    found = _wrong_ops(posed, plan.partitioned, wrong)
+    while more := [w for w in found if w not in wrong]:
         wrong = (*wrong, *more)
         plan = plan_without_workarounds(with_workarounds(posed.call, plan, wrong), _unconstrained(answer))
-    refuse_reshardings(_wrong_ops(posed, plan.partitioned, wrong))
+        found = _wrong_ops(posed, plan.partitioned, wrong)
+    refuse_reshardings(found)
     note = workaround_note(wrong)
     return with_notes(plan, note) if note else plan
 
