@@ -191,8 +191,10 @@ class Emitter:
                 found = sliced(found, dim, first, rows)
             return self.place(found, frame)
         if isinstance(value, Iota):
-            positions = lax.broadcasted_iota(value.dtype, frame.shape, value.dim)
-            return positions - np.array(frame.offset[value.dim], value.dtype) if frame.offset[value.dim] else positions
+            if not frame.offset[value.dim]:
+                return lax.broadcasted_iota(value.dtype, frame.shape, value.dim)
+            positions = lax.broadcasted_iota(np.int32, frame.shape, value.dim) - np.int32(frame.offset[value.dim])
+            return lax.convert_element_type(positions, value.dtype)  # of few bits, it rounds the largest
         if isinstance(value, Spread):
             own = [
                 (1, 0) if rows == 1 != value.shape[d] else (frame.shape[d], frame.offset[d])
@@ -402,14 +404,18 @@ def rotated(x: Any, shift: int, dim: int) -> Any:
     >>> rotated(jnp.arange(4), 1, 0)
     Array([3, 0, 1, 2], dtype=int32)
     """
-    size = x.shape[dim]
+    return _rotation(x.shape[dim], shift, dim)(x)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _rotation(size: int, shift: int, dim: int) -> Callable[..., Any]:
     start = -shift % size
 
     def rotation(x: Any) -> Any:
         ends = (start, size), (0, start)
         return lax.concatenate([lax.slice_in_dim(x, *end, axis=dim) for end in ends], dim)
 
-    return rotation_jit(rotation)(x)
+    return rotation_jit(rotation)
 
 
 def rotation_jit(function: Callable[..., Any]) -> Callable[..., Any]:

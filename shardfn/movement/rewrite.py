@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 from jax.core import Tracer
@@ -20,13 +21,33 @@ from shardfn.movement.rules import RULES, Call, split
 from shardfn.movement.rules.elements import ELEMENTWISE
 from shardfn.movement.values import Known, Lazy, Spread, Value
 
-_MOVING = frozenset({"slice", "pad", "concatenate", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max",
-                     "scatter-sub", "dynamic_update_slice", "dynamic_slice", "split"})  # fmt: skip
+_PLACES = {"gather": (1, 2), "scatter": (1, 2), "scatter-add": (1, 2), "scatter-sub": (1, 2), "scatter-mul": (1, 2),
+           "scatter-min": (1, 2), "scatter-max": (1, 2), "dynamic_slice": (1, None),
+           "dynamic_update_slice": (2, None)}  # fmt: skip
+"""Primitives that move rows at places: which of their operands these are."""
+_MOVING = frozenset({"slice", "pad", "concatenate", "rev", "split"})
 
 
-def may_move(jaxpr: Any) -> bool:
-    """Whether a function has static movement that `with_shifts` looks at."""
-    return any(eqn.primitive.name in _MOVING or any(map(may_move, inner(eqn))) for eqn in jaxpr.eqns)
+def may_move(jaxpr: Any, known: Collection[Any] = ()) -> bool:
+    """Whether a function has static movement that `with_shifts` looks at.
+
+    Args:
+      jaxpr: the function.
+      known: the arguments that depend on no argument of the whole program.
+    """
+    known = {*jaxpr.constvars, *known}
+    for eqn in jaxpr.eqns:
+        name, fixed = eqn.primitive.name, [isinstance(v, core.Literal) or v in known for v in eqn.invars]
+        if name in _MOVING or (name in _PLACES and all(fixed[slice(*_PLACES[name])])):
+            return True
+        is_jit = name in ("jit", "pjit")
+        for inside in inner(eqn):
+            own = [v for v, is_fixed in zip(inside.invars, fixed, strict=True) if is_fixed] if is_jit else ()
+            if may_move(inside, own):
+                return True
+        if all(fixed):
+            known.update(eqn.outvars)
+    return False
 
 
 Shifts = Mapping[tuple[int, int], set[int]]
@@ -39,8 +60,10 @@ def shifts_of(closed: Any) -> Shifts | None:
         return None
     emitter = Emitter()
     args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
-    jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(*args)
-    return emitter.wanted if emitter.shifted else None
+    made = jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(
+        *args
+    )
+    return emitter.wanted if emitter.shifted or not may_move(made.jaxpr) else None
 
 
 def _rules(emitter: Emitter) -> RebindRules:
@@ -108,7 +131,7 @@ def _constant(array: Any) -> Value:
     """A constant of a jaxpr: known if it is small, of integers or bools, and no tracer."""
     if isinstance(array, Tracer) or not hasattr(array, "dtype") or np.size(array) > LARGEST:
         return array
-    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
+    if not jnp.issubdtype(array.dtype, jnp.integer) and array.dtype != bool:
         return array
     return Known(tuple(array.shape), array.dtype, np.asarray(array), lambda: array)
 

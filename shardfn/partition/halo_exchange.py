@@ -98,15 +98,18 @@ def _used_shards(own: int, size: int, out_size: int, shards: int, window: Window
 
 
 def rotation_permutes(shift: int, own: int) -> tuple[HaloPermute, ...]:
-    """The permutes of a rotation: each shard of `own` rows receives the last `shift` before it, or the first `-shift` behind it.
+    """The permutes of a rotation: the rows of each shard of `own` rows that other shards receive, from one or two shards.
 
     >>> rotation_permutes(5, 4)
-    (HaloPermute(start=0, end=4), HaloPermute(start=3, end=4))
+    (HaloPermute(start=0, end=3), HaloPermute(start=3, end=4))
     >>> rotation_permutes(-1, 4)
     (HaloPermute(start=0, end=1),)
     """
-    wanted = [min(abs(shift) - n, own) for n in range(0, abs(shift), own)]
-    return tuple(HaloPermute(own - rows, own) if shift > 0 else HaloPermute(0, rows) for rows in wanted)
+    shards, rows = divmod(abs(shift), own)
+    at = own - rows if shift > 0 else rows
+    ends = HaloPermute(0, at), HaloPermute(at, own)
+    near, far = ends if shift > 0 else ends[::-1]
+    return tuple(part for part in ((near,) if shards else ()) + (far,) if part.start < part.end)
 
 
 def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> tuple[HaloPermute, ...] | None:

@@ -137,12 +137,18 @@ def _in_bounds(index: Any, operand: Any, updates: Any, params: Mapping[str, Any]
     windows = iter(updates.shape[d] for d in numbers.update_window_dims)
     absent = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     last = [n - (1 if d in absent else next(windows)) for d, n in enumerate(operand.shape)]
+    index = _wide(index)
     return jnp.clip(index, 0, np.array([last[d] for d in numbers.scatter_dims_to_operand_dims], index.dtype))
+
+
+def _wide(index: Any) -> Any:
+    """An index of 32 bits or more: one of few bits may not hold the number of all rows."""
+    return index.astype(np.promote_types(index.dtype, np.int32))
 
 
 def _outside(index: Any, rows: Sequence[int], operand: Any) -> Any:
     """An index with further rows, each another place out of bounds."""
-    padded = _with_rows(index.astype(np.promote_types(index.dtype, np.int32)), rows, 0)
+    padded = _with_rows(_wide(index), rows, 0)
     *batch, _ = padded.shape
     number = np.arange(math.prod(batch), dtype=padded.dtype).reshape(*batch, 1) + max(operand.shape)
     is_further = np.pad(np.zeros(index.shape, bool), [(0, count) for count in rows], constant_values=True)

@@ -294,6 +294,19 @@ def activation(d: Draw, x: Value) -> str:
     return d.one(f"jax.nn.{name}({x})", f"jax.nn.{name}({x})", f"jnp.logaddexp({x}, {d.other(x)})")
 
 
+@op(1, "f", rounds=True)
+def increasing(d: Draw, x: Value) -> str:
+    """Of neighbours of an increasing array, what has no value for the last and the first one."""
+    axis = d.axis(x)
+    rises = f"jnp.diff(jnp.cumsum(jnp.abs({x}) + 0.1, {axis}), axis={axis})"
+    return d.one(f"jnp.log({rises})", f"jnp.sqrt({rises})", f"{x}.mean() * jnp.sqrt({rises})")
+
+
+@op(0.5, "fc", rounds=True)
+def scaled(d: Draw, x: Value) -> str:
+    return d.one(f"{x} * jnp.tanh({x}.real.mean())", f"{x} / (1 + jnp.abs({x}).max())")
+
+
 @op(2, "fic", rounds=True)
 def binary(d: Draw, x: Value) -> str:
     axis = d.axis(x)

@@ -89,6 +89,10 @@ HALOS = {
         lambda u: u.at[1:-1].add(u[2:] - u[:-2].mean(1, keepdims=True)), (8, 1), ROW + ROW // N,
     ),
     "a product of inner rows": (lambda u: u.at[1:-1].add(u[2:] @ jnp.eye(N) - u[:-2]), (8, 1), 2 * ROW),
+    "a pad that is cut off": (lambda u: jnp.pad(u, 1)[1:-1, 1:-1] + 1, (8, 1), 0),
+    "rows by their numbers": (
+        lambda u: ((u[np.arange(1, N)] - u[np.arange(N - 1)]) ** 2).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8,
+    ),
     "staggered grids": (staggered, (8, 1), 2 * ROW),
     "a sum of what has a neighbour": (lambda u: (u[1:] * u[:-1]).sum(0), (8, 1), ROW + 2 * ROW * 7 / 8),
 }  # fmt: skip
@@ -118,6 +122,47 @@ def test_rows_of_a_function_with_a_derivative_rule_keep_the_rule(activation):
 
     assert sharded.plan(u).cost.bytes_sent == 0
     np.testing.assert_allclose(gradient(sharded), gradient(function), rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_by_a_scalar_does_not_see_rows_outside_the_value():
+    def function(u, c):
+        return u.at[1:].set(c * jnp.log(u[1:] - u[:-1]))
+
+    u, sharded = jnp.linspace(1, 9, 16), shardfn.shard(function, ((8,), ()))
+    want, got = (jax.grad(lambda u, c, f=f: (f(u, c) ** 2).sum(), (0, 1))(u, 0.5) for f in (function, sharded))
+    for w, g in zip(want, got, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4)
+
+
+def test_gradient_of_complex_absolute_values_does_not_see_rows_outside_the_value():
+    def function(z):
+        return z.at[1:].set(jnp.abs(1 / (z[1:] - z[:-1])))
+
+    z = jnp.exp(1j * jnp.arange(16.0)).at[-1].set(1.0)
+    want, got = (jax.grad(lambda z, f=f: f(z).real.sum())(z) for f in (function, with_shifts(function)))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_positions_of_few_bits():
+    def function(u):
+        return u.at[104:].add(u[:-104] * jnp.arange(200, dtype=u.dtype))
+
+    u = jnp.ones(304, jnp.bfloat16)
+    np.testing.assert_array_equal(shardfn.shard(function, ((8,),))(u), function(u))
+
+
+def test_function_that_closes_over_a_key():
+    key = jax.random.key(0)
+    plan = shardfn.plan(
+        lambda x: x.at[1:].add(x[:-1]) + jax.random.normal(key, x.shape), jnp.ones(64), in_strategy=((8,),)
+    )
+    assert plan.cost.bytes_sent == 4
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 20, 32, -8, -13])
+def test_rotation_by_more_rows_than_a_shard_is_predicted(rows):
+    plan = shardfn.plan(lambda u: jnp.roll(u, rows, 0), jnp.ones((64, 4)), in_strategy=((8, 1),))
+    assert plan.cost.bytes_sent == sum(c.total_bytes for c in compile_plan(plan).collectives) <= 8 * 4 * 4
 
 
 def test_gradient_of_one_flux_more_than_cells_sends_rows_only():

@@ -32,14 +32,16 @@ _FINITE = frozenset(
     {"add", "add_any", "sub", "neg", "abs", "max", "min", "sign", "clamp", "select_n", "convert_element_type", "copy", "real",
      "imag", "conj", "complex", "floor", "ceil", "round", "reduce_precision", "stop_gradient"}
 )  # fmt: skip
-"""Their derivatives are finite for all operands, and so are those of `mul` with a number."""
+"""Their derivatives are finite for all operands, but that of `abs` for complex ones; so is that of `mul` by a literal. Of
+a scalar that is an operand the derivative is a sum over elements, which must be finite."""
 
 
 def elementwise_rule(call: Call) -> Value | None:
     """An op on elements, if a value that it takes is moved, or none is an array."""
     name = call.eqn.primitive.name
-    is_scaled = name == "mul" and any(not np.shape(o) for o in call.operands)
-    return _elementwise(call, call.bound, None if name in _FINITE or is_scaled else 2.0 if name == "acosh" else 0.5)
+    is_scaled = name == "mul" and any(isinstance(v, core.Literal) for v in call.eqn.invars)
+    is_finite = is_scaled or (name in _FINITE and not (name == "abs" and jnp.iscomplexobj(call.operands[0])))
+    return _elementwise(call, call.bound, None if is_finite else 2.0 if name == "acosh" else 0.5)
 
 
 def custom_jvp_rule(call: Call) -> Value | None:
