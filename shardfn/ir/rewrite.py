@@ -1,12 +1,13 @@
 """Rewriting a jaxpr: chosen equations are bound again by another function.
 
-Loops, branches, `jit` and `checkpoint` are opened where an equation inside is chosen; all else is bound as it is.
-Functions with their own derivative rules (custom_vjp, custom_jvp) are never opened, so that they keep them.
+Loops, branches, `jit`, `checkpoint`, linear solves and functions with derivative rules of their own are opened where an equation
+inside is chosen; all else is bound as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util
 from jax.extend import core, source_info_util
+
+from shardfn.ir.derivative_rules import open_jvp, open_vjp
 
 Bind = Callable[[Any, list[Any], int], list[Any]]
 """Takes an equation, its inputs and its number, and gives its outputs."""
@@ -84,7 +87,7 @@ def constants(closed: Any) -> list[Any]:
 def evaluate_with_constants(closed: Any, constant: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
     """The results of a closed jaxpr for flat arguments, with `constant(c)` in the place of each constant `c`.
 
-    Those inside functions with their own derivative rules stay as they are.
+    Those inside functions with their own derivative rules, which may not close over what is differentiated, stay as they are.
     """
     rules = RebindRules(lambda eqn, number: False, lambda eqn, inputs, number: [], lambda eqn: None, constant)
     return _evaluate(closed.jaxpr, rules.constants(closed), args, rules, 0)
@@ -151,7 +154,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: Rebin
 
 
 def _outputs(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
-    opened = OPEN.get(eqn.primitive.name)
+    opened = None if how.constant and eqn.primitive.name in _WITH_RULES else OPEN.get(eqn.primitive.name)
     if _is_uncounted(eqn):
         return bind_one(eqn, inputs)
     if how.wanted(eqn, number):
@@ -269,7 +272,40 @@ def _open_checkpoint(eqn: Any, inputs: list[Any], how: RebindRules, number: int)
     return _evaluate(made.jaxpr, made.consts, inputs, rules, 0)
 
 
+def _open_custom(
+    opened: Callable[..., list[Any]], eqn: Any, inputs: list[Any], how: RebindRules, number: int
+) -> list[Any]:
+    def rewrite(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+            flat = _function(closed, how, _UNNUMBERED)(*tree_util.tree_leaves(args))
+            return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
+
+        return run
+
+    value = _function(eqn.params["call_jaxpr"], how, number)
+    return opened(lambda *xs: bind_one(eqn, xs), value, rewrite, inputs)
+
+
+def _open_linear_solve(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
+    found = []
+    for closed in eqn.params["jaxprs"]:
+        if closed is not None:
+            closed, before = jax.make_jaxpr(_function(closed, how, number))(*closed.in_avals), closed
+            number += _size(before.jaxpr)
+        found.append(closed)
+    jaxprs = type(eqn.params["jaxprs"])(*found)
+    return eqn.primitive.bind(*inputs, **{**eqn.params, "jaxprs": jaxprs})
+
+
+_UNNUMBERED = -(1 << 40)
+"""The number of the first equation of what is not in the program: the derivatives that a rule makes."""
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_linear_solve"})
+
 OPEN: dict[str, Callable[..., list[Any]]] = {
+    "custom_jvp_call": functools.partial(_open_custom, open_jvp),
+    "custom_vjp_call": functools.partial(_open_custom, open_vjp),
+    "custom_linear_solve": _open_linear_solve,
     "jit": _open_jit,
     "pjit": _open_jit,
     "scan": _open_scan,

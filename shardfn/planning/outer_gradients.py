@@ -6,7 +6,7 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A pad becomes a pad by negative numbers (a crop). With strides between windows a sum over windows becomes both.
 - Max and min pooling becomes a `select_and_scatter`, which is wrong where windows overlap by half or more.
 - A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
-- An update at a dynamic place becomes a dynamic slice, of which XLA forgets that its place is clamped.
+- A dynamic slice and an update at a dynamic place become one another, and XLA forgets that their places are clamped.
 - A Fourier transform may read a transposed array on CPU, and fail.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
 
@@ -75,7 +75,7 @@ def correct_gradients(
             return bind_one(eqn, inputs)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
-        if eqn.primitive.name == "dynamic_update_slice":
+        if eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
             return bind_one(eqn, clamped(eqn, inputs))
 
         def op(*operands: Any) -> Any:
@@ -257,5 +257,7 @@ def _window_sum(params: dict[str, Any], x: Any) -> Any:
 
 _LINEAR: dict[str, Callable[..., Any]] = {"slice": _slice, "pad": _pad, "reduce_window_sum": _window_sum}
 """The tangents of linear ops, by the op's parameters and its operands' tangents."""
-_AT_RISK = frozenset({"pad", "dynamic_update_slice", "fft", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+_AT_RISK = frozenset(
+    {"pad", "dynamic_slice", "dynamic_update_slice", "fft", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+)
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})

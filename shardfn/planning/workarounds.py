@@ -140,7 +140,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
-        if op.name == "dynamic_slice" and _forgets_bounds(op, moved_to, partitioned):
+        if op.name in _AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds"))
         if is_uneven(op, partitioned, moved_from):
             movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
@@ -172,11 +172,19 @@ def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
 
 
 def _forgets_bounds(op: Op, after: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
-    """Whether the result of a dynamic slice is sharded along a dimension that it shortens; `after` are resharded values."""
-    table, made = (partitioned.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    """Whether the result of a dynamic slice, or of an update at a dynamic place, is sharded along a dimension of which the op
+    reads or writes a part; `after` are resharded values."""
+    table, part = (partitioned.graph.values[v].shape for v in (op.inputs[0], _AT_PLACES[op.name](op)))
     shards = [partitioned.shards(v) for v in {op.outputs[0], after.get(op.outputs[0], op.outputs[0])}]
-    shortened = [d for d, (before, rows) in enumerate(zip(table, made, strict=True)) if before != rows]
+    shortened = [d for d, (before, rows) in enumerate(zip(table, part, strict=True)) if before != rows]
     return op.rule is not None and any(each[d] > 1 for each in shards for d in shortened)
+
+
+_AT_PLACES: dict[str, Callable[[Op], int]] = {
+    "dynamic_slice": lambda op: op.outputs[0],
+    "dynamic_update_slice": lambda op: op.inputs[1],
+}
+"""What these ops read or write at a place."""
 
 
 def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -236,13 +244,13 @@ def refuse_reshardings(wrong: Sequence[WrongOp]) -> None:
 def workaround_note(wrong: Sequence[WrongOp]) -> str:
     """The diagnostic of the workarounds in a plan."""
     said = []
-    for kind, texts in _KINDS.items():
+    for kind, note in _NOTES.items():
         lines: dict[str, dict[str, None]] = {}
         for one in wrong:
             if one.kind == kind:
                 lines.setdefault(one.where, {})[_shapes(one.movement)] = None
-        if lines and texts.note:
-            said.append(texts.note.format(", ".join(_place(line, [*filter(None, of)]) for line, of in lines.items())))
+        if lines:
+            said.append(note.format(", ".join(_place(line, [*filter(None, of)]) for line, of in lines.items())))
     return "; ".join(said)
 
 
@@ -255,74 +263,33 @@ def _shapes(movement: Movement | None) -> str:
     return "" if movement is None else f"{movement.op} of {movement.operands[0]} to {movement.result}"
 
 
-class _Kind(NamedTuple):
-    """What is said of ops of one kind."""
-
-    note: str
-    """The diagnostic of a plan, with their lines; empty if the workaround changes nothing that a user sees."""
-    inside: str = ""
-    """The error where one is inside a function with custom derivative rules; empty if it is right at most places."""
-    why: str = ""
-    """Why that is an error."""
-    fix: str = ""
-    """What the user can do, where it needs it with the number that divides the number of updates."""
-
-
-_KINDS = {
-    "window": _Kind(
+_NOTES = {
+    "window": (
         "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}, and all dimensions of "
         "grouped convolutions: for this sharding XLA computes wrong values or gradients. To avoid it, shard one spatial "
-        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself",
-        "a convolution or pooling {} would be computed wrongly by XLA",
-        "XLA miscompiles the sharding of its spatial dimensions",
-        "leave its spatial dimensions unsharded, shard the image over all devices, or use shardfn.halo.conv",
+        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself"
     ),
-    "transform": _Kind(
+    "transform": (
         "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "
-        "a program that may stop when it runs. To avoid it, shard the first dimension only",
-        "a Fourier transform {} might stop when it runs",
-        "XLA on CPU may transpose its operand",
-        "shard its first dimension only",
+        "a program that may stop when it runs. To avoid it, shard the first dimension only"
     ),
-    "layout": _Kind(""),
-    "padding": _Kind(
+    "padding": (
         "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
-        "wrong values or does not compile",
-        "a pad {} would be computed wrongly by XLA",
-        "a replicated dimension is padded between its elements into shards",
-        "leave that dimension unsharded, or shard the operand too",
+        "wrong values or does not compile"
     ),
-    "scatter": _Kind(
-        "shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0",
-        "a scatter {} would be computed wrongly by XLA",
-        "its updates are sharded unevenly",
-        "make the number of its updates a multiple of {}, or leave them unsharded",
-    ),
-    "movement": _Kind(
+    "scatter": "shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0",
+    "movement": (
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
-        "values. To avoid it, use sizes that the number of shards divides, or apply the op that reads these rows to all rows",
-        "movement {} might be computed wrongly by XLA",
-        "its shards are uneven",
-        "use sizes that the number of shards divides, or leave these dimensions unsharded",
+        "values. To avoid it, use sizes that the number of shards divides, or apply the op that reads these rows to all rows"
     ),
-    "update": _Kind(
-        "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
-        "an update {} might be computed wrongly by XLA",
-        "it writes a part of a sharded array",
-        "update outside of the function with these rules, or leave the array unsharded",
-    ),
-    "bounds": _Kind(
-        "shardfn clamps the places of the dynamic slices at {}: XLA forgets to, where their results are sharded"
-    ),
-    "reduction": _Kind(
+    "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
+    "bounds": "shardfn clamps the places of the dynamic slices and updates at {}: XLA forgets to, if their results are sharded",
+    "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
-        "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded",
-        "a reduction {} would not compile",
-        "its dimensions are sharded, XLA has no collective for it",
-        "leave the reduced dimensions unsharded, or reduce by sums, products, minima or maxima",
+        "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
     ),
 }
-"""By kind; an error names the first of them that it meets."""
+"""The diagnostic of a plan by kind, with the lines of the ops."""
 
 
 def replicate_wrong_ops(
@@ -340,7 +307,7 @@ def replicate_wrong_ops(
       static_argnums: as in `jax.jit`.
 
     Raises:
-      StrategyError: when traced, such an op is inside a function with custom derivative rules.
+      StrategyError: when traced, such an op is inside an equation that is not opened.
     """
 
     kinds = {w.kind for w in wrong}
@@ -352,7 +319,7 @@ def replicate_wrong_ops(
     is_one = {**_IS_ONE, "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn))}
 
     def kinds_of(eqn: Any) -> list[str]:
-        return [kind for kind in _KINDS if kind in kinds and is_one[kind](eqn)]
+        return [kind for kind in kinds if kind in is_one and is_one[kind](eqn)]
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if is_rotation(eqn):  # whose shards are even
@@ -372,11 +339,13 @@ def replicate_wrong_ops(
 
     def refuse(eqn: Any) -> None:
         found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
-        for kind, said in _KINDS.items():
-            if kind in found and said.inside:
-                what = said.inside.format(f"inside a `{eqn.primitive.name}`")
-                why = f"{said.why}, and custom derivative rules hide it from shardfn"
-                fail(StrategyError, what, why=why, fix=said.fix.format(multiple))
+        if found - {"bounds", "layout"}:
+            fail(
+                StrategyError,
+                f"an op inside a `{eqn.primitive.name}` might be computed wrongly by XLA, or not compile",
+                why=f"shardfn does not rewrite what is inside a `{eqn.primitive.name}`",
+                fix="leave the dimensions along which the op works unsharded, or take it out",
+            )
 
     return rebind(function, lambda eqn, number: is_rotation(eqn) or bool(kinds_of(eqn)), bind, static_argnums, refuse)
 
@@ -467,7 +436,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "layout": lambda eqn: eqn.primitive.name == _TRANSFORM,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
-    "bounds": lambda eqn: eqn.primitive.name == "dynamic_slice",
+    "bounds": lambda eqn: eqn.primitive.name in _AT_PLACES,
     "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,
     "reduction": _reduced,
 }

@@ -47,8 +47,8 @@ def jitted_for_calls(plan: Plan, nested: bool = False) -> Any:
 
     Args:
       plan: the plan, made in this process.
-      nested: whether it is for calls inside a transformation. Results then get constraints: `out_shardings` would also
-        apply to their cotangents, which may have any sharding.
+      nested: whether it is for calls inside a transformation. Arguments and results then get constraints: shardings of the
+        `jit` would also apply to tangents and cotangents, which may come with any sharding.
     """
     function, options = _for_calls(plan, nested)
     return jax.jit(function, **options)
@@ -91,9 +91,12 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
 
         @functools.wraps(function)
         def constrained(*flat: Any) -> Any:
-            return tree_util.tree_map(jax.lax.with_sharding_constraint, function(*flat), outs)
+            own = dataclasses.replace(call.function.call, values=flat)
+            placed = tree_util.tree_map(jax.lax.with_sharding_constraint, own.dynamic, ins)
+            results = function(*own.replaced(tree_util.tree_structure(own.dynamic), tree_util.tree_leaves(placed)))
+            return tree_util.tree_map(jax.lax.with_sharding_constraint, results, outs)
 
-        return constrained, {"in_shardings": ins, "static_argnums": static_argnums}
+        return constrained, {"static_argnums": static_argnums}
     return function, {"in_shardings": ins, "out_shardings": outs, **_outermost(call)}
 
 

@@ -165,6 +165,7 @@ PROGRAMS = {
     "a stencil, then a bound of every second row": lines(
         (8, 8), (1, 2), "x0.at[1:-1, 1:-1].add(0.2 * (x0[2:, 1:-1] + x0[1:-1, :-2]))", "v0.at[1:-1:2].min(2.0)"
     ),
+    "a row outside": lines((24, 8), (8, 1), "jnp.sin(x0)", "v0[30] * x0[-40]", devices=8),
     "one row by a stride": lines((48, 1), (3, 1), "lax.slice(x0, [47, 0], [48, 1], [3, 1])", devices=3),
     "the first row, where each shard has one": lines((8,), (8,), "jnp.concatenate([x0, x0[0:1]], 0)", devices=8),
     "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),

@@ -236,6 +236,12 @@ def dynamic_slice_at_constant(d: Draw, x: Value) -> str:
     return f"lax.dynamic_slice({x}, {starts}, {sizes})"
 
 
+@op(1, EVERY, ranks=(2, 3), is_static=True)
+def element(d: Draw, x: Value) -> str:
+    axis = d.axis(x)
+    return f"{x}[{at(x, axis, str(d.int(-2 * x.shape[axis], 2 * x.shape[axis])))}]"
+
+
 @op(2, EVERY, is_static=True)
 def dynamic_update_slice_at_constant(d: Draw, x: Value) -> str:
     axis = d.axis(x)

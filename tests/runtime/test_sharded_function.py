@@ -160,6 +160,9 @@ OUTSIDE = {
     "value_and_grad, jitted": (lambda f: jax.jit(jax.value_and_grad(loss(f))), (W, X)),
     "grad of a checkpoint": (lambda f: jax.grad(loss(jax.checkpoint(f))), (W, X)),
     "second derivatives": (lambda f: jax.grad(lambda w, x: jax.grad(loss(f))(w, x).sum()), (W, X)),
+    "derivatives along a vector": (
+        lambda f: lambda x, w: jax.grad(lambda x: jnp.vdot(jax.grad(lambda x: loss(f)(w, x))(x), x))(x), (X, W)
+    ),
     "hessian": (lambda f: jax.hessian(lambda v: f(v.reshape(2, 2), V[:2, :4]).sum()), (jnp.arange(4.0),)),
     "jacrev": (jax.jacrev, (X[:2, :4], V[:4, :4])),
     "jacfwd": (jax.jacfwd, (X[:2, :4], V[:4, :4])),
