@@ -43,8 +43,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 @pytest.fixture(autouse=True)
 def _fresh_context():
-    """What a test sets in the context ends with it."""
+    """What a test sets in the context ends with it, and so does what sharded functions of one function share."""
     yield
+    if (shared := sys.modules.get("shardfn.runtime.shared_entries")) is not None:
+        shared.forget_shared()
     context = sys.modules.get("shardfn.mindspore.context")  # where it was never imported, nothing was set
     if context is not None:
         context.reset_auto_parallel_context()

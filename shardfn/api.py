@@ -92,8 +92,8 @@ def shard(
         - for a pytree argument, one entry for all its arrays, or a container of entries with its structure.
       out_strategy: a tuple with one entry for each element of a returned tuple; for any other result of one entry. None
         leaves the results to propagation.
-      device: "CPU", "GPU", "TPU", a list of devices, a `jax.sharding.Mesh`, whose axes the plan then uses, or hardware to plan
-        for ("tpu-v5e:4x8"). None is the mesh around the call (`jax.set_mesh`), or else all devices.
+      device: "CPU", "GPU", "TPU", a device, a list of them, a `jax.sharding.Mesh`, whose axes the plan then uses, or hardware to
+        plan for ("tpu-v5e:4x8"). None is the mesh around the call (`jax.set_mesh`), or else all devices.
       level: the objective of the search: "communication" (0), the fewest bytes sent with the work evenly spread; "memory"
         (1), the smallest peak per device; or "time" (2), the shortest modelled step. None is that of the layout file, or
         else "communication".
@@ -302,11 +302,19 @@ def _not_a_function(fn: Any, called: str, fix: str) -> NoReturn:
          why=f"the first argument of `{called}` is the function that is sharded", fix=fix)  # fmt: skip
 
 
+_FIXES = {
+    classmethod: "write @classmethod above @shard",
+    property: "shard a method, and call it from the property",
+}
+
+
 def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
     if not callable(fn):
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
+        if isinstance(fn, classmethod | property):
+            fix = _FIXES[type(fn)]
         _not_a_function(fn, "shard", fix)
     sharded = ShardedFunction(fn, options)
     option_checks.check(options, sharded.callee.signature)

@@ -124,10 +124,13 @@ def watched(posed: PosedCall, say: Callable[[str], None]) -> PosedCall:
     return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, watch=watch))
 
 
-def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
-    """The layout file of the options, or the default one, which is for every function."""
+def _layout_file(options: Options, defaults: Defaults, name: str) -> LayoutFile | None:
+    """The layout file of the options, or the default one, which is for every function. One that was made from a plan of another
+    function than that of this name holds for the arguments that it names, as the parameters of an evaluation step."""
     if options.layout is not None:
-        return files.read_layout(options.layout)
+        found = files.read_layout(options.layout)
+        is_of_another = bool(found.fingerprint) and found.function != name
+        return dataclasses.replace(found, results=(), every_rule_matches=False) if is_of_another else found
     if not defaults.layout_file:
         return None
     return dataclasses.replace(files.read_layout(pathlib.Path(defaults.layout_file)), every_rule_matches=False)
@@ -141,7 +144,7 @@ def make_entry(
     Raises:
       ShardError: all problems of the call.
     """
-    layout = _layout_file(options, defaults)
+    layout = _layout_file(options, defaults, callee.name)
     with recording(callee.root, callee.name) as read:
         posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
@@ -151,7 +154,7 @@ def make_entry(
     if note := not_fully_used(plan, defaults.algorithm):
         warn(note)
         plan = with_notes(plan, note)
-    if layout is not None and not layout.every_rule_matches:  # the context's: it is for every function
+    if layout is not None and not layout.every_rule_matches:
         note = unmatched_note(layout, [d.path for d in plan.inputs], [d.path for d in plan.outputs])
         plan = with_notes(plan, note) if note else plan
     if defaults.plan_file and jax.process_index() == 0:

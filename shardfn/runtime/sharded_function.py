@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
@@ -24,7 +26,6 @@ from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
-from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
@@ -53,11 +54,12 @@ from shardfn.runtime.call_checks import (
     transfers,
 )
 from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
-from shardfn.runtime.entries import Entries, Methods
+from shardfn.runtime.entries import Methods
 from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.nested_call import run_nested
 from shardfn.runtime.processes import check_devices
 from shardfn.runtime.progress import progress
+from shardfn.runtime.shared_entries import kept_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,7 +69,8 @@ class ShardedFunction(Generic[P, R]):
     """A sharded function, as `shard` returns it. Call it like the function itself.
 
     It has the methods of a function from `jax.jit` (`lower`, `trace`, `eval_shape`, `clear_cache`, `__wrapped__`), and
-    `plan` and `explain`. It keeps one plan and executable for each kind of call, up to 128.
+    `plan` and `explain`. It keeps one plan and executable for each kind of call, up to 128, and shares them with other sharded
+    functions of the same function with the same options.
     """
 
     __shardfn_parts__ = "fn", "options"
@@ -84,8 +87,8 @@ class ShardedFunction(Generic[P, R]):
         self.options = options
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
-        self._entries = Entries[Entry]()
-        self._closed_over = Entries[ClosedOverArguments]()
+        kept = kept_for(fn, options)
+        self._entries, self._closed_over = kept.entries, kept.closed_over
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
         self._fast_watch = NOTHING_READ
@@ -122,7 +125,8 @@ class ShardedFunction(Generic[P, R]):
         if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
             return found
         found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
-        if not found.callee.is_plain or not hasattr(instance, "__dict__") or found.callee.read():
+        is_open = isinstance(getattr(instance, "__dict__", None), dict)  # that of a class is not
+        if not found.callee.is_plain or not is_open or found.callee.read():
             found._entries = self._entries  # `nnx.grad` makes a new instance for every call
         else:  # what is compiled keeps a copy of the instance: that goes when it goes
             own = {method: bound for method, bound in kept.items() if bound.fn.__self__ is instance}
@@ -130,7 +134,13 @@ class ShardedFunction(Generic[P, R]):
         return found
 
     def __reduce__(self) -> Any:
-        return ShardedFunction, (self.fn, self.options)
+        """By its name where the function was decorated, as JAX's and Python's own decorated functions."""
+        name, module = getattr(self.fn, "__qualname__", ""), sys.modules.get(getattr(self.fn, "__module__", ""))
+        try:
+            is_global = operator.attrgetter(name)(module) is self
+        except AttributeError:
+            is_global = False
+        return name if is_global else (ShardedFunction, (self.fn, self.options))
 
     def for_owner(self, owner: Any) -> ShardedFunction:
         """The same method of another instance, such as a copy made by `nnx.grad`.
@@ -328,7 +338,7 @@ class ShardedFunction(Generic[P, R]):
         return restore_static(result[0] if call.returns_changes else result)
 
     def clear_cache(self) -> None:
-        """Forget all plans and compiled programs of this function."""
+        """Forget all plans and compiled programs of this function with these options."""
         self._entries.clear()
         self._closed_over.clear()
         self._fast, self._fast_defaults = _no_fast_path, None

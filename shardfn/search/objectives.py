@@ -62,9 +62,9 @@ def rank(
     """The rank at a level within a memory limit in bytes; the other arguments are those of `aim`.
 
     >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64, memory_bytes=128)
-    Rank(over=16, aim=(8.0,), ties=(0.001,))
+    Rank(over=16, aim=(8.0,), ties=(64, 0.001))
     """
-    ties = {COMMUNICATION: (time_s,), MEMORY: (), TIME: (peak,)}[level]
+    ties = {COMMUNICATION: (peak, time_s), MEMORY: (), TIME: (peak,)}[level]
     objective = aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak, memory_bytes=memory_bytes)
     return Rank(over(peak, limit), objective, ties)
 

@@ -32,7 +32,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
 
     Args:
       device: None (the default backend), "CPU", "GPU", "TPU" in any case (or another platform that JAX has here), a
-        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8" (the shape of a torus), "h200:64", "cpu:4096", a cloud's
+        device or a sequence of them, a `Mesh`, a target as "tpu-v5e:4x8" (the shape of a torus), "h200:64", "cpu:4096", a cloud's
         name of one ("v5p-512", "a3-highgpu-8g"), or a `Hardware`, as `Chip.pod` makes it.
       count: how many of the devices to use; all of them if None.
       default: the platform that None stands for, if not JAX's own default.
@@ -45,6 +45,8 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     """
     if isinstance(device, Hardware):
         return device
+    if isinstance(device, jax.Device):
+        device = [device]
     if isinstance(device, Mesh):
         if count == 1:
             return _real((device.devices.flat[0],), None)
@@ -95,8 +97,6 @@ def _devices(platform: str | None, count: int | None) -> list[Any]:
 def _one_or_some(device: Any) -> str:
     if isinstance(device, Chip):
         return "say how many of them: chip.pod(8)"
-    if isinstance(device, jax.Device):
-        return f"write device=[jax.devices()[{device.id}]] to run on that one"
     if isinstance(device, int) and not isinstance(device, bool) and device > 0:
         return f"write device=jax.devices()[:{device}] for {device} of them"
     return 'use "CPU", "GPU", "TPU", jax.devices(), a Mesh, or a target such as "tpu-v5e:4x8"'

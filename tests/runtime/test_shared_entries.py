@@ -1,0 +1,119 @@
+"""Sharded functions of one function with the same options share plans and programs."""
+
+import copy
+import functools
+import gc
+import pickle
+import types
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+
+import shardfn
+from shardfn import search
+
+X = jnp.arange(64.0).reshape(8, 8)
+
+
+def counted(made=lambda x: 2 * x):
+    """A function, and how often it was traced."""
+    traces = []
+
+    def function(x):
+        traces.append(x)
+        return made(x)
+
+    return function, traces
+
+
+def test_second_shard_of_a_function_traces_and_plans_nothing():
+    function, traces = counted()
+    for _ in range(3):
+        np.testing.assert_array_equal(shardfn.shard(function, ((8, 1),))(X), 2 * X)
+    assert len(traces) == 1
+    plans = {id(shardfn.shard(function, ((8, 1),)).plan(X)) for _ in range(2)}
+    assert len(plans) == 1 and shardfn.shard(function, ((8, 1),)).plan(X) is shardfn.plan(
+        function, X, in_strategy=((8, 1),)
+    )
+
+
+def test_other_options_are_planned_anew():
+    function, _ = counted()
+    entries = {"x": (8, 1)}
+    first = shardfn.shard(function, parameter_plan=entries).plan(X)
+    entries["x"] = (1, 8)  # the same dictionary
+    second = shardfn.shard(function, parameter_plan=entries).plan(X)
+    assert first.in_shardings != second.in_shardings
+    assert shardfn.shard(function, ((8, 1),), level=1).plan(X).level == 1
+    assert shardfn.shard(function, ((4, 1),), device="cpu:4").plan(X).hardware.count == 4
+
+
+def test_function_that_changed_is_another():
+    names = {"jnp": jnp, "scale": 2.0}
+    exec("def function(x): return scale * x", names)
+    function, other = names["function"], lambda x: 5 * x
+    assert shardfn.shard(function, ((8, 1),))(X)[0, 1] == 2
+    names["scale"] = 3.0
+    assert shardfn.shard(function, ((8, 1),))(X)[0, 1] == 3, "a global"
+    function.__code__ = types.FunctionType(other.__code__, {}).__code__
+    assert shardfn.shard(function, ((8, 1),))(X)[0, 1] == 5, "its code, as a notebook that reloads modules sets it"
+
+    def closing():
+        return factor * X
+
+    factor = 2.0
+    assert shardfn.shard(closing)()[0, 1] == 2
+    factor = 4.0
+    assert shardfn.shard(closing)()[0, 1] == 4, "a variable around it"
+
+
+def test_wrapper_and_copy_keep_nothing_of_the_function():
+    function, _ = counted()
+    shardfn.shard(function, ((8, 1),))(X)
+
+    @functools.wraps(function)
+    def wrapper(x):
+        return 7 * x
+
+    assert shardfn.shard(wrapper, ((8, 1),))(X)[0, 1] == 7
+    (held,) = [value for name, value in vars(function).items() if name.startswith("__shardfn")]
+    assert not pickle.loads(pickle.dumps(held)).by_options and not copy.deepcopy(held).by_options
+
+
+def test_what_is_kept_goes_with_the_function():
+    function, _ = counted()
+    shardfn.shard(function, ((8, 1),))(X)
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
+
+
+def test_registered_search_is_asked_again():
+    asked = []
+
+    def rows(problem):
+        asked.append(problem)
+        return search.MODES["sharding_propagation"](problem)
+
+    shardfn.register_search("rows", rows)
+    try:
+        for _ in range(2):
+            shardfn.shard(jnp_double, search_mode="rows").plan(X)
+    finally:
+        search.forget("rows")
+    assert len(asked) == 2
+
+
+def jnp_double(x):
+    return jnp.add(x, x)
+
+
+def test_clear_cache_forgets_what_is_shared():
+    function, traces = counted()
+    sharded = shardfn.shard(function, ((8, 1),))
+    sharded(X)
+    sharded.clear_cache()
+    shardfn.shard(function, ((8, 1),))(X)
+    assert len(traces) == 2
