@@ -145,8 +145,8 @@ def _with_rule(eqn: Any, is_asked: bool = False) -> Function | None:
 def _program(closed: Any) -> Function | None:
     """The same of a jaxpr."""
     jaxpr = closed.jaxpr
-    functions = [*map(on_elements, jaxpr.eqns)]
-    if None in functions or len(jaxpr.outvars) > 1 or any(map(np.shape, closed.consts)):
+    functions = [function for eqn in jaxpr.eqns if (function := on_elements(eqn)) is not None]
+    if len(functions) < len(jaxpr.eqns) or len(jaxpr.outvars) > 1 or any(map(np.shape, closed.consts)):
         return None
 
     def run(shape: tuple[int, ...], arrays: Sequence[Any]) -> Any:
