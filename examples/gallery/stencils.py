@@ -109,9 +109,7 @@ NOTES = """
 
 The rows and columns that a device receives in a step are its halo. Heat, the filter and life send theirs and nothing else.
 
-The flow is planned with its halo: a row to each neighbour, of the three populations that move there. XLA's CPU compiler sends
-that. Its GPU compiler merges the slice `f[k]` with the roll, finds no roll any more, and exchanges the populations between all
-devices. With `jax.lax.optimization_barrier(f[k])` it sends the halo.
+The flow sends a row to each neighbour, of the three populations that move there, as XLA's CPU and GPU compilers compile it.
 
 `benchmarks/RESULTS.md` compares these programs with the same by hand, with `jax.shard_map` and `ppermute`: lines of code, bytes
 and time on eight virtual CPU devices. [How do I shard a stencil?](../how-to/shard-a-stencil.md) explains what is sent when.
