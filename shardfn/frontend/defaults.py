@@ -43,6 +43,11 @@ class Defaults:
     training: TrainingSettings = dataclasses.field(default_factory=TrainingSettings)
 
     @property
+    def names_files(self) -> bool:
+        """Whether planning reads or writes files that these settings name."""
+        return bool(self.layout_file or self.plan_file or self.graphs)
+
+    @property
     def devices_asked(self) -> int | None:
         """The number of devices to use; None for all."""
         return 1 if self.parallel_mode == "stand_alone" else self.device_count

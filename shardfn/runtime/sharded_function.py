@@ -88,6 +88,7 @@ class ShardedFunction(Generic[P, R]):
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
         kept = kept_for(fn, options)
+        self._shares = kept.is_shared
         self._entries, self._closed_over = kept.entries, kept.closed_over
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
@@ -387,9 +388,9 @@ class ShardedFunction(Generic[P, R]):
                 )
                 arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
             if not entry.is_agreed:
-                entry = self._entries.keep(_key(callee, call), agreed(entry), callee.root)
+                entry = self._entries.keep(self._key(callee, call), agreed(entry), callee.root)
             if self.options.check and not entry.is_checked:
-                entry = self._entries.keep(_key(callee, call), checked(entry, leaves), callee.root)
+                entry = self._entries.keep(self._key(callee, call), checked(entry, leaves), callee.root)
             # A first state may arrive otherwise; what the call returns is sharded as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
@@ -443,11 +444,17 @@ class ShardedFunction(Generic[P, R]):
 
     def _with_closed_over(self, callee: Callee, call: Call) -> Call:
         """The call with the arrays that the function closes over among its values; a call of a new kind is traced."""
-        key = _key(callee, call)
+        key = self._key(callee, call)
         found = self._closed_over.find(key, callee.root)
         if found is None:
             found = self._closed_over.keep(key, closed_over_arguments(callee, call), callee.root)
         return call.with_closed_over(found) if found.arrays else call
+
+    def _key(self, callee: Callee, call: Call) -> Any:
+        """What calls of one kind share. Where settings name files, which may change, no other sharded function shares it."""
+        current = defaults.current()
+        own = self if self._shares and current.names_files else None
+        return call.kind(), callee.fixed(), current, jax.dtypes.canonicalize_dtype(float), own
 
     def _placed(self, callee: Callee, call: Call, entry: Entry) -> Call:
         """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
@@ -456,13 +463,13 @@ class ShardedFunction(Generic[P, R]):
         if all(getattr(a, "sharding", None) == targets[path] for path, a in call.closed_over.arrays.items()):
             return call
         own = call.without_closed_over()
-        found = self._closed_over.keep(_key(callee, own), call.closed_over.placed(targets), callee.root)
+        found = self._closed_over.keep(self._key(callee, own), call.closed_over.placed(targets), callee.root)
         return own.with_closed_over(found)
 
     def _entry(self, callee: Callee, call: Call) -> Entry:
         """The entry of a call, made if it is the first of its kind."""
         current = defaults.current()
-        key = _key(callee, call)
+        key = self._key(callee, call)
         root = callee.root
         entry = self._entries.find(key, root) or typed_as_planned(self._entries, key, call.types, root)
         if entry is None:
@@ -475,20 +482,15 @@ class ShardedFunction(Generic[P, R]):
     def _compiled(self, callee: Callee, call: Call, entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
         """The entry of a call after it was compiled, which may change its plan (`compile_entry`)."""
         if not entry.is_compiled:
-            entry = self._entries.keep(_key(callee, call), compile_entry(entry, values), callee.root)
+            entry = self._entries.keep(self._key(callee, call), compile_entry(entry, values), callee.root)
         return entry
 
 
 _ATTRIBUTES = frozenset({
-    "fn", "options", "callee", "_entries", "_closed_over", "_fast", "_fast_defaults", "_fast_watch", "_fast_context",
+    "fn", "options", "callee", "_shares", "_entries", "_closed_over", "_fast", "_fast_defaults", "_fast_watch", "_fast_context",
     "_checks_arrays", "_donates", "_transfers_arrays",
 })  # fmt: skip
 """The attributes of a sharded function itself."""
-
-
-def _key(callee: Callee, call: Call) -> Any:
-    """What calls of one kind share."""
-    return call.kind(), callee.fixed(), defaults.current(), jax.dtypes.canonicalize_dtype(float)
 
 
 def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:

@@ -28,6 +28,7 @@ class Kept:
 
     entries: Entries[Entry] = dataclasses.field(default_factory=Entries)
     closed_over: Entries[ClosedOverArguments] = dataclasses.field(default_factory=Entries)
+    is_shared: bool = False
 
 
 class _KeptByOptions:
@@ -71,7 +72,7 @@ def kept_for(function: Callable[..., Any], options: Options) -> Kept:
         held = vars(function)[_NAME] = _KeptByOptions(function)
     if len(held.reads) != len(reads) or any(a is not b for a, b in zip(held.reads, reads, strict=True)):
         held.by_options, held.reads = {}, reads
-    return held.by_options.setdefault(key, Kept())
+    return held.by_options.setdefault(key, Kept(is_shared=True))
 
 
 def _is_settled(options: Options) -> bool:
