@@ -102,8 +102,8 @@ class Ascent:
         move = np.where((start > 0) | (self.direction > 0), self.direction, 0.0)
         wide = move * (start + 0.1 * float(start.mean()) if start.any() else 1.0)  # a high price moves further
         length = min(self.size * max(abs(self.bound), 1e-9), max(upper - self.bound, 0.0))
-        scale = length / max(float(wide @ move), 1e-9 * float(wide.max(initial=0.0)), 1e-300) / self.unit
-        self.set_prices(np.maximum(0.0, start + scale * wide))
+        gain = self.unit * max(float(wide @ move), 1e-9 * float(wide.max(initial=0.0)))  # no gain: nothing is to move
+        self.set_prices(np.maximum(0.0, start + length / gain * wide) if gain > 0 else start)
         return choice
 
     def fix(self, upper: float) -> None:
