@@ -49,3 +49,9 @@ def _of_tree(values: Any) -> Iterator[PartitionSpec | None]:
         elif isinstance(node, box):
             spec = node.get_partition_spec()
         yield from [spec] * len(tree_util.tree_leaves(node))
+
+
+def rules_in_force() -> Any:
+    """Flax's rules of logical axes where a call is made, which decide what its annotations mean. Hashable."""
+    linen = sys.modules.get("flax.linen")
+    return () if linen is None else tuple(map(tuple, linen.get_logical_axis_rules()))

@@ -24,6 +24,7 @@ from shardfn.compiled.executable import read
 from shardfn.errors import Problem, StrategyTypeError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
+from shardfn.frontend.annotations import rules_in_force
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.inputs_outputs import input_leaves
@@ -458,7 +459,7 @@ class ShardedFunction(Generic[P, R]):
         """What calls of one kind share. Where settings name files, which may change, no other sharded function shares it."""
         current = defaults.current()
         own = self if self._shares and current.names_files else None
-        return call.kind(), callee.fixed(), current, jax.dtypes.canonicalize_dtype(float), own
+        return call.kind(), callee.fixed(), current, rules_in_force(), jax.dtypes.canonicalize_dtype(float), own
 
     def _placed(self, callee: Callee, call: Call, entry: Entry) -> Call:
         """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
