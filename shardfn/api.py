@@ -302,19 +302,15 @@ def _not_a_function(fn: Any, called: str, fix: str) -> NoReturn:
          why=f"the first argument of `{called}` is the function that is sharded", fix=fix)  # fmt: skip
 
 
-_FIXES = {
-    classmethod: "write @classmethod above @shard",
-    property: "shard a method, and call it from the property",
-}
-
-
 def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
     if not callable(fn):
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
-        if isinstance(fn, classmethod | property):
-            fix = _FIXES[type(fn)]
+        if isinstance(fn, classmethod):
+            fix = "write @classmethod above @shard"
+        if isinstance(fn, property):
+            fix = "shard a method, and call it from the property"
         _not_a_function(fn, "shard", fix)
     sharded = ShardedFunction(fn, options)
     option_checks.check(options, sharded.callee.signature)

@@ -68,12 +68,18 @@ def rebind(
     3.0
     """
 
+    return _rewritten(function, RebindRules(wanted, bind, unreached), 0, static_argnums)
+
+
+def _rewritten(
+    function: Callable[..., Any], how: RebindRules, number: int, static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """A function as its jaxpr is evaluated by some rules; `number` is that of its first equation."""
+
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-        flat = _evaluate(
-            closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), RebindRules(wanted, bind, unreached), 0
-        )
+        flat = _function(closed, how, number)(*tree_util.tree_leaves(dynamic))
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
 
     return run
@@ -275,16 +281,8 @@ def _open_checkpoint(eqn: Any, inputs: list[Any], how: RebindRules, number: int)
 def _open_custom(
     opened: Callable[..., list[Any]], eqn: Any, inputs: list[Any], how: RebindRules, number: int
 ) -> list[Any]:
-    def rewrite(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-            flat = _function(closed, how, _UNNUMBERED)(*tree_util.tree_leaves(args))
-            return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
-
-        return run
-
     value = _function(eqn.params["call_jaxpr"], how, number)
-    return opened(lambda *xs: bind_one(eqn, xs), value, rewrite, inputs)
+    return opened(lambda *xs: bind_one(eqn, xs), value, lambda rule: _rewritten(rule, how, _UNNUMBERED), inputs)
 
 
 def _open_linear_solve(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:

@@ -32,7 +32,7 @@ from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.even_scatters import even_lookup, rows_multiple, signed_index_dtype
-from shardfn.planning.workarounds import clamped, transformed, transformed_dims, unsharded
+from shardfn.planning.workarounds import AT_PLACES, clamped, transformed, transformed_dims, unsharded
 
 
 def correct_gradients(
@@ -75,7 +75,7 @@ def correct_gradients(
             return bind_one(eqn, inputs)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
-        if eqn.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
+        if eqn.primitive.name in AT_PLACES:
             return bind_one(eqn, clamped(eqn, inputs))
 
         def op(*operands: Any) -> Any:
@@ -257,7 +257,5 @@ def _window_sum(params: dict[str, Any], x: Any) -> Any:
 
 _LINEAR: dict[str, Callable[..., Any]] = {"slice": _slice, "pad": _pad, "reduce_window_sum": _window_sum}
 """The tangents of linear ops, by the op's parameters and its operands' tangents."""
-_AT_RISK = frozenset(
-    {"pad", "dynamic_slice", "dynamic_update_slice", "fft", "cumprod", "cummax", "cummin", "cumlogsumexp"}
-)
+_AT_RISK = frozenset({"pad", *AT_PLACES, "fft", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})

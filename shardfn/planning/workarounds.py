@@ -140,7 +140,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
-        if op.name in _AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
+        if op.name in AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds"))
         if is_uneven(op, partitioned, moved_from):
             movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
@@ -174,13 +174,13 @@ def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
 def _forgets_bounds(op: Op, after: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
     """Whether the result of a dynamic slice, or of an update at a dynamic place, is sharded along a dimension of which the op
     reads or writes a part; `after` are resharded values."""
-    table, part = (partitioned.graph.values[v].shape for v in (op.inputs[0], _AT_PLACES[op.name](op)))
+    table, part = (partitioned.graph.values[v].shape for v in (op.inputs[0], AT_PLACES[op.name](op)))
     shards = [partitioned.shards(v) for v in {op.outputs[0], after.get(op.outputs[0], op.outputs[0])}]
     shortened = [d for d, (before, rows) in enumerate(zip(table, part, strict=True)) if before != rows]
     return op.rule is not None and any(each[d] > 1 for each in shards for d in shortened)
 
 
-_AT_PLACES: dict[str, Callable[[Op], int]] = {
+AT_PLACES: dict[str, Callable[[Op], int]] = {
     "dynamic_slice": lambda op: op.outputs[0],
     "dynamic_update_slice": lambda op: op.inputs[1],
 }
@@ -436,7 +436,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "layout": lambda eqn: eqn.primitive.name == _TRANSFORM,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
-    "bounds": lambda eqn: eqn.primitive.name in _AT_PLACES,
+    "bounds": lambda eqn: eqn.primitive.name in AT_PLACES,
     "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,
     "reduction": _reduced,
 }

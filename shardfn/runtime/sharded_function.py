@@ -359,10 +359,9 @@ class ShardedFunction(Generic[P, R]):
             callee, call = self._bound(args, kwargs)
             return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)
-        if args and isinstance(args[0], type) and not self.options.static_argnums and not self.options.static_argnames:
-            return self.__get__(args[0])(
-                *args[1:], **kwargs
-            )  # of a `classmethod`, which binds no descriptors since Python 3.13
+        if args and isinstance(args[0], type) and not (self.options.static_argnums or self.options.static_argnames):
+            # a `classmethod`, which binds no descriptors since Python 3.13
+            return self.__get__(args[0])(*args[1:], **kwargs)
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
