@@ -109,12 +109,12 @@ def loop(step):
 
 
 def periodic(u):
-    return u + 0.2 * (at(u, -1, 0) + at(u, 1, 0) + at(u, -1, 1) + at(u, 1, 1) - 4 * u)
+    return u + 0.2 * (at(u, 1, 0) + at(u, -1, 0) + at(u, 1, 1) + at(u, -1, 1) - 4 * u)
 
 
 def wrap_padded(u):
     p = jnp.pad(u, 1, mode="wrap")
-    return u + 0.2 * (p[:-2, 1:-1] + p[2:, 1:-1] + p[1:-1, :-2] + p[1:-1, 2:] - 4 * u)
+    return u + 0.2 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u)
 
 
 def heat(u):

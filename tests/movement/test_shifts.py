@@ -40,7 +40,8 @@ def reflected(u):
 
 
 def staggered(u):
-    return u.at[:-1].add(0.1 * (u[1:] - u[:-1])).at[1:].add(-0.1 * (u[1:] - u[:-1]))
+    v = u.at[:-1].add(0.1 * (u[1:] - u[:-1]))
+    return v.at[1:].add(-0.1 * (v[1:] - v[:-1]))
 
 
 def red_black(u):
@@ -157,6 +158,12 @@ def test_function_that_closes_over_a_key():
         lambda x: x.at[1:].add(x[:-1]) + jax.random.normal(key, x.shape), jnp.ones(64), in_strategy=((8,),)
     )
     assert plan.cost.bytes_sent == 4
+
+
+def test_update_in_place_is_an_array_for_all_its_readers():
+    made = jax.make_jaxpr(with_shifts(staggered))(jnp.ones((N, 4)))
+    first = next(eqn.outvars[0] for eqn in made.eqns if eqn.primitive.name == "select_n")
+    assert [eqn.invars[0] is first for eqn in made.eqns if eqn.primitive.name == "jit"] == [False, True]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 20, 32, -8, -13])

@@ -168,13 +168,14 @@ def _place(start: Value) -> int | None:
 
 def put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -> Value:
     """A value with `update` in the place of what begins at `starts`."""
-    value, update = emitter.movable(value), emitter.movable(update)
+    return emitter.in_place(_put(emitter.movable(value), emitter.movable(update), starts))
+
+
+def _put(value: Value, update: Value, starts: Sequence[int]) -> Value:
     for dim, (start, rows, size) in enumerate(zip(starts, update.shape, value.shape, strict=True)):
         if rows == size:
             continue
-        inside = put(
-            emitter, sliced(value, dim, start, rows), update, [0 if d == dim else s for d, s in enumerate(starts)]
-        )
+        inside = _put(sliced(value, dim, start, rows), update, [0 if d == dim else s for d, s in enumerate(starts)])
         parts = [sliced(value, dim, 0, start), inside, sliced(value, dim, start + rows, size - start - rows)]
         return joined([part for part in parts if part.shape[dim]], dim)
     return update
