@@ -1,13 +1,17 @@
-"""The sharded function that is being traced, for the sharded functions that it calls."""
+"""The sharded function that is being traced, for the sharded functions that it calls.
+
+JAX keeps what it traced, such as the body of a loop. A function inside is traced otherwise in another outer call or in none, so
+the outer call is part of the keys of JAX's caches (`jax.make_user_context`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh
 
 from shardfn.cost.devices.hardware import Hardware
@@ -29,8 +33,8 @@ class OuterCall:
         return None if mesh is None else abstract_mesh(tuple(mesh.shape.items()))
 
 
-_OUTER: ContextVar[OuterCall | None] = ContextVar("_OUTER", default=None)
-_PER_DEVICE: ContextVar[bool] = ContextVar("_PER_DEVICE", default=False)
+_OUTER = jax.make_user_context(None)
+_PER_DEVICE = jax.make_user_context(False)
 
 
 def inside(function: Callable[..., Any], call: OuterCall) -> Callable[..., Any]:
@@ -45,30 +49,27 @@ def per_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return _with(_PER_DEVICE, True, function)
 
 
-def _with(variable: ContextVar[Any], value: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def _with(context: Any, value: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*values: Any) -> Any:
-        token = variable.set(value)
-        try:
+        with context(value):
             return function(*values)
-        finally:
-            variable.reset(token)
 
     return run
 
 
 def is_per_device() -> bool:
     """Whether each device calls the functions of now on its own arrays, so that their entries have no effect."""
-    return _PER_DEVICE.get()
+    return _PER_DEVICE.value
 
 
 def outer_mesh() -> AbstractMesh | None:
     """The mesh that the user gave the outer call; None without one."""
-    outer = _OUTER.get()
+    outer = _OUTER.value
     return None if outer is None else outer.mesh
 
 
 def outer_hardware() -> Hardware | None:
     """The hardware of the outer call that takes the entries of a call; None if the call is planned by itself."""
-    outer = _OUTER.get()
+    outer = _OUTER.value
     return outer.hardware if outer is not None and outer.takes_entries else None

@@ -409,3 +409,27 @@ def test_spec_inside_without_a_mesh_is_refused() -> None:
     inner = shard(jnp.matmul, (PartitionSpec("data", None), PartitionSpec(None, "model")))
     with pytest.raises(StrategyError, match="has a PartitionSpec, but there is no mesh"):
         shard(lambda x, w: inner(x, w))(*ARRAYS[:2])
+
+
+@pytest.mark.parametrize("is_planned_first", [False, True])
+def test_body_of_a_loop_is_traced_anew_in_an_outer_call(is_planned_first):
+    # JAX keeps the trace of a body by its function, which is the same inside an outer call and outside.
+    def neighbours(u):
+        return u.at[2:-1].add(jnp.tanh(u[:-3])).at[0].set(u[-1])
+
+    inner = shardfn.shard(neighbours, ((2,),))
+
+    def body(u, _):
+        return inner(u), None
+
+    def steps(u):
+        return jax.lax.scan(body, u, None, 2)[0]
+
+    def gradient(function):
+        return jax.grad(lambda u: (function(u) * jnp.arange(24.0)).sum())
+
+    u = jnp.sin(1 + jnp.arange(24.0))
+    expected = gradient(lambda u: neighbours(neighbours(u)))(u)
+    runs = [jax.jit(gradient(steps)), gradient(shardfn.shard(steps, ((8,),)))]
+    for run in reversed(runs) if is_planned_first else runs:
+        np.testing.assert_allclose(run(u), expected, rtol=1e-5)
