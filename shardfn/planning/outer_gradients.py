@@ -8,19 +8,21 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A lookup becomes a scatter that combines, which is wrong where its rows are sharded unevenly.
 - A dynamic slice and an update at a dynamic place become one another, and XLA forgets that their places are clamped.
 - A Fourier transform may read a transposed array on CPU, and fail.
+- A convolution becomes one with the shardings of image and result exchanged: where the result is unsharded and the image is not,
+  it is wrong.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
 computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
-along unsharded windows, those of lookups have even shards, and dynamic places are clamped. Cumulative ops have tangents made
-of such ops. The values of a function are computed as without these rules.
+and of such convolutions along unsharded windows, those of lookups have even shards, and dynamic places are clamped. Cumulative
+ops have tangents made of such ops. The values of a function are computed as without these rules.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +34,36 @@ from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.even_scatters import even_lookup, rows_multiple, signed_index_dtype
-from shardfn.planning.workarounds import AT_PLACES, clamped, transformed, transformed_dims, unsharded
+from shardfn.planning.workarounds import (
+    AT_PLACES,
+    Shapes,
+    clamped,
+    transformed,
+    transformed_dims,
+    transposed_wrongly,
+    unsharded,
+)
+
+
+class Risks(NamedTuple):
+    """What decides which transposes XLA may compute wrongly."""
+
+    devices: int
+    multiple: int = 1
+    """Of what the number of a lookup's rows must be a multiple for even shards (`even_scatters.rows_multiple`)."""
+    convolutions: frozenset[Shapes] = frozenset()
+    """`workarounds.transposed_wrongly`."""
+
+
+def risks_of(partitioned: PartitionedProgram, devices: int) -> Risks:
+    """Those of a program with its shardings over some devices."""
+    lookups = (op for op in partitioned.graph.ops if op.name == "gather")
+    multiple = math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
+    return Risks(devices, multiple, transposed_wrongly(partitioned))
 
 
 def correct_gradients(
-    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = (), multiple: int = 1
+    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...], risks: Risks
 ) -> Callable[..., Any]:
     """`function` with derivatives that XLA computes correctly when they are taken from outside. The ops of its values stay.
 
@@ -44,10 +71,10 @@ def correct_gradients(
       function: the function.
       mesh: the mesh of the constraints.
       static_argnums: as in `jax.jit`.
-      multiple: of what the number of a lookup's rows must be a multiple for even shards (`even_scatters.rows_multiple`).
+      risks: those of the plan.
     """
 
-    devices = mesh.size
+    devices, multiple, _ = risks
 
     def linear(eqn: Any, own: Any, *others: Any) -> Any:
         """What a linear op makes of its first operand `own`, in a form that XLA transposes correctly; None for another op."""
@@ -68,7 +95,7 @@ def correct_gradients(
         return bind_one(eqn, inputs) if found is None else [found]
 
     def is_chosen(eqn: Any, number: int) -> bool:
-        return is_right(eqn) or _is_at_risk(eqn, multiple, devices)
+        return is_right(eqn) or _is_at_risk(eqn, risks)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if is_right(eqn):
@@ -77,6 +104,8 @@ def correct_gradients(
             return _sorted(eqn)(*inputs)
         if eqn.primitive.name in AT_PLACES:
             return bind_one(eqn, clamped(eqn, inputs))
+        if eqn.primitive.name == _CONVOLUTION:
+            return [_convolved(eqn, mesh)(*inputs)]
 
         def op(*operands: Any) -> Any:
             return bind_one(eqn, operands)[0]
@@ -99,9 +128,9 @@ def correct_gradients(
     return rebind(function, is_chosen, bind, static_argnums)
 
 
-def has_gradients_at_risk(jaxpr: Any, multiple: int, devices: int) -> bool:
-    """Whether `correct_gradients` changes a function for a number of devices, by its jaxpr."""
-    return any(_is_at_risk(eqn, multiple, devices) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+def has_gradients_at_risk(jaxpr: Any, risks: Risks) -> bool:
+    """Whether `correct_gradients` changes a function, by its jaxpr."""
+    return risks.devices > 1 and any(_is_at_risk(eqn, risks) for _, eqn, is_reached in equations(jaxpr) if is_reached)
 
 
 def _is_roll(eqn: Any, devices: int) -> bool:
@@ -132,15 +161,9 @@ def _cropped(eqn: Any, devices: int) -> list[int]:
     return [d for d, (before, after) in enumerate(sizes) if before != after and (before % devices or after % devices)]
 
 
-def lookup_multiple(partitioned: PartitionedProgram) -> int:
-    """Of what the number of rows of each lookup must be a multiple, for even shards."""
-    lookups = (op for op in partitioned.graph.ops if op.name == "gather")
-    return math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
-
-
-def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
+def _is_at_risk(eqn: Any, risks: Risks) -> bool:
     """Whether XLA may compute the transpose of an equation wrongly."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params, (devices, multiple, convolutions) = eqn.primitive.name, eqn.params, risks
     if name == "sort":
         sizes = eqn.invars[0].aval.shape
         return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
@@ -148,6 +171,8 @@ def _is_at_risk(eqn: Any, multiple: int, devices: int) -> bool:
         is_found = multiple > 1
     elif name == "slice":
         is_found = max(params["strides"] or (1,), default=1) > 1 or bool(_cropped(eqn, devices))
+    elif name == _CONVOLUTION:
+        is_found = tuple(tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) in convolutions
     elif name == "reduce_window_sum":
         rows = zip(*(params[n] for n in ("window_dimensions", "window_dilation", "padding")), strict=True)
         is_cropped = any(max(edges) > (size - 1) * spacing for size, spacing, edges in rows)
@@ -168,6 +193,25 @@ def _overlapping(eqn: Any) -> list[int]:
         for d, (size, stride, spacing, base) in enumerate(rows)
         if (size > 1 and (size - 1) * spacing + 1 >= 2 * stride) or base > 1
     ]
+
+
+def _convolved(eqn: Any, mesh: Any) -> Callable[..., Any]:
+    """A convolution whose image has tangents with unsharded spatial dimensions."""
+    _, _, *spatial = eqn.params["dimension_numbers"].lhs_spec
+
+    @jax.custom_jvp
+    def op(image: Any, kernel: Any) -> Any:
+        return bind_one(eqn, [image, kernel])[0]
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        (image, kernel), (of_image, of_kernel) = primals, tangents
+        made = op(image, kernel)
+        parts = [] if _is_zero(of_image) else [op(unsharded(mesh, of_image, spatial), kernel)]
+        parts += [] if _is_zero(of_kernel) else [op(image, of_kernel)]
+        return made, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(made)
+
+    op.defjvp(derivative, symbolic_zeros=True)
+    return op
 
 
 def _sorted(eqn: Any) -> Callable[..., list[Any]]:
@@ -258,4 +302,5 @@ def _window_sum(params: dict[str, Any], x: Any) -> Any:
 _LINEAR: dict[str, Callable[..., Any]] = {"slice": _slice, "pad": _pad, "reduce_window_sum": _window_sum}
 """The tangents of linear ops, by the op's parameters and its operands' tangents."""
 _AT_RISK = frozenset({"pad", *AT_PLACES, "fft", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+_CONVOLUTION = "conv_general_dilated"
 _POOLS = frozenset({"reduce_window_max", "reduce_window_min"})

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram, Spec
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
@@ -102,7 +102,7 @@ class WrongOp(NamedTuple):
     multiple: int = 1
     """Of what the number of a scatter's updates must be a multiple."""
     movement: Movement | None = None
-    """What moves along uneven shards."""
+    """What a `movement` or `bounds` moves."""
     dims: Dims = ()
     """The dimensions along which it moves."""
 
@@ -117,10 +117,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
       known: the ops that the program has a workaround for already.
     """
     done = {(w.movement, w.dims) for w in known}
-    moved_from = before_resharding(partitioned.graph)
-    moved_to: dict[int, int] = {}
-    for before, after in reversed(reshardings(partitioned.graph)):
-        moved_to[before] = moved_to.get(after, after)
+    moved_from, moved_to = _moves(partitioned.graph)
     found: dict[WrongOp, None] = {}
     for after, before in () if IS_BEFORE_JAX_0_12 or len(partitioned.axes) == 1 else moved_from.items():
         if ends_process(partitioned.specs[before], partitioned.specs[after], partitioned.axes):
@@ -141,7 +138,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
         if op.name in AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
-            found.setdefault(WrongOp(op.where, "bounds"))
+            found.setdefault(WrongOp(op.where, "bounds", movement=movement_of(op, partitioned, moved_from)))
         if is_uneven(op, partitioned, moved_from):
             movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
             if (movement, dims) not in done:
@@ -150,14 +147,47 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             own = op.inputs[0]
             is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
-        if op.convolution is None:
-            continue
-        image, kernel = (partitioned.specs[moved_from.get(v, v)] for v in op.inputs[:2])
-        result = partitioned.specs[moved_to.get(op.outputs[0], op.outputs[0])]
-        window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
-        if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
-            found.setdefault(WrongOp(op.where))
+        if op.convolution is not None:
+            window, image, kernel, result = _windows_and_specs(op, partitioned, moved_from, moved_to)
+            if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
+                found.setdefault(WrongOp(op.where))
     return tuple(found)
+
+
+def _moves(graph: Graph) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """For values that are resharded, what they were before, and what they are in the end."""
+    after: dict[int, int] = {}
+    for before, made in reversed(reshardings(graph)):
+        after[before] = after.get(made, made)
+    return before_resharding(graph), after
+
+
+def _windows_and_specs(
+    op: Op, partitioned: PartitionedProgram, before: Mapping[int, int], after: Mapping[int, int]
+) -> tuple[list[int], Spec, Spec, Spec]:
+    """Of a convolution its window, and the shardings of image, kernel and result, as others read and make them."""
+    assert op.convolution is not None
+    image, kernel = (partitioned.specs[before.get(v, v)] for v in op.inputs[:2])
+    result = partitioned.specs[after.get(op.outputs[0], op.outputs[0])]
+    window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
+    return window, image, kernel, result
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the operands of an op and its result."""
+
+
+def transposed_wrongly(partitioned: PartitionedProgram) -> frozenset[Shapes]:
+    """The convolutions, by the shapes of image, kernel and result, of which XLA may get the image's gradient wrong if it is taken
+    outside of the plan: it makes the image's sharding of the result's."""
+    before, after = _moves(partitioned.graph)
+    found = set[Shapes]()
+    for op in partitioned.graph.ops:
+        if op.convolution is not None:
+            window, image, kernel, result = _windows_and_specs(op, partitioned, before, after)
+            if is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes):
+                found.add(tuple(partitioned.graph.values[v].shape for v in (*op.inputs[:2], op.outputs[0])))
+    return frozenset(found)
 
 
 def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -314,9 +344,14 @@ def replicate_wrong_ops(
     multiple = math.lcm(*(w.multiple for w in wrong))
     moved: dict[Movement, list[Dims]] = {}
     for w in wrong:
-        if w.movement:
+        if w.movement and w.kind == "movement":
             moved.setdefault(w.movement, []).append(w.dims)
-    is_one = {**_IS_ONE, "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn))}
+    at_places = {w.movement for w in wrong if w.kind == "bounds"}
+    is_one = {
+        **_IS_ONE,
+        "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn)),
+        "bounds": lambda eqn: not at_places.isdisjoint(movements_of_equation(eqn)),
+    }
 
     def kinds_of(eqn: Any) -> list[str]:
         return [kind for kind in kinds if kind in is_one and is_one[kind](eqn)]
@@ -436,8 +471,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "layout": lambda eqn: eqn.primitive.name == _TRANSFORM,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
-    "bounds": lambda eqn: eqn.primitive.name in AT_PLACES,
     "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,
     "reduction": _reduced,
 }
-"""Whether an equation may be a wrong op of a kind; of a movement its shapes tell."""
+"""Whether an equation may be a wrong op of a kind; of a movement and of places its shapes tell."""

@@ -25,7 +25,7 @@ from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
 from shardfn.planning.mesh_inference import expresses
 from shardfn.planning.op_constraints import apply_constraints
-from shardfn.planning.outer_gradients import correct_gradients, has_gradients_at_risk, lookup_multiple
+from shardfn.planning.outer_gradients import correct_gradients, has_gradients_at_risk, risks_of
 from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import TracedCall
@@ -154,11 +154,10 @@ def _differentiable(
     plan: Plan, function: Callable[..., Any], mesh: PlanMesh, static_argnums: tuple[int, ...]
 ) -> Callable[..., Any]:
     """A function of a plan whose derivatives XLA computes rightly when they are taken from outside."""
-    multiple = lookup_multiple(plan.partitioned)
-    devices, jaxpr = plan.hardware.count, answered_call(plan).posed.call.traced.jaxpr
-    if devices == 1 or not has_gradients_at_risk(jaxpr, multiple, devices):
+    risks = risks_of(plan.partitioned, plan.hardware.count)
+    if not has_gradients_at_risk(answered_call(plan).posed.call.traced.jaxpr, risks):
         return function
-    return functools.wraps(function)(correct_gradients(function, mesh.mesh, static_argnums, multiple))
+    return functools.wraps(function)(correct_gradients(function, mesh.mesh, static_argnums, risks))
 
 
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -187,6 +187,11 @@ PROGRAMS = {
     "second derivative of a maximum over windows of one": lines(
         (8,), (2,), "lax.reduce_window(x0, -jnp.inf, lax.max, (1,), (1,), 'VALID')", checks=("values", "second")
     ),
+    "image gradient of a convolution to fewer rows than shards": lines(
+        (2, 4),
+        (2, 1),
+        "lax.conv_general_dilated(x0[None, None], jnp.cos(jnp.arange(12.0)).reshape(2, 1, 3, 2), (1, 1), [(0, 1), (2, 0)])",
+    ),
     "a slice written at a place that is clamped": lines(
         (12,), (3,), "lax.dynamic_update_slice_in_dim(x0, x0[:9], jnp.argmax(x0[:1]) + 7, 0)", devices=3
     ),

@@ -677,3 +677,25 @@ def test_limit_that_only_a_candidate_without_the_bug_keeps_is_not_refused():
     options = {"device": "cpu:8", "level": "memory", "budget": 500}
     limit = shardfn.plan(step, *arrays, **options).cost.memory.peak
     assert shardfn.plan(step, *arrays, **options, memory_limit=limit).cost.memory.peak <= limit
+
+
+def test_slices_of_a_scan_need_no_clamp():
+    # Their places count the iterations; no equation of the user's stands for them.
+    def loss(w, x):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
+
+    made = shardfn.shard(jax.grad(loss), ((8, 1, 1), (1, 1)), ((8, 1, 1),)).plan(
+        jnp.ones((8, 16, 16)), jnp.ones((4, 16))
+    )
+    assert not made.diagnostics
+
+
+def test_only_slices_of_the_shapes_that_xla_gets_wrong_are_clamped():
+    def parts(x, y, i):
+        return jax.lax.dynamic_slice_in_dim(x, i, 8), jax.lax.dynamic_slice_in_dim(y, i, 8)
+
+    made = shardfn.shard(parts, ((8, 1), (1, 1), ()), ((8, 1), (1, 1)))
+    x, y = jnp.arange(32.0).reshape(16, 2), jnp.arange(36.0).reshape(12, 3)
+    (note,) = made.plan(x, y, 14).diagnostics
+    assert "dynamic_slice of (16, 2) to (8, 2)" in note and "(12, 3)" not in note
+    assert all(map(np.array_equal, made(x, y, 14), parts(x, y, 14)))
