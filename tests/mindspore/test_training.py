@@ -14,6 +14,7 @@ import pytest
 import shardfn
 import shardfn.mindspore as ms
 from shardfn import train
+from tests.marks import some_slow
 from tests.messages import refusal
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
@@ -167,7 +168,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
-@pytest.mark.parametrize("is_made", [False, True], ids=["model", "function"])
+@pytest.mark.parametrize("is_made", some_slow({"model": False, "function": True}, {"function"}))
 @pytest.mark.parametrize("name", NESTED)
 def test_step_trains_a_cell_in_a_pytree_as_by_hand(name, is_made, mode):
     make, net_of, path = NESTED[name]

@@ -11,6 +11,7 @@ import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.search.problem import objective
 from shardfn.search.recursive_programming import divisions
+from tests.marks import some_slow
 from tests.search.problems import S, problem_of, two_layers
 
 RECURSIVE = {"search_mode": "recursive_programming"}
@@ -40,7 +41,7 @@ def test_recursive_plan_keeps_a_mesh():
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("devices", [8, 64])
+@pytest.mark.parametrize("devices", some_slow([8, 64], [64]))
 @pytest.mark.parametrize("make", [mlp.make, attention.make], ids=["mlp", "attention"])
 def test_recursive_plan_is_no_worse_than_data_parallel(make, devices, level):
     sizes = {"batch": 64, "train": True} if make is mlp.make else {"batch": 64}
