@@ -173,7 +173,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
             return Spread(shape, value.dtype, value.operand, value.dims)
         return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
-    if isinstance(value, Elementwise) and value.home is None and _is_larger(value, dim):
+    if isinstance(value, Elementwise) and value.home is None and _is_apart(value, dim):
         place = dim, first, rows
         if place not in value.rows:
             own = (sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
@@ -185,15 +185,15 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     first, rows = part.first + low, high - low
-    if isinstance(part.source, Elementwise) and part.source.home is None and _is_larger(part.source, dim):
+    if isinstance(part.source, Elementwise) and part.source.home is None and _is_apart(part.source, dim):
         return Part(rows, sliced(part.source, dim, first, rows), 0)
     return Part(rows, part.source, first)
 
 
-def _is_larger(value: Value, dim: int) -> bool:
-    """Whether a value has more rows than each array that they come from, so that it has no frame."""
-    found = alignments(value, dim)
-    return bool(found) and all(one.size < value.shape[dim] for one in found)
+def _is_apart(value: Value, dim: int) -> bool:
+    """Whether a value has more rows than each array that they come from, or few of each, so that it has no frame."""
+    found, rows = alignments(value, dim), value.shape[dim]
+    return bool(found) and (all(one.size < rows for one in found) or all(one.size >= 2 * rows for one in found))
 
 
 def form(value: Value) -> Any:

@@ -166,6 +166,19 @@ def test_update_in_place_is_an_array_for_all_its_readers():
     assert [eqn.invars[0] is first for eqn in made.eqns if eqn.primitive.name == "jit"] == [False, True]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_gradient_of_padded_edges_gathers_nothing(rows):
+    def limited(u):
+        p = jnp.pad(u, rows, mode="edge")
+        return jnp.square(p[2 * rows :] * p[: -2 * rows]).sum()
+
+    gradient, u = jax.grad(limited), jnp.sin(jnp.arange(512.0))
+    sharded = shardfn.shard(gradient, ((8,),))
+    sent = {c.kind: c.total_bytes for c in compile_plan(sharded.plan(u)).collectives}
+    assert sent.keys() <= {"collective-permute", "all-reduce"} and sum(sent.values()) < 100 * rows
+    np.testing.assert_allclose(sharded(u), gradient(u), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 20, 32, -8, -13])
 def test_rotation_by_more_rows_than_a_shard_is_predicted(rows):
     plan = shardfn.plan(lambda u: jnp.roll(u, rows, 0), jnp.ones((64, 4)), in_strategy=((8, 1),))

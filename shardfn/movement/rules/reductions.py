@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardfn.movement.emit import Frame, frame_of, inside
-from shardfn.movement.rules.call import Call
-from shardfn.movement.values import Elementwise, Moved, Value, sliced, with_rows
+from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.values import Elementwise, Lazy, Moved, Value, alignments, sliced, with_rows
 
 
 def reduce_rule(identity: Callable[[Any], Any], call: Call) -> Value | None:
@@ -19,7 +19,9 @@ def reduce_rule(identity: Callable[[Any], Any], call: Call) -> Value | None:
     axes = tuple(call.params["axes"])
     has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
     frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
-    if frame is None or frame.shape == value.shape:
+    if frame is None:
+        return _row_by_row(call, value, axes) if call.eqn.primitive.name == "reduce_sum" else None
+    if frame.shape == value.shape:
         return None
     found = call.emitter.place(value, frame)
     mask = inside(value, frame, axes)
@@ -32,6 +34,16 @@ def reduce_rule(identity: Callable[[Any], Any], call: Call) -> Value | None:
     for own, dim in enumerate(kept):
         found = sliced(found, own, frame.offset[dim], value.shape[dim])
     return found
+
+
+def _row_by_row(call: Call, value: Value, axes: Sequence[int]) -> Value | None:
+    """The sum of a few rows of an array, such as those that an edge was repeated to: each is found on one device."""
+    few = [d for d in axes if 1 < value.shape[d] <= MOST_ROWS and alignments(value, d)]
+    if len(few) != 1 or not isinstance(value, Lazy):
+        return None
+    rows = (sliced(value, few[0], i, 1) for i in range(value.shape[few[0]]))
+    call.emitter.shifted += 1
+    return sum(call.bound(call.emitter.array(row)) for row in rows)
 
 
 def least(dtype: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax import lax
 
-from shardfn.movement.emit import Emitter
+from shardfn.movement.emit import Emitter, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.values import (
     Elementwise,
@@ -76,7 +76,8 @@ def reshape_rule(call: Call) -> Value | None:
         return value
     if [n for n in value.shape if n != 1] != [n for n in call.shape if n != 1]:
         return None
-    value = call.emitter.settled(value)
+    if not isinstance(value, Elementwise) or 1 in value.shape or frame_of(value) is not None:
+        value = call.emitter.settled(value)
     for dim in reversed([d for d, n in enumerate(value.shape) if n == 1]):
         value = squeezed(call.emitter, value, dim)
         if isinstance(value, Squeezed):
