@@ -92,15 +92,23 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
 
 def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
     """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
-    function = posed.call.function
-    if function.shifted is None or function.is_as_written or function.inner:  # which has numbers of the shifted program
+    if not _is_shifted(posed.call) or _moves_shards(posed, _unconstrained(answer)):
         return None
-    if _moves_shards(posed, _unconstrained(answer)):
-        return None
-    function = dataclasses.replace(function, is_as_written=True)
-    traced = function.traced(posed.call.hardware.platform)
-    written = place_call(dataclasses.replace(posed.call, function=function, traced=traced), [])
+    written = _without_shifts(posed.call)
     return None if _moves_shards(written, _unconstrained(answer)) else written
+
+
+def _is_shifted(call: TracedCall) -> bool:
+    """Whether a call is one of `movement`'s shifts, and could be one without: functions inside have numbers of its ops."""
+    function = call.function
+    return function.shifted is not None and not function.is_as_written and not function.inner
+
+
+def _without_shifts(call: TracedCall) -> PosedCall:
+    """The call of the program as the user wrote it."""
+    function = dataclasses.replace(call.function, is_as_written=True, wrong=(), halo_shards={})
+    traced = function.traced(call.hardware.platform)
+    return place_call(dataclasses.replace(call, function=function, traced=traced), [])
 
 
 def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
@@ -159,9 +167,9 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
     return with_notes(plan, note) if note else plan
 
 
-def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
-    """The other candidates that the search evaluated and that keep the user's memory limit, best first, by name; at the end
-    the answer itself without constraints."""
+def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answer]]:
+    """The other candidates that the search evaluated and that keep the user's memory limit, best first: the name, the call and
+    the answer. At the end the answer itself without constraints, and that of the program as the user wrote it, without shifts."""
     posed, answer, problem = answered.posed, answered.answer, answered.problem
     bare = dataclasses.replace(answer, constraints={}, result_specs={})
     own = problem.as_candidate("the same shardings without constraints", bare)
@@ -173,7 +181,9 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, Answer]]:
     for candidate in (*found, own):
         if _choice(candidate) not in seen and (problem.fits(candidate) or not is_limited):
             seen.append(_choice(candidate))
-            yield candidate.name, chosen(answer, candidate, COMPILES)
+            yield candidate.name, posed, chosen(answer, candidate, COMPILES)
+    if _is_shifted(posed.call):
+        yield "the same shardings, rows gathered instead of shifted", _without_shifts(posed.call), bare
 
 
 def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:

@@ -175,9 +175,10 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
       StrategyError: XLA compiles no candidate, or the function traces to another program than the planned one.
     """
     answered, left_out = answered_call(entry.plan), list[candidates.Refused]()
-    for name, answer in itertools.chain([("the plan", answered.answer)], alternatives(answered)):
+    own = "the plan", answered.posed, answered.answer
+    for name, posed, answer in itertools.chain([own], alternatives(answered)):
         try:
-            found = dataclasses.replace(_fixed_entry(answered.posed, answer), watch=entry.watch) if left_out else entry
+            found = dataclasses.replace(_fixed_entry(posed, answer), watch=entry.watch) if left_out else entry
             lowered = found.jitted.lower(*values(found))
             expected = any(c.is_last_resort for c in found.plan.partitioned.communications)
             logged = tuple(compile_logged(lowered, wanted=expected)[1])

@@ -135,7 +135,10 @@ def _other_plans(plan: Plan, own: Sequence[tuple[int, ...]]) -> Iterator[Plan]:
     opened = plan.what_if({d.path: AUTO for d in plan.inputs})
     for one in (plan, opened):
         answered = answered_call(one)
-        answers = [*([answered.answer] if one is opened else []), *(a for _, a in alternatives(answered))]
+        answers = [
+            *([answered.answer] if one is opened else []),
+            *(a for _, one, a in alternatives(answered) if one is answered.posed),
+        ]
         for answer in answers:
             found = plan_fixed_answer(answered.posed, answer)
             fits = found.cost.memory.peak <= answered.problem.memory_limit

@@ -166,6 +166,18 @@ def test_update_in_place_is_an_array_for_all_its_readers():
     assert [eqn.invars[0] is first for eqn in made.eqns if eqn.primitive.name == "jit"] == [False, True]
 
 
+def test_shifts_that_xla_does_not_compile_are_gathered_instead():
+    def shifted(x):
+        v = jnp.diff(x, axis=0, n=2)
+        return jnp.roll(v.at[1:58:2].set(v[26:55]), 22, 0)
+
+    x = jnp.asarray(np.random.default_rng(31).integers(0, 20, (64, 2)), jnp.int32)
+    sharded = shardfn.shard(shifted, ((8, 1),), ((1, 2),))
+    with pytest.warns(UserWarning, match="rows gathered instead of shifted"):
+        sharded(x)
+    np.testing.assert_array_equal(sharded(x), shifted(x))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_gradient_of_padded_edges_gathers_nothing(rows):
     def limited(u):
