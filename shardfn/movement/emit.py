@@ -119,11 +119,10 @@ class Emitter:
     def in_place(self, value: Value) -> Value:
         """A moved value as an array if all its rows stand where they come from, so that no reader selects by position again;
         another value as it is."""
-        whole = Frame(tuple(value.shape), (0,) * len(value.shape))
-        if not isinstance(value, Moved) or frame_of(value) != whole:
+        if not isinstance(value, Moved):
             return value
         places = {(one.size - rows, one.offset) for d, rows in enumerate(value.shape) for one in alignments(value, d)}
-        return self.place(value, whole) if places == {(0, 0)} else value
+        return self.place(value, Frame(value.shape, (0,) * len(value.shape))) if places == {(0, 0)} else value
 
     def place(self, value: Value, frame: Frame) -> Any:
         """The array of a value in a frame."""

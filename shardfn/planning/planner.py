@@ -107,8 +107,7 @@ def _is_shifted(call: TracedCall) -> bool:
 def _without_shifts(call: TracedCall) -> PosedCall:
     """The call of the program as the user wrote it."""
     function = dataclasses.replace(call.function, is_as_written=True, wrong=(), halo_shards={})
-    traced = function.traced(call.hardware.platform)
-    return place_call(dataclasses.replace(call, function=function, traced=traced), [])
+    return place_call(call.of(function), [])
 
 
 def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
@@ -126,9 +125,7 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
     if not shares_halos(before.jaxpr, shards):
         return posed, answer
-    shared = function.with_shared_halos(shards)
-    traced = shared.traced(posed.call.hardware.platform)
-    other = place_call(dataclasses.replace(posed.call, function=shared, traced=traced), [])
+    other = place_call(posed.call.of(function.with_shared_halos(shards)), [])
     found = (posed, answer), (other, _unconstrained(answer))
     return min(found, key=lambda one: objective(_cost(*one), one[0].problem))
 
@@ -189,8 +186,7 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answe
 def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:
     """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
     function = dataclasses.replace(call.function, wrong=wrong)
-    traced = function.traced(call.hardware.platform, PlanMesh.of(plan.mesh))
-    return place_call(dataclasses.replace(call, function=function, traced=traced), [])
+    return place_call(call.of(function, PlanMesh.of(plan.mesh)), [])
 
 
 def without_workarounds(call: TracedCall) -> TracedCall:
@@ -198,8 +194,7 @@ def without_workarounds(call: TracedCall) -> TracedCall:
     function = call.function
     if not function.wrong and not function.is_as_written and not function.halo_shards:
         return call
-    function = dataclasses.replace(function, wrong=(), is_as_written=False, halo_shards={})
-    return dataclasses.replace(call, function=function, traced=function.traced(call.hardware.platform))
+    return call.of(dataclasses.replace(function, wrong=(), is_as_written=False, halo_shards={}))
 
 
 def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:

@@ -18,6 +18,7 @@ from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.call_function import CallFunction
 from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile
+from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.propagation import Propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
 
@@ -47,6 +48,10 @@ class TracedCall:
     def ambient_mesh(self) -> AmbientMesh | None:
         """The mesh around the call, if the call uses it."""
         return self.function.ambient
+
+    def of(self, function: CallFunction, mesh: PlanMesh | None = None) -> TracedCall:
+        """The call with its function in another form, traced anew on a mesh."""
+        return dataclasses.replace(self, function=function, traced=function.traced(self.hardware.platform, mesh))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Graph, Op, PartitionedProgram, Spec
+from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
@@ -147,10 +147,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             own = op.inputs[0]
             is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
-        if op.convolution is not None:
-            window, image, kernel, result = _windows_and_specs(op, partitioned, moved_from, moved_to)
-            if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
-                found.setdefault(WrongOp(op.where))
+        if _is_wrong_convolution(op, partitioned, moved_from, moved_to):
+            found.setdefault(WrongOp(op.where))
     return tuple(found)
 
 
@@ -162,15 +160,23 @@ def _moves(graph: Graph) -> tuple[Mapping[int, int], Mapping[int, int]]:
     return before_resharding(graph), after
 
 
-def _windows_and_specs(
-    op: Op, partitioned: PartitionedProgram, before: Mapping[int, int], after: Mapping[int, int]
-) -> tuple[list[int], Spec, Spec, Spec]:
-    """Of a convolution its window, and the shardings of image, kernel and result, as others read and make them."""
-    assert op.convolution is not None
+def _is_wrong_convolution(
+    op: Op,
+    partitioned: PartitionedProgram,
+    before: Mapping[int, int],
+    after: Mapping[int, int],
+    transposed: bool = False,
+) -> bool:
+    """Whether an op is a convolution that XLA may get wrong, or the one that makes the image's gradient of the result's; `before`
+    and `after` are those of `_moves`."""
+    if op.convolution is None:
+        return False
     image, kernel = (partitioned.specs[before.get(v, v)] for v in op.inputs[:2])
     result = partitioned.specs[after.get(op.outputs[0], op.outputs[0])]
     window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
-    return window, image, kernel, result
+    if transposed:
+        return is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes)
+    return is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes)
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -181,13 +187,11 @@ def transposed_wrongly(partitioned: PartitionedProgram) -> frozenset[Shapes]:
     """The convolutions, by the shapes of image, kernel and result, of which XLA may get the image's gradient wrong if it is taken
     outside of the plan: it makes the image's sharding of the result's."""
     before, after = _moves(partitioned.graph)
-    found = set[Shapes]()
-    for op in partitioned.graph.ops:
-        if op.convolution is not None:
-            window, image, kernel, result = _windows_and_specs(op, partitioned, before, after)
-            if is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes):
-                found.add(tuple(partitioned.graph.values[v].shape for v in (*op.inputs[:2], op.outputs[0])))
-    return frozenset(found)
+    return frozenset(
+        tuple(partitioned.graph.values[v].shape for v in (*op.inputs[:2], op.outputs[0]))
+        for op in partitioned.graph.ops
+        if _is_wrong_convolution(op, partitioned, before, after, transposed=True)
+    )
 
 
 def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -135,12 +136,9 @@ def _other_plans(plan: Plan, own: Sequence[tuple[int, ...]]) -> Iterator[Plan]:
     opened = plan.what_if({d.path: AUTO for d in plan.inputs})
     for one in (plan, opened):
         answered = answered_call(one)
-        answers = [
-            *([answered.answer] if one is opened else []),
-            *(a for _, one, a in alternatives(answered) if one is answered.posed),
-        ]
-        for answer in answers:
-            found = plan_fixed_answer(answered.posed, answer)
+        own_answer = [("", answered.posed, answered.answer)] if one is opened else []
+        for _, posed, answer in itertools.chain(own_answer, alternatives(answered)):
+            found = plan_fixed_answer(posed, answer)
             fits = found.cost.memory.peak <= answered.problem.memory_limit
             if fits and [d.strategy for d in found.inputs] != [*own]:
                 yield found

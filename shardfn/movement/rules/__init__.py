@@ -48,7 +48,7 @@ RULES: dict[str, Rule] = {
     "squeeze": squeeze_rule,
     "reshape": reshape_rule,
     "iota": iota_rule,
-    "reduce_sum": functools.partial(reduce_rule, lambda dtype: 0),
+    "reduce_sum": functools.partial(reduce_rule, lambda dtype: 0, combine=operator.add),
     "reduce_prod": functools.partial(reduce_rule, lambda dtype: 1),
     "reduce_max": functools.partial(reduce_rule, least),
     "reduce_min": functools.partial(reduce_rule, most),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +11,20 @@ from jax import lax
 
 from shardfn.movement.emit import Frame, frame_of, inside
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.values import Elementwise, Lazy, Moved, Value, alignments, sliced, with_rows
+from shardfn.movement.values import Elementwise, Moved, Value, alignments, sliced, with_rows
 
 
-def reduce_rule(identity: Callable[[Any], Any], call: Call) -> Value | None:
-    """A reduction. Along dimensions with a frame it is one of the frame, where what does not count is the identity."""
+def reduce_rule(
+    identity: Callable[[Any], Any], call: Call, combine: Callable[[Any, Any], Any] | None = None
+) -> Value | None:
+    """A reduction. Along dimensions with a frame it is one of the frame, where what does not count is the identity. Without a
+    frame, that of a few rows is made row by row, if `combine` makes one result of two."""
     (value,) = call.operands
     axes = tuple(call.params["axes"])
     has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
     frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
     if frame is None:
-        return _row_by_row(call, value, axes) if call.eqn.primitive.name == "reduce_sum" else None
+        return _row_by_row(call, axes, combine) if combine else None
     if frame.shape == value.shape:
         return None
     found = call.emitter.place(value, frame)
@@ -36,14 +40,15 @@ def reduce_rule(identity: Callable[[Any], Any], call: Call) -> Value | None:
     return found
 
 
-def _row_by_row(call: Call, value: Value, axes: Sequence[int]) -> Value | None:
-    """The sum of a few rows of an array, such as those that an edge was repeated to: each is found on one device."""
+def _row_by_row(call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]) -> Value | None:
+    """A reduction of a few rows of an array, such as those that an edge was repeated to: each is found on one device."""
+    (value,) = call.operands
     few = [d for d in axes if 1 < value.shape[d] <= MOST_ROWS and alignments(value, d)]
-    if len(few) != 1 or not isinstance(value, Lazy):
+    if len(few) != 1:
         return None
     rows = (sliced(value, few[0], i, 1) for i in range(value.shape[few[0]]))
     call.emitter.shifted += 1
-    return sum(call.bound(call.emitter.array(row)) for row in rows)
+    return functools.reduce(combine, (call.bound(call.emitter.array(row)) for row in rows))
 
 
 def least(dtype: Any) -> Any:
