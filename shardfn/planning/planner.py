@@ -13,7 +13,7 @@ from shardfn.movement import Shards, shares_halos
 from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
-from shardfn.planning.pose import place_call
+from shardfn.planning.pose import pose_again
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.uneven_movement import movements_of_equation, moves_shards
 from shardfn.planning.workarounds import WrongOp, refuse_reshardings, workaround_note, wrong_ops
@@ -71,7 +71,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     first = plan_without_workarounds(posed, answer)
     if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
-    other = with_workarounds(posed.call, first, wrong)
+    other = with_workarounds(posed, first, wrong)
     best = _best_correct(other, _unconstrained(answer), search(other))
     candidate = correct_candidate(posed, answer)
     if candidate and (
@@ -94,7 +94,7 @@ def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
     """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
     if not _is_shifted(posed.call) or _moves_shards(posed, _unconstrained(answer)):
         return None
-    written = _without_shifts(posed.call)
+    written = _without_shifts(posed)
     return None if _moves_shards(written, _unconstrained(answer)) else written
 
 
@@ -104,10 +104,10 @@ def _is_shifted(call: TracedCall) -> bool:
     return function.shifted is not None and not function.is_as_written and not function.inner
 
 
-def _without_shifts(call: TracedCall) -> PosedCall:
+def _without_shifts(posed: PosedCall) -> PosedCall:
     """The call of the program as the user wrote it."""
-    function = dataclasses.replace(call.function, is_as_written=True, wrong=(), halo_shards={})
-    return place_call(call.of(function), [])
+    function = dataclasses.replace(posed.call.function, is_as_written=True, wrong=(), halo_shards={})
+    return pose_again(posed, posed.call.of(function))
 
 
 def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
@@ -125,7 +125,7 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
     if not shares_halos(before.jaxpr, shards):
         return posed, answer
-    other = place_call(posed.call.of(function.with_shared_halos(shards)), [])
+    other = pose_again(posed, posed.call.of(function.with_shared_halos(shards)))
     found = (posed, answer), (other, _unconstrained(answer))
     return min(found, key=lambda one: objective(_cost(*one), one[0].problem))
 
@@ -157,7 +157,7 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
     found = _wrong_ops(posed, plan.partitioned, wrong)
     while more := [w for w in found if w not in wrong]:
         wrong = (*wrong, *more)
-        plan = plan_without_workarounds(with_workarounds(posed.call, plan, wrong), _unconstrained(answer))
+        plan = plan_without_workarounds(with_workarounds(posed, plan, wrong), _unconstrained(answer))
         found = _wrong_ops(posed, plan.partitioned, wrong)
     refuse_reshardings(found)
     note = workaround_note(wrong)
@@ -180,13 +180,13 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answe
             seen.append(_choice(candidate))
             yield candidate.name, posed, chosen(answer, candidate, COMPILES)
     if _is_shifted(posed.call):
-        yield "the same shardings, rows gathered instead of shifted", _without_shifts(posed.call), bare
+        yield "the same shardings, rows gathered instead of shifted", _without_shifts(posed), bare
 
 
-def with_workarounds(call: TracedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:
+def with_workarounds(posed: PosedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:
     """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
-    function = dataclasses.replace(call.function, wrong=wrong)
-    return place_call(call.of(function, PlanMesh.of(plan.mesh)), [])
+    function = dataclasses.replace(posed.call.function, wrong=wrong)
+    return pose_again(posed, posed.call.of(function, PlanMesh.of(plan.mesh)))
 
 
 def without_workarounds(call: TracedCall) -> TracedCall:

@@ -116,6 +116,16 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     groups = dimension_groups(call.traced.graph)
     placed = _placed(call, groups, problems)
     raise_problems(problems)
+    return _posed(call, placed, groups, problems)
+
+
+def pose_again(posed: PosedCall, call: TracedCall) -> PosedCall:
+    """A posed call with its function in another form: its entries stay on the same mesh axes, so an answer's shardings hold."""
+    return _posed(call, posed.placed, dimension_groups(call.traced.graph), [])
+
+
+def _posed(call: TracedCall, placed: Placement, groups: DimensionGroups, problems: list[Problem]) -> PosedCall:
+    """The search problem of a call whose entries are placed."""
     mesh = _on_mesh(call, placed, problems)
     raise_problems(problems)
     call = _with_ambient(call, mesh.axes)
@@ -124,7 +134,7 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner, call.search.alltoall)
     anchored = anchors(call.traced.jaxpr, call.traced.graph)
     problem = _problem(call, groups, mesh.axes, entries, propagation, anchored)
-    return PosedCall(call, problem, entries, mesh.order, groups, propagation, anchored)
+    return PosedCall(call, problem, placed, entries, mesh.order, groups, propagation, anchored)
 
 
 def _hardware(

@@ -18,6 +18,7 @@ from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.call_function import CallFunction
 from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile
+from shardfn.planning.mesh_inference import Placement
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.propagation import Propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
@@ -60,6 +61,8 @@ class PosedCall:
 
     call: TracedCall
     problem: SearchProblem
+    placed: Placement
+    """The entries on mesh axes, for `pose_again`."""
     entries: tuple[Spec | None, ...]
     """The shardings that the user or the layout file gives the inputs; None is open."""
     order: tuple[int, ...] | None

@@ -166,6 +166,15 @@ def test_update_in_place_is_an_array_for_all_its_readers():
     assert [eqn.invars[0] is first for eqn in made.eqns if eqn.primitive.name == "jit"] == [False, True]
 
 
+def test_results_keep_their_mesh_axes_where_a_program_is_kept_as_written():
+    """The two forms of the program group the dimensions of the results differently."""
+    call = shardfn.shard(lambda x: (x.at[:-1].set(2.0), 1.5 * x), ((1,),), ((4,), (4,)), device=jax.devices()[:8])
+    first, second = call(np.ones(4, np.float32))
+    np.testing.assert_array_equal(first, [2.0, 2.0, 2.0, 1.0])
+    np.testing.assert_array_equal(second, np.full(4, 1.5))
+    assert [len(array.addressable_shards[0].data) for array in (first, second)] == [1, 1]
+
+
 def test_shifts_that_xla_does_not_compile_are_gathered_instead():
     def shifted(x):
         v = jnp.diff(x, axis=0, n=2)
