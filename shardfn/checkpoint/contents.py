@@ -18,6 +18,7 @@ import numpy as np
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.errors import CheckpointFileError, fail
 from shardfn.ir.model import Spec
+from shardfn.regular_files import read_bytes
 
 FILE = "checkpoint.json"
 FORMAT = "shardfn-checkpoint"
@@ -183,12 +184,10 @@ def read_contents(folder: pathlib.Path) -> Contents:
     """
     file = folder / FILE
     try:
-        if file.stat().st_size > MAX_BYTES:
-            _damaged(file, "it is larger than any description")
-        return contents_from_json(file.read_text("utf-8"), str(file))
+        return contents_from_json(read_bytes(file, MAX_BYTES).decode(), str(file))
     except (FileNotFoundError, NotADirectoryError):
         _damaged(file, "every complete step has one", "is missing")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, CheckpointFileError):
             raise
         _damaged(file, str(error))

@@ -22,6 +22,7 @@ import numpy as np
 from shardfn.checkpoint.chunks import Box, box_shape, full_box
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.layoutfile.files import atomic_file
+from shardfn.regular_files import open_regular, read_bytes
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -132,9 +133,7 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
     if not source.name.endswith(".json"):
         return [source], {}
     try:
-        if source.stat().st_size > MAX_HEADER_BYTES:
-            raise ValueError("it is larger than any index")
-        rows = json.loads(source.read_text("utf-8"))["weight_map"]
+        rows = json.loads(read_bytes(source, MAX_HEADER_BYTES))["weight_map"]
         indexed = {str(name): str(file) for name, file in rows.items()}
         for file in indexed.values():
             if pathlib.PurePath(file).name != file or file in ("", ".", ".."):
@@ -146,8 +145,8 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
 
 
 def _header(file: pathlib.Path) -> list[FileTensor]:
-    size = file.stat().st_size
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
+        size = os.fstat(handle.fileno()).st_size
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its header should have {length:,} bytes, and the file has {size:,}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardfn.cluster.environment import BIND, COORDINATOR, COUNT, INDEX, LOOPBACK
 from shardfn.errors import ClusterError, fail
+from shardfn.regular_files import read_bytes
 
 LOCAL = "127.0.0.1"
 
@@ -61,6 +62,10 @@ def local_job(processes: int, devices: int = 1, hosts: Sequence[str] = (LOCAL,))
     )
 
 
+MAX_BYTES = 64 << 20
+"""More than any rank table has."""
+
+
 def read_rank_table(path: str | os.PathLike[str]) -> tuple[Process, ...]:
     """The processes of MindSpore's RANK_TABLE_FILE, version 1.0: one for each device of its `server_list`.
 
@@ -82,19 +87,18 @@ def read_rank_table(path: str | os.PathLike[str]) -> tuple[Process, ...]:
     ...     read_rank_table(file.name)
     (Process(rank=0, host='10.0.0.1', devices=(4,)),)
     """
-    with open(path, encoding="utf-8") as file:
-        try:
-            table = json.load(file)
-            found = [
-                Process(int(device["rank_id"]), str(server["server_id"]), (int(device["device_id"]),))
-                for server in table["server_list"]
-                for device in server["device"]
-            ]
-        except (ValueError, KeyError, TypeError) as error:
-            missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-            fail(ClusterError, f"{path} is not a rank table", where=f"--ranktable {path}", why=missing,
-                 fix="give a RANK_TABLE_FILE of version 1.0: a server_list, whose servers have server_id and a list device "
-                     "of device_id and rank_id")  # fmt: skip
+    try:
+        table = json.loads(read_bytes(path, MAX_BYTES))
+        found = [
+            Process(int(device["rank_id"]), str(server["server_id"]), (int(device["device_id"]),))
+            for server in table["server_list"]
+            for device in server["device"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        missing = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        fail(ClusterError, f"{path} is not a rank table", where=f"--ranktable {path}", why=missing,
+             fix="give a RANK_TABLE_FILE of version 1.0: a server_list, whose servers have server_id and a list device "
+                 "of device_id and rank_id")  # fmt: skip
     found.sort(key=lambda process: process.rank)
     if not found or [process.rank for process in found] != list(range(len(found))):
         fail(ClusterError, f"{path} does not number its processes", where=f"rank_id: {[p.rank for p in found]}",

@@ -33,6 +33,7 @@ from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of,
 from shardfn.layoutfile.toml import FORMAT, MAX_BYTES, parse_toml, to_toml
 from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
 from shardfn.planning.plan import Plan, argument_names, op_strategies
+from shardfn.regular_files import open_regular
 
 
 class LayoutFileError(StrategyError):
@@ -96,7 +97,7 @@ def read_layout(source: Any) -> LayoutFile:
     _check_name(path, f"layout = {short(name)}")
     parser = parse_json if path.suffix == ".json" else parse_toml
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
         is_binary = data[:1] == bytes([FIRST_BYTE])
         rows = strategy_rows(data) if is_binary and len(data) <= MAX_BYTES else None
@@ -163,7 +164,7 @@ def _looks_like_layout(file: pathlib.Path) -> bool:
     try:
         if not marks or not file.is_file():
             return False
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             first = opened.read(1 << 16)
     except OSError:
         return False

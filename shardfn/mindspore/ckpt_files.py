@@ -19,6 +19,7 @@ from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.safetensors_files import FileTensor, read_tensors
 from shardfn.errors import CheckpointFileError, fail
 from shardfn.layoutfile.protobuf import Span, fields, integers, text
+from shardfn.regular_files import open_regular
 
 SUFFIX = ".ckpt"
 MAGIC = (0x7F3A5ED8, 0x7F3A5ED9, 0x7F3A5EDA)
@@ -63,7 +64,7 @@ def tensors_of(file: pathlib.Path) -> dict[str, FileTensor]:
     if file.suffix != SUFFIX:
         return read_tensors(file)
     try:
-        with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
             is_encrypted = int.from_bytes(data[:4], "little") in MAGIC
             found = {} if is_encrypted else _tensors(file, data)
     except (OSError, ValueError) as error:

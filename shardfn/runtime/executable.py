@@ -200,6 +200,40 @@ def compile_entry(entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Ent
     candidates.none_compiles(entry.plan.function, left_out, is_asked=False)
 
 
+def jitted_as_called(entry: Entry, call: Call, given: int) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """The jitted function of an entry, and the shapes of a call's arguments to stage it with.
+
+    The first `given` arguments are given by position, the others by keyword. `jax.jit` takes no keywords beside `in_shardings`:
+    where there are any, the shapes have the shardings.
+    """
+    if len(call.slots) <= given:
+        return entry.jitted, call.of_typed_shapes().values, {}
+    planned = answered_call(entry.plan).posed.call
+    names = [None] * (call.stateful + given) + [slot.name for slot in call.slots[given:]]
+
+    def function(*args: Any, **keywords: Any) -> Any:
+        return entry.jitted(*args, *(keywords[name] for name in names if name))
+
+    def are(positions: Sequence[int]) -> tuple[list[int], list[str]]:
+        return [i for i in positions if not names[i]], [name for i in positions if (name := names[i])]
+
+    function.__name__ = entry.plan.function
+    (static, static_names), (donated, donated_names) = are(call.statics), are(planned.function.donate_argnums)
+    jitted = jax.jit(function, static_argnums=static, static_argnames=static_names, donate_argnums=donated,
+                     donate_argnames=donated_names, compiler_options=dict(planned.compiler_options or {}) or None)  # fmt: skip
+    leaves, treedef = tree_util.tree_flatten(call.of_shapes().dynamic)
+    values = call.replaced(treedef, [_sharded(*pair) for pair in zip(leaves, entry.targets, strict=True)])
+    rows = list(zip(names, values, strict=True))
+    return jitted, [value for name, value in rows if not name], {name: value for name, value in rows if name}
+
+
+def _sharded(shape: Any, sharding: NamedSharding) -> Any:
+    """The shape with a sharding; a Python number as it is."""
+    if not isinstance(shape, jax.ShapeDtypeStruct):
+        return shape
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=sharding)
+
+
 def agreed(entry: Entry) -> Entry:
     """The entry after the processes compared their plans of it, which each does once, before it runs the first time.
 

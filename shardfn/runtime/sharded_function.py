@@ -56,7 +56,7 @@ from shardfn.runtime.call_checks import (
 )
 from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
 from shardfn.runtime.entries import Methods
-from shardfn.runtime.executable import Entry, agreed, compile_entry, make_entry, typed_as_planned
+from shardfn.runtime.executable import Entry, agreed, compile_entry, jitted_as_called, make_entry, typed_as_planned
 from shardfn.runtime.nested_call import run_nested
 from shardfn.runtime.processes import check_devices
 from shardfn.runtime.progress import progress
@@ -244,7 +244,7 @@ class ShardedFunction(Generic[P, R]):
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
             entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
-        found = read(self._lower(entry, call).compile()) if compiled else None
+        found = read(self._lower(entry, call, len(call.slots)).compile()) if compiled else None
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
         counted = self._counted(callee, call, entry) if run else None
@@ -290,14 +290,14 @@ class ShardedFunction(Generic[P, R]):
           kwargs: the keyword arguments.
 
         Returns:
-          JAX's own stage. Its `compile()` gives a function of the call's arrays, a module's arrays first.
+          JAX's own stage. Its `compile()` gives a function of the call's arrays, a module's arrays first, keywords by keyword.
 
         Raises:
           ShardError: all problems of the call.
         """
         callee, call = self._bound(args, kwargs)
         entry = self._entry(callee, call)
-        return self._lower(entry, call)
+        return self._lower(entry, call, len(args))
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the sharded function for a call, as `jax.jit(f).trace` does.
@@ -314,7 +314,8 @@ class ShardedFunction(Generic[P, R]):
         """
         callee, call = self._bound(args, kwargs)
         entry = self._entry(callee, call)
-        return entry.jitted.trace(*call.of_typed_shapes().values)
+        jitted, shapes, keywords = jitted_as_called(entry, call, len(args))
+        return jitted.trace(*shapes, **keywords)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the results of a call, without planning it.
@@ -347,11 +348,11 @@ class ShardedFunction(Generic[P, R]):
 
     # ---- inside
 
-    def _lower(self, entry: Entry, call: Call) -> jax.stages.Lowered:
-        shapes = call.of_typed_shapes().values
+    def _lower(self, entry: Entry, call: Call, given: int) -> jax.stages.Lowered:
+        jitted, shapes, keywords = jitted_as_called(entry, call, given)
         if entry.plan.hardware.is_here:
-            return entry.jitted.lower(*shapes)
-        traced = entry.jitted.trace(*shapes)
+            return jitted.lower(*shapes, **keywords)
+        traced = jitted.trace(*shapes, **keywords)
         return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

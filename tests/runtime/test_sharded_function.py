@@ -215,6 +215,24 @@ def test_jit_keeps_the_layouts_asked_for():
     assert lowered(X, W).sharding.shard_shape((8, 8)) == (8, 1)
 
 
+def scaled(x, power=1, *, scale, y=None):
+    return (scale * x**power if y is None else scale * x**power + y), power
+
+
+@pytest.mark.parametrize("static", [{}, {"static_argnames": "power"}], ids=["dynamic", "static"])
+def test_compiled_stage_takes_the_keywords_of_the_call(static):
+    sharded = shard(scaled, parameter_plan={"x": (8, 1), "y": (1, 8)}, donate_argnames="y", **static)
+    lowered = sharded.lower(X, power=2, scale=3.0, y=X)
+    kept = {} if static else {"power": 2}
+    compiled = lowered.compile()
+    result, _ = compiled(X, scale=3.0, y=X + 0, **kept)
+    close(result, 3.0 * X**2 + X)
+    assert compiled.input_shardings[1]["y"].shard_shape(X.shape) == (X.shape[0], X.shape[1] // 8)
+    assert [info.donated for info in lowered.args_info[1].values()] == [name == "y" for name in lowered.args_info[1]]
+    traced = sharded.trace(X, scale=3.0, y=X)
+    close(traced.lower().compile()(X, scale=3.0, y=X + 0)[0], 3.0 * X + X)
+
+
 def test_export():
     exported = jax.export.export(jax.jit(LAYER))(X, W)
     assert exported.nr_devices == 8

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.errors import ClusterError, fail
+from shardfn.regular_files import read_bytes
 from shardfn.runtime.extras import need
 
 MAX_BYTES = 4 << 20
@@ -35,13 +36,9 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ...     read(file.name)
     [{'kind': 'A'}, {'kind': 'B'}]
     """
-    with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
     is_toml = pathlib.Path(path).suffix == ".toml"
     try:
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-        text = data.decode()
+        text = read_bytes(path, MAX_BYTES).decode()
         documents = [tomllib.loads(text)] if is_toml else _yaml(text)
         if wrong := [d for d in documents if not isinstance(d, dict)]:
             raise ValueError(f"a document is no mapping: {str(wrong[0])[:40]}")

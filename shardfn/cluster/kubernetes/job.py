@@ -15,6 +15,7 @@ from shardfn.cluster.kubernetes.targets import share
 from shardfn.errors import ClusterError, Problem, fail, nearest, raise_problems
 from shardfn.frontend.value_checks import clipped
 from shardfn.layoutfile import read_layout
+from shardfn.regular_files import read_bytes
 
 MAX_NAME = 40
 """Characters of a job's name: a pod's is at most 63, and an operator adds a role, two numbers and a suffix."""
@@ -217,7 +218,7 @@ def _plan(name: str, where: str) -> dict[str, Any]:
     if path.stat().st_size > MAX_PLAN:
         fail(ClusterError, f"{path} is too large to be passed to the pods", where=f"{where}: plan = {name}",
              why="a ConfigMap holds at most 1 MiB", fix="put it into the image, and leave plan out")  # fmt: skip
-    found = {"plan": path.read_text(encoding="utf-8"), "plan_name": re.sub(r"[^-._a-zA-Z0-9]", "_", path.name)}
+    found = {"plan": read_bytes(path, MAX_PLAN).decode(), "plan_name": re.sub(r"[^-._a-zA-Z0-9]", "_", path.name)}
     return found | ({"device": layout.device} if ":" in layout.device else {})
 
 

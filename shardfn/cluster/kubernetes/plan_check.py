@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardfn.cluster.environment import COUNT
+from shardfn.cluster.kubernetes.job import MAX_PLAN
 from shardfn.cluster.kubernetes.msjob import is_msjob, translate
 from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.ray import SERVER
@@ -19,6 +20,7 @@ from shardfn.errors import ClusterError, DeviceError, Problem, fail, raise_probl
 from shardfn.layoutfile import read_layout
 from shardfn.layoutfile.plan_file import estimated_peak
 from shardfn.planning.layout_rules import LayoutFile
+from shardfn.regular_files import read_bytes
 from shardfn.units import bytes_text
 
 PRODUCT = "nvidia.com/gpu.product"
@@ -202,9 +204,8 @@ def _chip(labels: Mapping[str, str]) -> str:
 def _peak(plan: str | os.PathLike[str]) -> int | None:
     """The memory that a plan's file says it needs; None for a recipe and for a file written by hand."""
     try:
-        with open(plan, encoding="utf-8") as file:
-            return estimated_peak(file.read())
-    except OSError:
+        return estimated_peak(read_bytes(plan, MAX_PLAN).decode())
+    except (OSError, ValueError):
         return None
 
 

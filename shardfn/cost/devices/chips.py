@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import DeviceError, fail
+from shardfn.regular_files import read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +227,10 @@ def most_cubic(count: int, dims: int) -> tuple[int, ...]:
     return min(found, key=lambda shape: (max(shape), tuple(reversed(shape))))
 
 
+MAX_FILE_BYTES = 1 << 20
+"""More than any file of a chip has."""
+
+
 def load_chip(path: str | os.PathLike[str]) -> Chip:
     """A chip from the file that `python -m shardfn calibrate --save` writes, or one written by hand.
 
@@ -234,8 +239,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     """
     where = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)["chip"]
+        data = json.loads(read_bytes(path, MAX_FILE_BYTES))["chip"]
         data |= {name: tuple(data.get(name, ())) for name in ("largest", "sides", "device_kinds")}
         data["aot"] = tuple((str(name), value) for name, value in data.get("aot", ()))
         for name in ("dtype_flops", "weight_gradient_efficiency"):

@@ -1,0 +1,50 @@
+"""Reads of files that others give, which neither wait for a writer nor fill the memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import BinaryIO
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, open for bytes.
+
+    Args:
+      path: the file. Of a pipe or a device one would read for ever.
+
+    Raises:
+      OSError: there is no such file, or it is a folder, a pipe, a device or a socket.
+    """
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(opened).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(opened, "rb")
+    os.close(opened)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{os.fspath(path)} is a folder")
+    raise OSError(f"{os.fspath(path)} is a pipe, a device or a socket, not a regular file")
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a regular file.
+
+    Args:
+      path: the file.
+      most: the largest size, in bytes.
+
+    Raises:
+      OSError: as `open_regular`, or it cannot be read.
+      ValueError: it is larger.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     size = file.write(b"12345678"), file.flush()
+    ...     read_bytes(file.name, 8)
+    b'12345678'
+    """
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return data
