@@ -36,7 +36,7 @@ READERS = {
 def test_reader_of_a_pipe_or_a_device_ends_with_an_error(name, kind, tmp_path):
     file = tmp_path / name
     os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")
-    with pytest.raises((shardfn.ShardError, OSError), match="not a regular file|no layout"):
+    with pytest.raises((shardfn.ShardError, OSError), match=r"not a regular file|no layout"):
         READERS[name](file)
 
 

@@ -167,7 +167,7 @@ def _neutral(op: Any) -> int:
         return -1
     constant, either = known
     for side in (1, 0) if either else (1,):
-        if _constant(op.operands[side]) == constant:
+        if constant_of(op.operands[side]) == constant:
             return 1 - side
     return -1
 
@@ -179,7 +179,7 @@ _NEUTRAL = {
 """For an op the constant that changes nothing, and whether it may be either operand."""
 
 
-def _constant(value: Any) -> Any:
+def constant_of(value: Any) -> Any:
     """The number that a constant, or a broadcast one, has everywhere; None where it has none."""
     owner = value.owner
     if not isinstance(owner, ir.Block) and owner.operation.name == "stablehlo.broadcast_in_dim":
@@ -210,9 +210,9 @@ def trip_count(op: Any, condition: Any, body: Any) -> int | None:
 
     if isinstance(limit.owner, ir.Block) and limit.owner == condition:
         limit = op.operands[ir.BlockArgument(limit).arg_number]
-    start, stop = _constant(op.operands[position]), _constant(limit)
+    start, stop = constant_of(op.operands[position]), constant_of(limit)
     step_op = body.operations[len(body.operations) - 1].operation.operands[position].owner
     if start is None or stop is None or isinstance(step_op, ir.Block) or step_op.operation.name != "stablehlo.add":
         return None
-    steps = [c for c in map(_constant, step_op.operation.operands) if c is not None]
+    steps = [c for c in map(constant_of, step_op.operation.operands) if c is not None]
     return max(0, -(-(stop - start) // steps[0])) if steps and steps[0] > 0 else None

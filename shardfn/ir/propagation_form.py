@@ -1,19 +1,21 @@
 """The form of a module in which XLA propagates shardings.
 
-XLA runs passes before propagation. Those that decide its outcome are repeated here: calls are inlined, loop invariants
-are read from outside the loop, broadcasts that stretch dimensions of 1 are split, and ops are ordered depth first from
-the results.
+XLA runs passes before propagation. Those that decide its outcome are repeated here: dynamic slices at constant places become
+slices, calls are inlined, loop invariants are read from outside the loop, broadcasts that stretch dimensions of 1 are split,
+and ops are ordered depth first from the results.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardfn.ir.extra_rules import MISSING_RULES
 from shardfn.ir.mlir import MESH_NAME, NUMBER, attribute_names, ir, sdy, value_of
 from shardfn.ir.model import DimFactors, ShardingRule
+from shardfn.ir.op_attributes import constant_of
 
 
 def to_xla_form(block: Any, arguments: set[Any]) -> None:
@@ -29,6 +31,48 @@ def to_xla_form(block: Any, arguments: set[Any]) -> None:
             _take_apart(op)
         elif op.name.startswith("chlo."):
             _add_rule(op)
+
+
+def slice_at_constants(ops: Sequence[Any]) -> None:
+    """Make slices of the dynamic slices whose places are constants, or numbers that are computed of constants."""
+    for op in ops:
+        if op.name != "stablehlo.dynamic_slice":
+            continue
+        source, result = (ir.RankedTensorType(v.type) for v in (op.operands[0], op.results[0]))
+        places = [_folded(start) for start in list(op.operands)[1:]]
+        if any(place is None for place in places):
+            continue
+        rows = zip(places, source.shape, result.shape, strict=True)
+        first = [min(max(place, 0), size - length) for place, size, length in rows]
+        last = [place + length for place, length in zip(first, result.shape, strict=True)]
+        numbers = {"start_indices": first, "limit_indices": last, "strides": [1] * len(first)}
+        attributes = {name: ir.DenseI64ArrayAttr.get(each) for name, each in numbers.items()}
+        with ir.InsertionPoint(op), op.location:
+            new = ir.Operation.create("stablehlo.slice", [result], [op.operands[0]], attributes)
+        op.results[0].replace_all_uses_with(new.result)
+        op.erase()
+
+
+_FOLDED: dict[str, Callable[..., int]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "maximum": max, "minimum": min, "convert": int,
+    "LT": operator.lt, "select": lambda chosen, one, other: one if chosen else other,
+}  # fmt: skip
+"""Ops, and the direction of a comparison, that indices are computed with."""
+
+
+def _folded(value: Any) -> int | None:
+    """The integer that a scalar is, where it is computed of constants alone."""
+    if (known := constant_of(value)) is not None:
+        return int(known)
+    if isinstance(value.owner, ir.Block):
+        return None
+    op = value.owner.operation
+    name = op.name.removeprefix("stablehlo.")
+    if name == "compare":
+        name = str(op.attributes["comparison_direction"]).rpartition(" ")[2].rstrip(">")
+    fold = _FOLDED.get(name)
+    operands = [_folded(operand) for operand in op.operands] if fold else [None]
+    return None if fold is None or None in operands else int(fold(*operands))
 
 
 def inline(block: Any, functions: Mapping[str, Any]) -> None:

@@ -35,7 +35,13 @@ from shardfn.ir.mlir import (
     symbol_of,
 )
 from shardfn.ir.model import INNER_AXIS, Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
-from shardfn.ir.propagation_form import inline, number_duplicates, order_depth_first, to_xla_form
+from shardfn.ir.propagation_form import (
+    inline,
+    number_duplicates,
+    order_depth_first,
+    slice_at_constants,
+    to_xla_form,
+)
 from shardfn.ir.reader import Reader, ReaderCache, UnreadOpError
 
 RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -54,10 +60,11 @@ Place = tuple[int, int]
 
 def flat(module: Any) -> Any:
     """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call has a function of
-    its own, so that two callers can shard it differently.
+    its own, so that two callers can shard it differently, and dynamic slices at constant places are slices.
     """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
+        slice_at_constants(preorder(copy))
         run_passes("builtin.module(sdy-flatten-call-graph)", copy)
         return copy
 

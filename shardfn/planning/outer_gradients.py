@@ -11,11 +11,13 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A convolution becomes one with the shardings of image and result exchanged: where the result is unsharded and the image is not,
   it is wrong.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
+- A resharding becomes the one back, which may end the process since JAX 0.12 (`partition.xla_bugs.ends_process`).
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
 computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
 and of such convolutions along unsharded windows, those of lookups have even shards, and dynamic places are clamped. Cumulative
-ops have tangents made of such ops. The values of a function are computed as without these rules.
+ops have tangents made of such ops. Where a resharding back would end the process, the tangents of results are replicated. The
+values of a function are computed as without these rules.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from shardfn.planning.workarounds import (
     AT_PLACES,
     Shapes,
     clamped,
+    ends_process_backwards,
     transformed,
     transformed_dims,
     transposed_wrongly,
@@ -53,13 +56,15 @@ class Risks(NamedTuple):
     """Of what the number of a lookup's rows must be a multiple for even shards (`even_scatters.rows_multiple`)."""
     convolutions: frozenset[Shapes] = frozenset()
     """`workarounds.transposed_wrongly`."""
+    ends_process: bool = False
+    """`workarounds.ends_process_backwards`."""
 
 
 def risks_of(partitioned: PartitionedProgram, devices: int) -> Risks:
     """Those of a program with its shardings over some devices."""
     lookups = (op for op in partitioned.graph.ops if op.name == "gather")
     multiple = math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
-    return Risks(devices, multiple, transposed_wrongly(partitioned))
+    return Risks(devices, multiple, transposed_wrongly(partitioned), ends_process_backwards(partitioned))
 
 
 def correct_gradients(
@@ -74,7 +79,7 @@ def correct_gradients(
       risks: those of the plan.
     """
 
-    devices, multiple, _ = risks
+    devices, multiple = risks.devices, risks.multiple
 
     def linear(eqn: Any, own: Any, *others: Any) -> Any:
         """What a linear op makes of its first operand `own`, in a form that XLA transposes correctly; None for another op."""
@@ -125,12 +130,32 @@ def correct_gradients(
         )
         return [corrected(*inputs)]
 
-    return rebind(function, is_chosen, bind, static_argnums)
+    found = rebind(function, is_chosen, bind, static_argnums)
+    return _with_replicated_tangents(found, mesh) if risks.ends_process else found
+
+
+def _with_replicated_tangents(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """`function`, whose results have replicated tangents and cotangents."""
+
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return x
+
+    same.defjvp(lambda primals, tangents: (same(*primals), unsharded(mesh, *tangents, range(jnp.ndim(*tangents)))))
+
+    def run(*args: Any) -> Any:
+        results = function(*args)
+        return jax.tree.map(
+            lambda x: same(x) if jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact) else x, results
+        )
+
+    return run
 
 
 def has_gradients_at_risk(jaxpr: Any, risks: Risks) -> bool:
     """Whether `correct_gradients` changes a function, by its jaxpr."""
-    return risks.devices > 1 and any(_is_at_risk(eqn, risks) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+    found = (_is_at_risk(eqn, risks) for _, eqn, is_reached in equations(jaxpr) if is_reached)
+    return risks.devices > 1 and (risks.ends_process or any(found))
 
 
 def _is_roll(eqn: Any, devices: int) -> bool:
@@ -163,7 +188,7 @@ def _cropped(eqn: Any, devices: int) -> list[int]:
 
 def _is_at_risk(eqn: Any, risks: Risks) -> bool:
     """Whether XLA may compute the transpose of an equation wrongly."""
-    name, params, (devices, multiple, convolutions) = eqn.primitive.name, eqn.params, risks
+    name, params, (devices, multiple, convolutions, _) = eqn.primitive.name, eqn.params, risks
     if name == "sort":
         sizes = eqn.invars[0].aval.shape
         return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)

@@ -44,23 +44,31 @@ def movement_of(op: Op, partitioned: PartitionedProgram, before: Mapping[int, in
 
 
 def movements_of_equation(eqn: Any) -> list[Movement]:
-    """The movements of an equation: of a `split` one for each result, else one or none."""
+    """The movements that an equation may be: of a `split` one for each result; of a dynamic slice also a slice, which it is at a
+    constant place."""
+    return [movement for _, movement in _movements(eqn)]
+
+
+def _movements(eqn: Any) -> list[tuple[int, Movement]]:
+    """The movements of an equation, each with the number of its result."""
     name = OP_OF.get(eqn.primitive.name)
     if name is None:
         return []
     if name == "pad" and all(low <= 0 and high <= 0 and not holes for low, high, holes in eqn.params["padding_config"]):
         name = "slice"  # as XLA sees it
     shapes = tuple(tuple(v.aval.shape) for v in _moved(name, eqn.invars))
-    return [Movement(name, shapes, tuple(v.aval.shape)) for v in eqn.outvars]
+    names = (name, "slice") if name == "dynamic_slice" else (name,)
+    results = [(i, tuple(v.aval.shape)) for i, v in enumerate(eqn.outvars)]
+    return [(i, Movement(one, shapes, result)) for one in names for i, result in results]
 
 
 def gathered_dims(eqn: Any, moved: Mapping[Movement, Iterable[Dims]]) -> list[list[int]]:
     """By operand and result of an equation of movement, the dimensions to gather; `moved` are those of its kinds of movement."""
     found: list[set[int]] = [set() for _ in (*eqn.invars, *eqn.outvars)]
     places = _moved(OP_OF[eqn.primitive.name], range(len(eqn.invars)))
-    for result, movement in enumerate(movements_of_equation(eqn), len(eqn.invars)):
+    for result, movement in _movements(eqn):
         for dims in moved.get(movement, ()):
-            for place, own in zip((*places, result), dims, strict=True):
+            for place, own in zip((*places, len(eqn.invars) + result), dims, strict=True):
                 found[place].update(own)
     return [sorted(own) for own in found]
 

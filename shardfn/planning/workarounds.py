@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram, Spec
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
@@ -119,9 +119,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
     done = {(w.movement, w.dims) for w in known}
     moved_from, moved_to = _moves(partitioned.graph)
     found: dict[WrongOp, None] = {}
-    for after, before in () if IS_BEFORE_JAX_0_12 or len(partitioned.axes) == 1 else moved_from.items():
-        if ends_process(partitioned.specs[before], partitioned.specs[after], partitioned.axes):
-            found.setdefault(WrongOp("", "reshard"))
+    if any(ends_process(before, after, partitioned.axes) for before, after in _may_end(partitioned)):
+        found.setdefault(WrongOp("", "reshard"))
     for op in partitioned.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
             found.setdefault(WrongOp(op.where))
@@ -150,6 +149,19 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
         if _is_wrong_convolution(op, partitioned, moved_from, moved_to):
             found.setdefault(WrongOp(op.where))
     return tuple(found)
+
+
+def _may_end(partitioned: PartitionedProgram) -> list[tuple[Spec, Spec]]:
+    """The shardings before and after each resharding on a mesh of several axes; none before JAX 0.12, which none ends."""
+    if IS_BEFORE_JAX_0_12 or len(partitioned.axes) == 1:
+        return []
+    moved = before_resharding(partitioned.graph).items()
+    return [(partitioned.specs[before], partitioned.specs[after]) for after, before in moved]
+
+
+def ends_process_backwards(partitioned: PartitionedProgram) -> bool:
+    """Whether a resharding of the program, in the other direction, ends the process (`xla_bugs.ends_process`)."""
+    return any(ends_process(after, before, partitioned.axes) for before, after in _may_end(partitioned))
 
 
 def _moves(graph: Graph) -> tuple[Mapping[int, int], Mapping[int, int]]:

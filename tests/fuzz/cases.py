@@ -137,6 +137,9 @@ def lines(
 
 
 PROGRAMS = {
+    "an element of a dynamic slice at a constant place": lines(
+        (12, 12), (3, 1), "x0.T", "lax.dynamic_slice(v0, [0, 0], [12, 4])", "v1.at[0, 0].set(0.0)", devices=3
+    ),
     "an element of a Fourier transform": lines((4,), (2,), "jnp.fft.ifft(x0)", "v0.at[0].set(2.0)"),
     "rows shifted, then one of bools": lines(
         (4,), (2,), "x0.at[2:].set(x0[:-2])", "v0.at[1].set(v0[0])", dtype="bool", checks=("values",)

@@ -699,3 +699,17 @@ def test_only_slices_of_the_shapes_that_xla_gets_wrong_are_clamped():
     (note,) = made.plan(x, y, 14).diagnostics
     assert "dynamic_slice of (16, 2) to (8, 2)" in note and "(12, 3)" not in note
     assert all(map(np.array_equal, made(x, y, 14), parts(x, y, 14)))
+
+
+def test_gradient_outside_of_what_moves_to_another_dimension_over_axes_of_2_and_3():
+    """The resharding back would end the process in JAX 0.12."""
+    x = np.linspace(-1.0, 1.0, 6, dtype=np.float32)
+
+    def twice(x):
+        rows = jnp.stack([x, x], 1)
+        return jnp.concatenate([rows, rows], 0)
+
+    sharded = shardfn.shard(twice, ((6,),), ((1, 2),), device=jax.devices()[:6])
+    want, got = (jax.jit(jax.grad(lambda x, f=f: jnp.sin(f(x)).sum()))(x) for f in (twice, sharded))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_array_equal(jax.jvp(sharded, (x,), (x,))[1], twice(x))
