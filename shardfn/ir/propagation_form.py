@@ -33,6 +33,36 @@ def to_xla_form(block: Any, arguments: set[Any]) -> None:
             _add_rule(op)
 
 
+def drop_identities(ops: Sequence[Any]) -> None:
+    """Drop slices of whole arrays, and reshapes (or broadcasts that only add dims of 1) that end where they began."""
+    for op in ops:
+        if op.name not in _SAME_ELEMENTS or (op.name == "stablehlo.broadcast_in_dim" and not _is_reshape(op)):
+            continue
+        source = op.operands[0]
+        while op.name != "stablehlo.slice" and not isinstance(source.owner, ir.Block):
+            before = source.owner.operation
+            if before.name != "stablehlo.reshape" and not _is_reshape(before):
+                break
+            source = before.operands[0]
+        if source.type == op.results[0].type and source != op.results[0]:
+            op.results[0].replace_all_uses_with(source)
+    for op in reversed(ops):
+        if op.name in _SAME_ELEMENTS and not list(op.results[0].uses):
+            op.erase()
+
+
+_SAME_ELEMENTS = frozenset({"stablehlo.reshape", "stablehlo.broadcast_in_dim", "stablehlo.slice"})
+
+
+def _is_reshape(op: Any) -> bool:
+    """Whether an op is a broadcast that only adds dims of 1."""
+    if op.name != "stablehlo.broadcast_in_dim":
+        return False
+    source, result = (ir.RankedTensorType(v.type) for v in (op.operands[0], op.results[0]))
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    return math.prod(source.shape) == math.prod(result.shape) and dims == sorted(dims)
+
+
 def slice_at_constants(ops: Sequence[Any]) -> None:
     """Make slices of the dynamic slices whose places are constants, or numbers that are computed of constants."""
     for op in ops:
@@ -182,7 +212,7 @@ def _take_apart(op: Any) -> None:
     dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
     kept = [i for i, d in enumerate(dims) if source.shape[i] == result.shape[d]]
     with ir.InsertionPoint(op), op.location:
-        if dims and math.prod(source.shape) == math.prod(result.shape) and dims == sorted(dims):
+        if dims and _is_reshape(op):
             new = ir.Operation.create("stablehlo.reshape", [result], [op.operands[0]])
         elif len(kept) < len(dims):
             small = ir.RankedTensorType.get([source.shape[i] for i in kept], source.element_type)

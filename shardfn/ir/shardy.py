@@ -36,6 +36,7 @@ from shardfn.ir.mlir import (
 )
 from shardfn.ir.model import INNER_AXIS, Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
 from shardfn.ir.propagation_form import (
+    drop_identities,
     inline,
     number_duplicates,
     order_depth_first,
@@ -60,11 +61,13 @@ Place = tuple[int, int]
 
 def flat(module: Any) -> Any:
     """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call has a function of
-    its own, so that two callers can shard it differently, and dynamic slices at constant places are slices.
+    its own, so that two callers can shard it differently, and from which XLA's first simplifications are done: dynamic slices at
+    constant places are slices, and slices and reshapes that change nothing are gone.
     """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         slice_at_constants(preorder(copy))
+        drop_identities(preorder(copy))
         run_passes("builtin.module(sdy-flatten-call-graph)", copy)
         return copy
 

@@ -713,3 +713,16 @@ def test_gradient_outside_of_what_moves_to_another_dimension_over_axes_of_2_and_
     want, got = (jax.jit(jax.grad(lambda x, f=f: jnp.sin(f(x)).sum()))(x) for f in (twice, sharded))
     np.testing.assert_allclose(got, want, rtol=1e-5)
     np.testing.assert_array_equal(jax.jvp(sharded, (x,), (x,))[1], twice(x))
+
+
+def test_kernel_made_of_one_row_is_not_summed_over_axes_that_replicate_it():
+    """XLA drops the reshapes between slice and pad, so that the convolution's kernel would be sharded."""
+
+    def function(x, y):
+        kernel = jnp.zeros((4,), x.dtype).at[jnp.array([0])].set(x[:1])
+        return jnp.correlate(kernel, jnp.ones(5)), y.at[3:].set(0.0)
+
+    x, y = jnp.arange(1.0, 5.0), jnp.ones(48)
+    sharded = shardfn.shard(function, ((2,), (6,)), device=jax.devices()[:6])
+    for got, want in zip(sharded(x, y), function(x, y), strict=True):
+        np.testing.assert_allclose(got, want)
