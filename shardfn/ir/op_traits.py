@@ -112,7 +112,8 @@ OP_TRAITS = {
         _copy("dynamic_update_slice", rule="dynamic_update_slice", updates=1, branches_on_cpu=True),
         _copy("pad", rule="windowed", branches_on_cpu=True),
         _copy("concatenate", "concatenate", rule="concatenate", branches_on_cpu=True),
-        _copy("rotate", rule="rotate"),  # ours: two slices of one array, concatenated the other way round (`jnp.roll`)
+        # Ours: two slices of one array, concatenated the other way round (`jnp.roll`).
+        _copy("rotate", rule="rotate", branches_on_cpu=True),
         _copy("reverse", rule="reverse", hoisting="along"),
         # Other moves of elements.
         _copy("broadcast_in_dim", repeats_reads=True, in_cpu_library=True, hoisting="along"),
