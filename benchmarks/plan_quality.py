@@ -34,7 +34,8 @@ from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
-from shardfn.search.objectives import BALANCED, aim
+from shardfn.search import objectives
+from shardfn.search.objectives import aim
 
 DEVICES = 8
 QUICK = {"xla_backend_optimization_level": 0}
@@ -56,9 +57,16 @@ class Figures:
     bytes: float
     peak: float
     flops: float
-    time_s: float
+    communication_s: float
+    compute_s: float
+    even_s: float
+    """Seconds of an even share of the compute."""
     memory_bytes: float
     """Of the device."""
+
+    @property
+    def time_s(self) -> float:
+        return self.communication_s + self.compute_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +101,13 @@ class Row:
 
 
 def predicted(plan: Plan) -> Figures:
-    memory = plan.hardware.chip.memory_bytes
-    return Figures(plan.cost.bytes_sent, plan.cost.memory.peak, matrix_flops(plan), plan.cost.time_s, memory)
+    cost = plan.cost
+    return figures(plan, cost.bytes_sent, cost.memory.peak, matrix_flops(plan), cost.communication_s, cost.compute_s)
+
+
+def figures(plan: Plan, sent: float, peak: float, flops: float, communication_s: float, compute_s: float) -> Figures:
+    even_s = plan._answered.problem.even_s
+    return Figures(sent, peak, flops, communication_s, compute_s, even_s, plan.hardware.chip.memory_bytes)
 
 
 def matrix_flops(plan: Plan) -> float:
@@ -118,25 +131,13 @@ def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
     compute_s = plan.cost.compute_s * (real.flops / model if model else 1.0)
     links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}
     sent_s = sum(links[c.group_size].seconds(c.kind, c.bytes_sent) * c.trips for c in real.collectives)
-    return Figures(sent, peak, real.flops, compute_s + sent_s, plan.hardware.chip.memory_bytes)
+    return figures(plan, sent, peak, real.flops, sent_s, compute_s)
 
 
-def score(figures: Figures, level: int, least_flops: float) -> float:
-    """What each level makes least: 0 bytes with the work spread, 1 peak memory, 2 modelled time and the charge for memory.
-
-    Level 0's aim is the most FLOPs for each byte. All layouts are asked for the same FLOPs: those that a layout adds by
-    doing some on several devices are no merit, and count only against `BALANCED`.
-    """
-    if level == 0:
-        return figures.bytes if figures.flops <= BALANCED * least_flops else math.inf
-    return aim(
-        level,
-        sent=figures.bytes,
-        excess=0.0,
-        time_s=figures.time_s,
-        peak=figures.peak,
-        memory_bytes=figures.memory_bytes,
-    )[0]
+def score(of: Figures, level: int) -> float:
+    """What each level makes least: 0 seconds of communication and of unbalanced compute, 1 peak memory, 2 modelled time and the
+    charge for memory."""
+    return aim(level, objectives.Figures(of.communication_s, of.compute_s, of.even_s, of.peak, of.memory_bytes))[0]
 
 
 # ---- measuring one family on one device count
@@ -311,15 +312,11 @@ def families(rows: Sequence[Row]) -> dict[tuple[str, str, int], list[Row]]:
     return {key: mine for key, mine in groups.items() if any(r.figures for r in mine)}
 
 
-def least_flops(mine: Sequence[Row]) -> float:
-    return min(r.figures.flops for r in mine if r.figures)
-
-
 def best_written(plan: Row, mine: Sequence[Row]) -> tuple[float, str] | None:
     """The score at a plan's level of the best layout by hand that keeps its limit, and that layout; None if none does."""
-    least, limit = least_flops(mine), plan.limit_bytes or math.inf
+    limit = plan.limit_bytes or math.inf
     fitting = [r for r in mine if r.level is None and r.figures and r.figures.peak <= limit]
-    return min(((score(r.figures, plan.level or 0, least), r.layout) for r in fitting if r.figures), default=None)
+    return min(((score(r.figures, plan.level or 0), r.layout) for r in fitting if r.figures), default=None)
 
 
 def over(own: float, best: float) -> float:
@@ -335,7 +332,7 @@ def scores(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for limit, level in itertools.product(("ample", "tight"), LEVELS):
             plan = next((r for r in mine if r.level == level and r.limit == limit and r.figures), None)
             best = best_written(plan, mine) if plan else None
-            own = score(plan.figures, level, least_flops(mine)) if plan and plan.figures else math.inf
+            own = score(plan.figures, level) if plan and plan.figures else math.inf
             line[f"level {level}{', tight' * (limit == 'tight')}"] = over(own, best[0]) if best else None
         yield line | {"checks passed": f"{sum(verdicts)} of {len(verdicts)}"}
 
@@ -344,7 +341,6 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
     """(what, passed or None for a remark, text), for each family and then over all."""
     better: dict[str, str] = {}
     for (family, device, devices), mine in families(rows).items():
-        least = least_flops(mine)
         where = f"{family} on {devices} ({device})"
         plans = [r for r in mine if r.level is not None]
         yield from ((f"{where}, {r.layout}", False, r.error) for r in mine if r.level is None and r.error)
@@ -361,7 +357,7 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
             if best is None:
                 yield label, None, "no hand-written layout fits"
                 continue
-            ratio = over(score(plan.figures, plan.level or 0, least), best[0])
+            ratio = over(score(plan.figures, plan.level or 0), best[0])
             yield label, ratio <= 1 + SAME, f"{ratio:.4f} of the best by hand, {best[1]}"
             if ratio < 1 - BETTER:
                 better.setdefault(family, f"{ratio:.2f} at level {plan.level}, {plan.limit}, {devices} devices")
@@ -374,7 +370,7 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
             if len(three) < len(LEVELS):
                 continue
             for plan in three:
-                scores = {r.level: score(r.figures, plan.level or 0, least) for r in three if r.figures}
+                scores = {r.level: score(r.figures, plan.level or 0) for r in three if r.figures}
                 own, best = scores[plan.level], min(scores.values())
                 good = own <= best * (1 + SAME)
                 text = (

@@ -94,8 +94,8 @@ def shard(
         leaves the results to propagation.
       device: "CPU", "GPU", "TPU", a device, a list of them, a `jax.sharding.Mesh`, whose axes the plan then uses, or hardware to
         plan for ("tpu-v5e:4x8"). None is the mesh around the call (`jax.set_mesh`), or else all devices.
-      level: the objective of the search: "communication" (0), the fewest bytes sent with the work evenly spread; "memory"
-        (1), the smallest peak per device; or "time" (2), the shortest modelled step. None is that of the layout file, or
+      level: the objective of the search: "communication" (0), the least time in communication with the work evenly spread;
+        "memory" (1), the smallest peak per device; or "time" (2), the shortest modelled step. None is that of the layout file, or
         else "communication".
       options: the options below, by keyword.
       parameter_plan: entries by path or glob, `{"params/layers/*/w1": (1, 4)}`. They override `in_strategy`.

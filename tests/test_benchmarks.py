@@ -119,7 +119,9 @@ def test_ratios_of_a_compiled_matmul_are_one():
 
 def test_scores_of_plans_are_those_of_the_best_layout_by_hand_that_fits():
     def row(layout, sent, peak, level=None, limit=""):
-        figures = plan_quality.Figures(bytes=sent, peak=peak, flops=1.0, time_s=sent, memory_bytes=math.inf)
+        figures = plan_quality.Figures(
+            bytes=sent, peak=peak, flops=1.0, communication_s=sent, compute_s=0.0, even_s=0.0, memory_bytes=math.inf
+        )
         bounds = {"ample": 100.0, "tight": 10.0}
         return plan_quality.Row("mlp", "cpu", 8, layout, figures, None, 0.0, level, limit, bounds.get(limit))
 

@@ -23,7 +23,7 @@ from shardfn.planning.posed_call import PosedCall
 from shardfn.search.archive import visits
 from shardfn.search.budget import affordable_compiles
 from shardfn.search.memory_limit import unit_slip
-from shardfn.search.objectives import LEVELS, Rank, excess_bytes, rank
+from shardfn.search.objectives import LEVELS, Figures, Rank, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
 from shardfn.units import bytes_text
 
@@ -97,26 +97,12 @@ class CompiledCandidate:
     axes: Axes
     level: int
     bytes_sent: int
-    peak: int
     flops: float
-    time_s: float
-    data_bytes: float
-    """Of all arguments and results, unsharded."""
-    memory_bytes: float
-    """Of a device's memory."""
+    figures: Figures
 
-    def rank(self, limit: float, least: float) -> Rank:
-        """The rank at the level's objective, within the memory limit first; `least` is the least FLOPs of all candidates."""
-        excess = excess_bytes(self.flops, least, self.data_bytes)
-        return rank(
-            self.level,
-            limit,
-            sent=self.bytes_sent,
-            excess=excess,
-            time_s=self.time_s,
-            peak=self.peak,
-            memory_bytes=self.memory_bytes,
-        )
+    def rank(self, limit: float) -> Rank:
+        """The rank at the level's objective, within the memory limit first."""
+        return rank(self.level, limit, self.figures)
 
 
 def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) -> CompiledCandidate:
@@ -129,10 +115,8 @@ def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) ->
     told = made.together(hardware.platform)
     peak = cost.memory.peak if told is None else told + cost.memory.constants
     sent = sum(c.total_bytes for c in made.collectives)
-    return CompiledCandidate(
-        name, answer.axes, problem.level, sent, peak, made.flops or cost.flops, sent_s + share * cost.compute_s,
-        problem.data_bytes, hardware.chip.memory_bytes,
-    )  # fmt: skip
+    figures = Figures(sent_s, share * cost.compute_s, problem.even_s, peak, hardware.chip.memory_bytes)
+    return CompiledCandidate(name, answer.axes, problem.level, sent, made.flops or cost.flops, figures)
 
 
 def check(winner: CompiledCandidate, count: int, limit: float) -> None:
@@ -141,13 +125,14 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
     Raises:
       StrategyError: it does not. The limit ranks first, so no other candidate fits either.
     """
-    if winner.peak > limit:
+    peak = winner.figures.peak
+    if peak > limit:
         unit = f"{slip}; or " if (slip := unit_slip(limit)) else ""
         fail(StrategyError, f"none of {count} plans fits, as compiled, in {bytes_text(limit)} per device",
-             where=f"memory_limit = {limit:,.0f}", why=f"the least is {bytes_text(winner.peak)}: {winner.name}",
+             where=f"memory_limit = {limit:,.0f}", why=f"the least is {bytes_text(peak)}: {winner.name}",
              fix=f"{unit}compile more of them (compile_candidates=), use more devices, a smaller batch, "
                  "donate_argnums for updated arguments, jax.checkpoint for what the backward pass keeps, or "
-                 f"memory_limit={winner.peak}")  # fmt: skip
+                 f"memory_limit={peak}")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +204,10 @@ def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: s
       limit: the memory limit in bytes per device.
       alone: the candidate that the search alone would have picked, where that is not the first.
     """
-    least = min(f.flops for f in compile_candidates)
-    winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit, least), i))
+    winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit), i))
     lines = [
-        f"{f.name}, mesh {mesh_sizes_text(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
-        f"{f.flops:,.0f} matmul FLOPs, {f.time_s * 1e6:,.1f} µs"
+        f"{f.name}, mesh {mesh_sizes_text(f.axes)}: {f.bytes_sent:,} B sent, {f.figures.peak:,} B peak, "
+        f"{f.flops:,.0f} matmul FLOPs, {f.figures.time_s * 1e6:,.1f} µs"
         for f in compile_candidates
     ]
     is_own = not winner and not alone

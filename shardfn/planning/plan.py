@@ -147,7 +147,7 @@ class Plan:
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
         >>> made = shardfn.shard(lambda x, w: x @ w, ((4, 1), (1, 1)), device="tpu-v5e:2x2").plan(x, w)
         >>> [row.strategy for row in made.why("x").rows]
-        [(1, 4), (1, 1)]
+        [(1, 1), (1, 4)]
         """
         return _later("planning.what_if.why")(self, path, most)
 

@@ -10,6 +10,7 @@ from shardfn.ir.model import Axes, Op, OpConstraint, Spec, axes_of, mesh_sizes_t
 from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
 from shardfn.ir.specs import merge_axes, results_only
 from shardfn.search.archive import Archive
+from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import results_as_solved
@@ -33,9 +34,9 @@ def constrained(
 ) -> Generator[Proposal, None, SearchCandidate]:
     """Proposals of a mesh solution until one costs what its estimate says; returns the best.
 
-    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. Then one leaves
-    the operands of matmuls and gathers to the compiler. The last shards open results as in the solution. Local search takes more
-    constraints away.
+    The first constrains every decision. The next ones also constrain the ops that propagation shards otherwise. Then some take
+    constraints of the first away: of the operands of matmuls and gathers, and those that propagation does not need. The last
+    shards open results as in the solution.
 
     Args:
       problem: the question, at the level that the solution was solved for.
@@ -45,7 +46,10 @@ def constrained(
     full = fully_constrained(problem, found)
     yield full
     best = archive.of(full)
-    others = itertools.chain(_constrain_followers(problem, found, best, archive), [_loosely_constrained(problem, full)])
+    fewer = (dataclasses.replace(full, constraints=one.constraints) for one in fewer_constraints(problem, best))
+    others = itertools.chain(
+        _constrain_followers(problem, found, best, archive), [_loosely_constrained(problem, full)], fewer
+    )
     for other in others:
         if is_reached(problem, found, best):
             break

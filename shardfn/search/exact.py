@@ -171,7 +171,7 @@ def solve_mesh(
     """The solution of an objective on one mesh, with labels that extend the `chosen` ones; None where no label is possible."""
     space = label_space(problem, axes, archive, chosen)
     labels, lost = filtered(
-        labelling_of(space, problem.at(objective.solved), objective.weight),
+        labelling_of(space, problem, objective.weight),
         space,
         problem.graph,
         tuple(size for _, size in axes),

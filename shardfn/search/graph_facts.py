@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.compute import op_flops
+from shardfn.cost.compute import op_flops, work
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.cost.memory.platforms import live_buffers
@@ -56,8 +56,10 @@ class GraphFacts:
     """The buffers of temporaries, and of results that take no donated memory."""
     flops: float
     """Of one call, unsharded; of the ops in a `shard_map` those of all its devices."""
-    matrix_flops: float
-    """Those of matmuls and convolutions."""
+    compute_s: float
+    """Seconds of compute of one call, unsharded."""
+    launch_s: float
+    """Those of them that the launches of kernels take, which no device is spared."""
     op_flops: tuple[float, ...]
     """Of one run of each op, unsharded."""
     last: frozenset[int]
@@ -129,7 +131,8 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         kernels,
         (*temporaries, *kept),
         sum(total),
-        sum(each for each, op in zip(total, graph.ops, strict=True) if op.name in CONTRACTIONS),
+        work(schedule.partitioned, chip, schedule.fusion).seconds,
+        chip.launch_s * sum(share.launches * op.trips for share, op in zip(kernels, graph.ops, strict=True)),
         flops,
         last,
         tuple(map(array_bytes, graph.values)),

@@ -28,6 +28,8 @@ class KernelShare:
     """For each operand, the kernels to whose time its bytes add: those in which no other op reads more of it from memory."""
     is_written: bool
     """Whether the bytes of its results add to the time."""
+    launches: int
+    """Kernels whose launch it is charged: it is their first op."""
 
 
 def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chip) -> list[KernelShare]:
@@ -41,8 +43,11 @@ def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chi
     ops = partitioned.graph.ops
     of = {id(op): n for n, op in enumerate(ops)}
     computes, taken, written = [0] * len(ops), [[0] * len(op.inputs) for op in ops], [False] * len(ops)
+    launches = [0] * len(ops)
     for kernel in kernels(partitioned, fusion):
         kernel = [at for at in kernel if has_own_time(ops[at])]
+        for first in kernel[:1]:
+            launches[first] += 1
         _, size, seconds = once(partitioned, kernel, chip, fusion)
         is_compute_bound = size < seconds * chip.memory_bytes_s
         for at in kernel:
@@ -51,4 +56,4 @@ def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chi
             computes[n] += is_compute_bound or ops[n].name in CONTRACTIONS
         for _, step, position in reads(partitioned, kernel, fusion).values():
             taken[of[id(step)]][position] += not is_compute_bound or step.name in CONTRACTIONS
-    return [KernelShare(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]
+    return [KernelShare(*each) for each in zip(computes, map(tuple, taken), written, launches, strict=True)]

@@ -34,41 +34,31 @@ and of one on which none does."""
 
 @dataclasses.dataclass
 class Node:
-    """A decision: `labels` [labels, axes] of what each axis shards (`op_labels.op_codes` for an op), and `sums` [6, labels] over
+    """A decision: `labels` [labels, axes] of what each axis shards (`op_labels.op_codes` for an op), and `sums` [4, labels] over
     the ops that follow the node."""
 
     labels: Array
     sums: Array
 
     @property
-    def flops(self) -> Array:
-        """FLOPs of one device."""
-        return self.sums[0]
-
-    @property
-    def matrix_flops(self) -> Array:
-        """FLOPs of matmuls and convolutions."""
-        return self.sums[1]
-
-    @property
     def compute_s(self) -> Array:
         """Seconds of compute."""
-        return self.sums[2]
+        return self.sums[0]
 
     @property
     def sent(self) -> Array:
         """Bytes that one device sends."""
-        return self.sums[3]
+        return self.sums[1]
 
     @property
     def sent_s(self) -> Array:
         """Seconds of communication."""
-        return self.sums[4]
+        return self.sums[2]
 
     @property
     def argument_bytes(self) -> Array:
         """Bytes of arguments."""
-        return self.sums[5]
+        return self.sums[3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +143,7 @@ class _Builder:
         are open."""
         row = self.chosen[len(self.nodes)] if self.chosen is not None else None
         found = labels(row)
-        self.nodes.append(Node(found, np.zeros((6, len(found)))))
+        self.nodes.append(Node(found, np.zeros((4, len(found)))))
         return len(self.nodes) - 1, found
 
     def labels(self, key: object, make: Callable[[Array | None], Array]) -> Callable[[Array | None], Array]:
@@ -184,7 +174,7 @@ class _Builder:
         that the user replicated needs none."""
         self.value_node(value)
         node, labels = self.layouts[value]
-        self.nodes[node].sums[5] += self.facts.bytes[value] / self.costs.shards(labels)
+        self.nodes[node].sums[3] += self.facts.bytes[value] / self.costs.shards(labels)
         shape, spec = self.graph.values[value].shape, self.given.get(value)
         if readers > 1 and shape and (spec is None or any(spec)):
             self.sources[value] = self.node(
@@ -221,7 +211,7 @@ class _Builder:
         if found is None:
             found = self.changes[key] = resharding_cost(have, wanted, full, self.mesh, share, gathers, others)
         if owner == node:
-            self.nodes[node].sums[3:5] += [np.diagonal(found[0]), np.diagonal(found[1])]
+            self.nodes[node].sums[1:3] += [np.diagonal(found[0]), np.diagonal(found[1])]
             return
         if not found[1].any():
             return
@@ -323,10 +313,10 @@ class _Builder:
                 work, out = op_labels.decoded(codes)
                 parts = self.decoded[id(codes)] = self.one(work), self.one(out)
             layouts, costs = self.costed_op(index, rule, *parts, index in self.facts.last)
-        target = self.nodes[node].sums[:5]
+        target = self.nodes[node].sums[:3]
         target += costs * op.trips if op.trips != 1 else costs
         if index in self.facts.sums:
-            target[3:] -= costs[3:] * (op.trips - self.facts.sums[index])
+            target[1:] -= costs[1:] * (op.trips - self.facts.sums[index])
         for value, wanted in zip(op.inputs, layouts.operands, strict=True):
             self.need(value, wanted, node, op.trips, op.name == SLICED)
         for value, made in zip(op.outputs, layouts.results, strict=True):
@@ -353,7 +343,7 @@ class _Builder:
     def costed_op(
         self, index: int, rule: ShardingRule, work: Array, out: Array, is_last: bool
     ) -> tuple[OpLayouts, Array]:
-        """An op under labels that shard these factors, and its costs for one run: the first five rows of `Node.sums`."""
+        """An op under labels that shard these factors, and its costs for one run: the first three rows of `Node.sums`."""
         key = (self.facts.kinds[index], is_last, id(work), id(out))
         found = self.costed.get(key)
         if found is None:

@@ -12,11 +12,11 @@ from shardfn.ir.specs import strategy_of
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import totals
 from shardfn.search.mesh_model import spec_of_label
-from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Rank, is_no_worse, rank
+from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Figures, Rank, is_no_worse, rank
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
-from shardfn.units import bytes_text, signed, time_text
+from shardfn.units import signed, time_text
 
 ESTIMATE_HOLDS = 1.05
 """An estimate holds for a program that costs at most this multiple of it; a proof for the estimate then says something of the
@@ -28,26 +28,26 @@ ESTIMATE_REACHED = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What the solver is asked for."""
+    """What the solver is asked for: the least seconds, of which those of compute count by a weight.
+
+    Memory has no cost of its own: it is found within a limit or in the smallest shards.
+    """
 
     level: int
     """The objective of the plans that it is to find."""
-    solved: int
-    """The level whose cost the solver minimises. Memory has no cost of its own in the exact search: it is found by the cost of
-    another level, within a limit or in the smallest shards."""
     weight: float = 1.0
-    """At level 0, the weight of FLOPs in multiples of the exchange rate: less than 1 lets plans use the share of work that counts
-    as balanced to save bytes; much more balances the work first, and holds less memory."""
+    """The weight of compute. Less than 1 lets a plan of level 0 use the share of compute that counts as balanced; much more
+    shards all compute first, and holds less memory."""
     is_sharded: bool = False
     """Whether every argument is in its smallest shards."""
 
 
 # What the exact search solves for.
-LEAST_TIME = Objective(TIME, TIME)
-LEAST_SENT = Objective(COMMUNICATION, COMMUNICATION, weight=0.3)
-LEAST_SENT_BALANCED = Objective(COMMUNICATION, COMMUNICATION)
-LEAST_SENT_IN_SMALLEST_SHARDS = Objective(MEMORY, COMMUNICATION, weight=10.0, is_sharded=True)
-LEAST_TIME_IN_LESS_MEMORY = Objective(MEMORY, TIME)
+LEAST_TIME = Objective(TIME)
+LEAST_SENT = Objective(COMMUNICATION, weight=0.3)
+LEAST_SENT_BALANCED = Objective(COMMUNICATION)
+LEAST_SENT_IN_SMALLEST_SHARDS = Objective(MEMORY, weight=10.0, is_sharded=True)
+LEAST_TIME_IN_LESS_MEMORY = Objective(MEMORY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +103,11 @@ def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution |
 
 
 def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
-    """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties.
-
-    The time is the solver's cost where it minimised time, so that its bound can be held against it.
-    """
-    total = totals(found.space, found.solution.choice)
-    time_s = found.solution.cost if found.objective.solved == TIME else total.compute_s + total.sent_s
-    estimate = rank(problem.level, problem.memory_limit, sent=total.sent, time_s=time_s, peak=found.peak,
-                    memory_bytes=problem.hardware.chip.memory_bytes,
-                    excess=problem.excess(total.flops, total.matrix_flops))  # fmt: skip
-    return estimate._replace(ties=(len(found.axes),))
+    """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
+    sent_s, compute_s = totals(found.space, found.solution.choice)
+    memory_bytes = problem.hardware.chip.memory_bytes
+    figures = Figures(sent_s, compute_s, problem.even_s, found.peak, memory_bytes)
+    return rank(problem.level, problem.memory_limit, figures)._replace(ties=(len(found.axes),))
 
 
 def estimate_holds(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
@@ -135,10 +130,7 @@ def is_reached(problem: SearchProblem, found: MeshSolution, candidate: SearchCan
 
 
 def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:
-    """For each open argument the next best strategy, all else unchanged, and its additional cost by the estimate.
-
-    That is time; at level 0 it is bytes, in which work counts at its exchange rate.
-    """
+    """For each open argument the next best strategy, all else unchanged, and the seconds that it adds by the estimate."""
     labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
     near: dict[int, list[tuple[CostTable, int]]] = {}
     for table in labels.tables:
@@ -158,10 +150,5 @@ def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, .
             texts.append("")
             continue
         at = int(np.argmin(total))
-        more = float(total[at] - own_cost)
-        is_sent = (
-            found.objective.solved == COMMUNICATION
-        )  # then `more` is the seconds in which the link sends the bytes
-        text = bytes_text(more * problem.hardware.chip.link_bytes_s) if is_sent else time_text(more)
-        texts.append(f"{every[at]}: {signed(text)} by the search's estimate")
+        texts.append(f"{every[at]}: {signed(time_text(float(total[at] - own_cost)))} by the search's estimate")
     return tuple(texts)

@@ -14,35 +14,46 @@ LEVELS = (TIME, COMMUNICATION, MEMORY)
 """All objectives. The first ranks the candidates to compile."""
 
 BALANCED = 1.1
-"""Work counts as balanced up to this multiple of an even share per device."""
+"""Compute counts as balanced up to this multiple of an even share per device."""
 
 FULL_MEMORY_SHARE = 0.01
 """At level 2, the part of the time that a full device memory adds."""
 
 
-def aim(
-    level: int, *, sent: float, excess: float, time_s: float, peak: float, memory_bytes: float
-) -> tuple[float, ...]:
+class Figures(NamedTuple):
+    """What an objective looks at: of a plan, of the estimate of a solution, or of a compiled program."""
+
+    communication_s: float
+    """Seconds of a call that one device sends and waits for others, the start of each collective included."""
+    compute_s: float
+    """Seconds of a call that one device computes."""
+    even_s: float
+    """Seconds of a device's even share of the compute (`SearchProblem.even_s`)."""
+    peak: float
+    """The device's peak memory in bytes."""
+    memory_bytes: float
+    """The device's memory."""
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of a call."""
+        return self.communication_s + self.compute_s
+
+
+def aim(level: int, of: Figures) -> tuple[float, ...]:
     """The objective of a level, to be minimised lexicographically.
 
-    Level 0 adds what work beyond an even share costs (`excess_bytes`) to the bytes sent: replicated work sends none.
-    Level 2 adds what memory costs to the time: `FULL_MEMORY_SHARE` of the time for all memory of the device, in proportion.
+    Level 0 is the time of communication and what a device computes beyond a balanced share (`BALANCED`): replicated work sends
+    nothing, but takes time. Level 1 is the peak memory, then the time. Level 2 is the time, and what memory costs:
+    `FULL_MEMORY_SHARE` of the time for all memory of the device, in proportion.
 
-    Args:
-      level: 0, 1 or 2.
-      sent: bytes that one device sends in one call.
-      excess: bytes, of `excess_bytes`.
-      time_s: seconds of one call.
-      peak: the device's peak memory in bytes.
-      memory_bytes: the device's memory.
-
-    >>> aim(0, sent=8, excess=2.0, time_s=1e-3, peak=64, memory_bytes=128)
-    (10.0,)
-    >>> aim(2, sent=8, excess=2.0, time_s=1.0, peak=64, memory_bytes=128)
-    (1.005,)
+    >>> figures = Figures(communication_s=2.0, compute_s=2.0, even_s=1.0, peak=64, memory_bytes=128)
+    >>> aim(COMMUNICATION, figures), aim(MEMORY, figures), aim(TIME, figures)
+    ((2.9,), (64, 4.0), (4.02,))
     """
-    charged_s = time_s * (1 + FULL_MEMORY_SHARE * peak / memory_bytes)
-    return {COMMUNICATION: (sent + excess,), MEMORY: (peak, time_s), TIME: (charged_s,)}[level]
+    beyond_s = max(0.0, of.compute_s - BALANCED * of.even_s)
+    charged_s = of.time_s * (1 + FULL_MEMORY_SHARE * of.peak / of.memory_bytes)
+    return {COMMUNICATION: (of.communication_s + beyond_s,), MEMORY: (of.peak, of.time_s), TIME: (charged_s,)}[level]
 
 
 class Rank(NamedTuple):
@@ -56,38 +67,19 @@ class Rank(NamedTuple):
     """What decides between equals."""
 
 
-def rank(
-    level: int, limit: float, *, sent: float, excess: float, time_s: float, peak: float, memory_bytes: float
-) -> Rank:
-    """The rank at a level within a memory limit in bytes; the other arguments are those of `aim`.
+def rank(level: int, limit: float, of: Figures) -> Rank:
+    """The rank at a level within a memory limit in bytes.
 
-    >>> rank(0, 48, sent=8, excess=0.0, time_s=1e-3, peak=64, memory_bytes=128)
-    Rank(over=16, aim=(8.0,), ties=(64, 0.001))
+    >>> rank(COMMUNICATION, 48, Figures(communication_s=2.0, compute_s=3.0, even_s=1.0, peak=64, memory_bytes=128))
+    Rank(over=16, aim=(3.9,), ties=(64, 5.0))
     """
-    ties = {COMMUNICATION: (peak, time_s), MEMORY: (), TIME: (peak,)}[level]
-    objective = aim(level, sent=sent, excess=excess, time_s=time_s, peak=peak, memory_bytes=memory_bytes)
-    return Rank(over(peak, limit), objective, ties)
+    ties = {COMMUNICATION: (of.peak, of.time_s), MEMORY: (), TIME: (of.peak,)}[level]
+    return Rank(over(of.peak, limit), aim(level, of), ties)
 
 
 def over(peak: float, limit: float) -> float:
     """Bytes beyond a limit. They rank before any level's objective."""
     return max(0.0, peak - limit)
-
-
-def excess_bytes(flops: float, share: float, data_bytes: float) -> float:
-    """What a device's FLOPs beyond a balanced share cost at level 0, in bytes.
-
-    The exchange rate: computing one even share again costs as much as sending all arguments and results of the program once.
-
-    Args:
-      flops: of one device.
-      share: an even share of the program's FLOPs.
-      data_bytes: the bytes of its arguments and results.
-
-    >>> excess_bytes(110, 100, 1e6), excess_bytes(200, 100, 1e6), excess_bytes(0, 0, 1e6)
-    (0.0, 900000.0, 0.0)
-    """
-    return data_bytes * round(max(0.0, flops / share - BALANCED), 6) if share else 0.0
 
 
 def is_no_worse(one: Rank, other: Rank, tolerance: float = 1e-9) -> bool:

@@ -1,4 +1,4 @@
-"""What one op costs under each label of its node: FLOPs, seconds of compute, and the collectives of its partial sums and halos.
+"""What one op costs under each label of its node: seconds of compute, and the collectives of its partial sums and halos.
 
 Costs are those of one run on one device. The resharding that brings operands into the layouts in which the op reads them is
 not among them: `label_tables` charges it between nodes.
@@ -69,18 +69,19 @@ class OpCosts:
         return self.sent_parts.get(value, 1.0)
 
     def of(self, index: int, rule: ShardingRule, layouts: OpLayouts, is_last: bool) -> Array:
-        """FLOPs, those of matmuls, seconds of compute, bytes sent and their seconds of the op `index`: [5, labels].
+        """Seconds of compute, bytes sent and their seconds of the op `index`: [3, labels].
 
         `is_last`: whether no matmul waits for it, so that XLA merges the reductions of its sums.
         """
         op = self.graph.ops[index]
         flops = self.facts.op_flops[index] / self.shards(layouts.work)
-        computing_s = self.facts.kernels[index].computes * flops / rate(self.graph, op, self.mesh.chip)
-        moving_s = self._moved_bytes(index, layouts) / self.mesh.chip.memory_bytes_s
-        is_matmul = op.name in CONTRACTIONS
-        compute_s = np.maximum(computing_s, moving_s) if is_matmul else computing_s + moving_s
-        sent, sent_s = self._communication(index, rule, layouts, is_last)
-        return np.array([flops, flops if is_matmul else np.zeros(len(flops)), compute_s, sent, sent_s])
+        kernels, chip = self.facts.kernels[index], self.mesh.chip
+        computing_s = kernels.computes * flops / rate(self.graph, op, chip)
+        moving_s = self._moved_bytes(index, layouts) / chip.memory_bytes_s
+        compute_s = np.maximum(computing_s, moving_s) if op.name in CONTRACTIONS else computing_s + moving_s
+        return np.array(
+            [compute_s + kernels.launches * chip.launch_s, *self._communication(index, rule, layouts, is_last)]
+        )
 
     def _moved_bytes(self, index: int, layouts: OpLayouts) -> Array:
         """The bytes that an op reads and writes, as far as they count in the kernels it is computed in."""

@@ -14,8 +14,8 @@ from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
 from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
 from shardfn.search.budget import DEFAULT
-from shardfn.search.graph_facts import GraphFacts, array_bytes, facts_of
-from shardfn.search.objectives import Rank, excess_bytes, rank
+from shardfn.search.graph_facts import GraphFacts, facts_of
+from shardfn.search.objectives import Figures, Rank, rank
 from shardfn.search.read_as_given import constraints_as_given
 
 OpConstraints = Mapping[int, OpConstraint]
@@ -214,23 +214,10 @@ class SearchProblem:
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
     @property
-    def data_bytes(self) -> float:
-        """Bytes of all arguments and results, unsharded."""
-        return sum(array_bytes(self.graph.values[v]) for v in (*self.inputs, *self.graph.outputs))
-
-    def excess(self, flops: float, matrix_flops: float) -> float:
-        """What a device's FLOPs beyond a balanced share cost at level 0, in bytes (`objectives.excess_bytes`).
-
-        Where matmuls and convolutions make up most FLOPs of the program, only theirs count: replicated small work, such
-        as an optimizer update, takes too little time to be worth bytes.
-
-        Args:
-          flops: of one device.
-          matrix_flops: those of matmuls and convolutions.
-        """
-        of_matmuls = 2 * self.facts.matrix_flops > self.facts.flops
-        total, own = (self.facts.matrix_flops, matrix_flops) if of_matmuls else (self.facts.flops, flops)
-        return excess_bytes(own, total / self.devices, self.data_bytes)
+    def even_s(self) -> float:
+        """Seconds of an even share of the compute: of the unsharded program over the number of devices, and all launches."""
+        launch_s = self.facts.launch_s
+        return launch_s + (self.facts.compute_s - launch_s) / self.devices
 
     @property
     def shards_given(self) -> bool:
@@ -304,15 +291,10 @@ Search = Callable[[SearchProblem], Answer]
 
 def objective(cost: Cost, problem: SearchProblem) -> Rank:
     """The rank of a cost at the problem's level: within the memory limit first, then the level's objective, then ties."""
-    return rank(
-        problem.level,
-        problem.memory_limit,
-        sent=cost.bytes_sent,
-        excess=problem.excess(cost.flops, cost.matrix_flops),
-        time_s=cost.time_s,
-        peak=cost.memory.peak,
-        memory_bytes=problem.hardware.chip.memory_bytes,
+    figures = Figures(
+        cost.communication_s, cost.compute_s, problem.even_s, cost.memory.peak, problem.hardware.chip.memory_bytes
     )
+    return rank(problem.level, problem.memory_limit, figures)
 
 
 def runner_up(best: SearchCandidate, others: Sequence[SearchCandidate]) -> str:

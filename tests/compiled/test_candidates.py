@@ -11,6 +11,7 @@ import pytest
 import shardfn
 from shardfn.compiled.candidates import CompiledCandidate, best
 from shardfn.errors import DeviceError, StrategyError
+from shardfn.search.objectives import Figures
 from shardfn.units import bytes_text
 
 RNG = np.random.default_rng(0)
@@ -90,8 +91,8 @@ def test_compile_candidates_that_is_no_count_is_refused(count):
 def test_best_ranks_the_limit_before_the_level():
     axes = (("a", 8),)
     small, quick = (
-        CompiledCandidate("small", axes, 2, 10, 100, 8.0, 2.0, 0, 1e9),
-        CompiledCandidate("quick", axes, 2, 20, 300, 8.0, 1.0, 0, 1e9),
+        CompiledCandidate("small", axes, 2, 10, 8.0, Figures(2.0, 0.0, 0.0, 100, 1e9)),
+        CompiledCandidate("quick", axes, 2, 20, 8.0, Figures(1.0, 0.0, 0.0, 300, 1e9)),
     )
     assert best([small, quick], 1000)[0] == 1
     assert best([small, quick], 200)[0] == 0

@@ -67,9 +67,10 @@ def test_loops_multiply():
 def test_time_is_the_larger_of_operations_and_bytes():
     matmul = partitioned(jnp.matmul, array(512, 512), array(512, 512), device="h100:1")
     chip = CHIPS["h100"]
-    assert work(matmul, chip).seconds == pytest.approx(max(2 * 512**3 / 494e12, 3 * 512 * 512 * 4 / 3.35e12))
+    computing_s, moving_s = 2 * 512**3 / 494e12, 3 * 512 * 512 * 4 / 3.35e12
+    assert work(matmul, chip).seconds == pytest.approx(chip.launch_s + max(computing_s, moving_s))
     tall = partitioned(jnp.matmul, array(8192, 8192), array(8192, 8192), device="h100:1")
-    assert work(tall, chip).seconds == pytest.approx(2 * 8192**3 / 494e12)
+    assert work(tall, chip).seconds == pytest.approx(chip.launch_s + 2 * 8192**3 / 494e12)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_products_run_at_the_rate_of_their_type(target, dtype, rate):
     big = array(8192, 8192, dtype=dtype)
     hardware = resolve(target)
     assert estimate_cost(partitioned(jnp.matmul, big, big, device=target), hardware).compute_s == pytest.approx(
-        2 * 8192**3 / rate
+        hardware.chip.launch_s + 2 * 8192**3 / rate
     )
 
 
@@ -97,7 +98,9 @@ def test_local_shapes_are_priced():
     sharded = estimate_cost(
         partitioned(jnp.matmul, *args, entries=((8, 1), (1, 1)), device="h100:8"), resolve("h100:8")
     )
-    assert sharded.flops == unsharded.flops / 8 and sharded.compute_s == pytest.approx(unsharded.compute_s / 8)
+    launch_s = CHIPS["h100"].launch_s
+    assert sharded.flops == unsharded.flops / 8
+    assert sharded.compute_s - launch_s == pytest.approx((unsharded.compute_s - launch_s) / 8)
     assert sharded.communication_s == 0
 
 
@@ -192,7 +195,7 @@ def test_matmuls_of_a_higher_precision_take_longer(device, times):
         return shardfn.plan(lambda x, y: jnp.matmul(x, y, precision=precision), *[array(8192, 8192)] * 2, device=device)
 
     default = product("default").cost.compute_s
-    assert {name: product(name).cost.compute_s / default for name in times} == pytest.approx(times)
+    assert {name: product(name).cost.compute_s / default for name in times} == pytest.approx(times, rel=1e-3)
 
 
 def test_operands_of_a_matmul_of_the_highest_precision_are_gathered_as_they_are():

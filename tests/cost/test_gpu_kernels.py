@@ -118,7 +118,7 @@ def test_f32_matmul_that_contracts_the_rows_of_both_operands_is_slower_on_hopper
     function = lambda a, b: jax.lax.dot_general(a, b, (((x,), (y,)), ((), ())))  # noqa: E731
     partitioned = shardfn.plan(function, f32(N, N), f32(N, N), device="h100:1").partitioned
     assert [op.name for op in partitioned.graph.ops].count("dot_general") == 1
-    even = dataclasses.replace(H100, weight_gradient_efficiency=(), memory_bytes_s=1e18)
+    even = dataclasses.replace(H100, weight_gradient_efficiency=(), memory_bytes_s=1e18, launch_s=0.0)
     slow = dataclasses.replace(even, weight_gradient_efficiency=(("f32", 0.5),))
     assert work(partitioned, slow).seconds == pytest.approx(
         work(partitioned, even).seconds * (2 if is_weight_gradient else 1)

@@ -105,7 +105,18 @@ SPEC.loader.exec_module(quality)
 
 def row(layout, level=None, limit="", limit_bytes=None, family="f", **figures):
     known = quality.Figures(
-        **({"bytes": 100.0, "peak": 100.0, "flops": 10.0, "time_s": 1.0, "memory_bytes": 1e9} | figures)
+        **(
+            {
+                "bytes": 100.0,
+                "peak": 100.0,
+                "flops": 10.0,
+                "communication_s": 0.0,
+                "compute_s": 1.0,
+                "even_s": 1.0,
+                "memory_bytes": 1e9,
+            }
+            | figures
+        )
     )
     return quality.Row(family, "cpu", 8, layout, known, known, 0.0, level, limit, limit_bytes)
 
@@ -124,21 +135,21 @@ def test_limits_are_ample_and_one_that_data_parallel_misses():
 
 
 def test_a_plan_worse_than_a_hand_written_layout_fails():
-    by_hand = [row("data parallel"), row("FSDP", bytes=150.0, peak=40.0, time_s=1.2)]
+    by_hand = [row("data parallel"), row("FSDP", bytes=150.0, peak=40.0, compute_s=1.2)]
     good = [row("plan", 0, "ample", 200.0), row("plan", 1, "ample", 200.0, peak=40.0, bytes=150.0),
             row("plan", 2, "ample", 200.0)]  # fmt: skip
     assert failed([*by_hand, *good]) == []
-    ((what, text),) = failed([*by_hand, row("plan", 2, "ample", 200.0, time_s=1.1)])
+    ((what, text),) = failed([*by_hand, row("plan", 2, "ample", 200.0, compute_s=1.1)])
     assert "level 2" in what and "1.1000 of the best by hand, data parallel" in text
     # data parallel does not fit 60, so it is no bar, and a plan that needs 100 fails
-    tight = [row("plan", 2, "tight", 60.0, time_s=1.2, peak=50.0)]
+    tight = [row("plan", 2, "tight", 60.0, compute_s=1.2, peak=50.0)]
     assert failed([*by_hand, *tight]) == []
     ((_, text),) = failed([*by_hand, row("plan", 2, "tight", 60.0)])
     assert "does not fit: 100 B of 60" in text
 
 
 def test_each_level_has_to_be_best_at_its_objective():
-    by_hand = [row("data parallel", bytes=1e3, peak=1e3, time_s=9.0)]
+    by_hand = [row("data parallel", bytes=1e3, peak=1e3, compute_s=9.0)]
     plans = [row("plan", level, "ample", 2e3, peak=100.0 - level) for level in (0, 1, 2)]
     ((what, text),) = failed([*by_hand, *plans])
     assert "level 1 best of the three" in what and "level 2 is better" in text

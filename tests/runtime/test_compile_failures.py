@@ -29,9 +29,11 @@ def _observed(x):
     return first, x * 2
 
 
-@pytest.mark.parametrize("level", ["communication", "memory"])
-def test_shard_plan_that_does_not_compile_takes_the_next_candidate(level):
-    sharded = shard(_observed, level=level, search_mode="recursive_programming")
+LEAN = {"level": "memory", "search_mode": "recursive_programming"}
+
+
+def test_shard_plan_that_does_not_compile_takes_the_next_candidate():
+    sharded = shard(_observed, **LEAN)
     with pytest.warns(
         UserWarning, match="XLA does not compile the plan of `_observed` that the search chose: .*test_comp"
     ):
@@ -46,14 +48,14 @@ def test_shard_plan_that_does_not_compile_takes_the_next_candidate(level):
 
 
 def test_explain_compiled_of_a_plan_that_does_not_compile_shows_the_next_candidate():
-    sharded = shard(_observed, search_mode="recursive_programming")
+    sharded = shard(_observed, **LEAN)
     with pytest.warns(UserWarning, match="its next candidate takes the place"):
         assert "is left out" in str(sharded.explain(X, compiled=True, detail="full"))
 
 
 def test_gradient_of_a_plan_that_does_not_compile_takes_the_next_candidate_or_says_which_function():
     def total(x, *entries):
-        return shard(_observed, entries or None, search_mode="recursive_programming")(x)[1].sum()
+        return shard(_observed, entries or None, **LEAN)(x)[1].sum()
 
     with pytest.warns(UserWarning, match="XLA does not compile the plan of `_observed`"):
         np.testing.assert_array_equal(jax.grad(total)(X), np.full_like(X, 2))

@@ -40,6 +40,12 @@ def choices(problem, axes):
     return labelling_of(build(problem.graph, mesh, {}, {}, {}, None, problem.facts), problem)
 
 
+def sent_bytes(space, choice):
+    """The bytes that one device sends under a choice of labels."""
+    between = sum(table.sent[choice[table.first], choice[table.second]] for table in space.reshardings)
+    return between + sum(node.sent[at] for node, at in zip(space.nodes, choice, strict=True))
+
+
 def two_layers(x, w1, w2):
     return jax.nn.relu(x @ w1) @ w2
 

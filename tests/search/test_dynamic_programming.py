@@ -119,12 +119,12 @@ def test_exact_plan_says_that_it_is_proved(level):
     assert made.gap == 0
 
 
-@pytest.mark.parametrize(("level", "unit"), [(0, "B"), (2, "s")])
-def test_next_strategies_cost_more_bytes_or_time(level, unit):
+@pytest.mark.parametrize("level", [0, 2])
+def test_next_strategies_cost_more_time(level):
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     made = shardfn.plan(two_layers, *args, level=level, device="h100:8", **EXACT)
     texts = [d.runner_up for d in made.inputs]
-    assert all(re.fullmatch(rf"\(.*\): \+.*{unit} by the search's estimate", text) for text in texts), texts
+    assert all(re.fullmatch(r"\(.*\): \+.*s by the search's estimate", text) for text in texts), texts
 
 
 def test_estimated_time_of_strategies_does_not_depend_on_what_was_solved_for():

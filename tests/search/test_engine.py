@@ -18,10 +18,9 @@ from shardfn.search.archive import Archive
 from shardfn.search.engine import FEWEST_CANDIDATES, run
 from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
-from shardfn.search.level_costs import totals
-from shardfn.search.mesh_solution import LEAST_SENT, LEAST_TIME, estimated_rank
+from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
 from shardfn.search.meshes import meshes
-from shardfn.search.objectives import FULL_MEMORY_SHARE, TIME, rank
+from shardfn.search.objectives import FULL_MEMORY_SHARE, TIME, Figures, rank
 from shardfn.search.problem import Proposal
 from tests.marks import some_slow
 from tests.search.problems import S, planned_problem, random_program, two_layers
@@ -83,9 +82,10 @@ def test_fastest_plan_is_at_most_one_percent_slower_than_one_device(seed):
 
 
 def test_memory_decides_between_plans_of_almost_the_same_time():
-    figures = {"sent": 0, "excess": 0.0, "memory_bytes": 100}
-    lean, full = (rank(TIME, math.inf, time_s=t, peak=p, **figures) for t, p in ((1.0, 20), (0.995, 100)))
-    faster = rank(TIME, math.inf, time_s=0.98, peak=100, **figures)
+    lean, full, faster = (
+        rank(TIME, math.inf, Figures(communication_s=0.0, compute_s=time_s, even_s=0.0, peak=peak, memory_bytes=100))
+        for time_s, peak in ((1.0, 20), (0.995, 100), (0.98, 100))
+    )
     assert faster < lean < full
 
 
@@ -295,9 +295,23 @@ def test_estimates_count_less_where_another_generator_beat_that_of_its_mesh(is_b
     assert solved == ({best.axes, worst.axes} if is_beaten else {best.axes})
 
 
-def test_least_sent_solution_sends_nothing_however_much_it_holds():
-    """A sharded vocabulary holds 22 MB less, and sends the largest of each row."""
-    args = S((16, 64), jnp.float32), S((64, 100_000), jnp.float32)
-    problem = planned_problem(lambda x, w: jnp.max(x @ w, -1), *args, device="cpu:8", level=0)
-    found = solve_mesh(problem, LEAST_SENT, (("a", 8),), Archive(problem))
-    assert totals(found.space, found.solution.choice).sent == 0
+def kalman(series, a, h):
+    """Filters of 64 series, each in a loop of products of small matrices."""
+
+    def filtered(observed):
+        def step(carry, y):
+            mean, spread = a @ carry[0], a @ carry[1] @ a.T + 0.1 * jnp.eye(4)
+            gain = jnp.linalg.solve(h @ spread @ h.T + 0.2 * jnp.eye(2), h @ spread).T
+            mean = mean + gain @ (y - h @ mean)
+            return (mean, spread - gain @ h @ spread), mean
+
+        return jax.lax.scan(step, (jnp.zeros(4), jnp.eye(4)), observed)[1]
+
+    return jax.vmap(filtered)(series)
+
+
+def test_least_communication_is_not_sent_in_a_loop_to_save_small_products():
+    args = S((64, 8, 2), jnp.float32), S((4, 4), jnp.float32), S((2, 4), jnp.float32)
+    made, fastest = (shardfn.plan(kalman, *args, device="cpu:8", level=level) for level in ("communication", "time"))
+    assert made.cost.bytes_sent == 0
+    assert made.cost.time_s <= 1.05 * fastest.cost.time_s

@@ -9,12 +9,12 @@ import shardfn
 from shardfn.cost.compute import work
 from shardfn.ir.model import PartitionedProgram
 from shardfn.search.label_tables import SCATTERED, build
-from shardfn.search.level_costs import labelling_of, totals
+from shardfn.search.level_costs import labelling_of
 from shardfn.search.mesh_model import MeshModel
 from shardfn.search.op_labels import decoded, op_codes
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
-from tests.search.problems import S, problem_of
+from tests.search.problems import S, problem_of, sent_bytes
 
 
 def updated(table, rows):
@@ -48,7 +48,7 @@ def test_labels_of_an_argument_sliced_by_two_loops_gather_in_each():
     mesh = MeshModel.on(problem.hardware, (("a", 8),))
     space = build(problem.graph, mesh, given, {result: given[weights]}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
-    assert totals(space, found.choice).sent == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
+    assert sent_bytes(space, found.choice) == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
 
 
 def scaled(w, x):
@@ -68,7 +68,7 @@ def test_labels_of_what_a_loop_only_reads_cost_what_the_program_sends(device, of
     given = {weights: (("a",), ()), carry: other}
     space = build(problem.graph, mesh, given, {problem.graph.outputs[0]: other}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
-    assert totals(space, found.choice).sent == pytest.approx(made.cost.bytes_sent, rel=0.01)
+    assert sent_bytes(space, found.choice) == pytest.approx(made.cost.bytes_sent, rel=0.01)
 
 
 @pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))])
@@ -80,7 +80,7 @@ def test_labels_of_a_sharded_weight_gather_once_for_all_readers(spec):
     mesh = MeshModel.on(problem.hardware, (("a", 8),))
     space = build(problem.graph, mesh, {weights: spec, batch: (("a",), ())}, {}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
-    assert totals(space, found.choice).sent == pytest.approx(7 / 8 * 256 * 256 * 4, rel=0.01)
+    assert sent_bytes(space, found.choice) == pytest.approx(7 / 8 * 256 * 256 * 4, rel=0.01)
 
 
 def test_labels_of_a_partial_sum_keep_the_order_of_axes():
@@ -136,7 +136,7 @@ def test_labels_of_a_reshape_gather_a_minor_dimension():
     ):
         space = build(problem.graph, mesh, {x: spec}, {result: kept}, {}, None, problem.facts)
         found = solve(labelling_of(space, problem), Budget())
-        assert totals(space, found.choice).sent == sent
+        assert sent_bytes(space, found.choice) == sent
 
 
 LINALG = {

@@ -270,7 +270,8 @@ def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vec
     dtypes = (("f32", f32), ("f32 highest", vector), ("f64", f64), *((dtype, 2 * flops) for dtype in twice))
     return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes, node=8,
                 network_bytes_s=network, device_kinds=kinds, aot_name=name, aot=tuple((_GPU_LIMITS | aot).items()),
-                split_k_coarseness=split_k_coarseness, weight_gradient_efficiency=(("f32", f32_gradients),))  # fmt: skip
+                split_k_coarseness=split_k_coarseness, launch_s=1.5e-6,
+                weight_gradient_efficiency=(("f32", f32_gradients),))  # fmt: skip
 
 
 # XLA's description of a GPU (`GpuTargetConfigProto`): it plans tiles, fusions and schedules by these.
@@ -343,7 +344,8 @@ its rate are the makers' figures for dense arithmetic.
 
 GPUs: the NVLink figure of the datasheet is both directions together, half of it is one; a network card for each GPU
 (200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100, H200 or B200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
-collective; on one H100, TF32 matmuls that contract the rows of both operands ran at 0.58 to 0.65 of the rate of others.
+collective; 1.5 µs for a kernel's launch, measured on one H100, where TF32 matmuls that contract the rows of both operands ran
+at 0.58 to 0.65 of the rate of others.
 TPUs: pods of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
 directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about 1 µs a hop (Austin et al., "How to Scale Your
 Model", 2025); a slice of v5e or v6e is of dims that are powers of two, one of v4 or v5p of 1, 2 or whole cubes of 4x4x4 (Cloud
