@@ -69,14 +69,15 @@ def slice_at_constants(ops: Sequence[Any]) -> None:
         if op.name != "stablehlo.dynamic_slice":
             continue
         source, result = (ir.RankedTensorType(v.type) for v in (op.operands[0], op.results[0]))
-        places = [_folded(start) for start in list(op.operands)[1:]]
-        if any(place is None for place in places):
+        starts = list(op.operands)[1:]
+        places = [place for start in starts if (place := _folded(start)) is not None]
+        if len(places) < len(starts):
             continue
         rows = zip(places, source.shape, result.shape, strict=True)
         first = [min(max(place, 0), size - length) for place, size, length in rows]
         last = [place + length for place, length in zip(first, result.shape, strict=True)]
         numbers = {"start_indices": first, "limit_indices": last, "strides": [1] * len(first)}
-        attributes = {name: ir.DenseI64ArrayAttr.get(each) for name, each in numbers.items()}
+        attributes: dict[str, Any] = {name: ir.DenseI64ArrayAttr.get(each) for name, each in numbers.items()}
         with ir.InsertionPoint(op), op.location:
             new = ir.Operation.create("stablehlo.slice", [result], [op.operands[0]], attributes)
         op.results[0].replace_all_uses_with(new.result)

@@ -141,7 +141,7 @@ def _with_replicated_tangents(function: Callable[..., Any], mesh: Any) -> Callab
     def same(x: Any) -> Any:
         return x
 
-    same.defjvp(lambda primals, tangents: (same(*primals), unsharded(mesh, *tangents, range(jnp.ndim(*tangents)))))
+    same.defjvp(lambda xs, ts: (same(xs[0]), unsharded(mesh, ts[0], range(jnp.ndim(ts[0])))))
 
     def run(*args: Any) -> Any:
         results = function(*args)
