@@ -73,7 +73,8 @@ def least_by_brute_force(problem: SearchProblem, most: int) -> tuple[int, list[f
 
 
 def aim(problem: SearchProblem, level: int, candidate: SearchCandidate) -> float:
-    """The figure that a level minimises: bytes with the charge for unbalanced work, peak bytes, seconds with that for memory."""
+    """The figure that a level minimises: seconds of communication and unbalanced compute, peak bytes, seconds with the charge for
+    memory."""
     return problem.at(level).rank(candidate).aim[0]
 
 

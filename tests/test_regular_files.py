@@ -16,6 +16,7 @@ from shardfn.mindspore.ckpt_files import tensors_of
 from shardfn.regular_files import read_bytes
 
 READERS = {
+    "layout": lambda file: read_layout(str(file)),
     "layout.toml": read_layout,
     "strategy.json": read_layout,
     "strategy.ckpt": read_layout,
@@ -36,7 +37,7 @@ READERS = {
 def test_reader_of_a_pipe_or_a_device_ends_with_an_error(name, kind, tmp_path):
     file = tmp_path / name
     os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")
-    with pytest.raises((shardfn.ShardError, OSError), match=r"not a regular file|no layout"):
+    with pytest.raises((shardfn.ShardError, OSError), match="not a regular file"):
         READERS[name](file)
 
 

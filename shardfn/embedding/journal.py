@@ -20,8 +20,11 @@ import numpy as np
 from shardfn.embedding.store import Fields
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.layoutfile.files import atomic_file, make_folder, sync_folder
+from shardfn.regular_files import read_bytes
 
 FORMAT, VERSION, MANIFEST = "shardfn-embedding", 1, "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 30
+"""More than any manifest has."""
 
 Chunks = Iterable[tuple[np.ndarray, Fields]]
 """Ids, and their rows and moments."""
@@ -71,7 +74,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest | None:
     """
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_bytes(path, MAX_MANIFEST_BYTES))
         if data["format"] != FORMAT or data["version"] != VERSION:
             raise ValueError(f"its format is {data['format']!r}, version {data['version']!r}")
         files = tuple(RowsFile(**file) for file in data["files"])

@@ -14,7 +14,7 @@ from shardfn.search.budget import DEFAULT
 from shardfn.search.problem import Algorithm
 
 OBJECTIVES = ("communication", "memory", "time")
-"""By level: the fewest bytes sent with the work evenly spread, the smallest peak per device, the shortest
+"""By level: the least time in communication with the work evenly spread, the smallest peak per device, the shortest
 modelled step with a small charge for memory."""
 
 

@@ -64,13 +64,16 @@ def _is_reshape(op: Any) -> bool:
 
 
 def slice_at_constants(ops: Sequence[Any]) -> None:
-    """Make slices of the dynamic slices whose places are constants, or numbers that are computed of constants."""
+    """Make slices of the dynamic slices whose places are constants, or integers that are computed of constants."""
+    known: dict[Any, int] = {}
     for op in ops:
         if op.name != "stablehlo.dynamic_slice":
+            if (number := _number(op, known)) is not None:
+                known[op.results[0]] = number
             continue
         source, result = (ir.RankedTensorType(v.type) for v in (op.operands[0], op.results[0]))
         starts = list(op.operands)[1:]
-        places = [place for start in starts if (place := _folded(start)) is not None]
+        places = [known[start] for start in starts if start in known]
         if len(places) < len(starts):
             continue
         rows = zip(places, source.shape, result.shape, strict=True)
@@ -91,19 +94,23 @@ _FOLDED: dict[str, Callable[..., int]] = {
 """Ops, and the direction of a comparison, that indices are computed with."""
 
 
-def _folded(value: Any) -> int | None:
-    """The integer that a scalar is, where it is computed of constants alone."""
-    if (known := constant_of(value)) is not None:
-        return int(known)
-    if isinstance(value.owner, ir.Block):
+def _number(op: Any, known: Mapping[Any, int]) -> int | None:
+    """The integer or bool that an op makes, a scalar, of the `known` ones; None if it is not known, or would wrap around."""
+    if len(op.results) != 1 or len(op.regions) or not isinstance(op.results[0].type, ir.RankedTensorType):
         return None
-    op = value.owner.operation
+    element = op.results[0].type.element_type
+    if op.results[0].type.shape or not isinstance(element, ir.IntegerType):
+        return None
     name = op.name.removeprefix("stablehlo.")
+    if name == "constant":
+        return None if (given := constant_of(op.results[0])) is None else int(given)
     if name == "compare":
         name = str(op.attributes["comparison_direction"]).rpartition(" ")[2].rstrip(">")
-    fold = _FOLDED.get(name)
-    operands = [_folded(operand) for operand in op.operands] if fold else [None]
-    return None if fold is None or None in operands else int(fold(*operands))
+    fold, operands = _FOLDED.get(name), [known.get(operand) for operand in op.operands]
+    if fold is None or None in operands:
+        return None
+    found = int(fold(*operands))
+    return found if abs(found) < 1 << element.width - 1 or element.width == 1 else None
 
 
 def inline(block: Any, functions: Mapping[str, Any]) -> None:

@@ -61,8 +61,8 @@ Place = tuple[int, int]
 
 def flat(module: Any) -> Any:
     """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call has a function of
-    its own, so that two callers can shard it differently, and from which XLA's first simplifications are done: dynamic slices at
-    constant places are slices, and slices and reshapes that change nothing are gone.
+    its own, so that two callers can shard it differently. XLA's first simplifications are done in it: dynamic slices at constant
+    places are slices, and slices and reshapes that change nothing are gone.
     """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()

@@ -92,7 +92,8 @@ def read_layout(source: Any) -> LayoutFile:
              fix=f"use {_some_recipes()}, or a path such as layout.toml")  # fmt: skip
     name = os.fspath(source)
     path = pathlib.Path(name)
-    if isinstance(source, str) and path.suffix not in (".toml", ".json") and not path.is_file():
+    is_there = os.path.exists(name) and not os.path.isdir(name)  # a pipe is there too
+    if isinstance(source, str) and path.suffix not in (".toml", ".json") and not is_there:
         path = _recipe(name)
     _check_name(path, f"layout = {short(name)}")
     parser = parse_json if path.suffix == ".json" else parse_toml

@@ -36,6 +36,7 @@ from shardfn.layoutfile.mindspore_json import checked
 from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_rows
 from shardfn.mindspore import ckpt_files
 from shardfn.mindspore.layout import Layout
+from shardfn.regular_files import read_bytes
 
 MOST_BYTES = 256 << 20
 
@@ -150,9 +151,7 @@ def read_strategy(source: Any) -> dict[str, Sliced]:
     else:
         file = pathlib.Path(source)
         try:
-            if file.stat().st_size > MOST_BYTES:
-                raise ValueError("it is larger than any strategy file")
-            content = file.read_bytes()
+            content = read_bytes(file, MOST_BYTES)
             is_binary = content[:1] == bytes([FIRST_BYTE])
             rows = (strategy_rows(content) if is_binary else json.loads(content))["parallel_layout_item"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

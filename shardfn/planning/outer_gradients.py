@@ -16,8 +16,8 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
 computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
 and of such convolutions along unsharded windows, those of lookups have even shards, and dynamic places are clamped. Cumulative
-ops have tangents made of such ops. Where a resharding back would end the process, the tangents of results are replicated. The
-values of a function are computed as without these rules.
+ops have tangents made of such ops. Where a resharding back would end the process, the tangents of results are replicated; between
+constraints of the user's own inside, XLA reshards them as they say. The values of a function are computed as without these rules.
 """
 
 from __future__ import annotations

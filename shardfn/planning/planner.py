@@ -18,6 +18,7 @@ from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.uneven_movement import movements_of_equation, moves_shards
 from shardfn.planning.workarounds import WrongOp, refuse_reshardings, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
+from shardfn.search.objectives import COMMUNICATION
 from shardfn.search.problem import Answer, SearchCandidate, objective
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
@@ -117,8 +118,10 @@ def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
 
 
 def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
-    """The call, and an answer of it: where devices send for less time, with one halo for rotations of arrays that come from one
-    array. The ops on elements are the same."""
+    """The call, and an answer of it: where this costs less, with one halo for rotations of arrays that come from one array.
+
+    At level 0 communication alone counts: the ops on elements are the same.
+    """
     function = posed.call.function
     shards = _rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
     if not shards:
@@ -129,9 +132,10 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     other = pose_again(posed, posed.call.of(function.with_shared_halos(shards)))
     found = (posed, answer), (other, _unconstrained(answer))
 
-    def key(one: tuple[PosedCall, Answer]) -> tuple[float, float]:
+    def key(one: tuple[PosedCall, Answer]) -> tuple[object, ...]:
         cost = _cost(*one)
-        return objective(cost, one[0].problem).over, cost.communication_s
+        rank = objective(cost, one[0].problem)
+        return (rank.over, cost.communication_s) if posed.problem.level == COMMUNICATION else rank
 
     return min(found, key=key)
 

@@ -16,6 +16,8 @@
   barrier on the operand avoids it.
 - Of a dynamic slice that is sharded along a dimension that it shortens, XLA forgets that its place is clamped. An explicit clamp
   avoids it.
+- A matmul whose batch dimension and several axes of a contracted dimension are sharded gets wrong values where its result is
+  sharded along the batch over as many shards as the contracted dimension, but over other axes.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -34,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Graph, Op, PartitionedProgram, Spec
+from shardfn.ir.model import Graph, Op, PartitionedProgram, Spec, axes_of, axis_size
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
@@ -94,8 +96,8 @@ _OVER_WINDOWS = frozenset(
 
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform` (or its `layout`, if nothing is gathered), a `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice
-    (`bounds`) or a `movement`; or a resharding (`reshard`), which has no workaround."""
+    `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a `reduction`, a `padding`, a `scatter`, an
+    `update`, a dynamic slice (`bounds`) or a `movement`; or a resharding (`reshard`), which has no workaround."""
 
     where: str
     kind: str = "window"
@@ -126,6 +128,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where))
         if op.name == "reduce" and partitioned.platform != "tpu" and _lacks_all_reduce(op, partitioned):
             found.setdefault(WrongOp(op.where, "reduction"))
+        if op.name == "dot_general" and _is_wrong_product(op, partitioned, moved_to):
+            found.setdefault(WrongOp(op.where, "product"))
         if op.name in ("pad", "reduce_window") and _is_wrong_pad(
             op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned
         ):
@@ -241,6 +245,22 @@ def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
     return len(op.outputs) == 1 and not is_known and any(partitioned.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
 
 
+def _is_wrong_product(op: Op, partitioned: PartitionedProgram, after: Mapping[int, int]) -> bool:
+    """Whether a matmul leaves partial sums over several axes that its result's batch dimensions are then sharded over as many
+    ways, and not just over these axes; `after` are resharded values.
+
+    Found by trying all shardings of the batch and the contracted dimension of a matmul over 2 x 2 x 2 devices.
+    """
+    assert op.rule is not None
+    roles, operand = op.rule.matmul_roles(0), partitioned.specs[op.inputs[0]]
+    batch, summed = ([d for d, role in enumerate(roles) if role == which] for which in (0, 2))
+    before, parts = (axes_of(operand[d] for d in dims) for dims in (batch, summed))
+    result = partitioned.specs[after.get(op.outputs[0], op.outputs[0])]
+    rows = axes_of(result[: len(batch)])
+    size = lambda axes: math.prod(axis_size(axis, partitioned.axes) for axis in axes)  # noqa: E731
+    return len(parts) > 1 and size(before) > 1 and rows not in (before, parts) and size(rows) == size(parts)
+
+
 def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether windows that overlap by half or more run along a sharded dimension; True in doubt, as padding may hide it."""
     operand, source = (partitioned.graph.values[v].shape for v in op.inputs[:2])
@@ -330,6 +350,9 @@ _NOTES = {
     ),
     "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
     "bounds": "shardfn clamps the places of the dynamic slices and updates at {}: XLA forgets to, if their results are sharded",
+    "product": (
+        "shardfn gathers the batch dimensions of the results of the matmuls at {}: for this sharding XLA computes wrong values"
+    ),
     "reduction": (
         "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
         "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
@@ -433,6 +456,8 @@ def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
     name, params, values = eqn.primitive.name, eqn.params, (*eqn.invars, *eqn.outvars)
     if "padding" in kinds:
         return [_padded(eqn)] * len(values)
+    if "product" in kinds:
+        return [(), (), range(len(params["dimension_numbers"][1][0]))]
     if "reduction" in kinds:
         return [*[_reduced(eqn)] * len(eqn.invars), ()]
     if name == _POOLING:
@@ -489,5 +514,6 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
     "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,
     "reduction": _reduced,
+    "product": lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
 }
 """Whether an equation may be a wrong op of a kind; of a movement and of places its shapes tell."""

@@ -211,8 +211,8 @@ def jitted_as_called(entry: Entry, call: Call, given: int) -> tuple[Any, Sequenc
     planned = answered_call(entry.plan).posed.call
     names = [None] * (call.stateful + given) + [slot.name for slot in call.slots[given:]]
 
-    def function(*args: Any, **keywords: Any) -> Any:
-        return entry.jitted(*args, *(keywords[name] for name in names if name))
+    def function(*_shardfn_args: Any, **_shardfn_keywords: Any) -> Any:  # names that no parameter of the user's has
+        return entry.jitted(*_shardfn_args, *(_shardfn_keywords[name] for name in names if name))
 
     def are(positions: Sequence[int]) -> tuple[list[int], list[str]]:
         return [i for i in positions if not names[i]], [name for i in positions if (name := names[i])]

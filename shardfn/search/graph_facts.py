@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.compute import op_flops, work
+from shardfn.cost.compute import kernel_runs, op_flops
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.cost.memory.platforms import live_buffers
@@ -57,7 +57,7 @@ class GraphFacts:
     flops: float
     """Of one call, unsharded; of the ops in a `shard_map` those of all its devices."""
     compute_s: float
-    """Seconds of compute of one call, unsharded."""
+    """Seconds of compute of one call, unsharded; of the ops in a `shard_map` those of all its devices."""
     launch_s: float
     """Those of them that the launches of kernels take, which no device is spared."""
     op_flops: tuple[float, ...]
@@ -131,7 +131,11 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         kernels,
         (*temporaries, *kept),
         sum(total),
-        work(schedule.partitioned, chip, schedule.fusion).seconds,
+        sum(
+            run.seconds * run.trips * schedule.partitioned.graph.ops[run.kernel[0]].instances
+            for run in kernel_runs(schedule.partitioned, chip, schedule.fusion)
+            if run.kernel
+        ),
         chip.launch_s * sum(share.launches * op.trips for share, op in zip(kernels, graph.ops, strict=True)),
         flops,
         last,

@@ -47,7 +47,7 @@ class Node:
 
     @property
     def sent(self) -> Array:
-        """Bytes that one device sends."""
+        """Bytes that one device sends, as the tests hold them against partitioned programs."""
         return self.sums[1]
 
     @property

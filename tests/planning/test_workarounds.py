@@ -726,3 +726,25 @@ def test_kernel_made_of_one_row_is_not_summed_over_axes_that_replicate_it():
     sharded = shardfn.shard(function, ((2,), (6,)), device=jax.devices()[:6])
     for got, want in zip(sharded(x, y), function(x, y), strict=True):
         np.testing.assert_allclose(got, want)
+
+
+@pytest.mark.parametrize(
+    ("batch", "summed", "result"),
+    [("a", "bc", "ab"), ("a", "bc", "cb"), ("b", "ac", "bc"), ("c", "ab", "ba"), ("a", "bc", "bc")],
+)
+def test_batched_matmul_scattered_over_other_axes_than_it_sums_over_is_right(batch, summed, result):
+    layout = shardfn.mindspore.Layout((2, 2, 2), ("a", "b", "c"))
+    entry = layout(tuple(batch), tuple(summed))
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 16)).astype(np.float32)
+    product = lambda x, y: jnp.einsum("ij,ij->i", x, y)  # noqa: E731
+    sharded = shardfn.shard(product, (entry, entry), (layout(tuple(result)),), device=jax.devices()[:8])
+    np.testing.assert_allclose(sharded(x, y), product(x, y), rtol=1e-4, atol=1e-4)
+    noted = any("batch dimensions of the results of the matmuls" in text for text in sharded.plan(x, y).diagnostics)
+    assert noted == (summed != result)
+
+
+def test_sum_of_batched_matmuls_of_differently_sharded_rows_is_right():
+    x, y = np.random.default_rng(0).normal(size=(2, 64, 12)).astype(np.float32)
+    squares = lambda x, y: jnp.einsum("ij,ij->i", x, x) + jnp.einsum("ij,ij->i", y, y)  # noqa: E731
+    sharded = shardfn.shard(squares, ((4, 1), (2, 4)), device=jax.devices()[:8])
+    np.testing.assert_allclose(sharded(x, y), squares(x, y), rtol=1e-4)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardfn.cluster.environment import COUNT
-from shardfn.cluster.kubernetes.job import MAX_PLAN
 from shardfn.cluster.kubernetes.msjob import is_msjob, translate
 from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.ray import SERVER
@@ -19,6 +18,7 @@ from shardfn.cost.devices.cloud_names import CHIP_NAMES
 from shardfn.errors import ClusterError, DeviceError, Problem, fail, raise_problems
 from shardfn.layoutfile import read_layout
 from shardfn.layoutfile.plan_file import estimated_peak
+from shardfn.layoutfile.toml import MAX_BYTES
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.regular_files import read_bytes
 from shardfn.units import bytes_text
@@ -204,7 +204,7 @@ def _chip(labels: Mapping[str, str]) -> str:
 def _peak(plan: str | os.PathLike[str]) -> int | None:
     """The memory that a plan's file says it needs; None for a recipe and for a file written by hand."""
     try:
-        return estimated_peak(read_bytes(plan, MAX_PLAN).decode())
+        return estimated_peak(read_bytes(plan, MAX_BYTES).decode())
     except (OSError, ValueError):
         return None
 
