@@ -96,16 +96,17 @@ _FOLDED: dict[str, Callable[..., int]] = {
 
 def _number(op: Any, known: Mapping[Any, int]) -> int | None:
     """The integer or bool that an op makes, a scalar, of the `known` ones; None if it is not known, or would wrap around."""
-    if len(op.results) != 1 or len(op.regions) or not isinstance(op.results[0].type, ir.RankedTensorType):
-        return None
-    element = op.results[0].type.element_type
-    if op.results[0].type.shape or not isinstance(element, ir.IntegerType):
-        return None
     name = op.name.removeprefix("stablehlo.")
-    if name == "constant":
-        return None if (given := constant_of(op.results[0])) is None else int(given)
     if name == "compare":
         name = str(op.attributes["comparison_direction"]).rpartition(" ")[2].rstrip(">")
+    if name != "constant" and name not in _FOLDED:  # most ops
+        return None
+    made = op.results[0].type
+    element = made.element_type
+    if made.shape or not isinstance(element, ir.IntegerType):
+        return None
+    if name == "constant":
+        return None if (given := constant_of(op.results[0])) is None else int(given)
     fold, operands = _FOLDED.get(name), [known.get(operand) for operand in op.operands]
     if fold is None or None in operands:
         return None

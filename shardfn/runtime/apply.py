@@ -97,7 +97,7 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
             return tree_util.tree_map(jax.lax.with_sharding_constraint, results, outs)
 
         return constrained, {"static_argnums": static_argnums}
-    return function, {"in_shardings": ins, "out_shardings": outs, **_outermost(call)}
+    return function, {"in_shardings": ins, "out_shardings": outs, **outermost(call)}
 
 
 def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -128,10 +128,10 @@ def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Ca
         typed = tree_util.tree_map(jax.sharding.reshard, own.dynamic, in_types)
         return jax.sharding.auto_axes(inside, axes=tuple(ambient.explicit), out_sharding=out_types)(*typed)
 
-    return on_ambient_mesh, {"static_argnums": call.statics} if nested else _outermost(planned)
+    return on_ambient_mesh, {"static_argnums": call.statics} if nested else outermost(planned)
 
 
-def _outermost(call: TracedCall) -> dict[str, Any]:
+def outermost(call: TracedCall) -> dict[str, Any]:
     """The options of `jax.jit` for calls outside transformations."""
     options = dict(call.compiler_options) if call.compiler_options else None
     function = call.function

@@ -43,7 +43,7 @@ from shardfn.planning.planner import (
 from shardfn.planning.pose import pose
 from shardfn.planning.posed_call import PosedCall
 from shardfn.report.saved_graphs import save_graphs
-from shardfn.runtime.apply import jitted_for_calls
+from shardfn.runtime.apply import jitted_for_calls, outermost
 from shardfn.runtime.entries import Entries
 from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
@@ -208,7 +208,6 @@ def jitted_as_called(entry: Entry, call: Call, given: int) -> tuple[Any, Sequenc
     """
     if len(call.slots) <= given:
         return entry.jitted, call.of_typed_shapes().values, {}
-    planned = answered_call(entry.plan).posed.call
     names = [None] * (call.stateful + given) + [slot.name for slot in call.slots[given:]]
 
     def function(*_shardfn_args: Any, **_shardfn_keywords: Any) -> Any:  # names that no parameter of the user's has
@@ -218,9 +217,10 @@ def jitted_as_called(entry: Entry, call: Call, given: int) -> tuple[Any, Sequenc
         return [i for i in positions if not names[i]], [name for i in positions if (name := names[i])]
 
     function.__name__ = entry.plan.function
-    (static, static_names), (donated, donated_names) = are(call.statics), are(planned.function.donate_argnums)
-    jitted = jax.jit(function, static_argnums=static, static_argnames=static_names, donate_argnums=donated,
-                     donate_argnames=donated_names, compiler_options=dict(planned.compiler_options or {}) or None)  # fmt: skip
+    options = outermost(answered_call(entry.plan).posed.call)
+    for what in ("static", "donate"):
+        options[f"{what}_argnums"], options[f"{what}_argnames"] = are(options[f"{what}_argnums"])
+    jitted = jax.jit(function, **options)
     leaves, treedef = tree_util.tree_flatten(call.of_shapes().dynamic)
     values = call.replaced(treedef, [_sharded(*pair) for pair in zip(leaves, entry.targets, strict=True)])
     rows = list(zip(names, values, strict=True))

@@ -134,7 +134,6 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         sum(
             run.seconds * run.trips * schedule.partitioned.graph.ops[run.kernel[0]].instances
             for run in kernel_runs(schedule.partitioned, chip, schedule.fusion)
-            if run.kernel
         ),
         chip.launch_s * sum(share.launches * op.trips for share, op in zip(kernels, graph.ops, strict=True)),
         flops,

@@ -46,8 +46,8 @@ def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chi
     launches = [0] * len(ops)
     for kernel in kernels(partitioned, fusion):
         kernel = [at for at in kernel if has_own_time(ops[at])]
-        for first in kernel[:1]:
-            launches[first] += 1
+        if kernel:
+            launches[kernel[0]] += 1
         _, size, seconds = once(partitioned, kernel, chip, fusion)
         is_compute_bound = size < seconds * chip.memory_bytes_s
         for at in kernel:
