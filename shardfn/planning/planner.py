@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from shardfn.cost.estimate import Cost
+from shardfn.ir.correspondence import matches
 from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import Shards, shares_halos
@@ -19,7 +20,7 @@ from shardfn.planning.uneven_movement import movements_of_equation, moves_shards
 from shardfn.planning.workarounds import WrongOp, refuse_reshardings, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.objectives import COMMUNICATION
-from shardfn.search.problem import Answer, SearchCandidate, objective
+from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, objective
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""
@@ -65,10 +66,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
-    if (written := _as_written(posed, answer)) is not None:
-        found = search(written)
-        posed, answer = written, _unconstrained(answer) if _moves_shards(written, found) else found
-    posed, answer = _with_shared_halos(posed, answer)
+    posed, answer = _with_shared_halos(*_as_written(posed, answer))
     first = plan_without_workarounds(posed, answer)
     if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
@@ -85,18 +83,32 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
-    if (written := _as_written(posed, answer)) is not None:
-        posed, answer = written, _unconstrained(answer)
-    posed, answer = _with_shared_halos(posed, answer)
+    posed, answer = _with_shared_halos(*_as_written(posed, answer))
     return _with_all_workarounds(posed, plan_without_workarounds(posed, answer), answer)
 
 
-def _as_written(posed: PosedCall, answer: Answer) -> PosedCall | None:
-    """The call without `movement`'s shifts, if with an answer's shardings nothing moves along sharded dimensions; else None."""
-    if not _is_shifted(posed.call) or _moves_shards(posed, _unconstrained(answer)):
-        return None
+def _as_written(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
+    """The call without `movement`'s shifts and the answer for it, if with its shardings nothing moves along sharded dimensions;
+    else both as they are."""
+    if not _is_shifted(posed.call) or _moves_shards(posed, answer):
+        return posed, answer
     written = _without_shifts(posed)
-    return None if _moves_shards(written, _unconstrained(answer)) else written
+    same = _answer_of(posed, written, answer)
+    return (posed, answer) if _moves_shards(written, same) else (written, same)
+
+
+def _answer_of(posed: PosedCall, other: PosedCall, answer: Answer) -> Answer:
+    """The answer for another form of the call, whose ops have other numbers: constraints go with their ops.
+
+    Candidates keep the costs of the form that they were searched in.
+    """
+    ops = dict(matches(posed.problem.graph, other.problem.graph))
+
+    def moved(constraints: OpConstraints) -> OpConstraints:
+        return {ops[i]: constraint for i, constraint in constraints.items() if i in ops}
+
+    others = tuple(dataclasses.replace(one, constraints=moved(one.constraints)) for one in answer.others)
+    return dataclasses.replace(answer, constraints=moved(answer.constraints), others=others)
 
 
 def _is_shifted(call: TracedCall) -> bool:
