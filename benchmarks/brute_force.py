@@ -85,9 +85,9 @@ def row(name: str, program: Program, most: int) -> dict[str, Any]:
         donate_argnums=program.options.get("donate_argnums", ()),
     )  # fmt: skip
     problem = dataclasses.replace(plan._answered.problem, memory_limit=math.inf)
-    archive = run(problem, GENERATORS, BASELINES)
+    archives = [run(problem.at(level), GENERATORS[level], BASELINES) for level in LEVELS]
     evaluated, least = least_by_brute_force(problem, most)
-    own = [aim(problem, level, archive.best(level)) for level in LEVELS]
+    own = [aim(problem, level, archive.best(level)) for level, archive in zip(LEVELS, archives, strict=True)]
     ratios = {
         f"level {level}": mine / best if best else math.inf if mine else 1.0
         for level, mine, best in zip(LEVELS, own, least, strict=True)
@@ -95,7 +95,7 @@ def row(name: str, program: Program, most: int) -> dict[str, Any]:
     return {
         "model": name,
         "ops": len(problem.graph.ops),
-        "candidates": len(archive),
+        "candidates": sum(map(len, archives)),
         "brute force": evaluated,
         **ratios,
     }

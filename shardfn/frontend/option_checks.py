@@ -12,12 +12,13 @@ from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, fail, nearest, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.closed_over import OPTIONS as CLOSED_OVER
-from shardfn.frontend.options import OBJECTIVES, Options
+from shardfn.frontend.options import Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import boolean, one_of, option_problems
 from shardfn.search.budget import BUDGETS
+from shardfn.search.objectives import OBJECTIVES
 from shardfn.search.styles import STYLES
 
 MOST_COMPILED = 64

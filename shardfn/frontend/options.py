@@ -11,11 +11,8 @@ from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
 from shardfn.search.budget import DEFAULT
+from shardfn.search.objectives import OBJECTIVES
 from shardfn.search.problem import Algorithm
-
-OBJECTIVES = ("communication", "memory", "time")
-"""By level: the least time in communication with the work evenly spread, the smallest peak per device, the shortest
-modelled step with a small charge for memory."""
 
 
 def level_of(objective: Any) -> Any:

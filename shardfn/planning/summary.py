@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import collective_s
 from shardfn.cost.platforms import backend_of
-from shardfn.frontend.options import OBJECTIVES
 from shardfn.frontend.paths import alike, layer, starred
 from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
@@ -18,6 +17,7 @@ from shardfn.planning.plan import Decision, Plan
 from shardfn.render.cells import shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
+from shardfn.search.objectives import OBJECTIVES
 from shardfn.units import bytes_text, flops_text, time_text
 
 MOST_ARRAYS = 10

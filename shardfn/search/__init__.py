@@ -3,12 +3,11 @@
 A search is a list of candidate generators, one evaluator, one budget and one archive:
 
 1. `problem`: the question (`SearchProblem`), a choice (`Proposal`), an evaluated choice (`SearchCandidate`) and the answer.
-2. `engine`: generators take turns until the budget is spent, or half of it in vain. `archive`: what they found, for all
-   objectives. `budget`: work.
+2. `engine`: generators take turns until the budget is spent. `archive`: what they found. `budget`: work.
 3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` proposes nothing sharded and the plans
-   that people write by hand, from `baselines`. Then `GENERATORS`, in the order of their first turns: `exact` solves a label
-   model of the program, on the meshes of `meshes`; `local_search` tries moves around the best candidates.
-   `recursive_programming` is the fast search.
+   that people write by hand, from `baselines`. Then the `GENERATORS` of the objective, in the order of their first turns:
+   `exact` solves a label model of the program, on the meshes of `meshes`; `local_search` tries moves around the best
+   candidates. `recursive_programming` is the fast search.
 4. The label model of a mesh: `label_tables` builds it from `mesh_model`, `graph_facts`, `op_labels`, `convolution_labels`,
    `resharding_costs` and `op_costs` (with `partial_sum_costs`, `halo_costs` and `kernel_costs`). `level_costs` states the
    objective, `filters` removes labels, `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and
@@ -45,7 +44,7 @@ from shardfn.search import (
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator, run
 from shardfn.search.explanation import answer_of
-from shardfn.search.objectives import COMMUNICATION, LEVELS, MEMORY, TIME
+from shardfn.search.objectives import COMMUNICATION, LEVELS, MEMORY, OBJECTIVES, TIME
 from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
 
 __all__ = [
@@ -67,55 +66,67 @@ BASELINES: Mapping[str, CandidateGenerator] = {
 }
 """What every search evaluates first."""
 
-LOCAL_SEARCH: Mapping[str, CandidateGenerator] = {
-    "local search, time": functools.partial(local_search.generate, TIME),
-    "local search, communication": functools.partial(local_search.generate, COMMUNICATION),
-    "local search, memory": functools.partial(local_search.generate, MEMORY),
+LOCAL_SEARCH: Mapping[int, Mapping[str, CandidateGenerator]] = {
+    level: {f"local search, {name}": functools.partial(local_search.generate, level)}
+    for level, name in enumerate(OBJECTIVES)
 }
+"""Of each level."""
 
-GENERATORS: Mapping[str, CandidateGenerator] = {
-    styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem),
-    "exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME),
-    "exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT),
-    "local search, time": LOCAL_SEARCH["local search, time"],
-    "local search, communication": LOCAL_SEARCH["local search, communication"],
-    "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
-    "exact, memory and communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS),
-    "local search, memory": LOCAL_SEARCH["local search, memory"],
-    "exact, less memory": exact.less_memory,
-    "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
-    "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT),
-}
-"""The generators of the default search, in the order of their first turns."""
+_TENSOR_BASELINES = {styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem)}
+_TIME = {"exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME)}
+_SENT = {"exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT)}
+_SHARDS = {"exact, smallest shards": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS)}
 
-RECURSIVE: Mapping[str, CandidateGenerator] = {
-    "recursive, time": functools.partial(recursive_programming.generate, TIME),
-    "recursive, communication": functools.partial(recursive_programming.generate, COMMUNICATION),
-    "recursive, memory": functools.partial(recursive_programming.generate, MEMORY),
-    styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem),
-}
+GENERATORS: Mapping[int, Mapping[str, CandidateGenerator]] = {
+    TIME: {
+        **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_SENT, **_SHARDS,
+        "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
+    },
+    COMMUNICATION: {
+        **_TENSOR_BASELINES, **_SENT, **LOCAL_SEARCH[COMMUNICATION], **_TIME, **_SHARDS,
+        "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
+        "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT),
+    },
+    MEMORY: {
+        **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_TIME, **_SENT,
+        "exact, less memory": exact.less_memory,
+    },
+}  # fmt: skip
+"""The generators of the default search for each objective, in the order of their first turns: its own, then the exact ones of
+the others."""
+
+RECURSIVE: Mapping[int, Mapping[str, CandidateGenerator]] = {
+    level: {
+        f"recursive, {name}": functools.partial(recursive_programming.generate, level), **_TENSOR_BASELINES,
+    }
+    for level, name in enumerate(OBJECTIVES)
+}  # fmt: skip
 """Those of the fast search."""
 
+WITHIN_LIMIT: Mapping[int, Mapping[str, CandidateGenerator]] = {
+    level: {
+        f"exact, {name}, within the limit": functools.partial(exact.within_limit, level),
+        **LOCAL_SEARCH[level], **_SHARDS, **LOCAL_SEARCH[MEMORY],
+    }
+    for level, name in enumerate(OBJECTIVES)
+}  # fmt: skip
+"""What follows where the best candidate exceeds the memory limit. Until then the limit plays no part: what a search finds
+without one, it finds with one."""
 
-WITHIN_LIMIT: Mapping[str, CandidateGenerator] = {
-    "exact, time, within the limit": functools.partial(exact.within_limit, TIME),
-    "exact, communication, within the limit": functools.partial(exact.within_limit, COMMUNICATION),
-    **LOCAL_SEARCH,
-}
-"""What follows where the best candidate of an objective exceeds the memory limit. Until then the limit plays no part: what a
-search finds without one, it finds with one."""
 
-
-def search_with(what: str, generators: Mapping[str, CandidateGenerator], problem: SearchProblem) -> Answer:
-    """The answer of a search by some generators; that of the simple policy where nothing is open or nothing is proposed."""
+def search_with(
+    what: str, generators: Mapping[int, Mapping[str, CandidateGenerator]], problem: SearchProblem
+) -> Answer:
+    """The answer of a search by the generators of the problem's level; that of the simple policy where nothing is open or nothing
+    is proposed."""
     if not problem.is_open:
         return default_policy.search(problem)
-    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators, BASELINES)
+    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators[problem.level], BASELINES)
     if not len(archive):
         return default_policy.search(problem)
-    if archive.was_interrupted or all(problem.fits(archive.best(level)) for level in LEVELS):
+    if archive.was_interrupted or problem.fits(archive.best(problem.level)):
         return answer_of(what, Archive(problem, archive))
-    return answer_of(what, run(problem, WITHIN_LIMIT, known=archive))
+    return answer_of(what, run(problem, WITHIN_LIMIT[problem.level], known=archive))
 
 
 MODES: dict[str, Any] = {
@@ -202,5 +213,5 @@ def _registered(mode: str, problem: SearchProblem) -> Answer:
     search: Any = MODES[mode]
     if _parameters(search) == 2:
         own = functools.partial(proposal_checks.checked, mode, search)
-        return search_with(f"search {mode!r}", {mode: own, **LOCAL_SEARCH}, problem)
+        return search_with(f"search {mode!r}", {level: {mode: own, **LOCAL_SEARCH[level]} for level in LEVELS}, problem)
     return proposal_checks.checked_answer(mode, search(problem), problem)

@@ -120,9 +120,10 @@ class Archive:
         """The best candidate at a level."""
         return self._best_of_all[level]
 
-    def best_ranks(self) -> list[Rank]:
-        """The rank of the best candidate at each level; none while the archive is empty."""
-        return [self._at[level].rank(candidate) for level, candidate in self._best_of_all.items()]
+    def best_rank(self) -> Rank | None:
+        """The rank of the best candidate at the problem's level; None while the archive is empty."""
+        best = self._best_of_all.get(self.problem.level)
+        return None if best is None else self.problem.rank(best)
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""

@@ -14,8 +14,8 @@ VISIT = 2e4
 FIXED_VISITS = 15
 """Fixed work of evaluating a candidate, in visits; the ops come on top."""
 
-MESH_VISITS, OTHER_MESHES, HALF_VISITS = 12_000, 4, 200
-"""The default work of a search is at most `MESH_VISITS`, a little more than a second, for each mesh of one or two axes and for
+MESH_VISITS, OTHER_MESHES, HALF_VISITS = 6_000, 4, 200
+"""The default work of a search is at most `MESH_VISITS`, half a second, for each mesh of one or two axes and for
 `OTHER_MESHES` more, and half of that where a candidate takes `HALF_VISITS`."""
 
 DEFAULT = "default"
@@ -33,7 +33,7 @@ def visits_of(budget: str | float, ops: int, meshes: int) -> float:
       meshes: the number of meshes of one or two axes.
 
     >>> visits_of("default", 385, 2), visits_of("fast", 385, 2), visits_of(1e6, 385, 2)
-    (48000.0, 12000.0, 1000000.0)
+    (24000.0, 6000.0, 1000000.0)
     """
     if not isinstance(budget, str):
         return float(budget)
@@ -44,18 +44,18 @@ def visits_of(budget: str | float, ops: int, meshes: int) -> float:
 COMPILE_VISITS = 30
 """Work of compiling one op with XLA, in visits: some 3 ms of a core."""
 
-COMPILED_SHARE = 0.5
-"""The part of a search's work that compiling candidates may take where the user leaves their number to it."""
+COMPILED_SHARE = 1.0
+"""What compiling candidates may take, as a multiple of a search's work, where the user leaves their number to it."""
 
 
 def affordable_compiles(visits: float, ops: int) -> int:
-    """How many candidates `COMPILED_SHARE` of a search compiles; 0 where not two, as one alone is compared with none.
+    """How many candidates `COMPILED_SHARE` of a search's work compiles; 0 where not two, as one alone is compared with none.
 
     Args:
       visits: the ops that the search may visit.
       ops: the size of the program.
 
-    >>> affordable_compiles(48_000, 185), affordable_compiles(48_000, 985)
+    >>> affordable_compiles(24_000, 185), affordable_compiles(24_000, 985)
     (4, 0)
     """
     count = int(COMPILED_SHARE * visits / (COMPILE_VISITS * (FIXED_VISITS + ops)))

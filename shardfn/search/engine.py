@@ -4,12 +4,11 @@ A generator is a function of the problem and the archive. It yields a `Proposal`
 the generator goes on (`Archive.of`); a yield of None ends its turn without one. Local search around the best candidates of
 the archive is a generator like the others.
 
-Baselines come first, whatever the budget. Then each generator counts its turns since it last found a better plan for some
-objective, and the one with the lowest count goes next. Counts start at 0, 1, 2, … in the order of the list, which is thus that of
-the first turns. The search ends with its budget, or when a part of it (`PATIENCE`) brought no better plan for any objective.
-The sequence of evaluations depends neither on the objective nor on the budget, which only ends it. So
+Baselines come first, whatever the budget. Then each generator counts its turns since it last found a better plan, and the one
+with the lowest count goes next. Counts start at 0, 1, 2, … in the order of the list, which is thus that of the first turns.
+The sequence of evaluations does not depend on the budget, which only ends it. So
 
-- no objective's plan is worse at its own aim than that of another objective, or than a baseline;
+- no plan is worse than a baseline;
 - a larger budget never gives a worse plan (a second run within a memory limit starts where the budget ended the first);
 - every machine finds the same plan.
 """
@@ -32,9 +31,6 @@ CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None
 MIN_IMPROVEMENT = 1e-3
 """A plan is better than another where its cost is less by this part."""
 
-PATIENCE = 0.5
-"""The part of the budget after which a search ends that found no better plan for any objective."""
-
 MAX_IDLE_TURNS = 1000
 """Turns in a row without a new candidate after which a generator is over: it may yield None, or what is known, for ever."""
 
@@ -49,7 +45,7 @@ class _Turn:
     name: str
     proposals: Iterator[Proposal | None]
     in_vain: int
-    """Turns since it last found a better plan for some objective; at the start its place in the list."""
+    """Turns since it last found a better plan; at the start its place in the list."""
     idle: int = 0
     """Turns since it last proposed what was not known."""
 
@@ -95,31 +91,28 @@ def run(
 def _take_turns(
     problem: SearchProblem, generators: Mapping[str, CandidateGenerator], archive: Archive, least: int
 ) -> None:
-    """Let the generators propose until the budget is spent, or `PATIENCE` is, and `least` candidates are evaluated."""
+    """Let the generators propose until the budget is spent and `least` candidates are evaluated."""
     budget = archive.budget
     running = [
         _Turn(name, iter(generator(problem, archive)), place)
         for place, (name, generator) in enumerate(generators.items())
     ]
-    end = budget.spent + PATIENCE * budget.work
-    while running and (len(archive) < least or not (budget.is_over or budget.spent >= end)):
+    while running and (len(archive) < least or not budget.is_over):
         turn = min(running, key=lambda each: each.in_vain)
-        best, known = archive.best_ranks(), len(archive)
+        best, known = archive.best_rank(), len(archive)
         with _without_collection():
             try:
                 proposal = next(turn.proposals)
             except StopIteration:
                 running.remove(turn)
                 continue
-            turn.in_vain += 1
             if proposal is None:
                 budget.spend(VISIT * FIXED_VISITS)
             else:
                 _evaluate(archive, proposal, turn.name)
-        if any(
-            not is_no_worse(old, new, MIN_IMPROVEMENT) for old, new in zip(best, archive.best_ranks(), strict=False)
-        ):
-            turn.in_vain, end = 0, budget.spent + PATIENCE * budget.work
+        found = archive.best_rank()
+        is_better = best is not None and found is not None and not is_no_worse(best, found, MIN_IMPROVEMENT)
+        turn.in_vain = 0 if is_better else turn.in_vain + 1
         turn.idle = turn.idle + 1 if len(archive) == known else 0
         if turn.idle == MAX_IDLE_TURNS:
             running.remove(turn)

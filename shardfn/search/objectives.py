@@ -10,6 +10,10 @@ from typing import NamedTuple
 COMMUNICATION, MEMORY, TIME = 0, 1, 2
 """The levels."""
 
+OBJECTIVES = ("communication", "memory", "time")
+"""By level, in a word: the least time in communication with the work evenly spread, the smallest peak per device, the shortest
+modelled step with a small charge for memory."""
+
 LEVELS = (TIME, COMMUNICATION, MEMORY)
 """All objectives. The first ranks the candidates to compile."""
 

@@ -25,7 +25,6 @@ from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import labelling_of
 from shardfn.search.mesh_model import MeshModel, shard_count
 from shardfn.search.mesh_solution import MeshSolution, Objective
-from shardfn.search.objectives import LEVELS
 from shardfn.search.problem import Answer, Proposal, SearchProblem
 from shardfn.search.resharding_costs import resharding_cost
 from shardfn.solver.labelling import Array, Labelling, total_cost
@@ -62,13 +61,10 @@ def search(problem: SearchProblem) -> Answer:
 
 
 def follow_entries(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
-    """The generator of what follows from the given shardings alone: dimension groups that follow them, and the spread at each
-    level, so that the candidates are the same at all."""
+    """The generator of what follows from the given shardings alone: dimension groups that follow them, and their spread."""
     if problem.shards_given:
         yield as_followed(default_policy.search(problem))
-        space = label_space(problem, problem.axes, archive)
-        for level in LEVELS:
-            yield from _spread(problem.at(level), space)
+        yield from _spread(problem, label_space(problem, problem.axes, archive))
 
 
 def as_followed(answer: Answer) -> Proposal:

@@ -1,4 +1,4 @@
-"""What is true of every search by construction, on random programs: objectives share one archive, and the budget only ends it."""
+"""What is true of every search on random programs: the budget only ends it, and no other objective finds much better plans."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from shardfn.search.explanation import answer_of
 from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
 from shardfn.search.meshes import meshes
 from shardfn.search.objectives import FULL_MEMORY_SHARE, TIME, Figures, rank
-from shardfn.search.problem import Proposal
+from shardfn.search.problem import Proposal, objective
 from tests.marks import some_slow
 from tests.search.problems import S, planned_problem, random_program, two_layers
 
@@ -40,36 +40,23 @@ def small(seed, visits):
 
 
 @pytest.mark.parametrize("seed", some_slow(SEEDS, {1, 3, 7, 8, 9, 10}))
-def test_objective_is_no_worse_at_its_own_aim_than_the_plans_of_the_others(seed):
+def test_plan_is_at_most_one_percent_worse_at_its_own_aim_than_the_plans_of_the_others(seed):
     function, args, _ = random_program(seed)
     made = [shardfn.plan(function, *args, level=level, device="cpu:8", budget=3_000) for level in (0, 1, 2)]
     for own in made:
-        rank = search.problem.objective
-        problem = own._answered.problem
-        assert all(rank(own.cost, problem) <= rank(other.cost, problem) for other in made)
-
-
-@pytest.mark.parametrize("seed", [7, 10])
-def test_candidates_around_entries_are_the_same_at_each_level(seed):
-    function, args, _ = random_program(seed)
-    entries = (
-        ((4, 1), *(None,) * (len(args) - 1)) if args[0].shape[0] % 4 == 0 else ((1, 4), *(None,) * (len(args) - 1))
-    )
-    problem = planned_problem(function, *args, device="cpu:8", in_strategy=entries)
-    problem = dataclasses.replace(problem, budget=100, memory_limit=math.inf)
-    found = [run(problem.at(level), GENERATORS, BASELINES) for level in (0, 1, 2)]
-    assert len({tuple(made.key for made in archive) for archive in found}) == 1
+        aims = [objective(one.cost, own._answered.problem).aim[0] for one in made]
+        assert aims[own.level] <= 1.01 * min(aims)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_least_budget_is_no_worse_than_any_baseline(seed):
     problem = problem_of(seed)
-    archive = run(dataclasses.replace(problem, memory_limit=math.inf, budget=1), GENERATORS, BASELINES)
     by_hand = Archive(dataclasses.replace(problem, memory_limit=math.inf))
     for proposal in styles.baselines(problem):
         by_hand.evaluate(proposal)
     for level in (0, 1, 2) if len(by_hand) else ():
-        at = problem.at(level)
+        at = dataclasses.replace(problem.at(level), memory_limit=math.inf, budget=1)
+        archive = run(at, GENERATORS[level], BASELINES)
         assert at.rank(archive.ranked(level)[0]) <= at.rank(by_hand.ranked(level)[0])
 
 
@@ -91,11 +78,11 @@ def test_memory_decides_between_plans_of_almost_the_same_time():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_larger_budget_continues_the_same_sequence_of_candidates(seed):
-    few, more = (run(small(seed, visits), GENERATORS) for visits in (300, 1_200))
-    assert FEWEST_CANDIDATES <= len(few) <= len(more)
-    assert [made.key for made in few] == [made.key for made in more][: len(few)]
     for level in (0, 1, 2):
         at = problem_of(seed).at(level)
+        few, more = (run(small(seed, visits).at(level), GENERATORS[level]) for visits in (300, 1_200))
+        assert min(FEWEST_CANDIDATES, len(more)) <= len(few) <= len(more)
+        assert [made.key for made in few] == [made.key for made in more][: len(few)]
         assert at.rank(more.ranked(level)[0]) <= at.rank(few.ranked(level)[0])
 
 
@@ -113,7 +100,7 @@ def test_memory_limit_that_an_evaluated_candidate_keeps_is_kept(seed):
 
 
 def test_least_candidates_are_evaluated_within_any_budget():
-    tiny = run(small(3, 1), GENERATORS)
+    tiny = run(small(3, 1), GENERATORS[0])
     assert len(tiny) == FEWEST_CANDIDATES and tiny.budget.is_over
 
 
@@ -232,7 +219,7 @@ def test_interrupt_gives_the_best_so_far():
         if len(archive) == 4:
             raise KeyboardInterrupt
 
-    archive = run(dataclasses.replace(problem, watch=stop), GENERATORS)
+    archive = run(dataclasses.replace(problem, watch=stop), GENERATORS[problem.level])
     assert len(archive) == 4 and archive.was_interrupted
     with pytest.raises(KeyboardInterrupt):
         run(problem, {"none": lambda problem, archive: (_ for _ in ()).throw(KeyboardInterrupt)})
@@ -260,7 +247,7 @@ def test_named_budgets_grow():
 
 @pytest.mark.parametrize("seed", [3, 7])
 def test_best_of_an_archive_is_the_first_in_rank_at_each_level(seed):
-    archive = run(small(seed, 600), GENERATORS)
+    archive = run(small(seed, 600), GENERATORS[0])
     for level in (0, 1, 2):
         assert archive.best(level) is archive.ranked(level)[0]
 
