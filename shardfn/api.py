@@ -105,7 +105,7 @@ def shard(
         The search compares the plans of that style alone. Arrays with an entry keep it.
       memory_limit: bytes per device, or text such as "14GiB"; None for the memory of the device.
       compile_candidates: how many of the best plans XLA compiles, at most 64; the best one as compiled wins. "auto" chooses how
-        many, so that compiling adds at most half of the search's work; none where the devices are not here.
+        many, so that compiling adds at most the search's work; none where the devices are not here.
       time_limit: seconds for the search, tracing excluded. Without it the search reads no clock, and the plan is the same on
         every machine.
       budget: the work of the search: "fast" (a quarter), "default" or "thorough" (ten times as much), or a number of ops visited.

@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,23 +78,33 @@ _TIME = {"exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TI
 _SENT = {"exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT)}
 _SHARDS = {"exact, smallest shards": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS)}
 
+
+def _first_of(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, CandidateGenerator]:
+    """The first proposal of each: what another objective contributes."""
+    return {
+        name: lambda problem, archive, generator=generator: itertools.islice(generator(problem, archive), 1)
+        for name, generator in generators.items()
+    }
+
+
 GENERATORS: Mapping[int, Mapping[str, CandidateGenerator]] = {
     TIME: {
-        **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_SENT, **_SHARDS,
+        **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_first_of(_SENT | _SHARDS),
         "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
     },
     COMMUNICATION: {
-        **_TENSOR_BASELINES, **_SENT, **LOCAL_SEARCH[COMMUNICATION], **_TIME, **_SHARDS,
+        **_TENSOR_BASELINES,
         "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
-        "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT),
+        **LOCAL_SEARCH[COMMUNICATION], **_SENT, **_first_of(_SHARDS),
+        "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT_BALANCED),
     },
     MEMORY: {
-        **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_TIME, **_SENT,
+        **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_first_of(_TIME | _SENT),
         "exact, less memory": exact.less_memory,
     },
 }  # fmt: skip
-"""The generators of the default search for each objective, in the order of their first turns: its own, then the exact ones of
-the others."""
+"""The generators of the default search for each objective, in the order of their first turns: its own, then the exact optimum of
+each other one."""
 
 RECURSIVE: Mapping[int, Mapping[str, CandidateGenerator]] = {
     level: {

@@ -124,7 +124,7 @@ def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, for_memory: bool) ->
     """The other shardings of an array, the most promising first.
 
     Those that move the fewest axes come first. Among them the replicated one is first (`for_memory` last), then those with the
-    most shards, on the fewest dimensions.
+    most shards, on the fewest dimensions, the leading ones, whose shards are contiguous.
     """
     place = {axis: dim for dim, of in enumerate(now) for axis in of}
 
@@ -132,7 +132,8 @@ def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, for_memory: bool) ->
         strategy = strategy_of(spec, axes)
         there = {axis: dim for dim, of in enumerate(spec) for axis in of}
         moved = sum(place.get(axis) != there.get(axis) for axis, _ in axes)
-        return moved, any(spec) != for_memory, -math.prod(strategy), sum(c > 1 for c in strategy), spec
+        used = [c > 1 for c in strategy]
+        return moved, any(spec) != for_memory, -math.prod(strategy), sum(used), [not u for u in used], spec
 
     return tuple(sorted(array_specs(shape, axes, now), key=preference))
 

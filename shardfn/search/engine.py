@@ -91,13 +91,13 @@ def run(
 def _take_turns(
     problem: SearchProblem, generators: Mapping[str, CandidateGenerator], archive: Archive, least: int
 ) -> None:
-    """Let the generators propose until the budget is spent and `least` candidates are evaluated."""
-    budget = archive.budget
+    """Let the generators propose until the budget is spent, `least` candidates are evaluated, and a turn finds no better plan."""
+    budget, is_better = archive.budget, False
     running = [
         _Turn(name, iter(generator(problem, archive)), place)
         for place, (name, generator) in enumerate(generators.items())
     ]
-    while running and (len(archive) < least or not budget.is_over):
+    while running and (is_better or len(archive) < least or not budget.is_over):
         turn = min(running, key=lambda each: each.in_vain)
         best, known = archive.best_rank(), len(archive)
         with _without_collection():
@@ -105,6 +105,7 @@ def _take_turns(
                 proposal = next(turn.proposals)
             except StopIteration:
                 running.remove(turn)
+                is_better = False
                 continue
             if proposal is None:
                 budget.spend(VISIT * FIXED_VISITS)

@@ -33,7 +33,8 @@ def constraints_as_given(
         index = readers.get(there.site)
         if index is None:
             continue
-        op, read = graph.ops[index], [partitioned.specs[v] for v in there.inputs]
+        op = graph.ops[index]
+        read = [partitioned.specs[v] for v in there.inputs[: len(op.inputs)]]  # after its operands come halos
         if op.rule is None or there.rule is None or _reads_as_given(op, read, given):
             continue
         results = tuple(partitioned.specs[v] for v in there.outputs)

@@ -61,13 +61,12 @@ PROGRAMS = {
     [pytest.param("mlp", "cpu:8", marks=pytest.mark.slow), ("mlp", "cpu:6"), ("mlp", "cpu:12"),
      *(pytest.param(name, "cpu:8", marks=pytest.mark.slow) for name in ("look-up step", "sort", "concatenate"))],
 )  # fmt: skip
-def test_plan_of_each_objective_is_best_at_it_and_no_row_of_why_is_better(name, device):
+def test_plan_of_each_objective_is_within_one_percent_of_the_best_and_no_row_of_why_is_better(name, device):
     function, args, options = PROGRAMS[name]
     made = [shardfn.plan(function, *args, level=level, device=device, **options) for level in (0, 1, 2)]
     for own in made:
-        aim = objective(own.cost, own._answered.problem)
-        for other in made:
-            assert aim <= objective(other.cost, own._answered.problem), (own.level, other.level)
+        aims = [objective(one.cost, own._answered.problem).aim[0] for one in made]
+        assert aims[own.level] <= 1.01 * min(aims), (own.level, aims)
         for d in (*own.inputs, *own.outputs):
             rows = () if "which it can replace" in d.reason else own.why(d.path).rows
             for row in rows:
