@@ -184,10 +184,11 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
-    first, rows = part.first + low, high - low
-    if isinstance(part.source, Elementwise) and part.source.home is None and _is_apart(part.source, dim):
-        return Part(rows, sliced(part.source, dim, first, rows), 0)
-    return Part(rows, part.source, first)
+    source, first, rows = part.source, part.first + low, high - low
+    is_apart = isinstance(source, Elementwise) and source.home is None and _is_apart(source, dim)
+    if is_apart or (isinstance(source, Moved) and dim < source.dim):
+        return Part(rows, sliced(source, dim, first, rows), 0)
+    return Part(rows, source, first)
 
 
 def _is_apart(value: Value, dim: int) -> bool:
@@ -270,19 +271,19 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
 
 def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
     if isinstance(value, Moved) and value.dim == dim:
-        rows = collections.Counter[int]()
-        for part in value.parts:
-            rows[id(part.source)] += 0 if isinstance(part.source, Spread | Known) else part.rows
-        if rows and 2 * max(rows.values()) <= rows.total() and max(rows.values()) < value.shape[dim]:
-            return  # of several values alike, no one of which it is a view
-        start = 0
+        found, rows, total, start = list[Alignment](), collections.Counter[object](), 0, 0
         for part in value.parts:
             own = alignments(part.source, dim)
             if not own and not isinstance(part.source, Spread | Known):
                 own = (Alignment(part.source.shape[dim], 0, part.rows),)
-            for one in own:
-                yield Alignment(one.size, one.offset + part.first - start, part.rows)
-            start += part.rows
+            placed = [Alignment(one.size, one.offset + part.first - start, part.rows) for one in own]
+            counted = 0 if isinstance(part.source, Spread | Known) else part.rows
+            for key in (id(part.source), tuple((one.size, one.offset) for one in placed)):
+                rows[key] += counted  # of one array, or of arrays alike that stand in one place
+            found, total, start = found + placed, total + counted, start + part.rows
+        if rows and 2 * max(rows.values()) <= total and max(rows.values()) < value.shape[dim]:
+            return  # of several values alike, no one of which it is a view
+        yield from found
     elif isinstance(value, Moved):
         for part in value.parts:
             yield from alignments(part.source, dim)

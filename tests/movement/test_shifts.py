@@ -166,6 +166,22 @@ def test_update_in_place_is_an_array_for_all_its_readers():
     assert [eqn.invars[0] is first for eqn in made.eqns if eqn.primitive.name == "jit"] == [False, True]
 
 
+@pytest.mark.parametrize("row", [3, 48])
+@pytest.mark.parametrize("at", [5, 31, 32, 61])
+def test_row_that_is_read_of_an_updated_array_gathers_nothing(at, row):
+    def step(u):
+        a = 2 * u
+        a = a.at[:, -1].set(u[:, -2]).at[at, 24].add(1.0)
+        return a, a[row]
+
+    u = jnp.asarray(np.random.default_rng(3).normal(size=(64, 64)), jnp.float32)
+    sharded = shardfn.shard(step, ((8, 1),))
+    plan = sharded.plan(u)
+    assert plan.cost.bytes_sent < u.nbytes // 8 and not plan.diagnostics
+    for found, wanted in zip(sharded(u), step(u), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_results_keep_their_mesh_axes_where_a_program_is_kept_as_written():
     """The two forms of the program group the dimensions of the results differently."""
     call = shardfn.shard(lambda x: (x.at[:-1].set(2.0), 1.5 * x), ((1,),), ((4,), (4,)), device=jax.devices()[:8])

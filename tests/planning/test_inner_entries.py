@@ -433,3 +433,21 @@ def test_body_of_a_loop_is_traced_anew_in_an_outer_call(is_planned_first):
     runs = [jax.jit(gradient(steps)), gradient(shardfn.shard(steps, ((8,),)))]
     for run in reversed(runs) if is_planned_first else runs:
         np.testing.assert_allclose(run(u), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [(1, 1, 4), (2, 1, 2)])
+@pytest.mark.parametrize("outer", [((1, 1, 1),), None])
+def test_convolution_inside_reads_a_halo_along_its_given_sharding(strategy, outer):
+    kernel = jnp.asarray(RNG.normal(size=(2, 4, 3)), jnp.float32)
+    x = jnp.asarray(RNG.normal(size=(8, 4, 24)), jnp.float32)
+
+    def convolved(u: Any) -> Any:
+        return jax.lax.conv_general_dilated(u, kernel, (1,), "SAME")
+
+    inside = shard(convolved, (strategy,), device=jax.devices()[:4])
+    around = shard(lambda u: inside(2 * u), outer, device=jax.devices()[:4])
+    np.testing.assert_allclose(around(x), convolved(2 * x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.grad(lambda u: jnp.sum(around(u) ** 2))(x), jax.grad(lambda u: jnp.sum(convolved(2 * u) ** 2))(x),
+        rtol=1e-4, atol=1e-3,
+    )  # fmt: skip
