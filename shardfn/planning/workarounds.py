@@ -18,6 +18,8 @@
   avoids it.
 - A matmul whose batch dimension and several axes of a contracted dimension are sharded gets wrong values where its result is
   sharded along the batch over as many shards as the contracted dimension, but over other axes.
+- A sharding constraint on the derivative of a minimum or maximum over windows, which is one of the two results of a windowed
+  op, ends the process. An optimization barrier on the result avoids it.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
@@ -97,7 +99,7 @@ _OVER_WINDOWS = frozenset(
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
     `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a `reduction`, a `padding`, a `scatter`, an
-    `update`, a dynamic slice (`bounds`) or a `movement`; or a resharding (`reshard`), which has no workaround."""
+    `update`, a dynamic slice (`bounds`), a windowed op of two arrays (a `pair`) or a `movement`; or a resharding (`reshard`), which has no workaround."""
 
     where: str
     kind: str = "window"
@@ -130,6 +132,12 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "reduction"))
         if op.name == "dot_general" and _is_wrong_product(op, partitioned, moved_to):
             found.setdefault(WrongOp(op.where, "product"))
+        if (
+            op.name == "reduce_window"
+            and len(op.outputs) > 1
+            and any(map(any, map(partitioned.specs.__getitem__, op.outputs)))
+        ):
+            found.setdefault(WrongOp(op.where, "pair"))
         if op.name in ("pad", "reduce_window") and _is_wrong_pad(
             op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned
         ):
@@ -409,11 +417,13 @@ def replicate_wrong_ops(
             outputs = even_scatter(eqn, inputs, multiple)
         else:
             outputs = [transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
+        if "pair" in own:
+            outputs = jax.lax.optimization_barrier(outputs)
         return [unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
 
     def refuse(eqn: Any) -> None:
         found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
-        if found - {"bounds", "layout"}:
+        if found - {"bounds", "layout", "pair"}:
             fail(
                 StrategyError,
                 f"an op inside a `{eqn.primitive.name}` might be computed wrongly by XLA, or not compile",
@@ -510,6 +520,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "window": lambda eqn: eqn.primitive.name in ("conv_general_dilated", _POOLING),
     "transform": lambda eqn: eqn.primitive.name == _TRANSFORM,
     "layout": lambda eqn: eqn.primitive.name == _TRANSFORM,
+    "pair": lambda eqn: eqn.primitive.name in ("reduce_window", "select_and_gather_add") and len(eqn.invars) > 1,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
     "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,

@@ -171,6 +171,14 @@ PROGRAMS = {
     "a row outside": lines((24, 8), (8, 1), "jnp.sin(x0)", "v0[30] * x0[-40]", devices=8),
     "one row by a stride": lines((48, 1), (3, 1), "lax.slice(x0, [47, 0], [48, 1], [3, 1])", devices=3),
     "the first row, where each shard has one": lines((8,), (8,), "jnp.concatenate([x0, x0[0:1]], 0)", devices=8),
+    "a derivative of a minimum over windows, then a slice": lines(
+        (4,),
+        (4,),
+        "lax.reduce_window(x0, jnp.inf, lax.min, (1,), (1,), [(0, 0)])",
+        "v0[:2]",
+        devices=8,
+        checks=("second",),
+    ),
     "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),
     "an associative scan of two rows a shard": lines((4,), (2,), "lax.associative_scan(jnp.maximum, x0, axis=0)"),
     "padded by means, then cropped by a pad": lines(
