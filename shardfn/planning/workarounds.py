@@ -97,9 +97,10 @@ _OVER_WINDOWS = frozenset(
 
 
 class WrongOp(NamedTuple):
-    """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
-    `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a `reduction`, a `padding`, a `scatter`, an
-    `update`, a dynamic slice (`bounds`), a windowed op of two arrays (a `pair`) or a `movement`; or a resharding (`reshard`), which has no workaround."""
+    """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a windowed op with
+    two results (a `pair`), a Fourier `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a
+    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`) or a `movement`; or a resharding (`reshard`),
+    which has no workaround."""
 
     where: str
     kind: str = "window"

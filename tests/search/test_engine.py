@@ -101,7 +101,7 @@ def test_memory_limit_that_an_evaluated_candidate_keeps_is_kept(seed):
 
 def test_least_candidates_are_evaluated_within_any_budget():
     tiny = run(small(3, 1), GENERATORS[0])
-    assert len(tiny) == FEWEST_CANDIDATES and tiny.budget.is_over
+    assert FEWEST_CANDIDATES <= len(tiny) < len(run(small(3, 1_200), GENERATORS[0])) and tiny.budget.is_over
 
 
 @pytest.mark.parametrize("budget", ["fast", pytest.param("default", marks=pytest.mark.slow), 2_000])
