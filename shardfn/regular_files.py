@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from typing import BinaryIO
@@ -17,13 +18,32 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
       OSError: there is no such file, or it is a folder, a pipe, a device or a socket.
     """
     opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    mode = os.fstat(opened).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(opened, "rb")
-    os.close(opened)
+    try:
+        _check_kind(os.fstat(opened).st_mode, path)
+    except OSError:
+        os.close(opened)
+        raise
+    return os.fdopen(opened, "rb")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that a library would wait for when it opens it.
+
+    Args:
+      path: the file. One that is missing is left to the library, which says so.
+
+    Raises:
+      OSError: it is a folder, a pipe, a device or a socket.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _check_kind(os.stat(path).st_mode, path)
+
+
+def _check_kind(mode: int, path: str | os.PathLike[str]) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{os.fspath(path)} is a folder")
-    raise OSError(f"{os.fspath(path)} is a pipe, a device or a socket, not a regular file")
+    if not stat.S_ISREG(mode):
+        raise OSError(f"{os.fspath(path)} is a pipe, a device or a socket, not a regular file")
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:

@@ -24,8 +24,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
+from shardfn.checkpoint.fingerprints import METADATA, files_of_boxes
 from shardfn.checkpoint.state_tree import array_folder
 from shardfn.errors import CheckpointFileError, Problem, ShardError, fail
+from shardfn.regular_files import check_regular
 from shardfn.runtime.extras import need
 
 READ_BYTES = 1 << 30
@@ -39,10 +41,23 @@ COUNTERS = "/tensorstore/kvstore/file/"
 
 def open_array(directory: pathlib.Path, entry: StoredArray, *, write: bool = False, dtype: Any = None) -> Any:
     """The `tensorstore.TensorStore` of an array, which casts to `dtype`; its metadata must agree with `entry`."""
+    if not write:
+        check_regular(directory / array_folder(entry.path) / METADATA)
     store = _opening(directory, entry, write).result()
     if dtype is None or jnp.dtype(dtype) == entry.numpy_dtype:
         return store
     return need("tensorstore", "checkpoint").cast(store, jnp.dtype(dtype).name)
+
+
+def begin_read(store: Any, directory: pathlib.Path, entry: StoredArray, box: Box) -> Any:
+    """The future of the values of a box of an open array.
+
+    Raises:
+      OSError: a file that it needs is a pipe or a device: TensorStore would wait for it.
+    """
+    for name in files_of_boxes(entry, [box]):
+        check_regular(directory / name)
+    return store[box].read()
 
 
 def _opening(directory: pathlib.Path, entry: StoredArray, write: bool) -> Any:
@@ -188,9 +203,9 @@ def _begin(directory: pathlib.Path, want: ArrayRead) -> list[Callable[[], np.nda
         return [functools.partial(np.zeros, box_shape(box), want.dtype) for box, _ in want.boxes]
     try:
         store = open_array(directory, want.entry, dtype=want.dtype)
+        return [begin_read(store, directory, want.entry, box).result for box, _ in want.boxes]
     except (ValueError, OSError) as error:
         return error
-    return [store[box].read().result for box, _ in want.boxes]
 
 
 def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
@@ -209,7 +224,8 @@ def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
 def damage(directory: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:
     """The problem of a file that TensorStore cannot read."""
     text = str(error)
-    named = re.search(r'local file "([^"]+)"', text) or re.search(r'Error (?:reading|opening) "([^"]+)"', text)
+    named = re.match(r"(.+) is a (?:folder|pipe)", text) or re.search(r'local file "([^"]+)"', text)
+    named = named or re.search(r'Error (?:reading|opening) "([^"]+)"', text)
     where = directory / array_folder(entry.path)
     file = named.group(1) if named and named.group(1) != "zarr3" else f"{where}{os.sep}zarr.json"
     reason = re.sub(r' in local file "[^"]+"|^[A-Z_]+: ', "", text.split(" [")[0]).strip()
@@ -239,7 +255,7 @@ def verify_arrays(directory: pathlib.Path, entries: Sequence[StoredArray]) -> li
                 store = open_array(directory, entry)
                 for box in boxes(entry.shape, entry.chunks.file):
                     with noting(entry):
-                        store[box].read().result()
+                        begin_read(store, directory, entry, box).result()
     return list(problems.values())
 
 

@@ -6,8 +6,10 @@ index of chunks and their checksums, so that computing it reads few bytes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import os
 import pathlib
 import zlib
 from collections.abc import Collection, Iterable, Sequence
@@ -18,6 +20,7 @@ from shardfn.checkpoint.chunks import Box, full_box
 from shardfn.checkpoint.contents import Contents, StoredArray
 from shardfn.checkpoint.state_tree import array_folder
 from shardfn.errors import Problem
+from shardfn.regular_files import open_regular
 
 CHECKSUM = 4
 """Bytes of the checksum that ends each chunk, and the index."""
@@ -51,15 +54,17 @@ def fingerprint(file: pathlib.Path, count: int) -> str:
     """A file's size and a CRC-32 of its index and its chunks' checksums; of all bytes where it has no chunks.
 
     Raises:
-      OSError: the file is missing.
+      OSError: the file is missing, or is not a regular file.
     """
-    size = file.stat().st_size
-    if not count:
-        return f"{size}-{zlib.crc32(file.read_bytes()):08x}"
-    begin = size - CHECKSUM - ROW * count
-    if begin < 0:
-        return f"{size}-short"
-    data = np.memmap(file, np.uint8, "r")
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if not count:
+            crc = functools.reduce(lambda crc, data: zlib.crc32(data, crc), iter(lambda: opened.read(1 << 22), b""), 0)
+            return f"{size}-{crc:08x}"
+        begin = size - CHECKSUM - ROW * count
+        if begin < 0:
+            return f"{size}-short"
+        data = np.memmap(opened, np.uint8, "r")
     index = data[begin:].tobytes()
     rows = np.frombuffer(index[: ROW * count], "<u8").reshape(count, 2)
     ends = rows[:, 0] + rows[:, 1]

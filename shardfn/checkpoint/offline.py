@@ -161,7 +161,7 @@ def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
 
     def read(box: Box) -> np.ndarray:
         with arrays.read_errors(folder, row.stored):
-            return store()[box].read().result()
+            return arrays.begin_read(store(), folder, row.stored, box).result()
 
     return read
 

@@ -75,7 +75,8 @@ class FileTensor(TensorHeader):
         step = max(1, STEP_BYTES // row)
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            mapped = np.memmap(self.file, out.dtype, "r", self.start + first * row, (last - first, *self.shape[1:]))
+            with open_regular(self.file) as opened:
+                mapped = np.memmap(opened, out.dtype, "r", self.start + first * row, (last - first, *self.shape[1:]))
             target[first - rows.start : last - rows.start] = mapped[(slice(None), *others)]
             del mapped
         if out.dtype == bool and out.size and out.view(np.uint8).max() > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardfn.errors import ExtraError, StrategyError, fail
+from shardfn.regular_files import check_regular
 
 _PLACE = {"S": 4, "Z": 1, "Y": 2, "X": 3}
 """The position of a page's axis in tifffile's (sample plane, depth, length, width, sample)."""
@@ -32,6 +33,7 @@ class Tiff:
     Raises:
       ExtraError: tifffile is not installed.
       StrategyError: there is no such page, or its axes are not supported.
+      OSError: there is no such file, or it is a folder, a pipe or a device.
     """
 
     def __init__(self, path: Any, page: int = 0):
@@ -41,6 +43,7 @@ class Tiff:
             fail(ExtraError, "TIFF files are read by the package tifffile, which is not installed", where=str(path),
                  why="shardfn does not depend on it", fix="pip install tifffile")  # fmt: skip
         self.path, self.bytes_read = str(path), 0
+        check_regular(path)
         self._file = tifffile.TiffFile(path)
         self._lock = threading.Lock()
         count = len(self._file.pages)

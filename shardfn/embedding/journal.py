@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ import numpy as np
 from shardfn.embedding.store import Fields
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.layoutfile.files import atomic_file, make_folder, sync_folder
-from shardfn.regular_files import read_bytes
+from shardfn.regular_files import open_regular, read_bytes
 
 FORMAT, VERSION, MANIFEST = "shardfn-embedding", 1, "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 30
@@ -169,7 +170,7 @@ def replay(folder: pathlib.Path, manifest: Manifest) -> Iterator[tuple[np.ndarra
     """
     raise_problems([p for file in manifest.files for p in _faults(folder, file)], CheckpointFileError)
     for file in manifest.files:
-        with (folder / file.name).open("rb") as opened:
+        with open_regular(folder / file.name) as opened:
             for _ in range(file.chunks):
                 yield _read_chunk(opened)
 
@@ -222,12 +223,13 @@ def _read_chunk(file: BinaryIO) -> tuple[np.ndarray, Fields]:
 
 
 def _faults(folder: pathlib.Path, file: RowsFile) -> Iterator[Problem]:
-    path, crc, size = folder / file.name, 0, 0
+    path, crc = folder / file.name, 0
     fix = "restore from another folder, or from a copy of this one"
     try:
-        with path.open("rb") as opened:
-            while data := opened.read(1 << 22):
-                crc, size = zlib.crc32(data, crc), size + len(data)
+        with open_regular(path) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            while size == file.size and (data := opened.read(1 << 22)):
+                crc = zlib.crc32(data, crc)
     except OSError as error:
         yield Problem(f"{path} cannot be read", str(path), str(error), fix)
         return

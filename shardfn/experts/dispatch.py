@@ -228,7 +228,11 @@ def combine(y: jax.Array, dispatched: Dispatched) -> jax.Array:
                   _spec(at.sources if at.alltoall else at.tokens), how=how)(y, *arrays)[:tokens]  # fmt: skip
     if at.mesh is None or (tokens % at.size(at.tokens) and not isinstance(out, Tracer)):  # an array shards evenly alone
         return out
-    return lax.with_sharding_constraint(out, at.sharding())
+    return _constrained(out, at.sharding())
+
+
+_constrained = jax.jit(lax.with_sharding_constraint, static_argnums=1)
+"""In a gradient of an eager call `out` is a tracer, and only a compiled function may shard it unevenly."""
 
 
 def _slots(routing: Routing, local: int, tokens: int) -> int | None:
@@ -318,26 +322,17 @@ def _own(counts: jax.Array, how: _How) -> jax.Array:
 def _region(
     at: Placement, function: Callable[..., Any], in_specs: Any, out_specs: Any, **static: Any
 ) -> Callable[..., Any]:
-    """The function on each device's shards, compiled where the call is not."""
+    """The function on each device's shards, compiled also where the call is not: JAX runs a `shard_map` of an eager call, or of
+    its gradient, op by op, and compiles each op."""
     if at.mesh is None:
         return functools.partial(function, **static)
-
-    def run(*arrays: Any) -> Any:
-        made = _compiled if not any(isinstance(x, Tracer) for x in arrays) else _sharded
-        return made(at, function, in_specs, out_specs, tuple(static.items()))(*arrays)
-
-    return run
-
-
-def _sharded(at: Placement, function: Any, in_specs: Any, out_specs: Any, static: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.shard_map(
-        functools.partial(function, **dict(static)), mesh=at.mesh, in_specs=in_specs, out_specs=out_specs
-    )
+    return _compiled(at, function, in_specs, out_specs, tuple(static.items()))
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(at: Placement, function: Any, in_specs: Any, out_specs: Any, static: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(_sharded(at, function, in_specs, out_specs, static))
+    sharded = functools.partial(function, **dict(static))
+    return jax.jit(jax.shard_map(sharded, mesh=at.mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def _check_is(given: Any, kind: type, name: str, where: str, what: str) -> None:

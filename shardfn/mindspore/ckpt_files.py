@@ -45,7 +45,7 @@ class SplitTensor(FileTensor):
         """A box of the tensor. The complete tensor is in memory meanwhile."""
         if len(self.parts) == 1:
             return super().read(box)
-        with self.file.open("rb") as handle:
+        with open_regular(self.file) as handle:
             values = b"".join(_part(handle, part) for part in self.parts)
         return np.frombuffer(values, jnp.dtype(self.dtype)).reshape(self.shape)[box].copy()
 

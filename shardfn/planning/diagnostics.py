@@ -361,7 +361,7 @@ def _alike_sent(
 
 def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
     """The warning where `fully_use_devices` is on and a mesh axis shards nothing; else the empty string."""
-    unused = {name: size for name, size in plan.axes if name not in plan.partitioned.used_axes}
+    unused = {name: size for name, size in plan.axes if size > 1 and name not in plan.partitioned.used_axes}
     if not algorithm.fully_use_devices or not unused:
         return ""
     needed = plan.hardware.count // plan.partitioned.repeats

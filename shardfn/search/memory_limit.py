@@ -78,12 +78,12 @@ def _refuse(problem: SearchProblem, least: Answer) -> NoReturn:
 
 
 def unit_slip(limit: float) -> str:
-    """The fix of a limit that must have been meant with a unit: it is less than the smallest of them.
+    """The fix of a limit that must have been meant with another unit, or with one: it is less than a KiB.
 
     >>> unit_slip(16), unit_slip(1024)
-    ('did you mean memory_limit="16GiB"? A number without a unit is bytes', '')
+    ('did you mean memory_limit="16GiB"? The limit is 16 B', '')
     """
-    return f'did you mean memory_limit="{limit:.0f}GiB"? A number without a unit is bytes' if limit < 1024 else ""
+    return f'did you mean memory_limit="{limit:.0f}GiB"? The limit is {bytes_text(limit)}' if limit < 1024 else ""
 
 
 def remedies(problem: SearchProblem, memory: MemoryEstimate) -> str:

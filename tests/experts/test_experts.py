@@ -115,6 +115,18 @@ def test_unsharded_experts_equal_the_dense_computation(how):
     np.testing.assert_allclose(jax.jit(functools.partial(sparse, **how))(*values), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("routing", some_slow(list(ROUTINGS), ["dropless"]))
+def test_eager_gradients_of_tokens_that_do_not_divide_compile_once(routing, caplog):
+    values, seeds, (_, gradients) = wanted(13, **ROUTINGS[routing])
+    run = functools.partial(sparse, layout=layout_of((8,), ("a",)), **ROUTINGS[routing])
+    loss = lambda *a: (run(*a) * seeds).sum()  # noqa: E731
+    for a, b in zip(jax.grad(loss, range(5))(*values), gradients, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    with jax.log_compiles():
+        jax.grad(loss, range(5))(*values)
+    assert len([r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]) < 5
+
+
 def by_gather(x, out, starts, sizes, landings, received, *, axis_name):
     """`jax.lax.ragged_all_to_all` as its documentation words it, by gathering everything."""
     me, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)

@@ -104,6 +104,12 @@ def test_memory_limit_without_its_unit_is_refused(options):
     assert (arguments in error.value.problems[0].why) == ("compile_candidates" not in options)
 
 
+@pytest.mark.parametrize("limit", ["10 B", "10b", "10", 10])
+def test_memory_limit_hint_is_true_with_and_without_a_unit(limit):
+    with pytest.raises(ShardError, match=r'did you mean memory_limit="10GiB"\? The limit is 10 B'):
+        shardfn.plan(two_layers, *ARGS, memory_limit=limit, device="cpu:8")
+
+
 def test_memory_limit_error_lists_the_largest_arrays_with_shape_and_line():
     """Sums of gradients have no line of their own: the error names the line of what they add."""
 

@@ -337,8 +337,67 @@ def test_gradients_of_the_batch_are_refused():
         jax.grad(pipe, argnums=1)(ws, X, Y)
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("how", some_slow(ORDERS[:3], ORDERS[:1]), ids=str)
+def test_fewer_micro_batches_than_stages_run_and_warn(how, micro):
+    params = language_params()
+    pipe = train.pipeline(language, micro, auto_pipeline=True, **how)
+    if micro < how["pipeline_stages"]:
+        with pytest.warns(
+            UserWarning, match=f"micro_size={micro} at most {micro} of {how['pipeline_stages']} stages work"
+        ):
+            packed = pipe.pack(params, TOKENS, NEXT)
+    else:
+        packed = pipe.pack(params, TOKENS, NEXT)
+    value, grads = jax.jit(jax.value_and_grad(pipe))(packed, TOKENS, NEXT)
+    close((value, pipe.unpack(grads)), language_and_gradient(params, TOKENS, NEXT))
+
+
+def predicted(params, tokens):
+    x = params["embed"][tokens] + params["position"]
+    for block in params["blocks"]:
+        x = x + jnp.tanh(x @ block["up"]) @ block["down"]
+    return {"logits": x @ params["embed"].T, "tokens": tokens, "positive": (x > 0).any(-1)}
+
+
+@pytest.mark.parametrize("how", some_slow(ORDERS, [ORDERS[0], ORDERS[3]]), ids=str)
+def test_outputs_without_a_loss(how):
+    """Outputs of several dtypes, from the last stage, with the examples in their order."""
+    params = language_params()
+    pipe = train.pipeline(predicted, 6, auto_pipeline=True, loss=None, **how)
+    packed = pipe.pack(params, TOKENS)
+    found = jax.jit(pipe)(packed, TOKENS)
+    close(found, predicted(params, TOKENS))
+    assert found["logits"].sharding.shard_shape((48, VOCAB)) == (48 // (8 // how["pipeline_stages"]), VOCAB)
+    close(pipe(params, TOKENS), found)
+    assert {tick.kind for tick in pipe.schedule.ticks} == {"forward"}
+    assert pipe.describe(params, TOKENS).schedule == pipe.schedule
+
+
+def test_outputs_of_a_list_of_layers_with_tensor_parallel_stages():
+    layers = [lambda w, x: jax.nn.relu(x @ w["up"]) @ w["down"]] * 4
+    ws = [{"up": jax.random.normal(k, (D, 16)), "down": jax.random.normal(k, (16, D))} for k in KEYS[:4]]
+    plan = {"*/up": (1, 2), "*/down": (2, 1)}
+    pipe = train.pipeline(layers, 4, pipeline_stages=2, loss=None, parameter_plan=plan)
+    wanted = functools.reduce(lambda x, w: layers[0](w, x), ws, X)
+    close(pipe(pipe.pack(ws, X), X), wanted, 1e-3)
+
+
+def test_outputs_have_no_gradients_and_are_no_loss():
+    pipe = train.pipeline(predicted, 2, auto_pipeline=True, loss=None, pipeline_stages=2)
+    params = language_params(2)
+    with pytest.raises(StrategyError, match="a pipeline of outputs has no gradients"):
+        jax.grad(lambda p: pipe(p, TOKENS)["logits"].sum())(params)
+    with pytest.raises(StrategyError, match="the pipeline returns outputs, not a loss"):
+        train.step(pipe, optax.sgd(0.1))
+    scalar = train.pipeline(
+        lambda p, x: predicted(p, x)["logits"].mean(), 2, auto_pipeline=True, loss=None, pipeline_stages=2
+    )
+    with pytest.raises(StrategyError, match="must have the batch in dimension 0"):
+        scalar(params, TOKENS)
+
+
 MADE = [  # arguments of pipeline, parts of the message
-    (dict(micro_size=2, pipeline_stages=4), ["`micro_size` 2 is less than the number of stages 4", "use 4 or more"]),
     (dict(micro_size=0), ["`micro_size` cannot be 0", "int from 1 up"]),
     (dict(micro_size=4, schedule="1f2b"), ["no schedule '1f2b'", "1f1b, gpipe, interleaved"]),
     (dict(micro_size=4, loss="median"), ["`loss` cannot be 'median'"]),

@@ -427,3 +427,32 @@ def test_step_in_semi_auto_mode_stores_parameters_as_operators_read_them():
     for _ in range(3):
         (state, value), (other, expected) = step(state, x, y), alone(other, x, y)
         np.testing.assert_allclose(value, expected, rtol=1e-4)
+
+
+CLOSED_OVER = {
+    "data_parallel": {"mode": "data_parallel"},
+    "semi-auto": {"mode": "semi_auto_parallel"},
+    "optimizer parallel": {
+        "mode": "semi_auto_parallel",
+        "parallel_optimizer_config": {"parallel_optimizer_threshold": 0},
+    },
+    "micro-batches": {"mode": "semi_auto_parallel", "micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_OVER)
+def test_arrays_that_the_loss_closes_over_are_arguments_of_a_step_in_every_mode(name):
+    fixed = jnp.ones((8, 8)) / 8
+    params, x, y = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jnp.ones((16, 8)), jnp.zeros((16, 4))
+
+    def closing(params, x, y):
+        return jnp.mean((x @ fixed @ params["w"] + params["b"] - y) ** 2)
+
+    losses = []
+    for how in "constant", "argument":
+        step = train.step(closing, optax.sgd(0.1), closed_over=how, donate=False, **CLOSED_OVER[name])
+        state = step.init(params, x, y)
+        found = [d.path for d in step.plan(state, x, y).inputs if d.path.startswith("closed_over")]
+        assert found == (["closed_over/fixed"] if how == "argument" else [])
+        losses.append([float(step(step(state, x, y)[0], x, y)[1])])
+    np.testing.assert_allclose(*losses, rtol=1e-6)

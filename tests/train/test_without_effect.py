@@ -45,7 +45,8 @@ CASES = {
     "parameter_broadcast": ({"parameter_broadcast": True}, "there is one process"),
     "accumulation without micro-batches": ({**DATA, "parallel_optimizer_config": LEVEL2}, "there is one micro-batch"),
     "accumulation at level 1": (
-        {**DATA, "micro_batches": 2, "parallel_optimizer_config": {"gradient_accumulation_shard": True}},
+        {**DATA, "micro_batches": 2,
+         "parallel_optimizer_config": {"gradient_accumulation_shard": True, "parallel_optimizer_threshold": 0}},
         "at optimizer_level \"level1\" gradients are not sharded",
     ),
     "accumulation on one device": (
@@ -70,6 +71,24 @@ CASES = {
     "stages of the context": ({"context": {"pipeline_stages": 2}}, "the loss of this step is no pipeline"),
     "dataset_strategy": (
         {**DATA, "context": {"dataset_strategy": ((4, 1), (4, 1))}}, "shards dimension 0 of the batch over all devices"),
+    "sum of one loss": ({"device": ONE, "gradients_mean": False}, "no two devices share the batch"),
+    "sum in a pipeline": ({"stage": 1, "gradients_mean": False}, "a pipeline returns one loss"),
+    "float32 gradients": ({**DATA, "gradient_fp32_sync": False}, "no gradient has 16 bits"),
+    "loss_repeated_mean of a sharded batch": (
+        {"mode": "semi_auto_parallel", "loss_repeated_mean": False}, "no two devices compute the same loss"),
+    "cross_batch of a batch that is not sharded": (
+        {"cross_batch": True, "mode": "semi_auto_parallel", "in_strategy": ((1, 1), (1, 1)), "parameter_plan": {"w": (8, 1)}},
+        "no mesh axis shards the batch"),
+    "optimizer parallel of small arrays": ({**DATA, "enable_parallel_optimizer": True}, "at least 64 kB per device"),
+    "optimizer parallel in one shard": (
+        {**DATA, "parallel_optimizer_config": {"optimizer_weight_shard_size": 1, "parallel_optimizer_threshold": 0}},
+        "no array that is replicated"),
+    "level of data parallelism": ({**DATA, "level": "time"}, "mode 'data_parallel' has its own shardings"),
+    "search_mode of the context": (
+        {**DATA, "context": {"search_mode": "dynamic_programming"}}, "mode 'data_parallel' has its own shardings"),
+    "level in a pipeline": ({"stage": 1, "level": 2}, "a pipeline has its own shardings"),
+    "auto_pipeline of the context": ({"context": {"auto_pipeline": True}}, "the loss of this step is no pipeline"),
+    "pinned_host": ({**DATA, "opt_state_memory_kind": "pinned_host"}, "host and device memory are the same"),
     "reuse": ({"reuse": True}, "`reuse` has no effect"),
     "stages of a pipeline's data": (
         {"stage": 1, "context": {"dataset_strategy": ((4, 1), (4, 1))}}, "a pipeline shards dimension 0 of the batch"),
@@ -86,16 +105,45 @@ def test_a_setting_without_effect_is_said_once(name):
 ACT = {
     "nothing": {},
     "accumulation": {**DATA, "micro_batches": 2, "parallel_optimizer_config": LEVEL2},
-    "fp32": {**DATA, "gradient_fp32_sync": False},
+    "fp32": {**DATA, "gradient_fp32_sync": False, "compute_dtype": jnp.bfloat16},
+    "sum": {**DATA, "gradients_mean": False},
+    "repeated": {
+        "mode": "semi_auto_parallel",
+        "in_strategy": ((2, 1), (2, 1)),
+        "parameter_plan": {"w": (1, 4)},
+        "loss_repeated_mean": False,
+    },
+    "level of a search": {"level": 0},
     "fusion": {**DATA, "fusion": {"w": 1}},
-    "optimizer parallel": {"enable_parallel_optimizer": True},
-    "cross_batch": {"cross_batch": True},
+    "optimizer parallel": {"parallel_optimizer_config": {"parallel_optimizer_threshold": 0}},
+    "cross_batch": {"cross_batch": True, "mode": "semi_auto_parallel"},
 }
+
+
+@pytest.mark.parametrize("stage", [None, 1])
+def test_a_layout_file_of_the_context_is_not_read_where_the_mode_gives_all_shardings(stage, tmp_path):
+    planned = train.step(loss, optax.adam(1e-2), mode="semi_auto_parallel", parameter_plan={"w": (8, 1)})
+    planned.plan(planned.init({"w": W}, X, Y), X, Y).save(path := str(tmp_path / "layout.toml"))
+    mode = {} if stage else {"mode": "data_parallel"}
+    (told,) = step(**mode, stage=stage, context={"strategy_ckpt_load_file": path})
+    assert "strategy_ckpt_load_file" in told and "has its own shardings" in told
 
 
 @pytest.mark.parametrize("name", ACT)
 def test_a_setting_that_acts_is_not_warned_of(name):
     assert step(**ACT[name]) == []
+
+
+def test_fully_use_devices_counts_no_axis_of_one_device():
+    def make():
+        ms.set_algo_parameters(fully_use_devices=True)
+        made = train.step(train.pipeline(loss, 2, pipeline_stages=1, auto_pipeline=True), optax.adam(1e-2))
+        made.lower(made.init({"w": W}, X, Y), X, Y)
+
+    with ms.auto_parallel(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make()
+    assert [text for w in told if "fully_use_devices" in (text := str(w.message)) and "no effect" not in text] == []
 
 
 OF_THE_CONTEXT = {

@@ -33,6 +33,7 @@ import numpy as np
 
 from shardfn.errors import CheckpointFileError, ClusterError, fail
 from shardfn.layoutfile.files import atomic_file, make_folder, sync_folder
+from shardfn.regular_files import check_regular, open_regular
 
 LOCK_WAIT_S = 30
 """Seconds to wait for a process that has the folder open, and may be about to end."""
@@ -390,6 +391,7 @@ def _sync(file: Any) -> None:
 
 def _locked(folder: pathlib.Path) -> Any:
     try:
+        check_regular(folder / "lock")
         file = open(folder / "lock", "ab")  # noqa: SIM115
     except OSError as error:
         _cannot_open(folder, error)
@@ -435,7 +437,7 @@ def _recover(folder: pathlib.Path) -> tuple[int, int, list[Record], int]:
 def _read(path: pathlib.Path) -> FileRecords | None:
     """The records of a file; None if it is not there."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return read_records(file)
     except FileNotFoundError:
         return None

@@ -13,7 +13,7 @@ from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, a, fail, raise_problems, warn
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
 from shardfn.frontend.paths import listed
@@ -28,7 +28,7 @@ from shardfn.train.pipelines.schedule import FORWARD, SCHEDULES, Schedule, sched
 from shardfn.train.pipelines.stage_marks import Mark, cell_marks, module_marks, staged, with_config
 from shardfn.train.pipelines.stages import is_inexact, split_into_stages
 from shardfn.train.pipelines.tensor_parallel import sharded_dims
-from shardfn.train.pipelines.trace_loss import trace_loss
+from shardfn.train.pipelines.trace_loss import trace_loss, trace_outputs
 from shardfn.train.steps.batches import batch_problems, part_shapes
 from shardfn.train.steps.state import ModelParts, model_parts, shapes_of
 
@@ -48,7 +48,7 @@ class PipelineOptions:
     stage_config: Mapping[str, int]
     segment_config: Mapping[str, int]
     parameter_plan: Mapping[str, Any]
-    loss: str
+    loss: str | None
     device: Any
     defaults: Defaults
 
@@ -61,6 +61,11 @@ class PipelineOptions:
     def is_cell(self) -> bool:
         """Whether `stages` is a `Cell`."""
         return getattr(type(self.stages), "__shardfn_cell__", False)
+
+    @property
+    def order(self) -> str:
+        """The name of the order of ticks; outputs need forwards alone."""
+        return FORWARD if self.loss is None else self.schedule
 
     @property
     def name(self) -> str:
@@ -115,27 +120,17 @@ def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
         yield Problem(f"there is no schedule {options.schedule!r}", f"schedule = {options.schedule!r}",
                       "a schedule is the order in which stages work",
                       f"use one of {', '.join((*SCHEDULES, 'interleaved'))}")  # fmt: skip
-    if options.loss not in (MEAN, SUM):
+    if options.loss not in (MEAN, SUM, None):
         yield Problem(f"`loss` cannot be {options.loss!r}", f"loss = {options.loss!r}",
-                      "it says how the micro-batches' losses become one", "use 'mean' or 'sum'")  # fmt: skip
+                      "it says how the micro-batches' losses become one", "use 'mean' or 'sum', or None for outputs")  # fmt: skip
     devices, chunks = options.counts()
-    if devices is not None:
-        yield from _micro_size_problems(options, devices)
-        if options.is_list and len(options.stages) < devices * chunks:
-            yield Problem(f"{len(options.stages)} functions do not fill {devices} stages of {chunks} chunks",
-                          f"pipeline_stages = {devices}, interleave = {chunks}",
-                          f"at least {devices * chunks} are needed", "list more, or use fewer stages")  # fmt: skip
+    if devices is not None and options.is_list and len(options.stages) < devices * chunks:
+        yield Problem(f"{len(options.stages)} functions do not fill {devices} stages of {chunks} chunks",
+                      f"pipeline_stages = {devices}, interleave = {chunks}",
+                      f"at least {devices * chunks} are needed", "list more, or use fewer stages")  # fmt: skip
     for name, config in (("stage_config", options.stage_config), ("segment_config", options.segment_config)):
         for glob, number in config.items():
             yield from option_problems(integer(0), f"{name}[{glob!r}]", number)
-
-
-def _micro_size_problems(options: PipelineOptions, devices: int) -> Iterator[Problem]:
-    if options.micro_size < devices:
-        yield Problem(f"`micro_size` {options.micro_size} is less than the number of stages {devices}",
-                      f"micro_size = {options.micro_size}, pipeline_stages = {devices}",
-                      "with fewer micro-batches than stages, not all stages can work at the same time",
-                      f"use {devices} or more, or fewer stages")  # fmt: skip
 
 
 def build_pipeline(
@@ -179,17 +174,20 @@ def build_pipeline(
     assert devices is not None
     leaf_shapes = [tuple(x.shape) for x in tree_util.tree_leaves(arrays)]
     dims, shards, problems = sharded_dims(parts.paths, leaf_shapes, options.parameter_plan)
-    raise_problems([*problems, *_micro_size_problems(options, devices)])
+    raise_problems(problems)
     mesh = _mesh(options, devices, shards)
     raise_problems(
         list(batch_problems(batch, mesh.shape[DATA], options.micro_size, option="micro_size", takes_scalars=False))
     )
     micro_batch = part_shapes(tuple(batch), mesh.shape[DATA] * options.micro_size)
     loss = _loss_of_arrays(options, parts)
-    jaxpr = trace_loss(loss, arrays, micro_batch)
-    adds_parts = _adds_parts(
-        options, jaxpr, mesh.shape[DATA], lambda batch: trace_loss(loss, arrays, batch), micro_batch
-    )
+    if options.loss is None:
+        (jaxpr, outputs), adds_parts = trace_outputs(loss, arrays, micro_batch), False
+    else:
+        jaxpr, outputs = trace_loss(loss, arrays, micro_batch), None
+        adds_parts = _adds_parts(
+            options, jaxpr, mesh.shape[DATA], lambda batch: trace_loss(loss, arrays, batch), micro_batch
+        )
     stages = [None if mark is None else mark[1] * devices + mark[0] for mark in marks]
     layers, by_cost, like = len(options.stages) if options.is_list else 0, options.auto, None
     if layout is not None and earlier is not None:  # another batch: the parameters stay on their stages
@@ -206,8 +204,11 @@ def build_pipeline(
     split = split_into_stages(jaxpr, count, devices, stages, layers, by_cost, parts.paths, like)
     if layout is None:
         layout = flat_layout(arrays, parts.paths, split.stage_of_leaf, dims, devices, chunks, shards)
-    executor = pipeline_executor(mesh, split, layout, options.loss == MEAN, adds_parts)
-    order = schedule(options.schedule, devices, options.micro_size, chunks)
+    executor = pipeline_executor(mesh, split, layout, options.loss == MEAN, adds_parts, outputs)
+    order = schedule(options.order, devices, options.micro_size, chunks)
+    if options.micro_size < devices and earlier is None:
+        warn(f"with micro_size={options.micro_size} at most {options.micro_size} of {devices} stages work at a time, and devices "
+             f"idle for {order.bubble:.0%} of the ticks; use {devices} or more, or fewer stages")  # fmt: skip
     return BuiltPipeline(parts, executor, order, _differentiable(executor, order))
 
 
@@ -317,6 +318,9 @@ def _differentiable(executor: PipelineExecutor, order: Schedule) -> Callable[...
                  why="it computes gradients of the parameters only",
                  fix="make the array that you differentiate by a parameter")  # fmt: skip
         packed, batch = tree_util.tree_map(lambda x: x.value, (packed, batch), is_leaf=_is_primal)
+        if executor.outputs is not None:
+            fail(StrategyError, "a pipeline of outputs has no gradients", where="jax.grad of a pipeline with loss=None",
+                 why="its schedule has no backwards", fix="train a pipeline of the loss")  # fmt: skip
         value, d_buffers, d_shared = run(order, packed, batch)
         return value, (d_buffers, d_shared, tree_util.tree_map(_zeros, (packed, batch)))
 

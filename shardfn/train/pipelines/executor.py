@@ -44,6 +44,8 @@ class PipelineExecutor:
     """Whether the loss of a micro-batch is the sum of those of its shards; else it is their mean."""
     boundaries: tuple[StageBoundary, StageBoundary]
     """Of the floating-point values, which have gradients, and of the others."""
+    outputs: Any = None
+    """The structure of the outputs; None for a loss."""
 
     @property
     def count(self) -> int:
@@ -62,6 +64,11 @@ class PipelineExecutor:
         return jnp.float32 if isinstance(loss, core.Literal) else _wide(self.split.jaxpr.avals[loss].dtype)
 
     @property
+    def output_avals(self) -> list[Any]:
+        """The types of the outputs of a shard of a micro-batch."""
+        return [v.aval if isinstance(v, core.Literal) else self.split.jaxpr.avals[v] for v in self.split.jaxpr.outputs]
+
+    @property
     def shardings(self) -> PackedParameters:
         """Of packed parameters: buffers over the stages and, where their leaves are sharded, the tensor axis."""
         specs = {True: PartitionSpec(STAGE, None, TENSOR), False: PartitionSpec(STAGE)}
@@ -72,7 +79,7 @@ class PipelineExecutor:
     # ---- one stage
 
     def _apply(self, stage: int, own: Sequence[Any], shared: Mapping[str, Any], message: Any, batch: Any) -> Any:
-        """The message to the next stage, and the loss (0 but on the last stage)."""
+        """The message to the next stage, and the loss or a list of the outputs (0 but on the last stage)."""
         jaxpr, leaves = self.split.jaxpr, self.layout.of_stage(stage)
         known = dict(zip(leaves, map(self._parameter, leaves, own), strict=True))
         known |= {i: self._parameter(i, shared[self.layout.slots[i].path]) for i in self.layout.of_stage(-1)}
@@ -87,6 +94,10 @@ class PipelineExecutor:
         for boundary in self.boundaries:
             packed = boundary.pack(stage, [self._replicated(env[v]) for v in boundary.at(stage)])
             given.append(tuple(map(self._replicated, packed)))
+        if self.outputs is not None:
+            read = lambda v: v.val if isinstance(v, core.Literal) else self._replicated(env[v])  # noqa: E731
+            zeros = [jnp.zeros(x.shape, x.dtype) for x in self.output_avals]
+            return tuple(given), list(map(read, jaxpr.outputs)) if stage == self.count - 1 else zeros
         loss = jaxpr.outputs[0]
         value = 0 if stage < self.count - 1 else loss.val if isinstance(loss, core.Literal) else env[loss]
         return tuple(given), jnp.asarray(value).astype(self.loss_dtype)
@@ -130,7 +141,8 @@ class PipelineExecutor:
     # ---- all ticks
 
     def _run(self, schedule: Schedule, buffers: Any, shared: Any, batch: Any) -> Any:
-        """The loss and, with backward ticks, the gradients of buffers and shared parameters; inside the shard_map."""
+        """The loss and, with backward ticks, the gradients of buffers and shared parameters; or a list of the outputs, with the
+        stages in dimension 0; inside the shard_map."""
         devices, last = self.layout.devices, self.count - 1
         me = lax.axis_index(STAGE)
         buffers = {k: x[0] for k, x in buffers.items()}
@@ -158,9 +170,14 @@ class PipelineExecutor:
             if trains:
                 keep = lambda old, new: _put(old, new, unit["slot"], unit["on"])  # noqa: E731
                 carry = {**carry, "inputs": tree_util.tree_map(keep, carry["inputs"], carry["message"])}
-            given, loss = switch(stage, apply, own, carry["message"], part)
-            is_loss = jnp.logical_and(unit["on"], stage == last)
-            return {**carry, "message": send(given, 1), "loss": carry["loss"] + jnp.where(is_loss, loss, 0.0)}
+            given, value = switch(stage, apply, own, carry["message"], part)
+            is_last = jnp.logical_and(unit["on"], stage == last)
+            if self.outputs is not None:
+                values = [
+                    _put(old, new, unit["micro"], is_last) for old, new in zip(carry["value"], value, strict=True)
+                ]
+                return {**carry, "message": send(given, 1), "value": values}
+            return {**carry, "message": send(given, 1), "value": carry["value"] + jnp.where(is_last, value, 0.0)}
 
         def backward(carry: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any]:
             stage, own, part = at(unit)
@@ -174,7 +191,10 @@ class PipelineExecutor:
             return {**carry, "buffers": d_buffers, "shared": sums, "cotangent": send(d_sent, -1)}
 
         message = tuple(boundary.empty() for boundary in self.boundaries)
-        carry: dict[str, Any] = {"message": message, "loss": jnp.zeros((), self.loss_dtype)}
+        value = jnp.zeros((), self.loss_dtype) if self.outputs is None else [
+            jnp.zeros((micro, *x.shape), x.dtype) for x in self.output_avals
+        ]  # fmt: skip
+        carry: dict[str, Any] = {"message": message, "value": value}
         if trains:
             zeros = lambda tree: {k: jnp.zeros(x.shape, _wide(x.dtype)) for k, x in tree.items() if is_inexact(x)}  # noqa: E731
             slots = lambda x: jnp.zeros((schedule.slots, *x.shape), x.dtype)  # noqa: E731
@@ -189,8 +209,10 @@ class PipelineExecutor:
                 return carry, None
 
             carry, _ = lax.scan(body, carry, _tables(phase))
+        if self.outputs is not None:
+            return [x.reshape(1, micro * x.shape[1], *x.shape[2:]) for x in carry["value"]]
         parts = 1 if self.adds_parts else self.mesh.shape[DATA]
-        loss = lax.psum(carry["loss"] * weight, (STAGE, DATA)) / parts
+        loss = lax.psum(carry["value"] * weight, (STAGE, DATA)) / parts
         if not trains:
             return loss
         d_buffers = {k: (lax.psum(x, DATA) / parts).astype(buffers[k].dtype)[None] for k, x in carry["buffers"].items()}
@@ -199,17 +221,19 @@ class PipelineExecutor:
         return loss, d_buffers, d_shared
 
     def run(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> Any:
-        """The loss and, with backward ticks, the gradients of buffers and shared parameters."""
+        """The loss and, with backward ticks, the gradients of buffers and shared parameters; or the outputs."""
         staged, replicated = PartitionSpec(STAGE), PartitionSpec()
+        of_forward = replicated if self.outputs is None else PartitionSpec(STAGE, DATA)
         function = jax.shard_map(
             functools.partial(self._run, schedule),
             mesh=self.mesh,
             in_specs=(staged, replicated, PartitionSpec(DATA)),
-            out_specs=replicated if schedule.name == FORWARD else (replicated, staged, replicated),
+            out_specs=of_forward if schedule.name == FORWARD else (replicated, staged, replicated),
             axis_names={STAGE, DATA} if self.mesh.shape[TENSOR] > 1 else {STAGE, DATA, TENSOR},
             check_vma=False,
         )
-        return function(dict(packed.buffers), dict(packed.shared), batch)
+        found = function(dict(packed.buffers), dict(packed.shared), batch)
+        return found if self.outputs is None else tree_util.tree_unflatten(self.outputs, [x[-1] for x in found])
 
     def check(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> None:
         """Check for deadlocks between stages; this compiles the program if parameters are sharded within stages.
@@ -227,13 +251,18 @@ class PipelineExecutor:
 
 
 def pipeline_executor(
-    mesh: Mesh | AbstractMesh, split: StageSplit, layout: FlatLayout, is_mean: bool, adds_parts: bool
+    mesh: Mesh | AbstractMesh,
+    split: StageSplit,
+    layout: FlatLayout,
+    is_mean: bool,
+    adds_parts: bool,
+    outputs: Any = None,
 ) -> PipelineExecutor:
-    """The executor for a loss that is split into stages."""
+    """The executor for a loss, or a function with this structure of outputs, that is split into stages."""
     values = [stage.sends for stage in split.stages[:-1]]
     floating = stage_boundary(split.jaxpr, values, is_inexact)
     others = stage_boundary(split.jaxpr, values, lambda aval: not is_inexact(aval))
-    return PipelineExecutor(mesh, split, layout, is_mean, adds_parts, (floating, others))
+    return PipelineExecutor(mesh, split, layout, is_mean, adds_parts, (floating, others), outputs)
 
 
 def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:

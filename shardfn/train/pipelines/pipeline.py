@@ -36,7 +36,7 @@ def pipeline(
     stage_config: Mapping[str, int] | None = None,
     segment_config: Mapping[str, int] | None = None,
     parameter_plan: Mapping[str, Sequence[int]] | None = None,
-    loss: str = "mean",
+    loss: str | None = "mean",
     device: Any = None,
 ) -> Pipeline:
     """Make a loss function run in pipeline stages.
@@ -54,7 +54,7 @@ def pipeline(
         a module or a `Cell` that is such a function of its own parameters, `module(*batch) -> loss`;
         a list of functions `(params[i], x) -> x`: the first takes the batch's first array, and the last,
         `(params[-1], x, *rest) -> loss`, takes the others.
-      micro_size: the number of micro-batches in a batch, at least the number of stages.
+      micro_size: the number of micro-batches in a batch. Fewer than stages leave stages idle, with a warning.
       pipeline_stages: how many stages run at a time; by default the context's, else as marked or listed.
       schedule: "1f1b", "gpipe", or "interleaved" for 1f1b with several chunks; by default the context's
         `pipeline_config`, else "1f1b".
@@ -66,11 +66,12 @@ def pipeline(
       parameter_plan: the number of shards of each dimension of parameters within a stage, by globs of paths, as
         `{"*/w1": (1, 2), "*/w2": (2, 1)}`; one dimension of each, all with the same number of shards.
       loss: "mean" of the micro-batches' losses, for a loss that is a mean over the batch; or "sum", for one that is a sum over
-        the batch. Of a mean, "sum" gives `micro_size` times the loss, as MindSpore's `PipelineCell` does.
+        the batch. Of a mean, "sum" gives `micro_size` times the loss, as MindSpore's `PipelineCell` does. None for a function
+        that returns outputs, arrays with the batch in dimension 0, such as logits; without gradients.
       device: the devices, as in `shard`.
 
     Returns:
-      A `Pipeline`, called as `pipe(params, *batch)`.
+      A `Pipeline`, called as `pipe(params, *batch)`, which returns the loss or the outputs.
 
     Raises:
       StrategyError, StrategyTypeError: for wrong arguments, all at once; at the first call, if the model, the batch or
@@ -159,7 +160,7 @@ class PipelineDescription:
 
 
 class Pipeline:
-    """A loss function that runs in pipeline stages, as one program on all devices; `pipeline` makes it."""
+    """A loss function, or one of outputs, that runs in pipeline stages, as one program on all devices; `pipeline` makes it."""
 
     def __init__(self, options: PipelineOptions):
         self.options = options
@@ -180,7 +181,7 @@ class Pipeline:
           *batch: arrays with the batch in dimension 0.
 
         Returns:
-          The loss, a scalar of at least float32. `jax.grad` gives its gradients by `params`.
+          The loss, a scalar of at least float32. `jax.grad` gives its gradients by `params`. With `loss=None` the outputs.
 
         Raises:
           StrategyError: if marks, batch or devices do not fit, or a stage would wait for another forever.
@@ -272,7 +273,7 @@ class Pipeline:
         devices, chunks = self.options.counts()
         if devices is None:
             _fail_unknown()
-        return schedule_of(self.options.schedule, devices, self.options.micro_size, chunks)
+        return schedule_of(self.options.order, devices, self.options.micro_size, chunks)
 
     def _for(self, params: Any, batch: tuple[Any, ...]) -> BuiltPipeline:
         shape = lambda x: (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)  # noqa: E731

@@ -6,7 +6,15 @@ another's backward. With `s` devices, `m` micro-batches and `v` chunks of the mo
 ticks of each kind, and a device idles in `s - 1` of them: the bubble is (s - 1) / (v m + s - 1).
 
 The price is memory: 1F1B keeps up to 2 (s - d) - 1 stage inputs on device d, where devices with programs of their own
-keep s. Neither number grows with `m`.
+keep s - d. Neither number grows with `m`. With `m + s - 1` ticks of each kind fewer are impossible: no tick can be missed, so
+device d is in forward tick i + d and in backward tick i + s - 1 - d of micro-batch i. Backward tick i comes after forward tick
+i + s - 1, in which the last device begins i. So when device d goes back through i, forward tick i + 2 (s - 1) - d is over, and
+d has begun the micro-batches up to i + 2 (s - 1 - d).
+
+Ticks of both kinds would keep s - d inputs, in as many ticks: F of i on d in tick 2 i + d, B in tick 2 i + 2 s - 1 - d. But
+neighbours send to each other after each tick, and in each one of them runs a backward: all ticks last as long as a backward, so
+a step takes 2 B / (F + B) times as long, 1.5 times with rematerialisation. Twice as many micro-batches halve the inputs' bytes
+too, and make the bubble smaller.
 """
 
 from __future__ import annotations
@@ -125,7 +133,7 @@ def schedule(name: str, devices: int, micro_size: int, chunks: int = 1) -> Sched
     Args:
       name: "gpipe", all forwards before all backwards, "1f1b", each backward as early as possible, or `FORWARD`.
       devices: how many stages run at the same time.
-      micro_size: the number of micro-batches, at least `devices`.
+      micro_size: the number of micro-batches. With fewer than `devices`, some devices always idle.
       chunks: how many stages each device holds; with more than one, device d holds stages d, d + devices, ...
 
     >>> schedule("gpipe", 2, 4).slots, schedule("1f1b", 2, 4).slots, schedule("1f1b", 2, 400).slots

@@ -1,4 +1,4 @@
-"""A pipeline's loss as a flat list of equations, each with its stage mark and its modelled cost."""
+"""A pipeline's loss, or its function of outputs, as a flat list of equations, each with its stage mark and its modelled cost."""
 
 from __future__ import annotations
 
@@ -34,6 +34,27 @@ def trace_loss(loss_fn: Callable[..., Any], params: Any, batch: tuple[Any, ...])
         fail(StrategyError, "the loss of a pipeline must be one floating-point number", where=f"it returns {given}",
              why="the last stage sums the losses of the micro-batches",
              fix="return only the mean of the loss over the batch")  # fmt: skip
+    return _flattened(closed, params)
+
+
+def trace_outputs(function: Callable[..., Any], params: Any, batch: tuple[Any, ...]) -> tuple[FlatJaxpr, Any]:
+    """Trace `function(params, *batch)` on shapes, and the structure of its outputs.
+
+    Raises:
+      StrategyError: an output has not the batch in dimension 0.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *batch)
+    rows = [x.shape[0] for x in tree_util.tree_leaves(batch)[:1]]
+    if any(list(x.shape[:1]) != rows for x in tree_util.tree_leaves(shapes)):
+        given = tree_util.tree_map(lambda x: f"{x.dtype}{list(x.shape)}", shapes)
+        fail(StrategyError, "the outputs of a pipeline must have the batch in dimension 0",
+             where=f"of {rows[0] if rows else 'no'} rows of the batch it returns {given}",
+             why="the outputs of the micro-batches are put after each other",
+             fix="return what each example has; for a loss, leave loss=None out")  # fmt: skip
+    return _flattened(closed, params), tree_util.tree_structure(shapes)
+
+
+def _flattened(closed: Any, params: Any) -> FlatJaxpr:
     return flatten_jaxpr(closed, len(tree_util.tree_leaves(params)), lambda eqn: eqn.primitive.name in _INLINED, _mark)
 
 

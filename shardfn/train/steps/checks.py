@@ -102,6 +102,9 @@ def _values(asked: StepOptions, names: Iterable[str]) -> Iterator[Problem]:
 
 
 def _around_a_pipeline(asked: StepOptions) -> Iterator[Problem]:
+    if asked.loss_fn.options.loss is None:  # type: ignore[attr-defined]
+        yield Problem("the pipeline returns outputs, not a loss", f"loss_fn = {asked.loss_fn!r}", "it was made with loss=None",
+                      "make a pipeline of the loss for training")  # fmt: skip
     for name, (why, fix) in AROUND_A_PIPELINE.items():
         if value := getattr(asked, name, None) or asked.options.get(name):
             yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}", why, fix)

@@ -18,7 +18,6 @@ from shardfn.train.steps.gradients import GradientSync, LeafSync, ShardedDim
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shardings import StepShardings
 from shardfn.train.steps.state import ModelParts
-from shardfn.train.steps.without_effect import NO_FURTHER_SHARDS
 
 
 def is_per_device(options: StepOptions, shardings: StepShardings) -> bool:
@@ -34,8 +33,6 @@ def gradient_sync(options: StepOptions, parts: ModelParts, shardings: StepShardi
     # XLA partitions over the axes that do not shard the batch: it cannot scatter along them without a gather before.
     is_all = set(axes) == set(shardings.mesh.axis_names)
     scatters = is_all and zero is not None and zero.level > 1
-    if not is_all and zero is not None and zero.level == 2 and zero.accumulation_shard:
-        warn(NO_FURTHER_SHARDS)
     leaves = []
     for i in (i for i, mine in enumerate(parts.trained) if mine):
         before = shardings.params[i]

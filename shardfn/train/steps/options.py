@@ -13,6 +13,7 @@ from shardfn.errors import ContextError, fail
 from shardfn.frontend import defaults
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.training_settings import TrainingSettings
+from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.shardings import OptimizerParallel, optimizer_parallel_of
 
 
@@ -100,6 +101,11 @@ class StepOptions:
     def zero(self) -> OptimizerParallel | None:
         """Optimizer parallel; None for none."""
         return optimizer_parallel_of(self.settings)
+
+    @property
+    def has_own_shardings(self) -> bool:
+        """Whether the mode or a pipeline gives all shardings, so that none is searched or read from a file."""
+        return self.mode.layouts == "replicated" or isinstance(self.loss_fn, Pipeline)
 
     @property
     def is_plain(self) -> bool:

@@ -29,6 +29,7 @@ from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shardings import OptimizerParallel, StepShardings, mirrored_paths, shard_further, tree_of
 from shardfn.train.steps.state import ModelParts, TrainState
 from shardfn.train.steps.update import update_function
+from shardfn.train.steps.without_effect import warn_of_settings, without_effect_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +70,15 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
         named = [*tree_util.tree_leaves(of_state), *(shardings.named(s) for s in shardings.batch)]
         paths = [path for path, _ in (*_keyed("state", state), *_keyed("batch", batch))]
         sync = gradient_sync(options, parts, shardings)
+        trained = tree_util.tree_leaves(parts.split(state.params)[0])
+        warn_of_settings(without_effect_on(options, shardings, trained, sync is not None))
         compile_with = _compiler_options(options, sync)
         function = shard(
             update_function(options, parts, shardings, sync, state, batch),
             device=shardings.mesh if isinstance(shardings.mesh, Mesh) else options.device,  # that of the step's constraints
             parameter_plan=_of_mode(options, zip(paths, named, strict=True)),
             donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
+            closed_over=options.options.get("closed_over", "constant"),
         )  # fmt: skip
         updated = update_sync(options, parts, shardings, sync)
         fused = step_buckets(options, parts.split(state.params)[0], sync, updated)
@@ -150,14 +154,16 @@ def _planned(
         compiler_options=_compiler_options(options, None) if is_plain else None, **rest,
     )  # fmt: skip
     planned = function.plan(state, *batch)
-    specs = tuple(d.spec for d in planned.inputs)
     count, end = len(parts.paths), len(tree_util.tree_leaves(state))
+    own = end + len(tree_util.tree_leaves(batch))  # before them stand the arrays that the loss closes over
+    specs = tuple(d.spec for d in planned.inputs[len(planned.inputs) - own :])
     params, opt_state = specs[:count], specs[count : end - 1]  # then comes the step counter
     of_batch = specs[end:]
     batch_axes = next((spec[0] for spec in of_batch if spec and spec[0]), ())
     shardings = StepShardings(planned.mesh, batch_axes, params, opt_state, of_batch)
     per_device = is_per_device(options, shardings)
     if options.is_plain and not per_device:
+        warn_of_settings(without_effect_on(options, shardings, (), per_device))
         return ShardedStep(function, function, tree_of(state, list(map(shardings.named, specs[:end]))))
     devices = shardings.count if per_device else 1
     raise_problems(list(batch_problems(batch, devices, options.micro_batches, batch_names(options.loss_fn))))
@@ -173,11 +179,13 @@ def _with_zero(options: StepOptions, parts: ModelParts, state: TrainState, shard
     leaves = zip(parts.treedef.flatten_up_to(state.params), shardings.params, parts.trained, strict=True)
     updates = tuple(further(x, spec) if trained else spec for x, spec, trained in leaves)
     rest = [further(x, s) for x, s in zip(tree_util.tree_leaves(state.opt_state), shardings.opt_state, strict=True)]
+    opt_state = _like_params(parts, state, updates, rest)
     return dataclasses.replace(
         shardings,
         stored=updates if zero.level == 3 else shardings.params,
         updates=updates,
-        opt_state=_like_params(parts, state, updates, rest),
+        opt_state=opt_state,
+        has_optimizer_parallel=(updates, opt_state) != (shardings.params, shardings.opt_state),
     )
 
 

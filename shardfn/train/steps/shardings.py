@@ -33,6 +33,8 @@ class StepShardings:
     """Of the model's arrays between steps; with optimizer level 3 sharded further than `params`."""
     updates: tuple[Spec, ...] = ()
     """Of the optimizer's updates; with optimizer parallel sharded further than `params`."""
+    has_optimizer_parallel: bool = False
+    """Whether optimizer parallel shards an array further."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -23,7 +23,7 @@ from shardfn.train.steps.checks import step_problems
 from shardfn.train.steps.options import StepOptions, mode_of
 from shardfn.train.steps.table_step import TableStep
 from shardfn.train.steps.train_step import TrainStep
-from shardfn.train.steps.without_effect import warn_of_settings
+from shardfn.train.steps.without_effect import warn_of_settings, without_effect
 
 
 def step(
@@ -161,8 +161,10 @@ def step(
     )  # fmt: skip
     raise_problems(step_problems(asked, inspect.signature(step).parameters))
     _warn_of_dataset(asked)
-    warn_of_settings(asked)
+    warn_of_settings(without_effect(asked))
     limit = scan_limit("auto" if recompute and (reuse is None or reuse is False) else reuse)
+    if asked.has_own_shardings:
+        asked = dataclasses.replace(asked, defaults=dataclasses.replace(current, layout_file=""))
     kind = TableStep if asked.ids else TrainStep
     return kind(
         dataclasses.replace(asked, optimizer=adapted(optimizer), fusion=fusion_of(settings, fusion), reuse=limit)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardfn.errors import warn
+from shardfn.frontend.strategy import short
 from shardfn.frontend.training_settings import OPTIMIZER, TrainingSettings
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.shardings import StepShardings
 
-NO_FURTHER_SHARDS = (
-    "gradient_accumulation_shard=True has no effect: the batch is sharded over some of the mesh's axes only, and a gradient "
-    'cannot be scattered over these alone; use mode="data_parallel"'
-)
-"""What only a plan knows: said by `communication.gradient_sync`."""
+WithoutEffect = tuple[str, str, str]
+"""What is set, why it does nothing, and what to do."""
 
 
-def warn_of_settings(asked: StepOptions) -> None:
+def warn_of_settings(found: Iterable[WithoutEffect]) -> None:
     """Warn of each setting without an effect."""
-    for name, why, fix in without_effect(asked):
+    for name, why, fix in found:
         warn(f"{name} has no effect: {why}; {fix}")
 
 
-def without_effect(asked: StepOptions) -> Iterator[tuple[str, str, str]]:
-    """The settings without an effect: what is set, why it does nothing, and what to do.
+def without_effect(asked: StepOptions) -> Iterator[WithoutEffect]:
+    """The settings without an effect, as far as the options show it.
 
     Args:
       asked: the arguments of a step as the user gave them, with the context's settings.
@@ -38,6 +39,7 @@ def without_effect(asked: StepOptions) -> Iterator[tuple[str, str, str]]:
     if settings.parameter_broadcast and jax.process_count() == 1:
         yield ("parameter_broadcast=True", "there is one process, whose parameters all devices have", "leave it out")
     yield from _of_the_optimizer(asked, one, each)
+    yield from _of_the_search(asked)
     if not settings.gradient_fp32_sync and not each:
         why = "there is one device" if one else "XLA inserts the sums of gradients, in the gradients' own dtype"
         yield ("gradient_fp32_sync=False", why, "leave it out" if one or piped else 'use mode="data_parallel"')
@@ -56,10 +58,13 @@ def without_effect(asked: StepOptions) -> Iterator[tuple[str, str, str]]:
             f"in mode {mode.name!r} each device works on its part of the batch anyway",
             "leave it out",
         )
+    if asked.opt_state_memory_kind is not None and asked.hardware().platform == "cpu":
+        yield (f"opt_state_memory_kind={asked.opt_state_memory_kind!r}", "on cpu, host and device memory are the same",
+               "leave it out")  # fmt: skip
     if not piped:
         for name in ("pipeline_stages", "pipeline_config", "auto_pipeline"):
             value = getattr(settings, name)
-            if value not in (getattr(default, name), 1):
+            if value != getattr(default, name) and not (name == "pipeline_stages" and value == 1):
                 yield (f"{name}={value!r}", "the loss of this step is no pipeline",
                        "make one: train.step(train.pipeline(loss, micro_size), ...)")  # fmt: skip
     elif asked.dataset_strategy not in (None, "data_parallel"):
@@ -67,7 +72,71 @@ def without_effect(asked: StepOptions) -> Iterator[tuple[str, str, str]]:
                "leave it out")  # fmt: skip
 
 
-def _of_the_optimizer(asked: StepOptions, one: bool, each: bool) -> Iterator[tuple[str, str, str]]:
+def without_effect_on(
+    asked: StepOptions, shardings: StepShardings, trained: Sequence[Any], each: bool
+) -> Iterator[WithoutEffect]:
+    """The settings without an effect that only the shardings of a step show.
+
+    Args:
+      asked: the options of the step.
+      shardings: those of the step, with optimizer parallel.
+      trained: the parameters that are trained, or their shapes.
+      each: whether the loss is called on each device's part of the batch.
+    """
+    settings, zero, piped = asked.settings, asked.zero, isinstance(asked.loss_fn, Pipeline)
+    axes = set(shardings.batch_axes)
+    if (
+        each
+        and axes != set(shardings.mesh.axis_names)
+        and zero is not None
+        and zero.level == 2
+        and zero.accumulation_shard
+    ):
+        yield ("gradient_accumulation_shard=True",
+               "the batch is sharded over some of the mesh's axes only, and a gradient cannot be scattered over these alone",
+               'use mode="data_parallel"')  # fmt: skip
+    if zero is not None and shardings.mesh.size > 1 and not shardings.has_optimizer_parallel:
+        least = f"and has at least {zero.threshold} kB per device" if zero.threshold else ""
+        yield ("enable_parallel_optimizer=True",
+               f"no array that is replicated has a dimension that the devices divide {least}".rstrip(),
+               "lower parallel_optimizer_threshold" if zero.threshold else "leave it out")  # fmt: skip
+    if asked.cross_batch and not each and shardings.mesh.size > 1:
+        yield ("cross_batch=True", "no mesh axis shards the batch", "leave it out, or shard the batch by in_strategy")
+    if not settings.gradient_fp32_sync and each and all(
+        jnp.dtype(asked.compute_dtype or x.dtype).itemsize > 2 for x in trained
+    ):  # fmt: skip
+        yield ("gradient_fp32_sync=False", "no gradient has 16 bits", "leave it out")
+    if (
+        not settings.loss_repeated_mean
+        and asked.mode.layouts != "replicated"
+        and shardings.mesh.size == shardings.count
+    ):
+        yield ("loss_repeated_mean=False", "no two devices compute the same loss", "leave it out")
+    if not settings.gradients_mean and shardings.count == 1:
+        yield ("gradients_mean=False", "a pipeline returns one loss for the batch" if piped else "no two devices share the batch",
+               'pass loss="sum" to train.pipeline' if piped else "leave it out")  # fmt: skip
+
+
+_SWITCHES = ("fully_use_devices", "enable_algo_approxi", "tensor_slice_align_enable")
+
+
+def _of_the_search(asked: StepOptions) -> Iterator[WithoutEffect]:
+    """Settings of a search where nothing is searched; those of `SHARDING_OPTIONS` are errors as arguments of the step."""
+    if not asked.has_own_shardings:
+        return
+    piped = isinstance(asked.loss_fn, Pipeline)
+    current = asked.defaults
+    named: dict[str, Any] = {"level": asked.options.get("level"), "search_mode": current.search_mode,
+                             "strategy_ckpt_load_file": current.layout_file or None}  # fmt: skip
+    named |= {name: True for name in _SWITCHES if getattr(current.algorithm, name)}
+    own = "a pipeline has its own shardings" if piped else f"mode {asked.mode.name!r} has its own shardings"
+    for name, value in named.items():
+        if value is not None:
+            yield (f"{name}={short(value)}", own,
+                   "leave it out" if piped else 'use mode="semi_auto_parallel" or "auto_parallel"')  # fmt: skip
+
+
+def _of_the_optimizer(asked: StepOptions, one: bool, each: bool) -> Iterator[WithoutEffect]:
     settings, zero = asked.settings, asked.zero
     config = dict(settings.parallel_optimizer_config)
     if zero is None:
