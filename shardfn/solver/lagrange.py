@@ -129,9 +129,13 @@ class Ascent:
         bounds = np.searchsorted(at, self.first).tolist()
         return [place[a:b] for a, b in itertools.pairwise(bounds)]
 
+    def possible(self) -> bool:
+        """Whether every node has a label that is not out."""
+        return bool((self.open() > 0).all())
+
     def fits(self) -> bool:
         """Put out labels that do not fit with the least that all others hold; False where a node keeps none."""
-        if not (self.open() > 0).all():
+        if not self.possible():
             return False
         if not len(self.memory.limit):
             return True
@@ -149,10 +153,13 @@ class Ascent:
         if bad.any():
             self.base = np.where(bad, np.inf, self.base)
             self.set_prices(self.multipliers)
-        return bool((self.open() > 0).all())
+        return self.possible()
 
     def compact(self) -> Ascent:
-        """The same without the labels that are out, and without the nodes that have one label left."""
+        """The same without the labels that are out, and without the nodes that have one label left.
+
+        A single label may forbid all labels of another node: the result is then no longer `possible`.
+        """
         store = Store()
         kept = [store.of(labels) for labels in self.left()]
         first = self.first

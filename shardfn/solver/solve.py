@@ -74,10 +74,10 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The relative gap to the bound, 0 to 1; 1 for a solution that exceeds the limit."""
+        """The gap to the bound, relative to the cost, at most 1; 1 for a solution that exceeds the limit."""
         if not self.feasible and not self.proved:
             return 1.0
-        return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
+        return 0.0 if self.proved else min(1.0, max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300)))
 
 
 def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
@@ -218,6 +218,7 @@ class _Run:
                 ascent = ascent.compact()
                 if not len(ascent.nodes):
                     local.offer(ascent.full(np.zeros(0, np.int64)))
+                if not len(ascent.nodes) or not ascent.possible():
                     return goal(), last
             if number % 4 == 0 and self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
                 return goal(), last
