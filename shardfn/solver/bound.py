@@ -18,7 +18,9 @@ from scipy import sparse
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.labelling import Array
 
-LARGE = 1 << 12  # entries of a table, or of all its uses in a colour, from which it is not stacked with others of its shape
+LARGE = (
+    1 << 12
+)  # entries of a table, or of all its uses in a colour, from which it is not stacked with others of its shape
 ALIKE = 4  # edges of one colour that have the same table, from which they may be sent together
 MANY = 16  # edges of one colour that have the same shape; fewer are filled up to multiples of
 ROUND = 4

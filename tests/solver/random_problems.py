@@ -82,7 +82,7 @@ KINDS = {
 
 
 def drawn(kind: Kind, seed: int, nodes: int) -> Labelling:
-    """A problem of `nodes` nodes, the same for the same `seed`.
+    """A problem of `nodes` nodes, the same for the same `seed`. With an odd one, one labelling at least is not forbidden.
 
     >>> problem = drawn(KINDS["chain"], seed=0, nodes=3)
     >>> [table.nodes for table in problem.tables]
@@ -100,22 +100,33 @@ def drawn(kind: Kind, seed: int, nodes: int) -> Labelling:
     size_of = rng.integers(kind.labels[0], kind.labels[1] + 1, max(nodes, kind.templates))
     sizes = size_of[template]
     least = -1.0 if kind.negative else 0.0
-    own = [costs(("node", t), (size,), kind.cost, least).copy() for t, size in zip(template.tolist(), sizes, strict=True)]
+    own = [
+        costs(("node", t), (size,), kind.cost, least).copy() for t, size in zip(template.tolist(), sizes, strict=True)
+    ]
     usage_of = [rng.integers(0, kind.usage + 1, size) for size in size_of.tolist()]
     usages = [usage_of[t] for t in template.tolist()]
-    for cost in own:
-        cost[rng.random(len(cost)) < kind.never_labels] = NEVER
+    plan = rng.integers(sizes) if nodes else sizes
+
+    def forbid(cost: Array, which: Array, at: tuple[int, ...]) -> None:
+        which[at] &= not seed % 2
+        cost[which] = NEVER
+
+    for cost, label in zip(own, plan.tolist(), strict=True):
+        forbid(cost, rng.random(len(cost)) < kind.never_labels, (label,))
     tables = []
     for ends in _ends(kind.edges, nodes, rng):
         shape = tuple(int(sizes[v]) for v in ends)
         table = costs(("table", *template[list(ends)].tolist()), shape, kind.cost * kind.between, least).copy()
+        at = tuple(plan[list(ends)].tolist())
         if rng.random() < kind.following and len(ends) == 2:
-            table[np.arange(shape[0])[:, None] % shape[1] != np.arange(shape[1])] = NEVER
-        table[rng.random(shape) < kind.never] = NEVER
+            forbid(table, (np.arange(shape[0])[:, None] - at[0] + at[1] - np.arange(shape[1])) % max(shape) != 0, at)
+        forbid(table, rng.random(shape) < kind.never, at)
         tables.append((ends, table.ravel().tolist()))
     start = rng.integers(0, kind.times - min(kind.alive[1], kind.times) + 1, nodes)
     length = rng.integers(kind.alive[0], kind.alive[1] + 1, nodes)
-    stated = labelling([c.tolist() for c in own], [u.tolist() for u in usages], np.stack([start, start + length], 1).tolist(), tables)
+    stated = labelling(
+        [c.tolist() for c in own], [u.tolist() for u in usages], np.stack([start, start + length], 1).tolist(), tables
+    )
     if kind.limit is None or not nodes:
         return stated
     low, high = (peak_of(stated, [int(at) for at in choice]) for choice in

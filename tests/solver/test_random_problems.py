@@ -1,6 +1,5 @@
 """The solver on problems of many kinds, against trying everything and against HiGHS."""
 
-import dataclasses
 import itertools
 import math
 
