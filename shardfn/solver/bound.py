@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
+from shardfn.solver import debug_nans
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.labelling import Array
 
@@ -135,6 +136,8 @@ class Messages:
             belief = self._belief(colour, self.sent)
             if decide:
                 cost = self._belief(colour, known)
+                if debug_nans.DEBUG_NANS:
+                    debug_nans.check_numbers(cost, "a belief")
                 best = np.repeat(np.minimum.reduceat(cost, colour.starts), colour.sizes)
                 least = np.flatnonzero(cost == best)
                 taken = least[np.searchsorted(least, colour.starts)] - colour.starts
@@ -158,6 +161,7 @@ class Messages:
             least = np.minimum.reduceat(belief, colour.starts)
             bound += float(least.sum())
             if not np.isfinite(least).all():
+                debug_nans.check_numbers(least, "a belief")
                 return np.inf
             belief -= np.repeat(least, colour.sizes)
             if gap < np.inf:
@@ -178,7 +182,10 @@ class Messages:
             self._work(group, mine[group.mine].reshape(-1, group.edges))
         found = self.sent[sending.out]
         least = np.minimum.reduceat(found, sending.starts)
+        if debug_nans.DEBUG_NANS:
+            debug_nans.check_numbers(found, "a message")
         if not np.isfinite(least).all():
+            debug_nans.check_numbers(least, "a message")
             return np.inf
         found -= np.repeat(least, sending.widths)
         return float(least.sum())

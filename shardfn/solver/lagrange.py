@@ -16,6 +16,7 @@ import numpy as np
 from shardfn.solver.bound import Messages
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.content import Store, part
+from shardfn.solver.debug_nans import check_numbers
 from shardfn.solver.labelling import Array
 from shardfn.solver.memory import MemoryConstraint
 
@@ -71,6 +72,8 @@ class Ascent:
         return own + math.fsum(t[at[u], at[v]] for u, row in enumerate(tables) for v, t in row.items() if u < v)
 
     def set_prices(self, multipliers: Array) -> None:
+        if not math.isfinite(float(multipliers.sum())):
+            check_numbers(multipliers, "a price of memory")
         self.multipliers = multipliers
         self.messages.set_costs(self.base + self.memory.price(multipliers) if multipliers.any() else self.base)
 
