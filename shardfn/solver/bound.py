@@ -15,23 +15,28 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
+from shardfn.solver import debug_nans
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.labelling import Array
 
-LARGE = 1 << 12  # entries of a table from which it is not stacked with others of its shape
-ALIKE = 4  # edges of one colour that have the same table, from which they are sent together
+LARGE = (
+    1 << 12
+)  # entries of a table, or of all its uses in a colour, from which it is not stacked with others of its shape
+ALIKE = 4  # edges of one colour that have the same table, from which they may be sent together
 MANY = 16  # edges of one colour that have the same shape; fewer are filled up to multiples of
 ROUND = 4
 TWICE = 1 << 9  # entries of a table from which equal messages are computed once
 PERIOD = 4  # of the order of the nodes: with more, cost moves further in a pass, with fewer a pass is faster
 CHUNK = 1 << 15  # entries worked on at once: they stay in the cache
+FEW = 8  # edges at once, below which their dim is too short for a loop: then one at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class EdgeGroup:
-    """Directed edges worked on together: `tables[edge or 0, label of sender, label of receiver]`, filled up to one shape.
+    """Directed edges worked on together: `tables[label of sender, label of receiver, edge or 0]`, filled up to one shape.
 
-    What they send is at `mine` of the numbers of their `ColourEdges`, the messages go to `out` of the state.
+    What they send is at `mine` of the numbers of their `ColourEdges`, the messages go to `out` of the state. The edges are
+    the last dim, because NumPy takes a minimum over the first several times as fast as over one in the middle.
     """
 
     tables: Array
@@ -46,7 +51,8 @@ class ColourEdges:
 
     Each number that is sent is computed from the colour's label at `rows` and from the message in the other direction, which is
     stored at `back`. The messages are stored in the slice `out` of the state. Each begins at `starts` there and has `widths`
-    labels. `who` is the sender of each, and `entries[table[edge] + label * width]` begins the row of the table for its label.
+    labels. `who` is the sender of each, and `entries[table[edge] + label * tall[edge] + inside]` is the row of the table for its
+    label.
     """
 
     groups: tuple[EdgeGroup, ...]
@@ -58,8 +64,8 @@ class ColourEdges:
     who: Array
     entries: Array
     table: Array
+    tall: Array
     inside: Array
-    """Each label's place in its message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Messages:
         self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
         every = [each for colour in self.colours for each in (colour.ahead, colour.behind) if each is not None]
         self.sent = np.zeros(max((each.out.stop for each in every), default=0))
-        entries = sum(g.edges * g.tables.shape[1] * g.tables.shape[2] + CALL for each in every for g in each.groups)
+        entries = sum(g.edges * g.tables.shape[0] * g.tables.shape[1] + CALL for each in every for g in each.groups)
         self.effort = entries / 2 + CALL * len(self.colours) + int(first[-1])
         self.budget.spend(4 * self.effort)  # the work of building the groups
         self.set_costs(np.concatenate([np.zeros(0), *costs]))
@@ -130,13 +136,15 @@ class Messages:
             belief = self._belief(colour, self.sent)
             if decide:
                 cost = self._belief(colour, known)
+                if debug_nans.DEBUG_NANS:
+                    debug_nans.check_numbers(cost, "a belief")
                 best = np.repeat(np.minimum.reduceat(cost, colour.starts), colour.sizes)
                 least = np.flatnonzero(cost == best)
                 taken = least[np.searchsorted(least, colour.starts)] - colour.starts
                 choice[colour.nodes] = taken
                 ahead = colour.ahead
                 if ahead is not None:
-                    row = ahead.table + taken[ahead.who] * ahead.widths
+                    row = ahead.table + taken[ahead.who] * ahead.tall
                     known[ahead.out] = ahead.entries[np.repeat(row, ahead.widths) + ahead.inside]
             self._send(belief, colour, colour.ahead)
         return choice if decide else None
@@ -153,6 +161,7 @@ class Messages:
             least = np.minimum.reduceat(belief, colour.starts)
             bound += float(least.sum())
             if not np.isfinite(least).all():
+                debug_nans.check_numbers(least, "a belief")
                 return np.inf
             belief -= np.repeat(least, colour.sizes)
             if gap < np.inf:
@@ -170,39 +179,43 @@ class Messages:
         else:
             np.subtract(mine, self.sent[sending.back], out=mine, where=np.isfinite(mine))
         for group in sending.groups:
-            self._work(group, mine[group.mine].reshape(group.edges, -1))
+            self._work(group, mine[group.mine].reshape(-1, group.edges))
         found = self.sent[sending.out]
         least = np.minimum.reduceat(found, sending.starts)
+        if debug_nans.DEBUG_NANS:
+            debug_nans.check_numbers(found, "a message")
         if not np.isfinite(least).all():
+            debug_nans.check_numbers(least, "a message")
             return np.inf
         found -= np.repeat(least, sending.widths)
         return float(least.sum())
 
     def _work(self, group: EdgeGroup, mine: Array) -> None:
         """The messages of a group, not yet brought to a least of zero."""
-        edges, labels = mine.shape
-        width = group.tables.shape[2]
+        labels, edges = mine.shape
+        width = group.tables.shape[1]
         found = self.sent[group.out].reshape(edges, width)
-        if len(group.tables) == 1 < edges and labels * width >= TWICE:
+        if group.tables.shape[2] == 1 < edges and labels * width >= TWICE:
             once: dict[bytes, int] = {}
-            same = np.array([once.setdefault(row.tobytes(), at) for at, row in enumerate(mine)])
+            same = np.array([once.setdefault(row.tobytes(), at) for at, row in enumerate(mine.T)])
             if len(once) < edges:
                 alone = np.array(list(once.values()))
                 least = np.empty((edges, width))
-                least[alone] = _passed(group.tables, mine[alone])
+                least[alone] = _passed(group.tables, mine[:, alone])
                 found[:] = least[same]
                 return
         _passed(group.tables, mine, found)
 
 
 def _passed(tables: Array, mine: Array, out: Array | None = None) -> Array:
-    """The least over the sender's labels of each table with the sender's part."""
-    edges, labels = mine.shape
-    found = np.empty((edges, tables.shape[2])) if out is None else out
-    step = max(1, CHUNK // (labels * tables.shape[2]))
+    """The least over the sender's labels of each table with the sender's part: [edges, labels of the receiver]."""
+    labels, edges = mine.shape
+    found = np.empty((edges, tables.shape[1])) if out is None else out
+    step = CHUNK // (labels * tables.shape[1])
+    step = step if step >= FEW else 1
     for at in range(0, edges, step):
-        table = tables[at:at + step] if len(tables) > 1 else tables  # fmt: skip
-        np.minimum.reduce(table + mine[at:at + step, :, None], 1, out=found[at:at + step])  # fmt: skip
+        table = tables[:, :, at : at + step] if tables.shape[2] > 1 else tables
+        found[at : at + step] = np.minimum.reduce(table + mine[:, None, at : at + step], 0).T
     return found
 
 
@@ -237,7 +250,8 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
     shapes = collections.Counter((sort, tables[u][w].shape) for sort, u, w in directed)
     for sort, u, w in directed:
         table = tables[u][w]
-        alone = table.size >= LARGE or alike[sort, id(table)] >= ALIKE
+        many = alike[sort, id(table)]
+        alone = table.size >= LARGE or (many >= ALIKE and many * table.size >= LARGE)
         shape = table.shape if shapes[sort, table.shape] >= MANY else tuple(-(-n // ROUND) * ROUND for n in table.shape)
         key = (id(table), *table.shape) if alone else shape
         sorts.setdefault(sort, {}).setdefault(key, []).append((u, w))
@@ -275,18 +289,20 @@ def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequen
     if not sorts:
         return None
     groups: list[EdgeGroup] = []
-    rows, back, stacks, table = [], [], [], []
+    rows, back, stacks, table, steps = [], [], [], [], []
     mine = entries = 0
     begin = out = min(place[edges[0]] for edges in sorts.values())
     for (*_, tall, wide), edges in sorts.items():
         every = [tables[u][w] for u, w in edges]
         stack = _stacked(every, (tall, wide))
-        labels = np.arange(tall)[None]
-        labels = np.where(labels < np.array([len(each) for each in every])[:, None], labels, 0)
-        rows.append((np.array([start[u] for u, _ in edges])[:, None] + labels).ravel())
-        back.append((np.array([place[w, u] for u, w in edges])[:, None] + labels).ravel())
+        labels = np.arange(tall)[:, None]
+        labels = np.where(labels < np.array([len(each) for each in every]), labels, 0)
+        rows.append((np.array([start[u] for u, _ in edges]) + labels).ravel())
+        back.append((np.array([place[w, u] for u, w in edges]) + labels).ravel())
         stacks.append(stack)
-        table.append(entries + (np.arange(len(edges)) * (tall * wide) if len(stack) > 1 else np.zeros(len(edges), int)))
+        step = stack.shape[2]
+        table.append(entries + np.arange(len(edges)) * (step > 1))
+        steps.append(np.full(len(edges), step))
         groups.append(
             EdgeGroup(stack, slice(mine, mine + len(edges) * tall), slice(out, out + len(edges) * wide), len(edges))
         )
@@ -299,17 +315,17 @@ def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequen
     for number, stack in enumerate(stacks):  # one copy of each
         groups[number] = dataclasses.replace(groups[number], tables=flat[at : at + stack.size].reshape(stack.shape))
         at += stack.size
+    stride = np.concatenate(steps)
     return ColourEdges(tuple(groups), np.concatenate(rows), np.concatenate(back), slice(begin, out), starts, widths, who, flat,
-                   np.concatenate(table), ranges(np.zeros_like(starts), widths))  # fmt: skip
+                   np.concatenate(table), widths * stride,
+                   ranges(np.zeros_like(starts), widths) * np.repeat(stride, widths))  # fmt: skip
 
 
 def _stacked(every: list[Array], shape: tuple[int, int]) -> Array:
-    """Tables in one array, a single one where all are one object, filled up to `shape` with what is never the least."""
+    """Tables along the last dim, a single one where all are one object, filled up to `shape` with what is never the least."""
     if all(table is every[0] for table in every) and every[0].shape == shape:
-        return np.ascontiguousarray(every[0])[None]
-    if all(table.shape == shape for table in every):
-        return np.stack(every)
+        return np.ascontiguousarray(every[0])[:, :, None]
     stack = np.full((len(every), *shape), np.inf)
     for at, table in enumerate(every):
         stack[at, : table.shape[0], : table.shape[1]] = table
-    return stack
+    return np.ascontiguousarray(stack.transpose(1, 2, 0))

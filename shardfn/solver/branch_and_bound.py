@@ -80,12 +80,12 @@ def load(part: Subproblem, size: float) -> Ascent | None:
     ascent.best, ascent.bound, ascent.failures = part.multipliers, -np.inf, 0
     ascent.direction = np.zeros_like(ascent.direction)
     ascent.set_prices(part.multipliers)
-    if not (ascent.open() > 0).all():
+    if not ascent.possible():
         return None
     if ascent.open().sum() < FEWER * len(ascent.base):
         ascent = ascent.compact()
     ascent.size = size
-    return ascent
+    return ascent if ascent.possible() else None
 
 
 def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -> float:
@@ -157,7 +157,7 @@ def _explore(ascent: Ascent, local: Local, goal: Callable[[], float]) -> list[Ar
             return seen
         if number % 4 == 3:
             ascent.fix(goal())
-            if not (ascent.open() > 0).all():
+            if not ascent.possible():
                 return None
     if _solved(ascent, local) or (ascent.open() == 1).all():
         return None

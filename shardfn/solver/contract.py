@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -70,11 +71,11 @@ def contract(problem: Labelling, store: Store | None = None) -> Core:
 
     With a `store`, the costs and tables of the result came from there.
     """
-    return _Contraction(problem, store or Store()).run()
+    return Contraction(problem, store or Store()).run()
 
 
-class _Contraction:
-    """Works a queue of nodes until no rule changes anything."""
+class Contraction:
+    """Works a queue of nodes until no rule changes anything. The costs and tables of the result come from `store`."""
 
     def __init__(self, problem: Labelling, store: Store):
         self.store = store
@@ -94,6 +95,8 @@ class _Contraction:
         every = {size: store.of(np.arange(size)) for size in set(self.sizes)}
         self.kept = [every[size] for size in self.sizes]
         self.alive = [True] * len(self.costs)
+        for v in range(len(self.costs)):
+            self.push(v)
 
     def add(self, nodes: tuple[int, ...], cost: Array) -> None:
         if len(nodes) != len(set(nodes)):  # the same node twice: only the diagonal is ever taken
@@ -147,9 +150,20 @@ class _Contraction:
             self.waiting[v] = True
             self.queue.append(v)
 
-    def run(self) -> Core:
-        for v in range(len(self.costs)):
-            self.push(v)
+    def run(self, kept: Mapping[int, Array] | None = None, limited: Mapping[int, bool] | None = None) -> Core:
+        """Contract until no rule changes anything.
+
+        To go on from the result: `kept` are the positions of the labels that are left of some nodes, and `limited` says
+        whether these differ in usage.
+        """
+        for v, chosen in (kept or {}).items():
+            if len(chosen) < len(self.costs[v]):
+                self.keep(v, chosen)
+                self.push(v)
+        for v, differs in (limited or {}).items():
+            if self.limited[v] and not differs:
+                self.limited[v] = False
+                self.push(v)
         while self.queue and self.possible:
             v = self.queue.popleft()
             self.waiting[v] = False
@@ -188,7 +202,10 @@ class _Contraction:
             return
         possible = np.logical_and.reduce([mask for mask in masks if mask is not None])
         self.possible &= bool(possible.any())
-        chosen = self.store.of(np.flatnonzero(possible))
+        self.keep(v, self.store.of(np.flatnonzero(possible)))
+
+    def keep(self, v: int, chosen: Array) -> None:
+        """Leave a node only some of its labels."""
         self.costs[v], self.kept[v] = (self.store.call(_rows, each, chosen) for each in (self.costs[v], self.kept[v]))
         for w, table in list(self.tables[v].items()):
             self.put(v, w, self.store.call(_rows, table, chosen))

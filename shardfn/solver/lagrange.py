@@ -16,6 +16,7 @@ import numpy as np
 from shardfn.solver.bound import Messages
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.content import Store, part
+from shardfn.solver.debug_nans import check_numbers
 from shardfn.solver.labelling import Array
 from shardfn.solver.memory import MemoryConstraint
 
@@ -71,6 +72,8 @@ class Ascent:
         return own + math.fsum(t[at[u], at[v]] for u, row in enumerate(tables) for v, t in row.items() if u < v)
 
     def set_prices(self, multipliers: Array) -> None:
+        if not math.isfinite(float(multipliers.sum())):
+            check_numbers(multipliers, "a price of memory")
         self.multipliers = multipliers
         self.messages.set_costs(self.base + self.memory.price(multipliers) if multipliers.any() else self.base)
 
@@ -129,9 +132,13 @@ class Ascent:
         bounds = np.searchsorted(at, self.first).tolist()
         return [place[a:b] for a, b in itertools.pairwise(bounds)]
 
+    def possible(self) -> bool:
+        """Whether every node has a label that is not out."""
+        return bool((self.open() > 0).all())
+
     def fits(self) -> bool:
         """Put out labels that do not fit with the least that all others hold; False where a node keeps none."""
-        if not (self.open() > 0).all():
+        if not self.possible():
             return False
         if not len(self.memory.limit):
             return True
@@ -149,10 +156,13 @@ class Ascent:
         if bad.any():
             self.base = np.where(bad, np.inf, self.base)
             self.set_prices(self.multipliers)
-        return bool((self.open() > 0).all())
+        return self.possible()
 
     def compact(self) -> Ascent:
-        """The same without the labels that are out, and without the nodes that have one label left."""
+        """The same without the labels that are out, and without the nodes that have one label left.
+
+        A single label may forbid all labels of another node: the result is then no longer `possible`.
+        """
         store = Store()
         kept = [store.of(labels) for labels in self.left()]
         first = self.first

@@ -100,6 +100,8 @@ def _restore(ascent: Ascent, base: Array) -> None:
 
 
 def _inside(ascent: Ascent, ceiling: float, best: Best) -> None:
+    if not ascent.possible():
+        return
     found = minimum(ascent, ENTRIES, TOTAL)
     if found is None:
         _search(ascent, ceiling, best)

@@ -17,12 +17,12 @@ import numpy as np
 from shardfn.solver.branch_and_bound import branch, minimum
 from shardfn.solver.budget import SECOND, Budget
 from shardfn.solver.content import Store
-from shardfn.solver.contract import Core, contract
+from shardfn.solver.contract import Core
+from shardfn.solver.dominance import reduced
 from shardfn.solver.eliminate import eliminate
 from shardfn.solver.labelling import Array, Labelling, peak_of, total_cost
 from shardfn.solver.lagrange import Ascent
 from shardfn.solver.local_search import FEW, Local, fitted
-from shardfn.solver.memory import memory_constraint
 from shardfn.solver.narrow import Stuck, narrow
 from shardfn.solver.peak import Peak, fitting_labels, least_peak
 
@@ -74,10 +74,10 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The relative gap to the bound, 0 to 1; 1 for a solution that exceeds the limit."""
+        """The gap to the bound, relative to the cost, at most 1; 1 for a solution that exceeds the limit."""
         if not self.feasible and not self.proved:
             return 1.0
-        return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
+        return 0.0 if self.proved else min(1.0, max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300)))
 
 
 def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
@@ -109,15 +109,11 @@ class _Run:
         self.wait = self.turn = 1  # rounds until prices are halved again, and the round
 
     def run(self) -> Solution:
-        core = contract(self.problem, store=self.store)
+        left = reduced(self.problem, self.store, self.budget)
         self.integral = _integral(self.problem, self.store)
-        if not core.possible:
+        if left is None:
             return self.answer((0,) * len(self.problem.costs), math.inf, True)
-        nodes = sorted(core.costs)
-        place = {v: at for at, v in enumerate(nodes)}
-        costs = [core.costs[v] for v in nodes]
-        tables = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
-        memory = memory_constraint(self.problem, core, nodes)
+        core, nodes, costs, tables, memory = left.core, left.nodes, left.costs, left.tables, left.memory
         if (memory.limit < 0).any():
             return self.answer(self.whole(core, nodes, [0] * len(nodes)), math.inf, True)
         stuck = None
@@ -138,7 +134,7 @@ class _Run:
         proved = bound >= local.cost - self.least_gain(local.cost + core.constant)
         return self.answer(choice, bound + core.constant, proved)
 
-    def whole(self, core: Core, nodes: list[int], labels: Sequence[int] | Array) -> tuple[int, ...]:
+    def whole(self, core: Core, nodes: Sequence[int], labels: Sequence[int] | Array) -> tuple[int, ...]:
         full = core.full(dict(zip(nodes, labels, strict=True)))
         return tuple(full[: len(self.problem.costs)].tolist())
 
@@ -218,6 +214,7 @@ class _Run:
                 ascent = ascent.compact()
                 if not len(ascent.nodes):
                     local.offer(ascent.full(np.zeros(0, np.int64)))
+                if not len(ascent.nodes) or not ascent.possible():
                     return goal(), last
             if number % 4 == 0 and self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
                 return goal(), last
