@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
+from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a, closest
@@ -44,7 +45,7 @@ DATA_PARALLEL = NamedEntry("DATA_PARALLEL")
 """Shards dimension 0 over all devices where it divides, and replicates other arrays; `None` means the same."""
 
 Entry = Any
-"""tuple of ints and AUTO | None | AUTO | REPLICATED | DATA_PARALLEL | Layout | PartitionSpec | NamedSharding"""
+"""tuple of ints and AUTO | None | AUTO | REPLICATED | DATA_PARALLEL | Layout | PartitionSpec | NamedSharding | Format of one"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,6 +360,8 @@ def with_entry(leaf: Leaf, entry: Entry, where: str) -> Leaf:
         return dataclasses.replace(with_entry(leaf, entry.entry, entry.mode), by="mode")
     if entry is REPLICATED:
         entry = (1,) * len(leaf.shape)
+    if isinstance(entry, Format) and entry.layout is None and entry.sharding is not None:
+        entry = entry.sharding
     return dataclasses.replace(leaf, entry=None if entry is DATA_PARALLEL else entry, where=where, by="you")
 
 

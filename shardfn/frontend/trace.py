@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray, closed_over
+from shardfn.frontend.memories import kind_of_type, typed
 from shardfn.ir import shardy
 from shardfn.ir.model import Axes, Graph
 
@@ -85,8 +86,10 @@ def trace_jaxpr(
     Errors of the function itself come out as they are.
     """
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
-    results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
     jaxpr = traced.jaxpr
+    shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in tree_util.tree_leaves(traced.out_info)]
+    kinds = map(kind_of_type, jaxpr.out_avals)
+    results = tree_util.tree_unflatten(tree_util.tree_structure(traced.out_info), map(typed, shapes, kinds))
     held = closed_over(jaxpr, names)
     if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
         if mapped[0] in jax.sharding.get_abstract_mesh().manual_axes:

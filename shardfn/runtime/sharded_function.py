@@ -243,7 +243,7 @@ class ShardedFunction(Generic[P, R]):
         entry = self._entry(callee, call)
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
-            entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
+            entry = self._compiled(callee, call, entry, lambda e: e.shapes(call))
         found = read(self._lower(entry, call, len(call.slots)).compile()) if compiled else None
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
