@@ -73,7 +73,7 @@ def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
         yield Problem(f"the entry of {leaf.label} asks for a layout in memory", leaf.source,
                       "a plan says how arrays are sharded, and XLA how a device stores its shard",
                       "write the sharding of the Format; or use the plan without shardfn: jax.jit(plan.apply(f), "
-                      "in_shardings=..., out_shardings=...) takes Formats on plan.in_shardings and plan.out_shardings")  # fmt: skip
+                      "in_shardings=...) takes Formats of plan.in_shardings, and of plan.out_shardings")  # fmt: skip
         return
     if not isinstance(strategy, tuple):
         likely, code = (

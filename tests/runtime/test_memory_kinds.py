@@ -122,6 +122,14 @@ def test_on_the_mesh_around(types):
         assert kind(shard(fetched)(x)) == "device"
 
 
+def test_a_function_inside_another_one():
+    inner = shard(fetched, (ON_HOST,), (ON_HOST,))
+    result = shard(lambda x: inner(x * 3), (ON_DEVICE,))(X)
+    np.testing.assert_array_equal(result, X * 6)
+    assert kind(result) == "pinned_host"
+    assert kind(shard(lambda x: shard(double, (ON_DEVICE,))(x), (ON_HOST,))(X)) == "device"
+
+
 def test_gradients_of_what_is_fetched():
     x = jax.device_put(X, ON_HOST)
     gradient = jax.grad(lambda x: (shard(fetched, (ON_HOST,))(x) ** 2).sum())(x)
