@@ -135,8 +135,9 @@ def _constants(jaxpr: Any) -> list[Any]:
       StrategyError: a JAX ref is among them.
     """
     if any(isinstance(c, jax.Ref) for c in constants(jaxpr)):
-        fail(StrategyError, "the function closes over a JAX ref", why="a ref has no sharding, and arrays are planned",
-             fix="pass an array, and return the changed one; a ref that the function makes inside works")  # fmt: skip
+        fail(StrategyError, "the function closes over a JAX ref",
+             why="the call works on a copy of it, sharded as an argument is, and writes the result back",
+             fix="pass the ref as an argument; a ref that the function makes inside works too")  # fmt: skip
     every = (c for c in constants(jaxpr) if not isinstance(c, Tracer) and getattr(c, "shape", ()))
     return list({identity(c): c for c in every}.values())
 

@@ -22,6 +22,7 @@ from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.outer_call import OuterCall
 from shardfn.frontend.recorder import recording
+from shardfn.frontend.refs import values_of
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
@@ -141,6 +142,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             name: restore_static(value) if name in static else value for name, value in zip(names, rest, strict=True)
         }
         objects, given, before = callee.objects.filled(given) if callee.objects else (callee.objects, given, {})
+        given, refs = callee.refs.opened(given) if callee.refs else (given, {})
         attributes = nnx_objects.attributes(objects.nodes) if objects else {}
         kept = {name: _custom_nodes(value) for name, value in given.items() if name not in objects.places}
         result, changed = callee.call(state, *split(slots, [*given.values()]))
@@ -151,6 +153,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             changed |= callee.changed(before, after, attributes, nnx_objects.attributes(objects.nodes)) | {
                 path: after[path] for path in before if objects.is_donated(path)
             }
+        changed |= values_of(refs)
         result = hide_static(result)
         return (result, changed) if call.returns_changes else result
 

@@ -169,7 +169,7 @@ def _differentiable(
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`Plan.apply`."""
     planned = answered_call(plan).posed.call.function
-    callee = dataclasses.replace(describe(fn), objects=planned.callee.objects)
+    callee = dataclasses.replace(describe(fn), objects=planned.callee.objects, refs=planned.callee.refs)
     call, arrays = planned.call, callee.read()
     if call.closed_over is not None:
         own = closed_over_arguments(callee, call.without_closed_over())

@@ -441,7 +441,7 @@ class ShardedFunction(Generic[P, R]):
         values = [value if slot.is_static else hide_static(value) for slot, value in zip(slots, values, strict=True)]
         state = callee.read()
         stateful = bool(state)
-        call = Call(slots, [state, *values] if stateful else values, stateful, stateful or bool(callee.objects))
+        call = Call(slots, [state, *values] if stateful else values, stateful, stateful or callee.has_held)
         if problems := call.unhashable():
             raise StrategyTypeError(problems)
         call = call.in_place()
