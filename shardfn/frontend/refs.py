@@ -1,4 +1,4 @@
-"""JAX refs (`jax.new_ref`) among the arguments of a call: their values go in as arrays, and what the call makes of them goes back.
+"""JAX refs (`jax.new_ref`) among the arguments of a call: their values go in as arrays, and results are written back.
 
 Inside the compiled function each is a ref of its own.
 """
@@ -66,7 +66,7 @@ class HeldRefs:
                     raise
                 fail(StrategyError, f"the ref `{path}` in a transformation is on other devices than the call", where=path,
                      why=str(error).split("\n")[0],
-                     fix="put jax.jit around the transformation, or make the ref of an array on the devices of the call")  # fmt: skip
+                     fix="put jax.jit around the transformation, or make the ref of an array on these devices")  # fmt: skip
 
     def _filled(self, arguments: State, make: Callable[[Any], Any], made: dict[str, Any]) -> dict[str, Any]:
         """The arguments with something else in the place of each ref, which `made` receives by path."""

@@ -36,9 +36,9 @@ from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind, signature
 from shardfn.frontend.callee import describe
 from shardfn.frontend.nnx_objects import HeldObjects
-from shardfn.frontend.refs import HeldRefs
 from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed
+from shardfn.frontend.refs import HeldRefs
 from shardfn.frontend.static_leaves import hide_static
 from shardfn.planning.call_function import pure_function
 from shardfn.planning.plan import Plan, answered_call, shardings_on
