@@ -58,7 +58,7 @@ from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn
 from shardfn.runtime.entries import Methods
 from shardfn.runtime.executable import Entry, agreed, compile_entry, jitted_as_called, make_entry, typed_as_planned
 from shardfn.runtime.nested_call import run_nested
-from shardfn.runtime.processes import check_devices
+from shardfn.runtime.processes import check_devices, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.shared_entries import kept_for
 
@@ -386,7 +386,9 @@ class ShardedFunction(Generic[P, R]):
                 )
             CONCRETE.update(map(type, leaves))
             arrays = _arrays(call, entry, leaves, treedef)
-            if not entry.is_compiled:
+            if (
+                not entry.is_compiled and not is_traced()
+            ):  # the trace around may be of what XLA cannot compile, as checks
                 own, first = arrays, entry
                 entry = self._compiled(
                     callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
@@ -402,7 +404,7 @@ class ShardedFunction(Generic[P, R]):
         has_keywords = any(s.keyword for s in call.slots)
         is_bound = call.ambient is not None and call.ambient.is_binding
         simple = not (call.stateful or call.returns_changes or entry.holds_static or has_keywords or is_bound)
-        if simple and self._entries.kinds == 1 and not self._transfers_arrays:
+        if simple and entry.is_compiled and self._entries.kinds == 1 and not self._transfers_arrays:
             self._fast_watch = entry.watch
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
