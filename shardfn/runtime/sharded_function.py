@@ -64,6 +64,18 @@ from shardfn.runtime.shared_entries import kept_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _of_instance(method: M) -> M:
+    """A method of `ShardedFunction` that takes the arguments of a call, also where the first is the instance (`_method_of`)."""
+
+    @functools.wraps(method)
+    def call(self: ShardedFunction, /, *args: Any, **kwargs: Any) -> Any:
+        own = self._method_of(args)
+        return method(self, *args, **kwargs) if own is None else method(own, *args[1:], **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class ShardedFunction(Generic[P, R]):
@@ -126,7 +138,7 @@ class ShardedFunction(Generic[P, R]):
         found = kept.get(self)
         if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
             return found
-        found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
+        found = ShardedFunction(types.MethodType(self.fn, instance), self.options.of_bound_method())
         is_open = isinstance(getattr(instance, "__dict__", None), dict)  # that of a class is not
         if not found.callee.is_plain or not is_open or found.callee.read():
             found._entries = self._entries  # `nnx.grad` makes a new instance for every call
@@ -196,6 +208,7 @@ class ShardedFunction(Generic[P, R]):
                 pass
         return self._call(args, kwargs)
 
+    @_of_instance
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan of a call.
 
@@ -211,6 +224,7 @@ class ShardedFunction(Generic[P, R]):
         """
         return self._entry(*self._bound(args, kwargs)).plan
 
+    @_of_instance
     def explain(
         self, /, *args: Any, compiled: bool = False, run: bool = False, detail: str = "short", **kwargs: Any
     ) -> Report:
@@ -255,6 +269,7 @@ class ShardedFunction(Generic[P, R]):
             detail,
         )
 
+    @_of_instance
     def check(self, /, *args: Any, **kwargs: Any) -> CheckResult:
         """Run a call sharded and unsharded, and compare results and gradients leaf by leaf.
 
@@ -282,6 +297,7 @@ class ShardedFunction(Generic[P, R]):
         entry = self._compiled(callee, call, entry, lambda e: _arrays(call, e, leaves, treedef))
         return check_entry(entry, leaves)
 
+    @_of_instance
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the sharded function for a call, as `jax.jit(f).lower` does.
 
@@ -299,6 +315,7 @@ class ShardedFunction(Generic[P, R]):
         entry = self._entry(callee, call)
         return self._lower(entry, call, len(args))
 
+    @_of_instance
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the sharded function for a call, as `jax.jit(f).trace` does.
 
@@ -317,6 +334,7 @@ class ShardedFunction(Generic[P, R]):
         jitted, shapes, keywords = jitted_as_called(entry, call, len(args))
         return jitted.trace(*shapes, **keywords)
 
+    @_of_instance
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the results of a call, without planning it.
 
@@ -348,6 +366,20 @@ class ShardedFunction(Generic[P, R]):
 
     # ---- inside
 
+    def _method_of(self, args: tuple[Any, ...]) -> ShardedFunction | None:
+        """This method bound to the first argument, where that is an instance or the class that has it: `Dense.apply(dense, x)`,
+        a property, and a class method, which binds no descriptors since Python 3.13."""
+        first = args[0] if args else None
+        kind, name = first if isinstance(first, type) else type(first), getattr(self.fn, "__name__", "")
+        held = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+        held = [value for value in held if not isinstance(value, staticmethod)]
+        is_static = self.options.static_argnums or self.options.static_argnames
+        if any(self in (value, *(getattr(value, part, None) for part in _HOLDING)) for value in held) or (
+            isinstance(first, type) and not is_static
+        ):
+            return self.__get__(first)
+        return None
+
     def _lower(self, entry: Entry, call: Call, given: int) -> jax.stages.Lowered:
         jitted, shapes, keywords = jitted_as_called(entry, call, given)
         if entry.plan.hardware.is_here:
@@ -360,9 +392,8 @@ class ShardedFunction(Generic[P, R]):
             callee, call = self._bound(args, kwargs)
             return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)
-        if args and isinstance(args[0], type) and not (self.options.static_argnums or self.options.static_argnames):
-            # a `classmethod`, which binds no descriptors since Python 3.13
-            return self.__get__(args[0])(*args[1:], **kwargs)
+        if (own := self._method_of(args)) is not None:
+            return own(*args[1:], **kwargs)
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
@@ -498,6 +529,10 @@ _ATTRIBUTES = frozenset({
     "_checks_arrays", "_donates", "_transfers_arrays",
 })  # fmt: skip
 """The attributes of a sharded function itself."""
+
+
+_HOLDING = "fget", "func", "__func__"
+"""The attributes in which a property, a `functools.cached_property` and a class method hold their function."""
 
 
 def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:
