@@ -157,8 +157,11 @@ class Call:
     def with_closed_over(self, closed_over: ClosedOverArguments) -> Call:
         """The call with the arrays that the function closes over in its state."""
         state = self.values[0] if self.stateful else {}
-        values = [{**state, **closed_over.arrays}, *self.values[self.stateful :]]
-        return dataclasses.replace(self, values=values, stateful=True, closed_over=closed_over).in_place()
+        values = [{**state, **closed_over.current()}, *self.values[self.stateful :]]
+        changes = self.returns_changes or bool(closed_over.refs)
+        return dataclasses.replace(
+            self, values=values, stateful=True, returns_changes=changes, closed_over=closed_over
+        ).in_place()
 
     def without_closed_over(self) -> Call:
         """The call without the arrays that the function closes over."""
@@ -166,8 +169,10 @@ class Call:
             return self
         state = {path: a for path, a in self.values[0].items() if path not in self.closed_over.arrays}
         values = [*[state] * self.closed_over.is_stateful, *self.values[1:]]
-        stateful = self.closed_over.is_stateful
-        return dataclasses.replace(self, values=values, stateful=stateful, closed_over=None).in_place()
+        stateful, changes = self.closed_over.is_stateful, self.closed_over.returns_changes
+        return dataclasses.replace(
+            self, values=values, stateful=stateful, returns_changes=changes, closed_over=None
+        ).in_place()
 
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""

@@ -174,8 +174,8 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     return pure
 
 
-def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
-    """The arrays that a function closes over in a call, with the function's trace, which takes them as arguments."""
+def closed_over_arguments(callee: Callee, call: Call, only_refs: bool) -> ClosedOverArguments:
+    """The arrays that a function closes over in a call, or its refs only, with its trace, which takes them as arguments."""
     shapes = call.of_shapes()
     with (
         recording(callee.root, callee.name) as read,
@@ -184,7 +184,9 @@ def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
     ):
         function = pure_function(callee.frozen(shapes), shapes)
         traced = jax.jit(function, static_argnums=call.statics, keep_unused=True).trace(*shapes.values)
-    return dataclasses.replace(as_arguments(traced, callee.function, call.stateful), watch=read())
+    return dataclasses.replace(
+        as_arguments(traced, callee.function, call.stateful, call.returns_changes, only_refs), watch=read()
+    )
 
 
 def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:

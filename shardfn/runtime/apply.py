@@ -172,8 +172,8 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     callee = dataclasses.replace(describe(fn), objects=planned.callee.objects, refs=planned.callee.refs)
     call, arrays = planned.call, callee.read()
     if call.closed_over is not None:
-        own = closed_over_arguments(callee, call.without_closed_over())
-        call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.arrays}
+        own = closed_over_arguments(callee, call.without_closed_over(), call.closed_over.only_refs)
+        call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.current()}
     function = planned.of(inside(pure_function(callee.frozen(call), call), planned.outer))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
@@ -256,6 +256,8 @@ def finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -
     if not call.returns_changes:
         return result
     result, changed = result
+    if call.closed_over is not None:
+        changed = call.closed_over.write(changed)
     if changed:
         callee.write(changed)
     return result

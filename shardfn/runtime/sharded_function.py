@@ -27,6 +27,7 @@ from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.annotations import rules_in_force
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.closed_over import ClosesOverRef
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
@@ -34,6 +35,7 @@ from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
 from shardfn.frontend.plain_objects import METHODS
 from shardfn.frontend.recorder import include
+from shardfn.frontend.refs import is_ref
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.frontend.watch import NOTHING_READ
@@ -222,7 +224,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        return self._entry(*self._bound(args, kwargs)).plan
+        return self._planned(*self._bound(args, kwargs))[1].plan
 
     @_of_instance
     def explain(
@@ -254,7 +256,7 @@ class ShardedFunction(Generic[P, R]):
             if name in parameters and not is_default:
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
             entry = self._compiled(callee, call, entry, lambda e: e.shapes(call))
@@ -288,7 +290,7 @@ class ShardedFunction(Generic[P, R]):
         '<lambda>: 3 arrays agree; compared with the unsharded function on one CPU device'
         """
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         refuse_uncheckable(entry.plan)
         if call.closed_over is not None:
             call = self._placed(callee, call, entry)
@@ -312,7 +314,7 @@ class ShardedFunction(Generic[P, R]):
           ShardError: all problems of the call.
         """
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         return self._lower(entry, call, len(args))
 
     @_of_instance
@@ -330,7 +332,7 @@ class ShardedFunction(Generic[P, R]):
           ShardError: all problems of the call.
         """
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         jitted, shapes, keywords = jitted_as_called(entry, call, len(args))
         return jitted.trace(*shapes, **keywords)
 
@@ -402,7 +404,7 @@ class ShardedFunction(Generic[P, R]):
         if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
             return finish(callee, call, call_inside(callee, self.options, call, outer))
         refuse_donated_twice(self.callee.name, call, self.options)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         refuse_target(self.callee.name, entry.plan.hardware, self.options.device)
         if not entry.is_agreed:
             check_devices(entry.plan)
@@ -480,15 +482,30 @@ class ShardedFunction(Generic[P, R]):
         if problems := call.unhashable():
             raise StrategyTypeError(problems)
         call = call.in_place()
-        return callee, self._with_closed_over(callee, call) if self.options.closed_over == "argument" else call
+        is_argument = self.options.closed_over == "argument"
+        return callee, self._with_closed_over(
+            callee, call, is_argument
+        ) if is_argument or self._closed_over.kinds else call
 
-    def _with_closed_over(self, callee: Callee, call: Call) -> Call:
-        """The call with the arrays that the function closes over among its values; a call of a new kind is traced."""
+    def _with_closed_over(self, callee: Callee, call: Call, is_traced: bool) -> Call:
+        """The call with the arrays that the function closes over among its values, or refs only; `is_traced` says whether a call
+        of a new kind is traced for them."""
         key = self._key(callee, call)
         found = self._closed_over.find(key, callee.root)
-        if found is None:
-            found = self._closed_over.keep(key, closed_over_arguments(callee, call), callee.root)
-        return call.with_closed_over(found) if found.arrays else call
+        if found is None and is_traced:
+            only_refs = self.options.closed_over != "argument"
+            found = self._closed_over.keep(key, closed_over_arguments(callee, call, only_refs), callee.root)
+        return call.with_closed_over(found) if found is not None and found.arrays else call
+
+    def _planned(self, callee: Callee, call: Call) -> tuple[Call, Entry]:
+        """A call as it is planned, with the refs that the function closes over among its values; and its entry."""
+        try:
+            return call, self._entry(callee, call)
+        except ClosesOverRef:
+            if call.closed_over is not None:
+                raise
+        call = self._with_closed_over(callee, call, True)
+        return call, self._entry(callee, call)
 
     def _key(self, callee: Callee, call: Call) -> Any:
         """What calls of one kind share. Where settings name files, which may change, no other sharded function shares it."""
@@ -500,7 +517,8 @@ class ShardedFunction(Generic[P, R]):
         """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
         assert call.closed_over is not None
         targets = dict(zip((d.path for d in entry.plan.inputs), entry.targets, strict=True))
-        if all(getattr(a, "sharding", None) == targets[path] for path, a in call.closed_over.arrays.items()):
+        kept = {path: a for path, a in call.closed_over.arrays.items() if not is_ref(a)}
+        if all(getattr(a, "sharding", None) == targets[path] for path, a in kept.items()):
             return call
         own = call.without_closed_over()
         found = self._closed_over.keep(self._key(callee, own), call.closed_over.placed(targets), callee.root)
