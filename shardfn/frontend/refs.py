@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax import tree_util
 from jax.core import Tracer
+from jax.ref import freeze
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.jax_errors import JaxError
@@ -83,7 +84,7 @@ class HeldRefs:
 
 def values_of(refs: State) -> dict[str, Any]:
     """The final values of refs that a traced function made, by path."""
-    return {path: jax.ref.freeze(ref) for path, ref in refs.items()}
+    return {path: freeze(ref) for path, ref in refs.items()}
 
 
 def held_refs(name: str, arguments: Sequence[tuple[str, Any]]) -> HeldRefs:

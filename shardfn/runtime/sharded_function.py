@@ -390,7 +390,7 @@ class ShardedFunction(Generic[P, R]):
         return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if jax.config.jax_disable_jit:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.fn(*args, **kwargs)
         if is_per_device():
             callee, call = self._bound(args, kwargs)
