@@ -303,12 +303,12 @@ def _not_a_function(fn: Any, called: str, fix: str) -> NoReturn:
 
 
 def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, staticmethod):
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
-        if isinstance(fn, classmethod):
-            fix = "write @classmethod above @shard"
+        if isinstance(fn, classmethod | staticmethod):
+            fix = f"write @{type(fn).__name__} above @shard"
         if isinstance(fn, property):
             fix = "shard a method, and call it from the property"
         _not_a_function(fn, "shard", fix)

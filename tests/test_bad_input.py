@@ -8,6 +8,8 @@ import flax.nnx as nnx
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -266,7 +268,7 @@ CASES = {
          "shard(dense, (NamedSharding(mesh, P('dp')), None), (NamedSharding(back, P('dp')),))(x, w)",
          "StrategyError: out_strategy[0]",
          "shard(dense, (NamedSharding(mesh, P('dp')), None), (NamedSharding(mesh, P('dp')),)).plan(x, w)"),
-        ("memory elsewhere", "shard(double, (NamedSharding(mesh, P('dp'), memory_kind='pinned_host'),))(x)",
+        ("a layout in memory", "shard(double, (Format(MemoryLayout((1, 0)), NamedSharding(mesh, P('dp'))),))(x)",
          "StrategyError: in_strategy[0]", "shard(double, (NamedSharding(mesh, P('dp')),)).plan(x)"),
         ("a device matrix with a 0", "Layout((0, 8), ('a', 'b'))", "LayoutError: Layout((0, 8), ('a', 'b'))",
          "Layout((1, 8), ('a', 'b'))"),

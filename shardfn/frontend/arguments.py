@@ -12,6 +12,7 @@ from jax import tree_util
 from shardfn.errors import Problem, a
 from shardfn.frontend.ambient_mesh import AmbientMesh, ambient_mesh, explicit_specs, typed_shape
 from shardfn.frontend.closed_over import ClosedOverArguments
+from shardfn.frontend.memories import memory_kinds, typed
 from shardfn.frontend.paths import array_paths
 from shardfn.frontend.plain_objects import is_hashable
 from shardfn.frontend.strategy import shape_of, short
@@ -103,12 +104,15 @@ class Call:
     """The mesh around the call."""
     types: tuple[Spec | None, ...] = ()
     """For each leaf of `dynamic` the Explicit axes of its type (`explicit_specs`)."""
+    memories: tuple[str | None, ...] = ()
+    """For each leaf of `dynamic` its memory kind (`memory_kinds`); () where all are those that the devices compute from."""
 
     def in_place(self) -> Call:
         """The call with the mesh around it, and with the types of its arrays."""
         ambient = ambient_mesh(self.dynamic)
         types = explicit_specs(self.dynamic) if ambient is not None and ambient.explicit else ()
-        return dataclasses.replace(self, ambient=ambient, types=types)
+        memories = memory_kinds(self.dynamic)
+        return dataclasses.replace(self, ambient=ambient, types=types, memories=memories if any(memories) else ())
 
     @property
     def dynamic(self) -> tuple[Any, ...]:
@@ -120,10 +124,12 @@ class Call:
         return {slot.name: value for value, slot in self._pairs()}
 
     def of_shapes(self) -> Call:
-        """The call with shapes in the place of arrays."""
-        static = self.statics
-        values = [v if i in static else tree_util.tree_map(shaped, v) for i, v in enumerate(self.values)]
-        return dataclasses.replace(self, values=values)
+        """The call with shapes in the place of arrays, of types in the call's memories."""
+        leaves, treedef = tree_util.tree_flatten(self.dynamic)
+        shapes = [shaped(leaf) for leaf in leaves]
+        if self.memories:
+            shapes = list(map(typed, shapes, self.memories))
+        return dataclasses.replace(self, values=self.replaced(treedef, shapes))
 
     def of_typed_shapes(self) -> Call:
         """`of_shapes`, with the Explicit axes of their types."""
@@ -151,8 +157,11 @@ class Call:
     def with_closed_over(self, closed_over: ClosedOverArguments) -> Call:
         """The call with the arrays that the function closes over in its state."""
         state = self.values[0] if self.stateful else {}
-        values = [{**state, **closed_over.arrays}, *self.values[self.stateful :]]
-        return dataclasses.replace(self, values=values, stateful=True, closed_over=closed_over).in_place()
+        values = [{**state, **closed_over.current()}, *self.values[self.stateful :]]
+        changes = self.returns_changes or bool(closed_over.refs)
+        return dataclasses.replace(
+            self, values=values, stateful=True, returns_changes=changes, closed_over=closed_over
+        ).in_place()
 
     def without_closed_over(self) -> Call:
         """The call without the arrays that the function closes over."""
@@ -160,8 +169,10 @@ class Call:
             return self
         state = {path: a for path, a in self.values[0].items() if path not in self.closed_over.arrays}
         values = [*[state] * self.closed_over.is_stateful, *self.values[1:]]
-        stateful = self.closed_over.is_stateful
-        return dataclasses.replace(self, values=values, stateful=stateful, closed_over=None).in_place()
+        stateful, changes = self.closed_over.is_stateful, self.closed_over.returns_changes
+        return dataclasses.replace(
+            self, values=values, stateful=stateful, returns_changes=changes, closed_over=None
+        ).in_place()
 
     def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
         """Positions in `values` of the dynamic arguments that are named by number or name."""
@@ -190,7 +201,15 @@ class Call:
         """What a call shares with those that one plan fits: hashable, unless a static value is not."""
         leaves, treedef = tree_util.tree_flatten(self.dynamic)
         shapes = tuple(map(_shape_and_dtype, leaves))
-        return self.slots, treedef, shapes, tuple(self.values[i] for i in self.statics), self.ambient, self.types
+        return (
+            self.slots,
+            treedef,
+            shapes,
+            tuple(self.values[i] for i in self.statics),
+            self.ambient,
+            self.memories,
+            self.types,
+        )
 
     def unhashable(self) -> list[Problem]:
         """The static values that cannot be hashed."""

@@ -24,6 +24,7 @@ from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
 from shardfn.frontend.plain_objects import SHARDED, is_array, is_holder, is_plain
 from shardfn.frontend.recorder import active, refuse_changes
+from shardfn.frontend.refs import HeldRefs, held_refs
 from shardfn.frontend.strategy import is_cell
 from shardfn.frontend.wrapped import PARTS
 
@@ -58,18 +59,23 @@ class Callee:
     """Arguments that a `functools.partial` holds."""
     objects: HeldObjects = dataclasses.field(default_factory=HeldObjects)
     """Flax NNX objects among the arguments of one call (`of_call`)."""
+    refs: HeldRefs = dataclasses.field(default_factory=HeldRefs)
+    """JAX refs among the arguments of one call."""
 
     def of_call(
         self, slots: Sequence[Slot], values: Sequence[Any], donated: frozenset[str] = frozenset()
     ) -> tuple[Callee, Sequence[Any]]:
-        """The callee of one call, and the call's values with their arrays in the place of NNX objects.
+        """The callee of one call, and the call's values with their arrays in the place of NNX objects and refs.
 
         Raises:
-          StrategyError: an argument and the object that holds the callee's arrays share a variable.
+          StrategyError: an argument and the object that holds the callee's arrays share a variable, or one ref stands twice.
         """
         if getattr(self.function, PURE, False):
             return self, values
         arguments = {s.name: v for s, v in zip(slots, values, strict=True)}
+        if refs := held_refs(self.name, [(s.name, arguments[s.name]) for s in slots if not s.is_static]):
+            of_arrays = [*refs.values(arguments).values()]
+            return dataclasses.replace(self, refs=refs).of_call(slots, of_arrays, donated)
         objects = held_objects(((s.name, arguments[s.name]) for s in slots if not s.is_static), donated)
         if not objects:
             return self, values
@@ -96,7 +102,12 @@ class Callee:
     def fixed(self) -> Any:
         """What of the object is no array and not watched (`frontend.watch`), as a dictionary key: with another, plan anew."""
         own = None if self.adapter is None else self.adapter.fixed(self.owner)
-        return (own, self.objects.definition) if self.objects else own
+        return (own, self.objects.definition if self.objects else None, self.refs.paths) if self.has_held else own
+
+    @property
+    def has_held(self) -> bool:
+        """Whether arguments hold objects or refs, whose changes are written back."""
+        return bool(self.objects) or bool(self.refs)
 
     def frozen(self, call: Call) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.
@@ -110,10 +121,12 @@ class Callee:
             if (recorder := active()) is not None:
                 recorder.stands_for(owner, self.owner)
         objects = self.objects.filled(call.arguments())[0] if self.objects else self.objects
-        return dataclasses.replace(self, owner=owner, objects=objects)
+        return dataclasses.replace(self, owner=owner, objects=objects, refs=self.refs.frozen())
 
     def write(self, changed: State) -> None:
-        """Put changed arrays back into the objects."""
+        """Put changed arrays back into the objects and refs."""
+        self.refs.write({path: a for path, a in changed.items() if path in self.refs.refs})
+        changed = {path: a for path, a in changed.items() if path not in self.refs.refs}
         of_arguments = {path: a for path, a in changed.items() if self.objects.holds(path)}
         if of_arguments:
             self.objects.write(of_arguments)

@@ -1,7 +1,8 @@
 """Arrays that a function closes over: their names, and a call that takes them as arguments.
 
 JAX makes a constant of each: every device holds all of it. `shard(..., closed_over="argument")` traces the call once and passes
-the constants of its jaxpr as arguments, with paths such as `closed_over/weights`.
+the constants of its jaxpr as arguments, with paths such as `closed_over/weights`. Refs (`jax.new_ref`) are always passed so:
+their values go in, and results are written back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax.core import Tracer
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.paths import join
+from shardfn.frontend.refs import HeldRefs, values_of
 from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.ir.rewrite import constants, evaluate_with_constants
 
@@ -44,6 +46,10 @@ def option_for(pattern: str, paths: Sequence[str]) -> str:
     return f'pass {PREFIX}="argument", which makes arguments of the arrays that the function closes over'
 
 
+class ClosesOverRef(StrategyError):
+    """The function closes over a JAX ref, which has to be an argument."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ClosedOverArray:
     """An array that a function closes over, which each device holds in full: name, shape, dtype and bytes."""
@@ -62,47 +68,77 @@ class ClosedOverArguments:
     result: Any
     """The structure of the result."""
     arrays: dict[str, Any]
-    """The constants by path."""
+    """The constants by path; a ref is its value at each call."""
     paths: dict[Any, str]
     """The path of each constant, by its identity."""
     is_stateful: bool
     """Whether the call without them has a state."""
+    returns_changes: bool = False
+    """Whether the call without them returns changed arrays beside its result."""
+    only_refs: bool = False
+    """Whether other constants than refs stay what they are."""
     watch: Watch = NOTHING_READ
     """What the function read when it was traced."""
 
+    @property
+    def refs(self) -> dict[str, Any]:
+        """The refs by path."""
+        return {path: a for path, a in self.arrays.items() if isinstance(a, jax.Ref)}
+
+    def current(self) -> dict[str, Any]:
+        """The arrays of a call by path: the constants, and what is in the refs now."""
+        return {path: a[...] if isinstance(a, jax.Ref) else a for path, a in self.arrays.items()}
+
+    def write(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """Put changed values into the refs; returns the other ones."""
+        refs = self.refs
+        HeldRefs(refs).write({path: value for path, value in changed.items() if path in refs})
+        return {path: value for path, value in changed.items() if path not in refs}
+
     def evaluate(self, values: Sequence[Any]) -> Any:
-        """The result of the function for the dynamic values of a call, its state with the constants first."""
+        """The result of the function for the dynamic values of a call, its state with the constants first.
+
+        Where there are refs, it is a pair: the result, and the changed arrays with the values of the refs.
+        """
         state, *rest = values
         own = [{path: a for path, a in state.items() if path not in self.arrays}] if self.is_stateful else []
         leaves = tree_util.tree_leaves([*own, *rest])
+        made = {path: jax.new_ref(state[path]) for path in self.refs}
 
         def constant(value: Any) -> Any:
             path = self.paths.get(identity(value))
-            return value if path is None else state[path]
+            return value if path is None else made.get(path, state[path])
 
-        return tree_util.tree_unflatten(self.result, evaluate_with_constants(self.jaxpr, constant, leaves))
+        found = tree_util.tree_unflatten(self.result, evaluate_with_constants(self.jaxpr, constant, leaves))
+        if not made:
+            return found
+        result, changed = found if self.returns_changes else (found, {})
+        return result, {**changed, **values_of(made)}
 
     def placed(self, targets: dict[str, Any]) -> ClosedOverArguments:
         """The same with its constants in the shardings of a plan, by path."""
-        return dataclasses.replace(
-            self, arrays={path: jax.device_put(a, targets[path]) for path, a in self.arrays.items()}
-        )
+        put = {path: jax.device_put(a, targets[path]) for path, a in self.arrays.items() if path not in self.refs}
+        return dataclasses.replace(self, arrays={**self.arrays, **put})
 
 
-def as_arguments(traced: Any, function: Callable[..., Any], is_stateful: bool) -> ClosedOverArguments:
+def as_arguments(
+    traced: Any, function: Callable[..., Any], is_stateful: bool, returns_changes: bool, only_refs: bool
+) -> ClosedOverArguments:
     """The arrays that a traced call closes over, as arguments. Values of a transformation around the call stay what they are.
 
     Args:
       traced: from `jax.jit(...).trace(...)`.
       function: the user's function, which gives the constants their names.
       is_stateful: whether the first value of the call is a state.
+      returns_changes: whether the call returns changed arrays beside its result.
+      only_refs: whether other constants than refs stay what they are.
     """
-    found = _constants(traced.jaxpr)
+    found = [c for c in _constants(traced.jaxpr) if isinstance(c, jax.Ref) or not only_refs]
     named = {f"{PREFIX}/{name}": c for name, c in zip(_names(function, found), found, strict=True)}
     paths = {identity(c): path for path, c in named.items()}
     result = tree_util.tree_structure(traced.out_info)
-    arrays = {path: c if isinstance(c, jax.Array) else np.asarray(c) for path, c in named.items()}
-    return ClosedOverArguments(traced.jaxpr, result, arrays, paths, is_stateful)
+    arrays = {path: c if isinstance(c, jax.Array | jax.Ref) else np.asarray(c) for path, c in named.items()}
+    return ClosedOverArguments(traced.jaxpr, result, arrays, paths, is_stateful, returns_changes, only_refs)
 
 
 def closed_over(jaxpr: Any, function: Callable[..., Any] | None) -> tuple[ClosedOverArray, ...]:
@@ -111,8 +147,15 @@ def closed_over(jaxpr: Any, function: Callable[..., Any] | None) -> tuple[Closed
     Args:
       jaxpr: its closed jaxpr.
       function: the user's function, which gives the arrays their names.
+
+    Raises:
+      ClosesOverRef: a JAX ref is among them.
     """
     found = _constants(jaxpr)
+    if any(isinstance(c, jax.Ref) for c in found):
+        fail(ClosesOverRef, "the function closes over a JAX ref where it cannot be an argument",
+             why="the call works on a copy of it, sharded as an argument is, and writes the result back",
+             fix="pass the ref as an argument; a ref that the function makes inside works too")  # fmt: skip
     rows = (
         ClosedOverArray(name, tuple(c.shape), str(c.dtype), int(getattr(c, "nbytes", 0)))
         for name, c in zip(_names(function, found), found, strict=True)
@@ -122,22 +165,17 @@ def closed_over(jaxpr: Any, function: Callable[..., Any] | None) -> tuple[Closed
 
 def identity(value: Any) -> Any:
     """What distinguishes a constant from others: NumPy's are wrapped anew in each trace."""
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.Array | jax.Ref):
         return id(value)
     array = np.asarray(value)
     return array.__array_interface__["data"][0], array.shape, array.dtype
 
 
 def _constants(jaxpr: Any) -> list[Any]:
-    """The different constants of a closed jaxpr that have dimensions.
-
-    Raises:
-      StrategyError: a JAX ref is among them.
-    """
-    if any(isinstance(c, jax.Ref) for c in constants(jaxpr)):
-        fail(StrategyError, "the function closes over a JAX ref", why="a ref has no sharding, and arrays are planned",
-             fix="pass an array, and return the changed one; a ref that the function makes inside works")  # fmt: skip
-    every = (c for c in constants(jaxpr) if not isinstance(c, Tracer) and getattr(c, "shape", ()))
+    """The different constants of a closed jaxpr: refs, and arrays that have dimensions."""
+    every = (
+        c for c in constants(jaxpr) if not isinstance(c, Tracer) and (isinstance(c, jax.Ref) or getattr(c, "shape", ()))
+    )
     return list({identity(c): c for c in every}.values())
 
 
@@ -178,7 +216,7 @@ def _arrays_of(name: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]
         return
     for key, leaf in keyed:
         path = join(name, key)
-        if isinstance(leaf, jax.Array | np.ndarray):
+        if isinstance(leaf, jax.Array | np.ndarray | jax.Ref):
             yield path, leaf
         elif callable(leaf) and isinstance(inspect.unwrap(leaf), _FUNCTIONS):
             yield from _seen_by(leaf, met)

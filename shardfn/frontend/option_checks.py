@@ -37,12 +37,18 @@ ELSEWHERE = {
 """What an option of `shard` is called in JAX, in other libraries or in speech."""
 
 
+OF_JIT = ("keep_unused", "inline")
+"""Options of `jax.jit` that `shard` has no counterpart of."""
+
+
 def nearest_option(word: str, names: Iterable[str]) -> str:
     """The fix for an option that is not there; `names` are what could be meant.
 
     >>> nearest_option("in_shardings", ["in_strategy"]), nearest_option("devices", ["device", "level"])
     ('did you mean in_strategy?', 'did you mean device?')
     """
+    if word in OF_JIT:
+        return f"leave it out; jax.jit(plan.apply(f), {word}=...) takes it"
     return f"did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else nearest(word, names)
 
 

@@ -90,6 +90,17 @@ class Options:
         if isinstance(self.compiler_options, Mapping):
             object.__setattr__(self, "compiler_options", dict(self.compiler_options))
 
+    def of_bound_method(self) -> Options:
+        """The same for a method of an instance: numbers of arguments count the instance where the method is decorated.
+
+        >>> Options(static_argnums=(0, 2)).of_bound_method().static_argnums
+        (1,)
+        """
+        if not self.static_argnums and not self.donate_argnums:
+            return self
+        static, donated = (tuple(i - 1 for i in n if i > 0) for n in (self.static_argnums, self.donate_argnums))
+        return dataclasses.replace(self, static_argnums=static, donate_argnums=donated)
+
     def for_search(self, defaults: Defaults, layout_level: int | None = None, layout_style: str = "") -> SearchOptions:
         """The search options of a call, once `shard` has checked these options.
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
+from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a, closest
@@ -44,7 +45,7 @@ DATA_PARALLEL = NamedEntry("DATA_PARALLEL")
 """Shards dimension 0 over all devices where it divides, and replicates other arrays; `None` means the same."""
 
 Entry = Any
-"""tuple of ints and AUTO | None | AUTO | REPLICATED | DATA_PARALLEL | Layout | PartitionSpec | NamedSharding"""
+"""tuple of ints and AUTO | None | AUTO | REPLICATED | DATA_PARALLEL | Layout | PartitionSpec | NamedSharding | Format of one"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     if not isinstance(leaf, jax.Array) and isinstance(leaf, jax.Ref):  # the first is the cheap one
         return None
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if not isinstance(shape, tuple) or dtype is None or dtype == np.dtype(object):
+    if not isinstance(shape, tuple) or dtype is None or dtype == np.dtype(object) or has_symbols(shape):
         return None
     if isinstance(dtype, np.dtype) and dtype.kind in "USMmV" and not jax.numpy.issubdtype(dtype, np.number):
         return None
@@ -112,6 +113,11 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     if isinstance(dtype, np.dtype):  # what JAX makes of it: NumPy's float64 arrives as float32 unless x64 is on
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return tuple(int(d) for d in shape), str(dtype)
+
+
+def has_symbols(shape: tuple[Any, ...]) -> bool:
+    """Whether a shape has symbolic dimensions (`jax.export.symbolic_shape`)."""
+    return not all(isinstance(d, int | np.integer) for d in shape)
 
 
 def is_of_numbers(value: Any) -> bool:
@@ -161,6 +167,10 @@ def is_cell(value: Any) -> bool:
 
 
 def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
+    if isinstance(value, jax.ShapeDtypeStruct) and has_symbols(value.shape):
+        return Problem(f"{argument.label} has symbolic dimensions", f"{path} = {short(value)}",
+                       "a plan is for sizes: these say which numbers of shards divide, and what a call costs",
+                       "give numbers, and plan and export the function once for each shape", is_type=True)  # fmt: skip
     if isinstance(value, np.ndarray):
         fix = "convert it to a dtype that JAX has, such as float32, or leave it out of the call"
     elif isinstance(value, jax.Ref):
@@ -359,6 +369,8 @@ def with_entry(leaf: Leaf, entry: Entry, where: str) -> Leaf:
         return dataclasses.replace(with_entry(leaf, entry.entry, entry.mode), by="mode")
     if entry is REPLICATED:
         entry = (1,) * len(leaf.shape)
+    if isinstance(entry, Format) and entry.layout is None and entry.sharding is not None:
+        entry = entry.sharding
     return dataclasses.replace(leaf, entry=None if entry is DATA_PARALLEL else entry, where=where, by="you")
 
 

@@ -14,8 +14,10 @@ from jax.extend import core as jex_core
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray, closed_over
+from shardfn.frontend.memories import kind_of_type, typed
 from shardfn.ir import shardy
 from shardfn.ir.model import Axes, Graph
+from shardfn.ir.rewrite import rebind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +87,10 @@ def trace_jaxpr(
     Errors of the function itself come out as they are.
     """
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
-    results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
     jaxpr = traced.jaxpr
+    shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in tree_util.tree_leaves(traced.out_info)]
+    kinds = map(kind_of_type, jaxpr.out_avals)
+    results = tree_util.tree_unflatten(tree_util.tree_structure(traced.out_info), map(typed, shapes, kinds))
     held = closed_over(jaxpr, names)
     if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
         if mapped[0] in jax.sharding.get_abstract_mesh().manual_axes:
@@ -115,17 +119,29 @@ def lower(traced: TracedJaxpr, platform: str) -> Traced:
     What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
     whose ops are the same but for those that a platform has of its own.
     """
+    stage = _without_checks(traced.stage)
     try:
-        lowered = traced.stage.lower(lowering_platforms=(platform,))
+        lowered = stage.lower(lowering_platforms=(platform,))
     except ValueError:
         if platform == jax.default_backend():
             raise
-        platform, lowered = jax.default_backend(), traced.stage.lower()
+        platform, lowered = jax.default_backend(), stage.lower()
     module = shardy.flat(lowered.compiler_ir("stablehlo"))
     seen = shardy.ReaderCache()
     graph = shardy.read_graph(module, seen)
     captured, meshes = len(graph.inputs) - traced.arrays, shardy.used_meshes(module)
     return Traced(module, graph, captured, traced.results, meshes, traced.jaxpr, platform, seen, traced.closed_over)
+
+
+def _without_checks(stage: jax.stages.Traced) -> jax.stages.Traced:
+    """A traced function without the checks of `jax.experimental.checkify`. JAX does not lower them: `checkify.checkify` around a
+    sharded function makes values of them after it is planned. They have no results that anything else could read."""
+    closed = stage.jaxpr
+    if not any(type(effect).__name__ == "ErrorEffect" for effect in closed.effects):
+        return stage
+    run = rebind(jex_core.jaxpr_as_fun(closed), lambda eqn, _: eqn.primitive.name == "check", lambda *_: [])
+    shapes = [typed(jax.ShapeDtypeStruct(v.shape, v.dtype), kind_of_type(v)) for v in closed.in_avals]
+    return jax.jit(run, keep_unused=True).trace(*shapes)
 
 
 def shaped(leaf: Any) -> Any:

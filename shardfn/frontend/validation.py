@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, a
@@ -68,6 +69,12 @@ def completions(leaf: Leaf, devices: int) -> Iterator[tuple[int, ...]]:
 
 def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
     """What is wrong with a strategy: its type, or else its rank and its numbers, or else their product."""
+    if isinstance(strategy, Format):
+        yield Problem(f"the entry of {leaf.label} asks for a layout in memory", leaf.source,
+                      "a plan says how arrays are sharded, and XLA how a device stores its shard",
+                      "write the sharding of the Format; or use the plan without shardfn: jax.jit(plan.apply(f), "
+                      "in_shardings=...) takes Formats of plan.in_shardings, and of plan.out_shardings")  # fmt: skip
+        return
     if not isinstance(strategy, tuple):
         likely, code = (
             fitting([strategy] if type(strategy) is int else [], leaf.shape),

@@ -22,6 +22,7 @@ from shardfn.frontend.closed_over import ClosedOverArguments, as_arguments
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.outer_call import OuterCall
 from shardfn.frontend.recorder import recording
+from shardfn.frontend.refs import values_of
 from shardfn.frontend.static_leaves import hide_static, holds_static, restore_static
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
@@ -141,6 +142,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             name: restore_static(value) if name in static else value for name, value in zip(names, rest, strict=True)
         }
         objects, given, before = callee.objects.filled(given) if callee.objects else (callee.objects, given, {})
+        given, refs = callee.refs.opened(given) if callee.refs else (given, {})
         attributes = nnx_objects.attributes(objects.nodes) if objects else {}
         kept = {name: _custom_nodes(value) for name, value in given.items() if name not in objects.places}
         result, changed = callee.call(state, *split(slots, [*given.values()]))
@@ -151,6 +153,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             changed |= callee.changed(before, after, attributes, nnx_objects.attributes(objects.nodes)) | {
                 path: after[path] for path in before if objects.is_donated(path)
             }
+        changed |= values_of(refs)
         result = hide_static(result)
         return (result, changed) if call.returns_changes else result
 
@@ -171,8 +174,8 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     return pure
 
 
-def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
-    """The arrays that a function closes over in a call, with the function's trace, which takes them as arguments."""
+def closed_over_arguments(callee: Callee, call: Call, only_refs: bool) -> ClosedOverArguments:
+    """The arrays that a function closes over in a call, or its refs only, with its trace, which takes them as arguments."""
     shapes = call.of_shapes()
     with (
         recording(callee.root, callee.name) as read,
@@ -181,7 +184,9 @@ def closed_over_arguments(callee: Callee, call: Call) -> ClosedOverArguments:
     ):
         function = pure_function(callee.frozen(shapes), shapes)
         traced = jax.jit(function, static_argnums=call.statics, keep_unused=True).trace(*shapes.values)
-    return dataclasses.replace(as_arguments(traced, callee.function, call.stateful), watch=read())
+    return dataclasses.replace(
+        as_arguments(traced, callee.function, call.stateful, call.returns_changes, only_refs), watch=read()
+    )
 
 
 def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:

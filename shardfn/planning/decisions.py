@@ -33,6 +33,7 @@ class Decision:
       runner_up: the next best strategy and its additional cost: by the search's estimate, or in a report by the partitioned
         program, as `Plan.why` evaluates it.
       local_bytes: bytes on one device.
+      memory_kind: the memory that it stays in, such as "pinned_host"; None is the one that the devices compute from.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Decision:
     reason: str = ""
     runner_up: str = ""
     local_bytes: int = 0
+    memory_kind: str | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from shardfn.cost.estimate import Cost, collectives
 from shardfn.cost.schedule import lower_for_backend
+from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Detour, Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.ir.specs import strategy_of
@@ -65,6 +66,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     )
     diagnostics = (
         *advice(plan, answered),
+        *_elsewhere(inputs),
         *file_constraints(posed, answer.axes)[1],
         *changed,
         *(near_limit_note(cost.memory, problem.memory_limit) if call.search.is_limit_strict else ()),
@@ -75,6 +77,15 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
     )
     return dataclasses.replace(plan, diagnostics=diagnostics)
+
+
+def _elsewhere(inputs: Sequence[Decision]) -> tuple[str, ...]:
+    """A note on arguments that stay in another memory, of which the estimate knows nothing."""
+    found = [d.path for d in inputs if d.memory_kind is not None]
+    kinds = ", ".join(sorted({d.memory_kind for d in inputs if d.memory_kind is not None}))
+    if not found:
+        return ()
+    return (f"{listed(found)}: in {kinds} memory; the estimate of the memory per device counts these arrays too",)
 
 
 def _detours(posed: PosedCall, partitioned: PartitionedProgram) -> tuple[tuple[PlacedDetour, ...], tuple[Detour, ...]]:
@@ -117,12 +128,23 @@ def _inputs(posed: PosedCall, answer: Answer) -> tuple[Decision, ...]:
     call = posed.call
     source = "propagated" if call.hardware.count == 1 else answer.source
     runners_up = answer.runners_up or ("",) * len(call.inputs)
-    rows = zip(call.inputs, answer.specs, posed.entries, call.traced.inputs, answer.reasons, runners_up, strict=True)
+    rows = zip(
+        call.inputs, answer.specs, posed.entries, call.traced.inputs, answer.reasons, runners_up, call.memories[0],
+        strict=True,
+    )  # fmt: skip
     return tuple(
         _decision(
-            leaf, spec, answer.axes, call.traced.graph, value, source if own is None else leaf.by, reason, runner_up
+            leaf,
+            spec,
+            answer.axes,
+            call.traced.graph,
+            value,
+            source if own is None else leaf.by,
+            reason,
+            runner_up,
+            kind,
         )
-        for leaf, spec, own, value, reason, runner_up in rows
+        for leaf, spec, own, value, reason, runner_up, kind in rows
     )
 
 
@@ -133,8 +155,9 @@ def _outputs(
     call, graph, diagnostics = posed.call, partitioned.graph, list[str]()
     decided = []
     values = graph.outputs[len(graph.outputs) - len(call.outputs) :]
-    rows = zip(call.outputs, posed.propagation.given, posed.propagation.results(answer.specs), values, strict=True)
-    for i, (leaf, given, wanted, value) in enumerate(rows):
+    wanted_specs = posed.propagation.results(answer.specs)
+    rows = zip(call.outputs, posed.propagation.given, wanted_specs, values, call.memories[1], strict=True)
+    for i, (leaf, given, wanted, value, kind) in enumerate(rows):
         spec = answer.result_specs.get(i, wanted)
         if spec is None:
             spec = _expressible(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
@@ -144,7 +167,7 @@ def _outputs(
         )
         if given is None and i in call.same_as:
             reason = f"as `{call.inputs[call.same_as[i]].path}`, which it can replace"
-        decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, ""))
+        decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, "", kind))
     return tuple(decided), diagnostics
 
 
@@ -178,8 +201,9 @@ def _dimension_groups(posed: PosedCall, decided: Sequence[Decision]) -> tuple[Di
 
 
 def _decision(
-    leaf: Leaf, spec: Spec | None, axes: Axes, graph: Graph, value: int, source: str, reason: str, runner_up: str
-) -> Decision:
+    leaf: Leaf, spec: Spec | None, axes: Axes, graph: Graph, value: int, source: str, reason: str, runner_up: str,
+    memory_kind: str | None,
+) -> Decision:  # fmt: skip
     spec = spec if spec is not None else ((),) * len(leaf.shape)
     strategy = strategy_of(spec, axes)
     if source in ("you", "file", "mode"):
@@ -187,7 +211,7 @@ def _decision(
     elif source == "propagated":
         runner_up = ""
     local = int(array_bytes(graph.values[value])) // max(1, math.prod(strategy))
-    return Decision(leaf.path, leaf.shape, leaf.dtype, strategy, spec, source, reason, runner_up, local)
+    return Decision(leaf.path, leaf.shape, leaf.dtype, strategy, spec, source, reason, runner_up, local, memory_kind)
 
 
 def _expressible(spec: Spec, leaf: Leaf, partitioned: PartitionedProgram, diagnostics: list[str]) -> Spec:

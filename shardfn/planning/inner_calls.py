@@ -14,6 +14,7 @@ from shardfn.frontend import defaults
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.inputs_outputs import input_leaves, output_leaves
+from shardfn.frontend.memories import brought
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import AUTO, Leaf, has_open_dims
@@ -61,6 +62,7 @@ def _marked(
     if isinstance(entry, MeshLayout):
         entry = entry.sharding(outer.devices)
     if isinstance(entry, NamedSharding):
+        x = brought(x, entry.memory_kind)
         return jax.lax.with_sharding_constraint(x, entry) if is_result else mark_named(x, entry)
     return mark(x, tuple(entry) if has_open_dims(entry) else strategy, outer.count, is_result)
 

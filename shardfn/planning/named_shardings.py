@@ -162,17 +162,12 @@ def without_mesh(leaf: Leaf) -> Problem:
 
 
 def _of_devices(leaf: Leaf, own: Sequence[Any], used: Sequence[Any]) -> Iterator[Problem]:
-    """The problems of a NamedSharding whose devices or memory are not those of the call."""
-    kind = leaf.entry.memory_kind
+    """The problems of a NamedSharding whose devices are not those of the call."""
     if len(own) == len(used) and own != list(used):
         what = "the devices in another order" if set(own) == set(used) else "other devices"
         yield Problem(f"the mesh of {leaf.label} has {what} than this call", leaf.source,
                       "a call has one device order, that of device= or of the first NamedSharding",
                       "use one mesh for all NamedShardings of a call, and no other devices in device=")  # fmt: skip
-    if kind is not None and kind != own[0].default_memory().kind:
-        yield Problem(f"{leaf.label} has memory_kind={kind!r}", leaf.source,
-                      "shardfn shards only the memory that a device computes from",
-                      f"leave memory_kind out, or write {own[0].default_memory().kind!r}")  # fmt: skip
 
 
 def _axes(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:

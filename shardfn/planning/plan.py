@@ -413,7 +413,8 @@ def shardings_on(plan: Plan, mesh: PlanMesh) -> tuple[tuple[Any, ...], Any]:
     call = answered_call(plan).posed.call
 
     def like(tree: Any, decisions: Sequence[Decision]) -> Any:
-        return tree_util.tree_unflatten(tree_util.tree_structure(tree), [mesh.sharding(d.spec) for d in decisions])
+        found = [mesh.sharding(d.spec, d.memory_kind) for d in decisions]
+        return tree_util.tree_unflatten(tree_util.tree_structure(tree), found)
 
     return like(call.function.call.dynamic, plan.inputs), like(call.traced.results, plan.outputs)
 

@@ -30,6 +30,6 @@ class PlanMesh:
         axes, parts = finest(tuple(mesh.shape.items()))
         return cls(abstract_mesh(axes) if isinstance(mesh, AbstractMesh) else mesh_on(mesh.devices, axes), parts)
 
-    def sharding(self, spec: Spec) -> NamedSharding:
+    def sharding(self, spec: Spec, memory_kind: str | None = None) -> NamedSharding:
         """The `NamedSharding` of a spec over the plan's axes."""
-        return NamedSharding(self.mesh, partition_spec(split_axes(spec, self.parts)))
+        return NamedSharding(self.mesh, partition_spec(split_axes(spec, self.parts)), memory_kind=memory_kind)

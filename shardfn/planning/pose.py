@@ -17,6 +17,7 @@ from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements, with_types
+from shardfn.frontend.memories import with_entries
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import OuterCall, inside
@@ -77,7 +78,8 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
         check_all(inputs, hardware.count, problems)
         raise_problems(problems)
     donated = call.positions(options.donate_argnums, options.donate_argnames)
-    shapes = call.of_shapes()
+    kinds = with_entries(inputs, call.memories or (None,) * len(inputs))
+    shapes = dataclasses.replace(call, memories=kinds if any(kinds) else ()).of_shapes()
     frozen = callee.frozen(shapes)
     outer = OuterCall(hardware, takes_entries=ambient is None or not ambient.is_binding)
     pure = inside(pure_function(frozen, shapes), outer)

@@ -10,6 +10,7 @@ from typing import Any
 from shardfn import search
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.ambient_mesh import AmbientMesh
+from shardfn.frontend.memories import memory_kinds, with_entries
 from shardfn.frontend.options import SearchOptions
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
@@ -49,6 +50,12 @@ class TracedCall:
     def ambient_mesh(self) -> AmbientMesh | None:
         """The mesh around the call, if the call uses it."""
         return self.function.ambient
+
+    @property
+    def memories(self) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+        """The memory kinds of inputs and outputs; None where the devices compute from it."""
+        kinds = self.function.call.memories or (None,) * len(self.inputs)
+        return kinds, with_entries(self.outputs, memory_kinds(self.traced.results))
 
     def of(self, function: CallFunction, mesh: PlanMesh | None = None) -> TracedCall:
         """The call with its function in another form, traced anew on a mesh."""

@@ -19,6 +19,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.memories import brought, other_memory
 from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
@@ -92,9 +93,9 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
         @functools.wraps(function)
         def constrained(*flat: Any) -> Any:
             own = dataclasses.replace(call.function.call, values=flat)
-            placed = tree_util.tree_map(jax.lax.with_sharding_constraint, own.dynamic, ins)
+            placed = tree_util.tree_map(_placed, own.dynamic, ins)
             results = function(*own.replaced(tree_util.tree_structure(own.dynamic), tree_util.tree_leaves(placed)))
-            return tree_util.tree_map(jax.lax.with_sharding_constraint, results, outs)
+            return tree_util.tree_map(_placed, results, outs)
 
         return constrained, {"static_argnums": static_argnums}
     return function, {"in_shardings": ins, "out_shardings": outs, **outermost(call)}
@@ -118,10 +119,10 @@ def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Ca
         treedef = tree_util.tree_structure(own.dynamic)
 
         def inside(*dynamic: Any) -> Any:
-            placed = tree_util.tree_map(jax.lax.with_sharding_constraint, dynamic, ins)
+            placed = tree_util.tree_map(_placed, dynamic, ins)
             with explained_types(function.__name__):
                 results = function(*own.replaced(treedef, tree_util.tree_leaves(placed)))
-            return tree_util.tree_map(jax.lax.with_sharding_constraint, results, outs)
+            return tree_util.tree_map(_placed, results, outs)
 
         if not ambient.explicit:
             return inside(*own.dynamic)
@@ -129,6 +130,11 @@ def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Ca
         return jax.sharding.auto_axes(inside, axes=tuple(ambient.explicit), out_sharding=out_types)(*typed)
 
     return on_ambient_mesh, {"static_argnums": call.statics} if nested else outermost(planned)
+
+
+def _placed(value: Any, sharding: NamedSharding) -> Any:
+    """A traced array in the memory of a sharding, with the sharding as a constraint."""
+    return jax.lax.with_sharding_constraint(brought(value, sharding.memory_kind), sharding)
 
 
 def outermost(call: TracedCall) -> dict[str, Any]:
@@ -163,11 +169,11 @@ def _differentiable(
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`Plan.apply`."""
     planned = answered_call(plan).posed.call.function
-    callee = dataclasses.replace(describe(fn), objects=planned.callee.objects)
+    callee = dataclasses.replace(describe(fn), objects=planned.callee.objects, refs=planned.callee.refs)
     call, arrays = planned.call, callee.read()
     if call.closed_over is not None:
-        own = closed_over_arguments(callee, call.without_closed_over())
-        call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.arrays}
+        own = closed_over_arguments(callee, call.without_closed_over(), call.closed_over.only_refs)
+        call, arrays = dataclasses.replace(call, closed_over=own), {**arrays, **own.current()}
     function = planned.of(inside(pure_function(callee.frozen(call), call), planned.outer))
     if _program(function) != _program(planned):
         fail(StrategyError, f"`{callee.name}` is another function than `{plan.function}`, which was planned",
@@ -225,7 +231,8 @@ def _moved(value: Any, target: NamedSharding, is_replaced: bool) -> Any:
         return as_global(value, target)
     if target.is_fully_addressable and spans_processes(value):
         value = own_copy(value, target)
-    is_moved = lies_elsewhere(value, target) or (is_replaced and is_loose(value, target))
+    is_kept = is_replaced or other_memory(target) is not None
+    is_moved = lies_elsewhere(value, target) or (is_kept and is_loose(value, target))
     return jax.device_put(value, target) if is_moved else value
 
 
@@ -249,6 +256,8 @@ def finish(callee: Callee, call: Call, result: Any, holds_static: bool = True) -
     if not call.returns_changes:
         return result
     result, changed = result
+    if call.closed_over is not None:
+        changed = call.closed_over.write(changed)
     if changed:
         callee.write(changed)
     return result

@@ -38,6 +38,7 @@ from shardfn.frontend.callee import describe
 from shardfn.frontend.nnx_objects import HeldObjects
 from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed
+from shardfn.frontend.refs import HeldRefs
 from shardfn.frontend.static_leaves import hide_static
 from shardfn.planning.call_function import pure_function
 from shardfn.planning.plan import Plan, answered_call, shardings_on
@@ -76,7 +77,7 @@ def check_plan(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Check
              where="plan.check(...)", why="a plan keeps the shapes of a module's arrays, and not the arrays",
              fix="check the sharded function: shard(f, ...).check(...), or shard(f, check=True)")  # fmt: skip
     static = frozenset(slot.name for slot in own.slots if slot.is_static)
-    callee = dataclasses.replace(planned.callee, objects=HeldObjects())
+    callee = dataclasses.replace(planned.callee, objects=HeldObjects(), refs=HeldRefs())
     try:
         slots, values = bind(callee.signature, args, kwargs, static_argnames=static)
     except TypeError as error:

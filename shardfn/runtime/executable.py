@@ -80,6 +80,11 @@ class Entry:
     watch: Watch = NOTHING_READ
     """What the function read when it was traced: the entry fits calls that would read the same."""
 
+    def shapes(self, call: Call) -> Sequence[Any]:
+        """The shapes of a call's arrays in the memories of the plan, with the Explicit axes of their types."""
+        kinds = tuple(d.memory_kind for d in self.plan.inputs)
+        return dataclasses.replace(call, memories=kinds if any(kinds) else ()).of_typed_shapes().values
+
     @classmethod
     def of(cls, plan: Plan) -> Entry:
         """The entry of a plan, which nothing is compiled for yet."""
@@ -207,7 +212,7 @@ def jitted_as_called(entry: Entry, call: Call, given: int) -> tuple[Any, Sequenc
     where there are any, the shapes have the shardings.
     """
     if len(call.slots) <= given:
-        return entry.jitted, call.of_typed_shapes().values, {}
+        return entry.jitted, entry.shapes(call), {}
     names = [None] * (call.stateful + given) + [slot.name for slot in call.slots[given:]]
 
     def function(*_shardfn_args: Any, **_shardfn_keywords: Any) -> Any:  # names that no parameter of the user's has

@@ -45,7 +45,7 @@ def run_nested(name: str, entry: Entry, call: Call, leaves: list[Any], treedef: 
              where=duplicate["what"], why="the type of an array has each Explicit axis once",
              fix="shard what is mapped, shard(jax.vmap(f)); or give strategies that leave that axis out")  # fmt: skip
     if failed is not None:
-        other = compile_entry(entry, lambda _: call.of_typed_shapes().values)
+        other = compile_entry(entry, lambda e: e.shapes(call))
         if other.jitted is entry.jitted:  # the plan itself compiles
             raise failed
         return other.nested(*call.values)

@@ -27,6 +27,7 @@ from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.annotations import rules_in_force
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.closed_over import ClosesOverRef
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
@@ -34,6 +35,7 @@ from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
 from shardfn.frontend.plain_objects import METHODS
 from shardfn.frontend.recorder import include
+from shardfn.frontend.refs import is_ref
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.frontend.watch import NOTHING_READ
@@ -58,12 +60,24 @@ from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn
 from shardfn.runtime.entries import Methods
 from shardfn.runtime.executable import Entry, agreed, compile_entry, jitted_as_called, make_entry, typed_as_planned
 from shardfn.runtime.nested_call import run_nested
-from shardfn.runtime.processes import check_devices
+from shardfn.runtime.processes import check_devices, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.shared_entries import kept_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _of_instance(method: M) -> M:
+    """A method of `ShardedFunction` that takes the arguments of a call, also where the first is the instance (`_method_of`)."""
+
+    @functools.wraps(method)
+    def call(self: ShardedFunction, /, *args: Any, **kwargs: Any) -> Any:
+        own = self._method_of(args)
+        return method(self, *args, **kwargs) if own is None else method(own, *args[1:], **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class ShardedFunction(Generic[P, R]):
@@ -126,7 +140,7 @@ class ShardedFunction(Generic[P, R]):
         found = kept.get(self)
         if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
             return found
-        found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
+        found = ShardedFunction(types.MethodType(self.fn, instance), self.options.of_bound_method())
         is_open = isinstance(getattr(instance, "__dict__", None), dict)  # that of a class is not
         if not found.callee.is_plain or not is_open or found.callee.read():
             found._entries = self._entries  # `nnx.grad` makes a new instance for every call
@@ -196,6 +210,7 @@ class ShardedFunction(Generic[P, R]):
                 pass
         return self._call(args, kwargs)
 
+    @_of_instance
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan of a call.
 
@@ -209,8 +224,9 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        return self._entry(*self._bound(args, kwargs)).plan
+        return self._planned(*self._bound(args, kwargs))[1].plan
 
+    @_of_instance
     def explain(
         self, /, *args: Any, compiled: bool = False, run: bool = False, detail: str = "short", **kwargs: Any
     ) -> Report:
@@ -240,10 +256,10 @@ class ShardedFunction(Generic[P, R]):
             if name in parameters and not is_default:
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
-            entry = self._compiled(callee, call, entry, lambda _: call.of_typed_shapes().values)
+            entry = self._compiled(callee, call, entry, lambda e: e.shapes(call))
         found = read(self._lower(entry, call, len(call.slots)).compile()) if compiled else None
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
@@ -255,6 +271,7 @@ class ShardedFunction(Generic[P, R]):
             detail,
         )
 
+    @_of_instance
     def check(self, /, *args: Any, **kwargs: Any) -> CheckResult:
         """Run a call sharded and unsharded, and compare results and gradients leaf by leaf.
 
@@ -273,7 +290,7 @@ class ShardedFunction(Generic[P, R]):
         '<lambda>: 3 arrays agree; compared with the unsharded function on one CPU device'
         """
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         refuse_uncheckable(entry.plan)
         if call.closed_over is not None:
             call = self._placed(callee, call, entry)
@@ -282,6 +299,7 @@ class ShardedFunction(Generic[P, R]):
         entry = self._compiled(callee, call, entry, lambda e: _arrays(call, e, leaves, treedef))
         return check_entry(entry, leaves)
 
+    @_of_instance
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the sharded function for a call, as `jax.jit(f).lower` does.
 
@@ -296,9 +314,10 @@ class ShardedFunction(Generic[P, R]):
           ShardError: all problems of the call.
         """
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         return self._lower(entry, call, len(args))
 
+    @_of_instance
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the sharded function for a call, as `jax.jit(f).trace` does.
 
@@ -313,10 +332,11 @@ class ShardedFunction(Generic[P, R]):
           ShardError: all problems of the call.
         """
         callee, call = self._bound(args, kwargs)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         jitted, shapes, keywords = jitted_as_called(entry, call, len(args))
         return jitted.trace(*shapes, **keywords)
 
+    @_of_instance
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the results of a call, without planning it.
 
@@ -348,6 +368,20 @@ class ShardedFunction(Generic[P, R]):
 
     # ---- inside
 
+    def _method_of(self, args: tuple[Any, ...]) -> ShardedFunction | None:
+        """This method bound to the first argument, where that is an instance or the class that has it: `Dense.apply(dense, x)`,
+        a property, and a class method, which binds no descriptors since Python 3.13."""
+        first = args[0] if args else None
+        kind, name = first if isinstance(first, type) else type(first), getattr(self.fn, "__name__", "")
+        held = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+        held = [value for value in held if not isinstance(value, staticmethod)]
+        is_static = self.options.static_argnums or self.options.static_argnames
+        if any(self in (value, *(getattr(value, part, None) for part in _HOLDING)) for value in held) or (
+            isinstance(first, type) and not is_static
+        ):
+            return self.__get__(first)
+        return None
+
     def _lower(self, entry: Entry, call: Call, given: int) -> jax.stages.Lowered:
         jitted, shapes, keywords = jitted_as_called(entry, call, given)
         if entry.plan.hardware.is_here:
@@ -356,20 +390,21 @@ class ShardedFunction(Generic[P, R]):
         return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self.fn(*args, **kwargs)
         if is_per_device():
             callee, call = self._bound(args, kwargs)
             return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)
-        if args and isinstance(args[0], type) and not (self.options.static_argnums or self.options.static_argnames):
-            # a `classmethod`, which binds no descriptors since Python 3.13
-            return self.__get__(args[0])(*args[1:], **kwargs)
+        if (own := self._method_of(args)) is not None:
+            return own(*args[1:], **kwargs)
         known = len(self._entries)
         callee, call = self._bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
         if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
             return finish(callee, call, call_inside(callee, self.options, call, outer))
         refuse_donated_twice(self.callee.name, call, self.options)
-        entry = self._entry(callee, call)
+        call, entry = self._planned(callee, call)
         refuse_target(self.callee.name, entry.plan.hardware, self.options.device)
         if not entry.is_agreed:
             check_devices(entry.plan)
@@ -386,7 +421,9 @@ class ShardedFunction(Generic[P, R]):
                 )
             CONCRETE.update(map(type, leaves))
             arrays = _arrays(call, entry, leaves, treedef)
-            if not entry.is_compiled:
+            if (
+                not entry.is_compiled and not is_traced()
+            ):  # the trace around may be of what XLA cannot compile, as checks
                 own, first = arrays, entry
                 entry = self._compiled(
                     callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
@@ -402,7 +439,7 @@ class ShardedFunction(Generic[P, R]):
         has_keywords = any(s.keyword for s in call.slots)
         is_bound = call.ambient is not None and call.ambient.is_binding
         simple = not (call.stateful or call.returns_changes or entry.holds_static or has_keywords or is_bound)
-        if simple and self._entries.kinds == 1 and not self._transfers_arrays:
+        if simple and entry.is_compiled and self._entries.kinds == 1 and not self._transfers_arrays:
             self._fast_watch = entry.watch
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
@@ -441,19 +478,34 @@ class ShardedFunction(Generic[P, R]):
         values = [value if slot.is_static else hide_static(value) for slot, value in zip(slots, values, strict=True)]
         state = callee.read()
         stateful = bool(state)
-        call = Call(slots, [state, *values] if stateful else values, stateful, stateful or bool(callee.objects))
+        call = Call(slots, [state, *values] if stateful else values, stateful, stateful or callee.has_held)
         if problems := call.unhashable():
             raise StrategyTypeError(problems)
         call = call.in_place()
-        return callee, self._with_closed_over(callee, call) if self.options.closed_over == "argument" else call
+        is_argument = self.options.closed_over == "argument"
+        return callee, self._with_closed_over(
+            callee, call, is_argument
+        ) if is_argument or self._closed_over.kinds else call
 
-    def _with_closed_over(self, callee: Callee, call: Call) -> Call:
-        """The call with the arrays that the function closes over among its values; a call of a new kind is traced."""
+    def _with_closed_over(self, callee: Callee, call: Call, is_traced: bool) -> Call:
+        """The call with the arrays that the function closes over among its values, or refs only; `is_traced` says whether a call
+        of a new kind is traced for them."""
         key = self._key(callee, call)
         found = self._closed_over.find(key, callee.root)
-        if found is None:
-            found = self._closed_over.keep(key, closed_over_arguments(callee, call), callee.root)
-        return call.with_closed_over(found) if found.arrays else call
+        if found is None and is_traced:
+            only_refs = self.options.closed_over != "argument"
+            found = self._closed_over.keep(key, closed_over_arguments(callee, call, only_refs), callee.root)
+        return call.with_closed_over(found) if found is not None and found.arrays else call
+
+    def _planned(self, callee: Callee, call: Call) -> tuple[Call, Entry]:
+        """A call as it is planned, with the refs that the function closes over among its values; and its entry."""
+        try:
+            return call, self._entry(callee, call)
+        except ClosesOverRef:
+            if call.closed_over is not None:
+                raise
+        call = self._with_closed_over(callee, call, True)
+        return call, self._entry(callee, call)
 
     def _key(self, callee: Callee, call: Call) -> Any:
         """What calls of one kind share. Where settings name files, which may change, no other sharded function shares it."""
@@ -465,7 +517,8 @@ class ShardedFunction(Generic[P, R]):
         """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
         assert call.closed_over is not None
         targets = dict(zip((d.path for d in entry.plan.inputs), entry.targets, strict=True))
-        if all(getattr(a, "sharding", None) == targets[path] for path, a in call.closed_over.arrays.items()):
+        kept = {path: a for path, a in call.closed_over.arrays.items() if not is_ref(a)}
+        if all(getattr(a, "sharding", None) == targets[path] for path, a in kept.items()):
             return call
         own = call.without_closed_over()
         found = self._closed_over.keep(self._key(callee, own), call.closed_over.placed(targets), callee.root)
@@ -496,6 +549,10 @@ _ATTRIBUTES = frozenset({
     "_checks_arrays", "_donates", "_transfers_arrays",
 })  # fmt: skip
 """The attributes of a sharded function itself."""
+
+
+_HOLDING = "fget", "func", "__func__"
+"""The attributes in which a property, a `functools.cached_property` and a class method hold their function."""
 
 
 def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:

@@ -1,7 +1,10 @@
 """What Python and JAX do with functions: decorators in other orders, pickles, devices, layouts of another function."""
 
+import dataclasses
+import functools
 import pickle
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +60,12 @@ def test_class_and_static_methods_over_shard():
 
 
 @pytest.mark.parametrize(
-    ("kind", "fix"), [(classmethod, "write @classmethod above @shard"), (property, "from the property")]
+    ("kind", "fix"),
+    [
+        (classmethod, "write @classmethod above @shard"),
+        (staticmethod, "write @staticmethod above @shard"),
+        (property, "from the property"),
+    ],
 )
 def test_shard_over_a_descriptor_names_the_right_order(kind, fix):
     with pytest.raises(shardfn.ShardError, match=fix):
@@ -87,3 +95,116 @@ def test_plan_of_a_training_step_shards_the_parameters_of_an_evaluation(tmp_path
         (note,) = [text for text in made.diagnostics if "matches no array" in text]
         assert "moments/w" in note
         np.testing.assert_allclose(found({"w": X}, X)[0], (X * X).sum(1))
+
+
+class Dense:
+    def __init__(self, w):
+        self.w = jnp.asarray(w)
+        self.calls = jnp.zeros((), "int32")
+
+    @shardfn.shard(in_strategy=((8, 1),))
+    def apply(self, x):
+        self.calls = self.calls + 1
+        return x @ self.w
+
+    @functools.partial(shardfn.shard, static_argnums=(0, 2))
+    def scaled(self, x, factor):
+        return x @ self.w * (2 if factor == "two" else 1)
+
+    @functools.partial(shardfn.shard, static_argnums=-1, donate_argnums=1)
+    def donating(self, x, factor):
+        return x + (2 if factor == "two" else 1)
+
+    @functools.partial(shardfn.shard, static_argnames=("self", "factor"))
+    def named(self, x, *, factor="one"):
+        return x @ self.w * (2 if factor == "two" else 1)
+
+    @property
+    @shardfn.shard
+    def gram(self):
+        return self.w.T @ self.w
+
+    @functools.cached_property
+    @shardfn.shard
+    def sums(self):
+        return self.w.sum(0)
+
+    @classmethod
+    @functools.partial(shardfn.shard, static_argnums=(0, 2))
+    def made(cls, x, factor):
+        return x * (2 if factor == "two" else 1), cls.__name__ == "Wider"
+
+
+class Wider(Dense):
+    def apply(self, x):
+        return Dense.apply(self, x) + super().apply(x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tree:
+    w: jax.Array
+
+    @shardfn.shard(in_strategy=((8, 1),))
+    def apply(self, x):
+        return x @ self.w
+
+
+class Module(nnx.Module):
+    def __init__(self, w):
+        self.w = nnx.Param(jnp.asarray(w))
+
+    @shardfn.shard(in_strategy=((8, 1),))
+    def apply(self, x):
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("kind", [Dense, Tree, Module])
+def test_a_method_of_the_class_takes_the_instance(kind):
+    one, other = kind(X), kind(2 * X)
+    for _ in range(2):
+        np.testing.assert_allclose(kind.apply(one, X), X @ X, rtol=1e-6)
+        np.testing.assert_allclose(kind.apply(other, X), 2 * X @ X, rtol=1e-6)
+        np.testing.assert_allclose(kind.apply(one, x=X), X @ X, rtol=1e-6)
+        if kind is not Dense:  # which changes itself
+            np.testing.assert_allclose(jax.jit(lambda x: kind.apply(one, x))(X), X @ X, rtol=1e-6)
+    assert kind.apply.plan(one, X) == one.apply.plan(X) == shardfn.plan(kind.apply, one, X)
+    assert kind.apply.eval_shape(one, X).shape == (8, 8)
+    assert kind.apply.check(one, X).agrees
+    assert str(kind.apply.explain(one, X)) == str(one.apply.explain(X))
+    assert kind.apply.lower(one, X).as_text() == one.apply.lower(X).as_text()
+    assert str(kind.apply.trace(one, X).jaxpr) == str(one.apply.trace(X).jaxpr)
+
+
+def test_subclasses_properties_and_what_a_call_changes():
+    dense, wider = Dense(X), Wider(X)
+    Dense.apply(dense, X)
+    dense.apply(X)
+    assert dense.calls == 2
+    np.testing.assert_allclose(wider.apply(X), 2 * X @ X, rtol=1e-6)
+    np.testing.assert_allclose(Dense.apply(wider, X), X @ X, rtol=1e-6)
+    assert wider.calls == 3
+    for one in (dense, wider):
+        np.testing.assert_allclose(one.gram, X.T @ X, rtol=1e-6)
+        np.testing.assert_allclose(one.sums, X.sum(0), rtol=1e-6)
+    dense.w = 2 * X
+    np.testing.assert_allclose(dense.gram, 4 * X.T @ X, rtol=1e-6)
+    assert dense.sums[0] == X.sum(0)[0], "a cached property"
+    assert Model.doubled(dense.w)[0, 1] == 4, "a static method binds nothing"
+
+
+@pytest.mark.parametrize("call", [lambda d, *a, **k: d.scaled(*a, **k), lambda d, *a, **k: Dense.scaled(d, *a, **k)])
+def test_numbers_of_arguments_of_a_decorated_method_count_the_instance(call):
+    dense = Dense(X)
+    np.testing.assert_allclose(call(dense, X, "two"), 2 * X @ X, rtol=1e-6)
+    np.testing.assert_allclose(call(dense, X, factor="one"), X @ X, rtol=1e-6)
+    dense.w = 2 * X
+    np.testing.assert_allclose(call(dense, X, "two"), 4 * X @ X, rtol=1e-6)
+    x = jax.device_put(X + 0, dense.donating.plan(X, "two").in_shardings[1])
+    assert dense.donating(x, "two")[0, 0] == 2 and x.is_deleted()
+    np.testing.assert_allclose(dense.named(X, factor="two"), 4 * X @ X, rtol=1e-6)
+    np.testing.assert_allclose(Dense.named(dense, X), 2 * X @ X, rtol=1e-6)
+    assert shardfn.shard(dense.scaled.fn, static_argnums=1)(X, "two").shape == (8, 8), "of a bound method they do not"
+    for kind in (Dense, Wider):
+        result, is_wider = kind.made(X, "two")
+        assert result[0, 1] == 2 and bool(is_wider) == (kind is Wider)
