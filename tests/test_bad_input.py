@@ -127,6 +127,8 @@ CASES = {
          "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
         ("a dict of arguments", "shard(dense, {'x': (8, 1), 'w': (1, 1)})", "StrategyTypeError: in_strategy",
          "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("None for a dimension", "shard(dense, ((4, None), (1, 1)))(x, w)", "StrategyTypeError: in_strategy[0]",
+         "shard(dense, ((4, AUTO), (1, 1))).plan(x, w)"),
         ("a string", "shard(dense, 'data_parallel')", "StrategyTypeError: in_strategy",
          "shard(dense, ((4, 1), None)).plan(x, w)"),
         ("an int", "shard(double, 8)", "StrategyTypeError: in_strategy", None),

@@ -99,7 +99,8 @@ def _of_the_arguments(options: Options, signature: inspect.Signature | None) -> 
                 yield Problem(f"`{word}_argnums` holds {a(i)}", where, "arguments are counted by ints, from 0",
                               f"write ints there, or names in {word}_argnames", is_type=True)  # fmt: skip
             elif (i < 0 and endless) or (not endless and not -len(by_place) <= i < len(by_place)):
-                why = f"the function has {len(by_place)} positional ones: {', '.join(by_place) or 'none'}"
+                word_for = "argument" if len(by_place) == 1 else "arguments"
+                why = f"the function has {len(by_place)} positional {word_for}: {', '.join(by_place) or 'none'}"
                 if endless:
                     why = "the function takes any number of arguments"
                 yield Problem(f"`{word}_argnums` names argument {i}, which does not exist", where, why,

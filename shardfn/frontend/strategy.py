@@ -394,6 +394,10 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
             return [(AUTO if len(entry) == len((shape_of(tree) or ((), UNKNOWN))[0]) else entry, where)]
         what = f"{label} is one array, but its entry is {a(entry)} of entries"
         code = meant(entry, len((shape_of(tree) or ((), UNKNOWN))[0]))
+        if isinstance(entry, tuple) and None in entry and all(n is None or isinstance(n, int) for n in entry):
+            what, whole = f"the entry of {label} has None for a dimension", repr(_flat_ints(entry, tree))
+            opened = f"({', '.join('AUTO' if n is None else str(n) for n in entry)}{',' * (len(entry) == 1)})"
+            code = f"{opened}, or {whole} where the dimension is not to be sharded"
         problems.append(Problem(f"the entry of {label} is a list" if isinstance(entry, list) else what,
                                 f"{where} = {short(entry)}, {_array_text(tree)}",
                                 "the entry of an array is a flat tuple of ints, in which AUTO leaves a dimension to the search",
