@@ -9,6 +9,7 @@ from jax import lax
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.movement import shifts_of, with_shifts
+from shardfn.planning import planner
 from shardfn.runtime.verify import compile_plan
 
 N = 64
@@ -189,6 +190,25 @@ def test_results_keep_their_mesh_axes_where_a_program_is_kept_as_written():
     np.testing.assert_array_equal(first, [2.0, 2.0, 2.0, 1.0])
     np.testing.assert_array_equal(second, np.full(4, 1.5))
     assert [len(array.addressable_shards[0].data) for array in (first, second)] == [1, 1]
+
+
+def test_program_as_written_takes_the_answer_of_its_shifted_form(monkeypatch):
+    """Rotary embeddings: nothing moves along a sharded dimension, so the shifts go, without a second search."""
+
+    def rotary(x, w1, w2):
+        h = jnp.tanh(x @ w1)
+        turned = jnp.concatenate([-h[..., 128:], h[..., :128]], -1)
+        return jnp.sum((0.5 * h + turned.at[:, 1:].add(h[:, :-1])) @ w2)
+
+    def searched_again(posed):
+        raise AssertionError("a second search")
+
+    monkeypatch.setattr(planner, "search", searched_again)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 128, 512), (512, 256), (256, 512))]
+    plan = shardfn.plan(jax.grad(rotary, (1, 2)), *shapes, device="h100:8", level=2)
+    call = plan._answered.posed.call
+    assert call.function.shifted is not None and call.function.is_as_written
+    assert plan.cost == plan._answered.problem.evaluate_answer(plan._answered.answer)
 
 
 def test_shifts_that_xla_does_not_compile_are_gathered_instead():
