@@ -244,6 +244,13 @@ def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any]
     return Elementwise(shape, value.dtype, value.bind, tuple(operands), value.safe)
 
 
+def _arrays_of(value: Value) -> frozenset[int]:
+    """The arrays, by `id`, that a value takes its rows from, constants apart."""
+    if isinstance(value, Moved):
+        return frozenset[int]().union(*(_arrays_of(part.source) for part in value.parts))
+    return frozenset() if isinstance(value, Spread | Known) else frozenset((id(value),))
+
+
 class Alignment(NamedTuple):
     """Of some rows of a value: the size of the array that they come from, the row there of the value's first row, and a
     weight."""
@@ -271,15 +278,14 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
 
 def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
     if isinstance(value, Moved) and value.dim == dim:
-        found, rows, total, start = list[Alignment](), collections.Counter[object](), 0, 0
+        found, rows, total, start = list[Alignment](), collections.Counter[frozenset[int]](), 0, 0
         for part in value.parts:
             own = alignments(part.source, dim)
             if not own and not isinstance(part.source, Spread | Known):
                 own = (Alignment(part.source.shape[dim], 0, part.rows),)
             placed = [Alignment(one.size, one.offset + part.first - start, part.rows) for one in own]
             counted = 0 if isinstance(part.source, Spread | Known) else part.rows
-            for key in (id(part.source), tuple((one.size, one.offset) for one in placed)):
-                rows[key] += counted  # of one array, or of arrays alike that stand in one place
+            rows[_arrays_of(part.source)] += counted
             found, total, start = found + placed, total + counted, start + part.rows
         if rows and 2 * max(rows.values()) <= total and max(rows.values()) < value.shape[dim]:
             return  # of several values alike, no one of which it is a view
