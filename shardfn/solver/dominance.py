@@ -20,6 +20,7 @@ from shardfn.solver.contract import Contraction, Core
 from shardfn.solver.labelling import Array, Labelling
 from shardfn.solver.memory import MemoryConstraint, memory_constraint
 
+WORTH = 0.1  # of the labels: fewer dominated ones stay, because nodes that were equal without would no longer be
 MOST = 5e7  # entries compared for one table or node; larger ones are passed over
 CHUNK = 1 << 18  # entries worked on at once
 
@@ -44,7 +45,11 @@ class Reduced:
 
 
 def reduced(problem: Labelling, store: Store, budget: Budget) -> Reduced | None:
-    """The problem contracted, and, where the limit matters, without dominated labels; None where all is forbidden."""
+    """The problem contracted, and, where the limit matters, without dominated labels if these are many.
+
+    Returns:
+      What is left, or None where every labelling is forbidden.
+    """
     contraction = Contraction(problem, store)
     core = contraction.run()
     if not core.possible:
@@ -53,6 +58,8 @@ def reduced(problem: Labelling, store: Store, budget: Budget) -> Reduced | None:
     if not len(found.memory.limit) or not found.nodes or (found.memory.limit < 0).any():
         return found
     kept = undominated(found, budget)
+    if sum(map(len, kept)) > (1 - WORTH) * found.memory.first[-1]:
+        return found
     first = found.memory.first[:-1].tolist()
     uses = np.diff(found.memory.change.indptr) > 0
     limited = {v: bool(uses[at + labels].any()) for v, labels, at in zip(found.nodes, kept, first, strict=True)}

@@ -20,7 +20,7 @@ from shardfn.solver.debug_nans import check_numbers
 from shardfn.solver.labelling import Array
 from shardfn.solver.memory import MemoryConstraint
 
-MOST_TIMES = 200  # at which `fits` compares single labels with the limit
+MOST_TIMES, MOST_USES = 200, 1e6  # at which `fits` compares single labels with the limit; times labels
 FIX_PASSES = 3  # over the messages, each of which excludes labels
 PATIENCE = 5  # steps without a better bound until the steps shrink
 LONGER, LONGEST = 1.1, 0.2  # a step after a better bound, in steps before it; and at most, in bounds
@@ -143,7 +143,8 @@ class Ascent:
         if not len(self.memory.limit):
             return True
         if not self.usage.size:
-            self.watched = np.sort(np.argsort(-self.best, kind="stable")[:MOST_TIMES])
+            most = min(MOST_TIMES, int(MOST_USES / len(self.base)) + 1)
+            self.watched = np.sort(np.argsort(-self.best, kind="stable")[:most])
             self.usage = self.memory.dense(self.watched)
         self.budget.spend(4 * self.usage.size + 4 * CALL)
         out = ~np.isfinite(self.base)
