@@ -144,6 +144,11 @@ def joined(values: Sequence[Value], dim: int) -> Value:
             last = parts[-1] if parts else None
             if last is not None and last.source is part.source and last.first + last.rows == part.first:
                 parts[-1] = Part(last.rows + part.rows, part.source, last.first)
+            elif last is not None and part.rows and _is_one_constant(last.source, part.source):
+                rows, scalar = last.rows + part.rows, scalar_of(last.source)
+                parts[-1] = Part(
+                    rows, Spread(with_rows(part.source.shape, dim, rows), part.source.dtype, scalar, ()), 0
+                )
             elif part.rows:
                 parts.append(part)
     if len(parts) == 1 and parts[0].rows == parts[0].source.shape[dim]:
@@ -209,6 +214,17 @@ def form(value: Value) -> Any:
 def scalar_of(value: Value) -> Any:
     """The scalar that a value repeats; None if it repeats none."""
     return value.operand if isinstance(value, Spread) and not np.shape(value.operand) else None
+
+
+def _is_one_constant(one: Value, other: Value) -> bool:
+    """Whether two values repeat one scalar, which is known."""
+    first, second = scalar_of(one), scalar_of(other)
+    if first is None or second is None or one.dtype != other.dtype:
+        return False
+    if first is second:
+        return True
+    is_known = all(isinstance(scalar, int | float | complex | np.generic | np.ndarray) for scalar in (first, second))
+    return is_known and np.asarray(first, one.dtype).tobytes() == np.asarray(second, one.dtype).tobytes()
 
 
 def transposed(

@@ -183,6 +183,27 @@ def test_row_that_is_read_of_an_updated_array_gathers_nothing(at, row):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("start", [0.0, 2.0])
+def test_loop_that_starts_with_constants_is_sharded_from_the_start(start):
+    def solved(f):
+        u = jnp.full_like(f, start)
+        for _ in range(2):
+            p = jnp.pad(u, 1, mode="edge")
+            u = u + 0.25 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u - f)
+        return u
+
+    f = jnp.asarray(np.random.default_rng(4).normal(size=(64, 64)), jnp.float32)
+    sharded = shardfn.shard(solved, ((8, 1),))
+    plan = sharded.plan(f)
+    assert plan.cost.bytes_sent <= 2 * 2 * 64 * 4 and not plan.diagnostics
+    np.testing.assert_allclose(sharded(f), solved(f), rtol=1e-5, atol=1e-5)
+
+
+def test_constants_that_differ_in_the_sign_of_zero_stay_two():
+    made = with_shifts(lambda x: jnp.concatenate([jnp.full((4,), -0.0), jnp.zeros(4), x]))(jnp.ones(8))
+    np.testing.assert_array_equal(jnp.signbit(made), [True] * 4 + [False] * 12)
+
+
 def test_results_keep_their_mesh_axes_where_a_program_is_kept_as_written():
     """The two forms of the program group the dimensions of the results differently."""
     call = shardfn.shard(lambda x: (x.at[:-1].set(2.0), 1.5 * x), ((1,),), ((4,), (4,)), device=jax.devices()[:8])
