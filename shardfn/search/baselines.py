@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +19,9 @@ from shardfn.search.problem import OpConstraints, SearchProblem
 SMALL_SHARE = 1e-3
 """The smallest parameters that together take at most this part of all parameter bytes are small: gathering one costs little but
 its latency."""
+SMALL_BYTES = 64 << 10
+"""A parameter of fewer bytes is small too, as in `train.step`, unless such parameters would take more memory than a device's
+shards of all."""
 
 
 class ArgumentSharding(enum.Enum):
@@ -81,17 +85,21 @@ def is_optimizer_state(problem: SearchProblem) -> tuple[bool, ...]:
     return problem.memo.optimizer_state
 
 
-def are_small_parameters(problem: SearchProblem) -> tuple[bool, ...]:
-    """For each argument whether it is a small parameter (`SMALL_SHARE`)."""
-    parameters = [i for i, value in enumerate(problem.inputs) if value in problem.updated]
-    sizes = {i: array_bytes(problem.graph.values[problem.inputs[i]]) for i in parameters}
-    small, left = set[int](), SMALL_SHARE * sum(sizes.values())
-    for i in sorted(parameters, key=lambda i: (sizes[i], i)):
-        left -= sizes[i]
-        if left < 0:
+def are_small_parameters(problem: SearchProblem, batch: Collection[int]) -> tuple[bool, ...]:
+    """For each argument without a dimension of the batch whether it is small (`SMALL_SHARE`, `SMALL_BYTES`)."""
+    sizes = {
+        i: array_bytes(problem.graph.values[value])
+        for i, (value, groups) in enumerate(zip(problem.inputs, problem.groups, strict=True))
+        if not set(groups) & set(batch)
+    }
+    total, taken, limit = sum(sizes.values()), 0, 0
+    for size, count in sorted(collections.Counter(sizes.values()).items()):
+        taken += size * count
+        share = max(SMALL_SHARE, 1 / problem.devices) if size < SMALL_BYTES else SMALL_SHARE
+        if taken > share * total:
             break
-        small.add(i)
-    return tuple(i in small for i in range(len(problem.inputs)))
+        limit = size
+    return tuple(sizes.get(i, limit + 1) <= limit for i in range(len(problem.inputs)))
 
 
 def argument_specs(
@@ -106,7 +114,7 @@ def argument_specs(
     if rest is ArgumentSharding.STATE:
         sharded = list(is_optimizer_state(problem))
     elif rest is ArgumentSharding.SIZEABLE:
-        sharded = [not small for small in are_small_parameters(problem)]
+        sharded = [not small for small in are_small_parameters(problem, by_group)]
     rows = zip(problem.specs, problem.shapes, problem.groups, sharded, strict=True)
     return tuple(
         s if s is not None else shard_groups(shape, groups, axes, by_group, over if is_one else ())

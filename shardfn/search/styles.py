@@ -44,6 +44,7 @@ class Style:
     kind: tuple[str, ...]
     """Its parts, as `Plan.kind` names them."""
     has_batch: bool = True
+    """Whether batch axes are used. Where no argument has a batch, they shard the arrays of `also_sharded` alone."""
     also_sharded: tuple[ArgumentSharding, ...] = ()
     """The alternatives to try; empty shards the batch alone."""
     has_tensor: bool = False
@@ -193,11 +194,12 @@ def batch_groups(problem: SearchProblem) -> Groups:
 
 def _check(style: str, problem: SearchProblem, batch: Groups) -> None:
     """Refuse a style that the function cannot have on any mesh."""
-    if not batch and STYLES[style].has_batch:
+    wanted = STYLES[style]
+    if not batch and wanted.has_batch and (wanted.has_tensor or not wanted.also_sharded):
         fail(StrategyError, f"style {style!r} shards a batch, and no argument has one", where=f"style = {style!r}",
              why="a batch is dimension 0 of an argument that is no parameter",
-             fix='use style="tensor_parallel", or give entries')  # fmt: skip
-    if STYLES[style].also_sharded == (ArgumentSharding.STATE,) and not any(is_optimizer_state(problem)):
+             fix='use style="fsdp" or style="tensor_parallel", or give entries')  # fmt: skip
+    if wanted.also_sharded == (ArgumentSharding.STATE,) and not any(is_optimizer_state(problem)):
         fail(StrategyError, f"style {style!r} shards optimizer state, and the function has none", where=f"style = {style!r}",
              why="optimizer state comes back as a result, and only elementwise operations read it",
              fix='use style="data_parallel" or style="fsdp"')  # fmt: skip
@@ -207,6 +209,8 @@ def _why_none(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
     mesh = f" on the mesh {mesh_sizes_text(problem.axes)} of the entries" if problem.axes else ""
     if wanted.has_tensor:
         return f"no mesh axis is left that divides dimensions of parameters{mesh}"
+    if not batch:
+        return f"no argument has a batch, and the devices divide no dimension{mesh}"
     size = next(
         shape[0] for shape, groups in zip(problem.shapes, problem.groups, strict=True) if groups[:1] == batch[:1]
     )
@@ -295,10 +299,11 @@ def _on_mesh(problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups,
         ]
         used = {axis for i in of_batch for groups in [problem.groups[i]]
                 for group, dim in zip(groups, specs[i], strict=True) if group in batch for axis in dim}  # fmt: skip
-        if of_batch and not used >= set(roles.batch):
+        if (of_batch and not used >= set(roles.batch)) or not (batch or any(any(spec) for spec in specs)):
             continue
-        parts = [f"batch sharded {math.prod(sizes[a] for a in roles.batch)} ways"] if roles.batch else []
-        parts += [f"{also.value} too"] if also else []
+        ways = f"sharded {math.prod(sizes[a] for a in roles.batch)} ways"
+        parts = [f"batch {ways}"] if roles.batch and batch else []
+        parts += [f"{also.value} {'too' if batch else ways}"] if also else []
         parts += [
             f"{group_name(problem, g)} sharded {math.prod(sizes[a] for a in roles.tensor)} ways" for g in tensor[:2]
         ]

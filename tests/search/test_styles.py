@@ -174,6 +174,67 @@ def test_style_that_the_entries_do_not_allow_says_to_leave_entries_out():
     assert "of the entries" in str(caught.value)
 
 
+def biased(params, x):
+    for layer in params:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return x
+
+
+def layers(n, count=2):
+    return [{"w": S((n, n), "float32"), "b": S((n,), "float32")} for _ in range(count)]
+
+
+@pytest.mark.parametrize("level", ["communication", "time"])
+@pytest.mark.parametrize("n", [32, 512])
+def test_fsdp_gathers_no_vectors_where_replicas_cost_less(n, level):
+    made = shardfn.plan(biased, layers(n), S((256, n), "float32"), style="fsdp", level=level, device="cpu:8")
+    assert {d.strategy for d in made.inputs if d.path.endswith("b")} == {(1,)}
+    assert {d.strategy for d in made.inputs if d.path.endswith("w")} == {(8, 1)}
+    entries = {"params/*/b": (8,)}
+    held = shardfn.plan(
+        biased, layers(n), S((256, n), "float32"), style="fsdp", level=level, device="cpu:8", parameter_plan=entries
+    )
+    assert made.kind == held.kind == "FSDP over 8 devices"
+    assert made.cost.communication_s < held.cost.communication_s
+
+
+@pytest.mark.parametrize("n", [32, 512])
+def test_fsdp_of_a_training_step_keeps_all_of_its_vectors_whole_or_sharded(n):
+    def loss(params, x, y):
+        return ((biased(params, x) - y) ** 2).mean()
+
+    x = S((256, n), "float32")
+    for level, strategy in ("communication", (1,)), ("memory", (8,)):
+        step = train.step(loss, optax.adam(1e-3), style="fsdp", level=level, device="cpu:8")
+        state = jax.eval_shape(lambda: step.init(jax.tree.map(lambda a: jnp.zeros(a.shape), layers(n)), x, x))  # noqa: B023
+        made = step.plan(state, x, x)
+        assert {d.strategy for d in made.inputs if d.path.endswith("/b")} == {strategy}
+
+
+def test_fsdp_of_small_parameters_alone_shards_them():
+    args = S((256, 32), "float32"), [S((32, 32), "float32")] * 3
+    made = shardfn.plan(lambda x, ws: x @ ws[0] @ ws[1] @ ws[2], *args, style="fsdp", device="cpu:8")
+    assert made.kind == "FSDP over 8 devices"
+
+
+@pytest.mark.parametrize("style", ["fsdp", "zero1"])
+def test_style_of_a_tree_without_a_batch_shards_its_arrays(style):
+    tree = layers(32)
+    optimizer = optax.adam(1e-3)
+
+    def update(params, gradients, state):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    made = shardfn.plan(update, tree, tree, jax.eval_shape(optimizer.init, tree), style=style, device="cpu:8")
+    assert {d.strategy for d in made.inputs if d.path.startswith("state/0/mu")} == {(8,), (8, 1)}
+    assert made.cost.bytes_sent == 0
+    with pytest.raises(ShardError, match="the devices divide no dimension"):
+        shardfn.plan(
+            lambda t: jax.tree.map(jnp.exp, t), [S((), "float32"), S((7,), "float32")], style=style, device="cpu:8"
+        )
+
+
 def test_style_shards_no_batch_that_is_none():
     with pytest.raises(ShardError, match="no argument has one"):
         shardfn.plan(lambda w: w @ w, S((8, 8), "float32"), style="data_parallel", device="tpu-v5e:8")
