@@ -88,9 +88,8 @@ def undominated(found: Reduced, budget: Budget) -> list[Array]:
 def most_more(table: Array) -> Array | None:
     """`[b, a]`: how much more row `b` costs than row `a` at most; None where that takes too long.
 
-    >>> most_more(np.array([[1.0, 2.0], [3.0, 2.0]]))
-    array([[ 0.,  0.],
-           [ 2.,  0.]])
+    >>> most_more(np.array([[1.0, 2.0], [3.0, 2.0]])).tolist()
+    [[0.0, 0.0], [2.0, 0.0]]
     """
     if table.size * len(table) > MOST:
         return None
