@@ -44,12 +44,9 @@ def visits_of(budget: str | float, ops: int, meshes: int) -> float:
 COMPILE_VISITS = 30
 """Work of compiling one op with XLA, in visits: some 3 ms of a core."""
 
-COMPILED_SHARE = 1.0
-"""What compiling candidates may take, as a multiple of a search's work, where the user leaves their number to it."""
-
 
 def affordable_compiles(visits: float, ops: int) -> int:
-    """How many candidates `COMPILED_SHARE` of a search's work compiles; 0 where not two, as one alone is compared with none.
+    """How many candidates compile in as much work as the search may do; 0 where not two, as one is compared with none.
 
     Args:
       visits: the ops that the search may visit.
@@ -58,7 +55,7 @@ def affordable_compiles(visits: float, ops: int) -> int:
     >>> affordable_compiles(24_000, 185), affordable_compiles(24_000, 985)
     (4, 0)
     """
-    count = int(COMPILED_SHARE * visits / (COMPILE_VISITS * (FIXED_VISITS + ops)))
+    count = int(visits / (COMPILE_VISITS * (FIXED_VISITS + ops)))
     return count if count > 1 else 0
 
 
