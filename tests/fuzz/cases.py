@@ -253,6 +253,9 @@ PROGRAMS = {
         "jnp.sort(v0, axis=0)",
         devices=4,
     ),
+    "all of an array, then its first element, in a program around": lines(
+        (32,), ("AUTO",), "lax.dynamic_slice(x0, [0], [32]).at[0].set(0.5)", "(v0, x0.at[:-2].set(x0[2:]))"
+    ),
     "the gradient of a transposed slice, sorted": lines(
         (1, 8),
         (1, 8),
