@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -89,17 +89,18 @@ def bytes_read() -> int:
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
-def local_boxes(value: Any) -> list[tuple[Box, Callable[[], np.ndarray]]]:
-    """The shards of an array that this process writes, each once over all processes; their copies to host memory begin."""
-    if isinstance(value, np.ndarray):
-        kept = value.copy()  # the caller may change it while it is written
-        return [(full_box(value.shape), lambda: kept)] if jax.process_index() == 0 else []
+def own_shards(value: jax.Array) -> list[Any]:
+    """The shards of an array that this process writes: each once over all processes."""
     if jax.process_index() > 0 and value.is_fully_addressable:  # every process has it
         return []
-    shards = [s for s in value.addressable_shards if s.replica_id == 0]
-    for shard in shards:
-        shard.data.copy_to_host_async()
-    return [(closed_box(s.index, value.shape), functools.partial(np.asarray, s.data)) for s in shards]
+    return [shard for shard in value.addressable_shards if shard.replica_id == 0]
+
+
+def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:
+    """The shards of an array that this process writes, in host memory."""
+    if isinstance(value, np.ndarray):
+        return [(full_box(value.shape), value.copy())] if jax.process_index() == 0 else []
+    return [(closed_box(shard.index, value.shape), np.asarray(shard.data)) for shard in own_shards(value)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,17 +60,23 @@ def source_of(entry: StoredArray, boxes: Sequence[tuple[Box, Any]], sharding: st
     return {HOST: HostArraySource, NUMBER: NumberSource}.get(entry.kind, ArraySource)(entry, boxes, sharding)
 
 
+ARRAY = "jax.Array"
+"""Orbax's name of JAX's arrays."""
+
+
 def registry(in_flight: int | None = None) -> Any:
     """The handlers of all leaves, for Orbax's handler of pytrees; they write at most `in_flight` bytes at once."""
-    rows = [(HostArraySource, "np.ndarray"), (NumberSource, "scalar"), (ArraySource, "jax.Array")]
-    return ocp.type_handlers.create_type_handler_registry(*((kind, _Handler(name, in_flight)) for kind, name in rows))
+    arrays = _Handler(ARRAY, in_flight)
+    rows = [(HostArraySource, _Handler("np.ndarray", in_flight)), (NumberSource, _Handler("scalar", in_flight))]
+    # Orbax asks the handler of JAX's arrays for its store of metadata.
+    return ocp.type_handlers.create_type_handler_registry(*rows, (ArraySource, arrays), (jax.Array, arrays))
 
 
 class _Handler(ocp.type_handlers.ArrayHandler):
     """Writes `ArraySource`s."""
 
     def __init__(self, typestr: str, in_flight: int | None):
-        super().__init__()
+        super().__init__(array_metadata_store=Store())
         self._typestr, self._in_flight = typestr, in_flight
 
     def typestr(self) -> str:
@@ -80,34 +86,35 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         self, values: Sequence[ArraySource], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[ocp.future.Future]:  # fmt: skip
         """Begin to write."""
-        write = _write(list(values), list(infos), self._in_flight)
+        write = self._write(list(values), list(infos))
         return [ocp.future.CommitFutureAwaitingContractedSignals(write, name=f"write {self._typestr}")]
 
+    async def _write(self, values: Sequence[ArraySource], infos: Sequence[Any]) -> None:
+        await asyncio.gather(*(info.await_path_creation() for info in infos))
+        specs = [_spec(value.entry, info) for value, info in zip(values, infos, strict=True)]
+        context, directory = infos[0].ts_context, infos[0].parent_dir
+        stores = await asyncio.gather(*(ts.open(spec.json, context=context, create=True, open=True) for spec in specs))
+        waiting: collections.deque[tuple[Any, int]] = collections.deque()
+        held = 0
+        for value, store in zip(values, stores, strict=True):
+            for box, read in value.boxes if 0 not in value.entry.shape else ():
+                size = int(volume(box) * value.entry.itemsize) + 1
+                while waiting and self._in_flight is not None and held + size > self._in_flight:
+                    future, done = waiting.popleft()
+                    await future
+                    held -= done
+                waiting.append((store[box].write(read(), can_reference_source_data_indefinitely=True), size))
+                held += size
+        await asyncio.gather(*(future for future, _ in waiting))
+        if self._typestr == ARRAY:
+            await _note(directory, values, [spec.metadata for spec in specs])
 
-async def _write(values: Sequence[ArraySource], infos: Sequence[Any], in_flight: int | None) -> None:
-    await asyncio.gather(*(info.await_path_creation() for info in infos))
-    specs = [_spec(value.entry, info) for value, info in zip(values, infos, strict=True)]
-    opening = [
-        ts.open(spec.json, context=info.ts_context, create=True, open=True)
-        for spec, info in zip(specs, infos, strict=True)
-    ]
-    stores = await asyncio.gather(*opening)
-    waiting: collections.deque[tuple[Any, int]] = collections.deque()
-    held = 0
-    for value, store in zip(values, stores, strict=True):
-        for box, read in value.boxes if 0 not in value.entry.shape else ():
-            size = int(volume(box) * value.entry.itemsize) + 1
-            while waiting and in_flight is not None and held + size > in_flight:
-                future, done = waiting.popleft()
-                await future
-                held -= done
-            waiting.append((store[box].write(read(), can_reference_source_data_indefinitely=True), size))
-            held += size
-    await asyncio.gather(*(future for future, _ in waiting))
-    directory, process = infos[0].parent_dir, jax.process_index()
-    metadata = [spec.metadata for spec in specs]
+
+async def _note(directory: Any, values: Sequence[ArraySource], metadata: Sequence[Any]) -> None:
+    """Write what Orbax keeps of JAX's arrays beside them: the chunks of each process, and the shardings."""
+    process = jax.process_index()
     await Store().write(checkpoint_dir=directory, array_metadatas=metadata, process_index=process)
-    shardings = {info.name: value.sharding for value, info in zip(values, infos, strict=True) if value.sharding}
+    shardings = {value.entry.name: value.sharding for value in values if value.sharding}
     if process == 0 and shardings:
         rows = {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in shardings.items()}
         (directory / SHARDINGS).write_text(json.dumps(rows))

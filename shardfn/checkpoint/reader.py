@@ -72,7 +72,9 @@ def restore(
         return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
     found = {new.path: leaf for new, leaf in leaves.items()}
     flat, tree = tree_util.tree_flatten_with_path(like)
-    return tree_util.tree_unflatten(tree, [found.get(join("", key) or BARE, old) for key, old in flat])
+    placed = [(old, found.get(join("", key) or BARE, old)) for key, old in flat]
+    # Orbax has no complex numbers: they are stored as arrays.
+    return tree_util.tree_unflatten(tree, [complex(new) if isinstance(old, complex) else new for old, new in placed])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,10 +65,19 @@ def steps(path: StrPath) -> tuple[int, ...]:
     wait_for_save(folder)
     if not folder.is_dir():
         return ()
-    found = {int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii()}
+    found = {int(name) for name in _numbered(folder)}
     complete = [step for step in found if _arrays_of(folder / str(step))]
     last = max(complete, default=-1)
-    return tuple(sorted(complete + [step for step in found if step > last and was_saved(folder / str(step))]))
+    return tuple(sorted(complete + [step for step in found if step > last and _was_saved(folder / str(step))]))
+
+
+def no_steps(folder: pathlib.Path) -> list[str]:
+    """The names of folders that are numbers, of which Orbax wrote nothing."""
+    return [name for name in _numbered(folder) if (folder / name).is_dir() and not _was_saved(folder / name)]
+
+
+def _numbered(folder: pathlib.Path) -> list[str]:
+    return sorted(child.name for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii())
 
 
 def _arrays_of(step: pathlib.Path) -> list[pathlib.Path]:
@@ -79,7 +88,7 @@ def _arrays_of(step: pathlib.Path) -> list[pathlib.Path]:
     return [folder for folder in found if (folder / METADATA).is_file()]
 
 
-def was_saved(folder: pathlib.Path) -> bool:
+def _was_saved(folder: pathlib.Path) -> bool:
     """Whether a folder with a number as its name is, or was, a step: Orbax has written it."""
     try:
         left = set(os.listdir(folder))

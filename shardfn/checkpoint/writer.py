@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -13,7 +15,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
 from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, jax_sharding_text
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, steps
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.ir.model import Spec
@@ -53,7 +55,8 @@ def save(
       the program, wait for it too.
 
     Raises:
-      CheckpointError: leaves that cannot be saved, all at once; a step that exists already.
+      CheckpointError: leaves that cannot be saved, all at once; a step that exists already; a folder there whose name is a
+        number, and which is no step.
       CheckpointFileError: the disk is full or read-only. Earlier steps are complete.
       ExtraError: the packages of the extra `checkpoint` are not installed.
 
@@ -77,14 +80,22 @@ def save(
     orbax_store.wait_for_save(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        known = steps(folder)
+        known, others = steps(folder), no_steps(folder)
     except OSError as error:
         fail(CheckpointFileError, f"{folder} cannot be created", why=str(error), fix="choose a writable folder")
+    if others:
+        fail(CheckpointError, f"{folder / others[0]} is no checkpoint", where=f"save({str(path)!r}, …)",
+             why="Orbax takes a folder whose name is a number for a step, and may delete it",
+             fix="move it, or choose another folder")  # fmt: skip
     if step is None:
         step = max(known, default=-1) + 1
     elif step in known:
         fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
              why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
+    for leaf in flat:
+        if isinstance(leaf.value, jax.Array):
+            for shard in arrays.own_shards(leaf.value):
+                shard.data.copy_to_host_async()
     sources = [_source(leaf) for leaf in flat]
     layout = (
         targets.stored_layout([source.entry for source in sources]) if plan is None else layoutfile.read_layout(plan)
@@ -106,7 +117,8 @@ def _source(leaf: state_tree.StateLeaf) -> Any:
     mesh, strategy, spec = stored_sharding(leaf.shape, sharding, _order(getattr(sharding, "mesh", None)))
     chunks = choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
     entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
-    return source_of(entry, arrays.local_boxes(leaf.value), jax_sharding_text(sharding, len(leaf.shape)))
+    boxes = [(box, functools.partial(np.asarray, shard)) for box, shard in arrays.local_shards(leaf.value)]
+    return source_of(entry, boxes, jax_sharding_text(sharding, len(leaf.shape)))
 
 
 def _devices(flat: Sequence[state_tree.StateLeaf]) -> int:
