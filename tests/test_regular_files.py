@@ -11,7 +11,7 @@ import pytest
 
 import shardfn
 from shardfn import checkpoint, embedding
-from shardfn.checkpoint.catalogue import read_contents
+from shardfn.checkpoint.catalogue import METADATA, read_contents
 from shardfn.checkpoint.safetensors_files import read_tensors
 from shardfn.cluster.jobs import read_rank_table
 from shardfn.cluster.kubernetes import files

@@ -19,11 +19,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from shardfn.checkpoint import arrays
+from shardfn.checkpoint.catalogue import MAX_BYTES
 from shardfn.checkpoint.orbax_arrays import registry
 from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
 from shardfn.errors import CheckpointFileError
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
+from shardfn.regular_files import read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LayoutHandler(ocp.CheckpointHandler):
 
     def restore(self, directory: Any, args: Any = None) -> str:
         """The text of the layout file."""
-        return (directory / LAYOUT).read_text()
+        return read_bytes(directory / LAYOUT, MAX_BYTES).decode()
 
 
 @ocp.args.register_with_handler(LayoutHandler, for_save=True, for_restore=True)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint
-from shardfn.checkpoint import contents
+from shardfn.checkpoint.catalogue import read_contents
 from shardfn.cli.main import main
 from shardfn.errors import CheckpointError, CheckpointFileError
 from shardfn.layoutfile import LayoutFileError
@@ -53,7 +53,7 @@ def layout(tmp_path):
 
 
 def held(path):
-    return contents.read_contents(path / "11" / "state")
+    return read_contents(path / "11" / "state")
 
 
 def test_relayout(saved, state, layout, tmp_path):
@@ -224,9 +224,9 @@ def test_broken_indices(tmp_path, rows):
 
 
 def test_export_of_what_safetensors_has_not_is_refused(tmp_path):
-    checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2), "i": jnp.ones(2, "int4")})
-    error = refusal(checkpoint.export_safetensors, tmp_path / "run", tmp_path / "x")
-    assert [problem.where for problem in error.problems] == ["a/b, a.b", "i: int4[2]"]
+    checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a_b": jnp.ones(2), "i": jnp.ones(2, "int4")})
+    error = refusal(checkpoint.export_safetensors, tmp_path / "run", tmp_path / "x", separator="_")
+    assert [problem.where for problem in error.problems] == ["a/b, a_b", "i: int4[2]"]
 
 
 def run(capsys, *arguments):
