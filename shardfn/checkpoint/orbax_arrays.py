@@ -25,6 +25,7 @@ from orbax.checkpoint._src.serialization.tensorstore_utils import build_array_wr
 from shardfn.checkpoint.catalogue import SHARDINGS
 from shardfn.checkpoint.chunks import Box, volume
 from shardfn.checkpoint.contents import HOST, KEY, NUMBER, StoredArray
+from shardfn.checkpoint.failure import Failure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,10 +65,15 @@ ARRAY = "jax.Array"
 """Orbax's name of JAX's arrays."""
 
 
-def registry(in_flight: int | None = None) -> Any:
-    """The handlers of all leaves, for Orbax's handler of pytrees; they write at most `in_flight` bytes at once."""
-    arrays = _Handler(ARRAY, in_flight)
-    rows = [(HostArraySource, _Handler("np.ndarray", in_flight)), (NumberSource, _Handler("scalar", in_flight))]
+def registry(failure: Failure, in_flight: int | None = None) -> Any:
+    """The handlers of all leaves, for Orbax's handler of pytrees.
+
+    Args:
+      failure: that of the save.
+      in_flight: most bytes that are being written at once; None for no bound.
+    """
+    arrays, host, number = (_Handler(name, failure, in_flight) for name in (ARRAY, "np.ndarray", "scalar"))
+    rows = [(HostArraySource, host), (NumberSource, number)]
     # Orbax asks the handler of JAX's arrays for its store of metadata.
     return ocp.type_handlers.create_type_handler_registry(*rows, (ArraySource, arrays), (jax.Array, arrays))
 
@@ -75,9 +81,9 @@ def registry(in_flight: int | None = None) -> Any:
 class _Handler(ocp.type_handlers.ArrayHandler):
     """Writes `ArraySource`s."""
 
-    def __init__(self, typestr: str, in_flight: int | None):
+    def __init__(self, typestr: str, failure: Failure, in_flight: int | None):
         super().__init__(array_metadata_store=Store())
-        self._typestr, self._in_flight = typestr, in_flight
+        self._typestr, self._failure, self._in_flight = typestr, failure, in_flight
 
     def typestr(self) -> str:
         return self._typestr
@@ -86,7 +92,7 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         self, values: Sequence[ArraySource], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[ocp.future.Future]:  # fmt: skip
         """Begin to write."""
-        write = self._write(list(values), list(infos))
+        write = self._failure.watch(self._write(list(values), list(infos)))
         return [ocp.future.CommitFutureAwaitingContractedSignals(write, name=f"write {self._typestr}")]
 
     async def _write(self, values: Sequence[ArraySource], infos: Sequence[Any]) -> None:

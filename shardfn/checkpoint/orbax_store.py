@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.catalogue import MAX_BYTES
+from shardfn.checkpoint.failure import Failure
 from shardfn.checkpoint.orbax_arrays import registry
 from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
 from shardfn.errors import CheckpointFileError
@@ -45,13 +46,22 @@ class Saved:
     in_flight: int | None = None
 
 
-class LayoutHandler(ocp.CheckpointHandler):
+class LayoutHandler(ocp.AsyncCheckpointHandler):
     """Writes the layout file."""
 
-    def save(self, directory: Any, args: LayoutSave) -> None:
-        """Write it, in the first process."""
-        if jax.process_index() == 0:
+    async def async_save(self, directory: Any, args: LayoutSave) -> list[ocp.future.Future]:
+        """Write it in the background, in the first process."""
+
+        async def write() -> None:
             (directory / LAYOUT).write_text(args.text)
+
+        if jax.process_index():
+            return []
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="write layout")]
+
+    def save(self, directory: Any, args: LayoutSave) -> None:
+        """Write it, and wait."""
+        (directory / LAYOUT).write_text(args.text)
 
     def restore(self, directory: Any, args: Any = None) -> str:
         """The text of the layout file."""
@@ -69,8 +79,8 @@ class LayoutSave(ocp.args.CheckpointArgs):
 class Saving:
     """A save, possibly in the background. `path` is the folder, `step` the number of the step."""
 
-    def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager):
-        self.path, self.step = path, step
+    def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager, failure: Failure):
+        self.path, self.step, self._failure = path, step, failure
         self._manager: ocp.CheckpointManager | None = manager
         self._failed: CheckpointFileError | None = None
 
@@ -88,6 +98,7 @@ class Saving:
                     manager.close()
             except CheckpointFileError as error:
                 self._failed = error
+                self._failure.tell(error)
             finally:
                 if UNDER_WAY.get(self.path) is self:
                     del UNDER_WAY[self.path]
@@ -134,16 +145,17 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
       CheckpointFileError: the folder cannot be written.
     """
     wait_for_save(path)
+    failure = Failure()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         keep_period=keep_every,
         create=True,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=failure.barrier()),
         save_root_metadata=False,
     )
-    state = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry(saved.in_flight))
+    state = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry(failure, saved.in_flight))
     items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
     if saved.layout is not None:
         items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
@@ -151,7 +163,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
         manager = ocp.CheckpointManager(
             path, options=options, item_handlers={ITEM: state, LAYOUT_ITEM: LayoutHandler()}
         )
-        saving = Saving(path, step, manager)
+        saving = Saving(path, step, manager, failure)
         told = {"devices": saved.devices, "processes": jax.process_count()}
         manager.save(step, args=ocp.args.Composite(**items), custom_metadata=told, force=True)
     UNDER_WAY[path] = saving

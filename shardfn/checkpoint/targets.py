@@ -50,7 +50,7 @@ def target_shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, S
 def _fits(entry: StoredArray, sharding: Sharding) -> bool:
     try:
         sharding.shard_shape(entry.shape)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, IndexError):
         return False
     return True
 
