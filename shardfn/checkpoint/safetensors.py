@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, offline, reader
@@ -12,6 +12,7 @@ from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import StoredArray
 from shardfn.checkpoint.safetensors_files import (
     CODE_OF_DTYPE,
+    IN_MEMORY,
     INDEX,
     SUFFIX,
     TensorHeader,
@@ -49,7 +50,8 @@ def export_safetensors(
       name_map: as in `restore`.
       dtype: as in `restore`.
       separator: replaces `/` in the names of tensors.
-      file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files.
+      file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files. A file is at most as large
+        as three quarters of `memory`, if it has several tensors.
       memory: most bytes in memory at once, as a number or as "256MiB".
 
     Returns:
@@ -58,6 +60,7 @@ def export_safetensors(
     Raises:
       CheckpointError: dtypes that safetensors does not have, two tensors with one name, no such step.
       CheckpointFileError: damaged files, by name; a full disk.
+      ExtraError: the package safetensors is not installed.
 
     >>> import os, tempfile, jax.numpy as jnp
     >>> from shardfn import checkpoint
@@ -82,7 +85,8 @@ def export_safetensors(
                                     fix="choose another separator, or rename one with name_map"))  # fmt: skip
         names[name] = row
     raise_problems(problems, CheckpointError)
-    parts = split_into_files([TensorHeader(name, row.new.dtype, row.new.shape) for name, row in names.items()], most)
+    parts = split_into_files([TensorHeader(name, row.new.dtype, row.new.shape) for name, row in names.items()],
+                             min(most, bound * IN_MEMORY))  # fmt: skip
     stem = absolute_path(target)
     if not stem.name.endswith(SUFFIX):
         stem = stem / f"model{SUFFIX}"
@@ -92,7 +96,7 @@ def export_safetensors(
     with arrays.write_errors(stem.parent):
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file, rows in zip(files, parts, strict=True):
-            with write_tensors(file, rows) as out:
+            with write_tensors(file, rows, bound) as out:
                 for planned in rows:
                     _write(out, folder, names[planned.name], bound)
         if len(parts) > 1:
@@ -105,7 +109,7 @@ def export_safetensors(
     return tuple(files)
 
 
-def _write(out: BinaryIO, folder: pathlib.Path, row: reader.Renamed, bound: int) -> None:
+def _write(out: IO[bytes], folder: pathlib.Path, row: reader.Renamed, bound: int) -> None:
     old, read = row.stored, offline.box_reader(folder, row)
     if 0 not in old.shape:
         most = int(bound // offline.SHARE / max(old.itemsize, row.new.numpy_dtype.itemsize))
@@ -142,6 +146,7 @@ def import_safetensors(
     Raises:
       CheckpointError: the step exists already; two tensors with one name.
       CheckpointFileError: files that are missing, truncated, or not safetensors; a full disk.
+      ExtraError: the package safetensors is not installed.
       ShardError: the layout does not fit the arrays.
 
     >>> import os, tempfile, jax.numpy as jnp

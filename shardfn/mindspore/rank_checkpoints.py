@@ -315,7 +315,7 @@ def transform_checkpoints(
             rows = [TensorHeader(name, dtype, box_shape(boxes[name])) for name, (_, dtype) in shapes.items()]
             file = out / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(file, rows) as handle:
+            with write_tensors(file, rows, bound) as handle:
                 for row in rows:
                     for part in contiguous_boxes(row.shape, most):  # a few rows at a time
                         box = inside(part, boxes[row.name])

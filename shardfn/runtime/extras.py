@@ -7,10 +7,13 @@ from types import ModuleType
 
 from shardfn.errors import ExtraError, fail
 
-EXTRAS = {"checkpoint": "checkpoints", "data": "batches", "train": "training steps", "k8s": "Kubernetes manifests"}
+EXTRAS = {
+    "checkpoint": "checkpoints", "data": "batches", "train": "training steps", "k8s": "Kubernetes manifests",
+    "mindspore": "MindSpore's binary files",
+}  # fmt: skip
 """Each extra, and what is made with its packages."""
 
-_PACKAGES = {"orbax": "orbax-checkpoint", "yaml": "PyYAML"}
+_PACKAGES = {"orbax": "orbax-checkpoint", "yaml": "PyYAML", "google": "protobuf"}
 
 
 def need(module: str, extra: str) -> ModuleType:
