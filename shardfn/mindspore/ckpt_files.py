@@ -1,16 +1,18 @@
 """MindSpore's own checkpoint files, `.ckpt`: ProtoBuf messages one after the other, read without MindSpore.
 
-The fields are those of MindSpore's published schema, `checkpoint.proto`. A file is a sequence of values, each with a name and a
-tensor (shape, type, bytes). A large tensor is several values of one name that follow each other, each with the full shape and
-a part of the bytes. A scalar has the shape (0,). A checksum may follow. Only descriptions are read when a file is opened.
+The fields stand in `layoutfile.mindspore_schema`. A file is a sequence of values, each with a name and a tensor (shape, type,
+bytes). A large tensor is several values of one name that follow each other, each with the full shape and a part of the bytes.
+A scalar has the shape (0,). A checksum may follow. A file that is opened is read through, a value at a time; descriptions are
+kept, and where the bytes are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import os
 import pathlib
-from typing import BinaryIO
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +20,14 @@ import numpy as np
 from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.safetensors_files import FileTensor, read_tensors
 from shardfn.errors import CheckpointFileError, fail
-from shardfn.layoutfile.protobuf import Span, fields, integers, text
+from shardfn.layoutfile.mindspore_schema import parse
 from shardfn.regular_files import open_regular
 
 SUFFIX = ".ckpt"
+Span = tuple[int, int]
+"""Where bytes begin and end."""
+FIELD_1 = b"\x0a"
+"""What stands before the length of each value."""
 MAGIC = (0x7F3A5ED8, 0x7F3A5ED9, 0x7F3A5EDA)
 """The first four bytes of an encrypted block: AES-GCM, AES-CBC, SM4-CBC."""
 CHECKSUM, CHECKSUM_BYTES = b"crc_num", 17
@@ -64,9 +70,9 @@ def tensors_of(file: pathlib.Path) -> dict[str, FileTensor]:
     if file.suffix != SUFFIX:
         return read_tensors(file)
     try:
-        with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            is_encrypted = int.from_bytes(data[:4], "little") in MAGIC
-            found = {} if is_encrypted else _tensors(file, data)
+        with open_regular(file) as handle:
+            is_encrypted = int.from_bytes(handle.read(4), "little") in MAGIC
+            found = {} if is_encrypted else _tensors(file, handle)
     except (OSError, ValueError) as error:
         fail(CheckpointFileError, f"{file} cannot be read", why=str(error),
              fix="copy it again, or convert it in MindSpore: ms.ckpt_to_safetensors(folder)")  # fmt: skip
@@ -76,21 +82,19 @@ def tensors_of(file: pathlib.Path) -> dict[str, FileTensor]:
     return found
 
 
-def _tensors(file: pathlib.Path, data: mmap.mmap) -> dict[str, FileTensor]:
-    size = len(data)
-    end = size - CHECKSUM_BYTES if data[-CHECKSUM_BYTES:].startswith(CHECKSUM) else size
+def _tensors(file: pathlib.Path, handle: BinaryIO) -> dict[str, FileTensor]:
     found: dict[str, SplitTensor] = {}
     last = ""
-    for number, value in fields(data, (0, end)):
-        if number != 1 or isinstance(value, int):
-            raise ValueError("it is no checkpoint of MindSpore")
-        parts = dict(fields(data, value))
-        if 1 not in parts:
+    for start, data in _values(handle):
+        value = parse("Value", data)
+        name = value.tag
+        if not value.HasField("tag"):
             raise ValueError("a value has no name")
-        name = text(data, parts[1])
-        if not isinstance(span := parts.get(2), tuple):
+        if not value.HasField("tensor"):
             raise ValueError(f"`{name}` is no tensor, such as a map parameter, which is not read")
-        one = _tensor(file, data, name, span)
+        content = value.tensor.tensor_content
+        at = start + data.rfind(content)
+        one = _tensor(file, name, value.tensor, (at, at + len(content)))
         if one is None:
             continue
         if name == last:
@@ -107,17 +111,41 @@ def _tensors(file: pathlib.Path, data: mmap.mmap) -> dict[str, FileTensor]:
     return dict(found)
 
 
-def _tensor(file: pathlib.Path, data: mmap.mmap, name: str, span: Span) -> SplitTensor | None:
-    every = list(fields(data, span))
-    by_number = dict(every)
-    kind = text(data, by_number[2]) if 2 in by_number else ""
+def _values(handle: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Where each value begins, and its bytes: one at a time, where protobuf would read the complete file."""
+    size = os.fstat(handle.fileno()).st_size
+    handle.seek(max(0, size - CHECKSUM_BYTES))
+    end = size - CHECKSUM_BYTES if handle.read(len(CHECKSUM)) == CHECKSUM else size
+    if not size:
+        raise ValueError("it is empty")
+    handle.seek(0)
+    while (at := handle.tell()) < end:
+        if handle.read(1) != FIELD_1:
+            raise ValueError(f"byte {at:,} begins no value of a checkpoint of MindSpore")
+        length, start = _length(handle), handle.tell()
+        if start + length > end:
+            raise ValueError(f"a value should end at byte {start + length:,}, and the values end at {end:,}")
+        yield start, handle.read(length)
+
+
+def _length(handle: BinaryIO) -> int:
+    """A length as ProtoBuf writes it: seven bits a byte, the lowest first."""
+    length = 0
+    for shift in range(0, 63, 7):
+        byte = int.from_bytes(handle.read(1), "little")
+        length |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+    return length
+
+
+def _tensor(file: pathlib.Path, name: str, tensor: Any, content: Span) -> SplitTensor | None:
+    kind, shape = tensor.tensor_type, tuple(tensor.dims)
     if kind in NO_ARRAYS:
         return None
     if kind not in DTYPES:
         raise ValueError(f"`{name}` has the type {kind!r:.40}, which is unknown")
-    shape = tuple(integers(data, (value for number, value in every if number == 1)))
-    content = by_number.get(3, (span[1], span[1]))
-    if isinstance(content, int) or any(n < 0 for n in shape):
+    if any(n < 0 for n in shape):
         raise ValueError(f"the tensor `{name}` cannot be read")
     is_scalar = shape == (0,) and content[0] < content[1]
     return SplitTensor(name, DTYPES[kind], () if is_scalar else shape, file, content[0], (content,))
