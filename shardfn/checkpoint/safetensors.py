@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import IO, Any
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, offline, reader
@@ -12,7 +15,6 @@ from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import StoredArray
 from shardfn.checkpoint.safetensors_files import (
     CODE_OF_DTYPE,
-    IN_MEMORY,
     INDEX,
     SUFFIX,
     TensorHeader,
@@ -50,8 +52,7 @@ def export_safetensors(
       name_map: as in `restore`.
       dtype: as in `restore`.
       separator: replaces `/` in the names of tensors.
-      file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files. A file is at most as large
-        as three quarters of `memory`, if it has several tensors.
+      file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files.
       memory: most bytes in memory at once, as a number or as "256MiB".
 
     Returns:
@@ -85,8 +86,7 @@ def export_safetensors(
                                     fix="choose another separator, or rename one with name_map"))  # fmt: skip
         names[name] = row
     raise_problems(problems, CheckpointError)
-    parts = split_into_files([TensorHeader(name, row.new.dtype, row.new.shape) for name, row in names.items()],
-                             min(most, bound * IN_MEMORY))  # fmt: skip
+    parts = split_into_files([TensorHeader(name, row.new.dtype, row.new.shape) for name, row in names.items()], most)
     stem = absolute_path(target)
     if not stem.name.endswith(SUFFIX):
         stem = stem / f"model{SUFFIX}"
@@ -96,9 +96,7 @@ def export_safetensors(
     with arrays.write_errors(stem.parent):
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file, rows in zip(files, parts, strict=True):
-            with write_tensors(file, rows, bound) as out:
-                for planned in rows:
-                    _write(out, folder, names[planned.name], bound)
+            write_tensors(file, rows, lambda tensor: _pieces(folder, names[tensor.name], bound))
         if len(parts) > 1:
             weights = {row.name: file.name for file, rows in zip(files, parts, strict=True) for row in rows}
             total = sum(row.nbytes for rows in parts for row in rows)
@@ -109,12 +107,11 @@ def export_safetensors(
     return tuple(files)
 
 
-def _write(out: IO[bytes], folder: pathlib.Path, row: reader.Renamed, bound: int) -> None:
+def _pieces(folder: pathlib.Path, row: reader.Renamed, bound: int) -> Iterator[np.ndarray]:
     old, read = row.stored, offline.box_reader(folder, row)
     if 0 not in old.shape:
         most = int(bound // offline.SHARE / max(old.itemsize, row.new.numpy_dtype.itemsize))
-        for box in contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1):
-            out.write(read(box).tobytes())
+        yield from map(read, contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1))
 
 
 def import_safetensors(

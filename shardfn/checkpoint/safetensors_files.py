@@ -1,22 +1,18 @@
 """Files in the safetensors format, by the package `safetensors`, in bounded memory. https://huggingface.co/docs/safetensors
 
-The package checks a file's header and reads slices. It gives NumPy no arrays of 8-bit floats, whose bytes are mapped here. It
-writes a file from arrays: a file larger than the memory is gathered in a file without a name, and mapped.
+The package checks a file's header, reads slices and writes a file. It gives NumPy no arrays of 8-bit floats, whose bytes are
+mapped here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
 import pathlib
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import IO
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,8 +27,6 @@ INDEX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000  # the package's limit of a header
 STEP_BYTES = 8 << 20
 """Bytes of a file that are mapped at a time: touched pages of the file count as memory until the map is closed."""
-IN_MEMORY = 0.75
-"""The part of the memory bound that a file to be written may fill. The rest is for the box that is being read."""
 
 DTYPE_OF_CODE = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -204,49 +198,38 @@ def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[li
     return parts
 
 
-@contextlib.contextmanager
-def write_tensors(target: pathlib.Path, rows: Sequence[TensorHeader], memory: int) -> Iterator[IO[bytes]]:
-    """Gather the bytes of tensors, in the order of `rows`; after the last, the file gets its name, complete and on disk.
+def write_tensors(
+    target: pathlib.Path, rows: Sequence[TensorHeader], pieces: Callable[[TensorHeader], Iterable[np.ndarray]]
+) -> None:
+    """Write a file, which gets its name when it is complete and on disk.
+
+    The package writes a file from arrays. They are zeros here, which take no memory; then the pieces replace them.
 
     Args:
       target: the file.
       rows: its tensors.
-      memory: most bytes in memory. The bytes of a larger file are gathered in a file without a name, beside it.
+      pieces: the values of a tensor, as arrays that follow each other.
 
     Raises:
       OSError: the disk is full, or the file cannot be written.
     """
-    size = sum(row.nbytes for row in rows)
-    is_small = size <= memory * IN_MEMORY
-    with contextlib.nullcontext(io.BytesIO()) if is_small else tempfile.TemporaryFile(dir=target.parent) as gathered:
-        yield gathered
-        if gathered.tell() != size:
-            raise AssertionError(f"{target.name} has {gathered.tell()} bytes, not {size}")
-        tensors, at, held = {}, 0, _bytes_of(gathered)
-        for row in rows:
-            tensors[row.name] = held[at : at + row.nbytes].view(jnp.dtype(row.dtype)).reshape(row.shape)
-            at += row.nbytes
-        _save(tensors, target)
-
-
-def _bytes_of(gathered: IO[bytes]) -> np.ndarray:
-    """The bytes of a file, or of what is like one, without a copy."""
-    if isinstance(gathered, io.BytesIO):
-        return np.frombuffer(gathered.getbuffer(), np.uint8)
-    gathered.flush()
-    return np.memmap(gathered, np.uint8, "r")
-
-
-def _save(tensors: Mapping[str, np.ndarray], target: pathlib.Path) -> None:
-    """Write tensors to a file that gets its name when it is on disk."""
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    zeros = np.zeros(max((row.nbytes for row in rows), default=0), np.uint8)
+    arrays = {row.name: zeros[: row.nbytes].view(jnp.dtype(row.dtype)).reshape(row.shape) for row in rows}
     try:
         part.touch()
         mode = part.stat().st_mode
-        need("safetensors.numpy", "checkpoint").save_file(tensors, part, {"format": "pt"})
+        need("safetensors.numpy", "checkpoint").save_file(arrays, part, {"format": "pt"})
         part.chmod(mode)  # the package's own file is for its owner alone
-        with part.open("rb+") as written:
-            os.fsync(written.fileno())
+        with os.fdopen(os.open(part, os.O_WRONLY), "wb") as file:
+            for tensor in _header(part):
+                file.seek(tensor.start)
+                for piece in pieces(tensor):
+                    file.write(piece.tobytes())
+                if file.tell() != tensor.start + tensor.nbytes:
+                    raise AssertionError(f"`{tensor.name}` has {file.tell() - tensor.start} bytes, not {tensor.nbytes}")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, target)
     except _package().SafetensorError as error:
         raise OSError(str(error)) from None

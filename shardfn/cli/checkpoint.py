@@ -117,7 +117,7 @@ COMMANDS = {
          **DEVICES, **STEP, **RENAME, **BOUND}),
     "export": Command(
         "write a checkpoint as safetensors", _export, {**FOLDER, "target": "model.safetensors, or a folder"},
-        {"--file-bytes": {"default": "5GB", "metavar": "BYTES", "help": "how large a file may be; 5GB, and 3/4 of --memory"}, **PICK}),
+        {"--file-bytes": {"default": "5GB", "metavar": "BYTES", "help": "how large a file may be; 5GB if left out"}, **PICK}),
     "transform": Command(
         "rewrite the safetensors files of the ranks of a MindSpore run for another strategy", _transform,
         {"source": "a folder with rank_0, rank_1, …", "target": "where the same is written"},

@@ -2,8 +2,8 @@
 
 The fields stand in `layoutfile.mindspore_schema`. A file is a sequence of values, each with a name and a tensor (shape, type,
 bytes). A large tensor is several values of one name that follow each other, each with the full shape and a part of the bytes.
-A scalar has the shape (0,). A checksum may follow. A file that is opened is read through, a value at a time; descriptions are
-kept, and where the bytes are.
+A scalar has the shape (0,). A checksum may follow. Only descriptions are read when a file is opened: they are parsed by
+protobuf, and the bytes of tensors are passed over.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from shardfn.regular_files import open_regular
 SUFFIX = ".ckpt"
 Span = tuple[int, int]
 """Where bytes begin and end."""
-FIELD_1 = b"\x0a"
-"""What stands before the length of each value."""
+VALUE, TENSOR, CONTENT = 0x0A, 0x12, 0x1A
+"""The keys of the fields with the values of a file, the tensor of a value, the bytes of a tensor: 8 times their number, and 2."""
+MOST_BYTES = 1 << 20
+"""Bytes of a name, a shape and a type."""
 MAGIC = (0x7F3A5ED8, 0x7F3A5ED9, 0x7F3A5EDA)
 """The first four bytes of an encrypted block: AES-GCM, AES-CBC, SM4-CBC."""
 CHECKSUM, CHECKSUM_BYTES = b"crc_num", 17
@@ -85,16 +87,19 @@ def tensors_of(file: pathlib.Path) -> dict[str, FileTensor]:
 def _tensors(file: pathlib.Path, handle: BinaryIO) -> dict[str, FileTensor]:
     found: dict[str, SplitTensor] = {}
     last = ""
-    for start, data in _values(handle):
-        value = parse("Value", data)
+    for end in _values(handle):
+        head, size = _before(handle, TENSOR, end)
+        value = parse("Value", head)
         name = value.tag
         if not value.HasField("tag"):
             raise ValueError("a value has no name")
-        if not value.HasField("tensor"):
+        if size is None:
             raise ValueError(f"`{name}` is no tensor, such as a map parameter, which is not read")
-        content = value.tensor.tensor_content
-        at = start + data.rfind(content)
-        one = _tensor(file, name, value.tensor, (at, at + len(content)))
+        head, size = _before(handle, CONTENT, handle.tell() + size)
+        begin = handle.tell()
+        one = _tensor(file, name, parse("Tensor", head), (begin, begin + (size or 0)))
+        if begin + (size or 0) != end:
+            raise ValueError(f"the bytes of `{name}` end at byte {begin + (size or 0):,}, and its value at {end:,}")
         if one is None:
             continue
         if name == last:
@@ -111,32 +116,52 @@ def _tensors(file: pathlib.Path, handle: BinaryIO) -> dict[str, FileTensor]:
     return dict(found)
 
 
-def _values(handle: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Where each value begins, and its bytes: one at a time, where protobuf would read the complete file."""
+def _values(handle: BinaryIO) -> Iterator[int]:
+    """Where each value ends; the file is at its first byte. protobuf would read all values at once, with their bytes."""
     size = os.fstat(handle.fileno()).st_size
     handle.seek(max(0, size - CHECKSUM_BYTES))
-    end = size - CHECKSUM_BYTES if handle.read(len(CHECKSUM)) == CHECKSUM else size
+    at, end = 0, size - CHECKSUM_BYTES if handle.read(len(CHECKSUM)) == CHECKSUM else size
     if not size:
         raise ValueError("it is empty")
-    handle.seek(0)
-    while (at := handle.tell()) < end:
-        if handle.read(1) != FIELD_1:
+    while at < end:
+        handle.seek(at)
+        if _number(handle) != VALUE:
             raise ValueError(f"byte {at:,} begins no value of a checkpoint of MindSpore")
-        length, start = _length(handle), handle.tell()
-        if start + length > end:
-            raise ValueError(f"a value should end at byte {start + length:,}, and the values end at {end:,}")
-        yield start, handle.read(length)
+        length = _number(handle)
+        at = handle.tell() + length
+        if at > end:
+            raise ValueError(f"a value should end at byte {at:,}, and the values end at {end:,}")
+        yield at
 
 
-def _length(handle: BinaryIO) -> int:
-    """A length as ProtoBuf writes it: seven bits a byte, the lowest first."""
-    length = 0
-    for shift in range(0, 63, 7):
+def _before(handle: BinaryIO, key: int, end: int) -> tuple[bytes, int | None]:
+    """The fields of a message that stand before one of bytes, and its size, with the file at its first byte; None without it."""
+    begin, size = handle.tell(), None
+    at = begin
+    while at < end and size is None:
+        found, number = _number(handle), _number(handle)
+        if found == key:
+            size, end = number, at
+        elif found & 7 not in (0, 2):
+            raise ValueError(f"byte {at:,} begins no field of a checkpoint of MindSpore")
+        at = handle.tell() if found & 7 == 0 or size is not None else handle.seek(number, os.SEEK_CUR)
+    if min(at, end) - begin > MOST_BYTES:
+        raise ValueError(f"the description at byte {begin:,} has more than {MOST_BYTES:,} bytes")
+    handle.seek(begin)
+    head = handle.read(end - begin)
+    handle.seek(at)
+    return head, size
+
+
+def _number(handle: BinaryIO) -> int:
+    """A key or a length: seven bits a byte, the lowest first. https://protobuf.dev/programming-guides/encoding"""
+    number = 0
+    for shift in range(0, 70, 7):
         byte = int.from_bytes(handle.read(1), "little")
-        length |= (byte & 0x7F) << shift
+        number |= (byte & 0x7F) << shift
         if byte < 0x80:
             break
-    return length
+    return number
 
 
 def _tensor(file: pathlib.Path, name: str, tensor: Any, content: Span) -> SplitTensor | None:
