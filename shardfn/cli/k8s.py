@@ -50,7 +50,7 @@ def _render(options: argparse.Namespace) -> None:
         job, told = kubernetes.translate(document, options.file)
     else:
         job = job_of(document, options.file)
-    manifests = kubernetes.render(job, options.kind, is_isolated=options.network_policy)
+    manifests = kubernetes.render(job, options.kind, network_policy=options.network_policy)
     print(kubernetes.dump(manifests, (*told, *kubernetes.notes(job))), end="")
 
 

@@ -232,17 +232,16 @@ class _Attempt:
             status, first, is_silent = 128 + told, None, False
         for reader in self.readers:  # a grandchild may keep the stream open
             reader.join(timeout=2)
-        last = tuple(self.last[first]) if first is not None else ()
-        return Outcome(status, first, last, is_silent=is_silent, has_begun=not (is_silent and self._is_unbegun(first)))
+        if first is None:
+            return Outcome(status)
+        has_begun = not is_silent or self._has_begun(first)
+        return Outcome(status, first, tuple(self.last[first]), is_silent=is_silent, has_begun=has_begun)
 
-    def _is_unbegun(self, rank: int | None) -> bool:
-        """Whether no heartbeat of a process has come."""
-        try:
-            return (self.heartbeats / str(rank)).stat().st_mtime_ns == self.unbegun.get(
-                rank if rank is not None else -1
-            )
-        except FileNotFoundError:
-            return False
+    def _has_begun(self, rank: int) -> bool:
+        """Whether a heartbeat of a process has come. One that rests has sent some."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.heartbeats / str(rank)).stat().st_mtime_ns != self.unbegun[rank]
+        return True
 
     def _thread(self, run: Any, *args: Any) -> None:
         thread = threading.Thread(target=run, args=args, daemon=True)

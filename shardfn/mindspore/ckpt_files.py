@@ -95,11 +95,12 @@ def _tensors(file: pathlib.Path, handle: BinaryIO) -> dict[str, FileTensor]:
             raise ValueError("a value has no name")
         if size is None:
             raise ValueError(f"`{name}` is no tensor, such as a map parameter, which is not read")
-        head, size = _before(handle, CONTENT, handle.tell() + size)
+        is_last = handle.tell() + size == end
+        head, size = _before(handle, CONTENT, end)
         begin = handle.tell()
-        one = _tensor(file, name, parse("Tensor", head), (begin, begin + (size or 0)))
-        if begin + (size or 0) != end:
-            raise ValueError(f"the bytes of `{name}` end at byte {begin + (size or 0):,}, and its value at {end:,}")
+        if not is_last or begin + (size or 0) != end:
+            raise ValueError(f"the bytes of `{name}` do not end with its value, at byte {end:,}")
+        one = _tensor(file, name, parse("Tensor", head), (begin, end))
         if one is None:
             continue
         if name == last:
@@ -135,31 +136,43 @@ def _values(handle: BinaryIO) -> Iterator[int]:
 
 
 def _before(handle: BinaryIO, key: int, end: int) -> tuple[bytes, int | None]:
-    """The fields of a message that stand before one of bytes, and its size, with the file at its first byte; None without it."""
-    begin, size = handle.tell(), None
-    at = begin
+    """Pass over the fields of a message up to one of bytes.
+
+    Args:
+      handle: the file, at the first field.
+      key: the key of the field of bytes.
+      end: where the message ends.
+
+    Returns:
+      The bytes of the fields before, and the size of that field's, at which the file is then; None without such a field.
+    """
+    at = begin = handle.tell()
+    size = None
     while at < end and size is None:
         found, number = _number(handle), _number(handle)
         if found == key:
-            size, end = number, at
-        elif found & 7 not in (0, 2):
+            size = number
+        elif found & 7 in (0, 2):  # a number; a length and as many bytes
+            at = handle.seek(number if found & 7 else 0, os.SEEK_CUR)
+        else:
             raise ValueError(f"byte {at:,} begins no field of a checkpoint of MindSpore")
-        at = handle.tell() if found & 7 == 0 or size is not None else handle.seek(number, os.SEEK_CUR)
-    if min(at, end) - begin > MOST_BYTES:
-        raise ValueError(f"the description at byte {begin:,} has more than {MOST_BYTES:,} bytes")
+    here = handle.tell()
+    if at > end or at - begin > MOST_BYTES:
+        raise ValueError(f"a description has the bytes {begin:,} to {at:,}, and its value ends at {end:,}")
     handle.seek(begin)
-    head = handle.read(end - begin)
-    handle.seek(at)
+    head = handle.read(at - begin)
+    handle.seek(here)
     return head, size
 
 
 def _number(handle: BinaryIO) -> int:
-    """A key or a length: seven bits a byte, the lowest first. https://protobuf.dev/programming-guides/encoding"""
+    """A key, a length or a number: seven bits a byte, the lowest first. https://protobuf.dev/programming-guides/encoding"""
     number = 0
     for shift in range(0, 70, 7):
-        byte = int.from_bytes(handle.read(1), "little")
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
+        if not (byte := handle.read(1)):
+            raise ValueError("it is truncated")
+        number |= (byte[0] & 0x7F) << shift
+        if byte[0] < 0x80:
             break
     return number
 

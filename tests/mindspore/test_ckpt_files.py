@@ -90,6 +90,10 @@ def test_encrypted_ckpt_file_is_refused(tmp_path, magic):
         (value("w", (8, 4), "Float32", W.tobytes()[:-4]), "`w` needs 128 bytes, and has 124"),
         (value("w", (8, 4), "Int4", b"1"), "the type 'Int4', which is unknown"),
         (framed(b"\x0a\x05table\x1a\x00"), "`table` is no tensor"),
+        (framed(b"\x0a\x01w\x12\x09\x08\x01\x12\x04Int8"), "the bytes of `w` do not end with its value"),
+        (framed(b"\x0a\x01w\x12\x0b\x08\x01\x12\x04Int8\x1a\x09a"), "the bytes of `w` do not end with its value"),
+        (framed(b"\x0a\x7fw"), "a description has the bytes 2 to 131, and its value ends at 5"),
+        (b"\x0a\x06\x0a\x01w\x12\xff\xff", "cannot be read"),
         (entry("w", W) + entry("b", W[0]) + entry("w", W), "holds `w` twice"),
     ],
 )

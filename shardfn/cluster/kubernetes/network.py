@@ -15,13 +15,13 @@ OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
 """The label of KubeRay's operator, which asks the dashboard how a job is."""
 
 
-def network_policy(job: Job, is_on_ray: bool) -> dict[str, Any]:
+def around(job: Job, is_on_ray: bool) -> dict[str, Any]:
     """A NetworkPolicy that lets the pods of a job reach each other, and nobody else reach them.
 
     Pods of the job reach each other at all ports: Gloo, NCCL and Ray choose ports of their own. KubeRay's operator reaches the
     dashboard. What the pods send is not limited.
 
-    >>> network_policy(Job("gpt", "gpt:1", ("a",)), False)["spec"]["ingress"]
+    >>> around(Job("gpt", "gpt:1", ("a",)), False)["spec"]["ingress"]
     [{'from': [{'podSelector': {'matchLabels': {'jobset.sigs.k8s.io/jobset-name': 'gpt'}}}]}]
     """
     own = {"matchLabels": {INSTANCE if is_on_ray else JOBSET: job.name}}

@@ -20,8 +20,9 @@ BOUNDS = {"minReplicas": 0, "maxReplicas": 2**31 - 1}
 """KubeRay's own: a group may be scaled in both directions while the job runs."""
 PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001}
 SUBMITTER = "ray-job-submitter"
-"""KubeRay's name of the container that hands the command to the head. The requests are KubeRay's own, too."""
+"""KubeRay's name of the container that hands the command to the head."""
 SUBMITTER_CPU, SUBMITTER_MEMORY = "500m", "1Gi"
+"""What it asks for: it runs `ray job submit`, and waits."""
 SCHEDULER, WORKER, PARAMETER_SERVER = "MS_SCHED", "MS_WORKER", "MS_PSERVER"
 """MindSpore's roles, as its operator sets them."""
 POD_IP = {"fieldRef": {"fieldPath": "status.podIP"}}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardfn.cluster.kubernetes import network
 from shardfn.cluster.kubernetes.grace import END_S, state_bytes
 from shardfn.cluster.kubernetes.job import Job
 from shardfn.cluster.kubernetes.jobset import jobset, metadata
-from shardfn.cluster.kubernetes.network import network_policy
 from shardfn.cluster.kubernetes.pods import plan_claim
 from shardfn.cluster.kubernetes.ray import raycluster, rayjob
 from shardfn.cluster.kubernetes.trainjob import trainjob
@@ -18,13 +18,13 @@ KINDS = {"trainjob": trainjob, "jobset": jobset, "rayjob": rayjob, "raycluster":
 ON_RAY = ("rayjob", "raycluster")
 
 
-def render(job: Job, kind: str | None = None, *, is_isolated: bool = False) -> list[dict[str, Any]]:
+def render(job: Job, kind: str | None = None, *, network_policy: bool = False) -> list[dict[str, Any]]:
     """The manifests of a job.
 
     Args:
       job: the job.
       kind: a name of `KINDS`; by default "rayjob" for a job with parameter servers, and "trainjob" for others.
-      is_isolated: whether a NetworkPolicy keeps other pods away from those of the job.
+      network_policy: whether a NetworkPolicy keeps other pods away from those of the job.
 
     Returns:
       The manifests, in the order in which they are to be made.
@@ -47,7 +47,7 @@ def render(job: Job, kind: str | None = None, *, is_isolated: bool = False) -> l
         )
         fail(ClusterError, what, where=f"kind = {kind}, servers = {job.servers}", why="parameter servers are actors of Ray",
              fix="take rayjob, or leave servers out" if job.servers else "take trainjob or jobset, or set servers")  # fmt: skip
-    policy = [network_policy(job, kind in ON_RAY)] if is_isolated else []
+    policy = [network.around(job, kind in ON_RAY)] if network_policy else []
     return [*_claim(job), *_plan(job), *policy, *KINDS[kind](job)]
 
 

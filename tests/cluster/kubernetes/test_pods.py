@@ -177,7 +177,7 @@ def test_labels_of_gpus_are_device_names():
 def test_a_network_policy_encloses_the_pods_of_a_job(name, kind):
     job = JOBS[name]
     assert "NetworkPolicy" not in [made["kind"] for made in render(job, kind)], "off by default"
-    made = render(job, kind, is_isolated=True)
+    made = render(job, kind, network_policy=True)
     [policy] = [one for one in made if one["kind"] == "NetworkPolicy"]
     assert faults(policy) == [] and policy["metadata"]["name"] == job.name
     spec = policy["spec"]
