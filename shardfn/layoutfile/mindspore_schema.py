@@ -7,9 +7,10 @@ nothing here needs are left out. Every number is an int64, which reads and write
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
-from shardfn.runtime.extras import need
+from shardfn.errors import ExtraError, fail
 
 SCHEMA: dict[str, tuple[tuple[int, str, str], ...]] = {
     # a `.ckpt` file: fields 1 of one message, each a Value
@@ -63,24 +64,22 @@ def parse(name: str, data: bytes) -> Any:
     made = message(name)
     try:
         made.ParseFromString(data)
-    except need("google.protobuf.message", "mindspore").DecodeError as error:
+    except _protobuf("message").DecodeError as error:
         raise ValueError(str(error) or "it is no message") from None
     return made
 
 
 def unknown_fields(made: Any) -> list[int]:
     """The numbers of a message's fields that `SCHEMA` does not name."""
-    return [field.field_number for field in need("google.protobuf.unknown_fields", "mindspore").UnknownFieldSet(made)]
+    return [field.field_number for field in _protobuf("unknown_fields").UnknownFieldSet(made)]
 
 
 @functools.cache
 def _classes() -> dict[str, Any]:
     """The class of each message, made of descriptors: a clone needs no protoc."""
-    need("google.protobuf", "mindspore")
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    proto = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto2")
+    descriptors = _protobuf("descriptor_pb2")
+    proto = descriptors.FieldDescriptorProto
+    file = descriptors.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto2")
     for name, fields in SCHEMA.items():
         made = file.message_type.add(name=name)
         for number, field, type_ in fields:
@@ -92,7 +91,20 @@ def _classes() -> dict[str, Any]:
                 row.type, row.type_name = proto.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
             else:
                 row.type = proto.Type.Value(f"TYPE_{kind.upper()}")
-    pool = descriptor_pool.DescriptorPool()
+    pool = _protobuf("descriptor_pool").DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     found = {name: pool.FindMessageTypeByName(f"{_PACKAGE}.{name}") for name in SCHEMA}
-    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in found.items()}
+    return {name: _protobuf("message_factory").GetMessageClass(descriptor) for name, descriptor in found.items()}
+
+
+def _protobuf(module: str) -> Any:
+    """A module of the package protobuf.
+
+    Raises:
+      ExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(f"google.protobuf.{module}")
+    except ImportError as error:
+        fail(ExtraError, "MindSpore's binary files need protobuf, which is not installed", where=str(error),
+             why="it is not installed with the library itself", fix='pip install "shardfn[mindspore]"')  # fmt: skip

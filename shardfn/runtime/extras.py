@@ -7,13 +7,10 @@ from types import ModuleType
 
 from shardfn.errors import ExtraError, fail
 
-EXTRAS = {
-    "checkpoint": "checkpoints", "data": "batches", "train": "training steps", "k8s": "Kubernetes manifests",
-    "mindspore": "MindSpore's binary files",
-}  # fmt: skip
+EXTRAS = {"checkpoint": "checkpoints", "data": "batches", "train": "training steps", "k8s": "Kubernetes manifests"}
 """Each extra, and what is made with its packages."""
 
-_PACKAGES = {"orbax": "orbax-checkpoint", "yaml": "PyYAML", "google": "protobuf"}
+_PACKAGES = {"orbax": "orbax-checkpoint", "yaml": "PyYAML"}
 
 
 def need(module: str, extra: str) -> ModuleType:

@@ -219,7 +219,11 @@ def test_strategy_ckpt_save_file_is_binary_and_is_loaded_again(tmp_path):
 @pytest.mark.parametrize(
     ("module", "call", "says"),
     [
-        ("google.protobuf", lambda path: tensors_of(path / "x.ckpt"), "MindSpore's binary files need protobuf"),
+        (
+            "google.protobuf.descriptor_pb2",
+            lambda path: tensors_of(path / "x.ckpt"),
+            "MindSpore's binary files need protobuf",
+        ),
         ("safetensors", lambda path: read_tensors(path / "x.safetensors"), "checkpoints need safetensors"),
     ],
 )
