@@ -27,6 +27,7 @@ from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise
 from shardfn.regular_files import check_regular
 from shardfn.runtime.extras import need
 
+NODES = "cache_pool#nodes"
 CACHE_BYTES = 100 << 20
 """Bytes of decoded nodes of a database that are kept while arrays are read."""
 
@@ -42,7 +43,7 @@ COUNTERS = "/tensorstore/kvstore/file/"
 def open_arrays(folder: pathlib.Path, entries: Sequence[StoredArray]) -> list[Any]:
     """The futures of the arrays' `tensorstore.TensorStore`s, which share a cache of the database's nodes."""
     ts = need("tensorstore", "checkpoint")
-    context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+    context = ts.Context({NODES: {"total_bytes_limit": CACHE_BYTES}})
     return [ts.open(_spec(folder, entry), context=context, open=True) for entry in entries]
 
 
@@ -74,7 +75,7 @@ def _cast(store: Any, entry: StoredArray, dtype: Any) -> Any:
 
 def _spec(folder: pathlib.Path, entry: StoredArray) -> dict[str, Any]:
     files = {"driver": "file", "path": f"{os.fspath(folder)}/"}
-    kvstore = {"driver": "ocdbt", "base": files} if entry.is_ocdbt else files
+    kvstore = {"driver": "ocdbt", "base": files, "cache_pool": NODES} if entry.is_ocdbt else files
     path = f"{kvstore.get('path', '')}{entry.name}/"
     return {
         "driver": entry.driver,

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+SETTLE_S = 20.0
+"""Most seconds to wait for writes that were ended."""
+
 POLL_S = 0.2
 """Seconds between two looks for another process's failure."""
 
@@ -31,18 +34,22 @@ class Failure:
         self._save = f"shardfn/save/{next(self.count)}"
         self._key = f"{self._save}/failed"
         self._thread = threading.get_ident()
+        self._error = ""
+        self._running: set[object] = set()
+        self._changed = threading.Condition()
         self._client = ocp.multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
 
     def tell(self, error: BaseException) -> None:
         """Tell of an error."""
+        self._error = self._error or str(error)
         if self._client is not None:
             with contextlib.suppress(RuntimeError):  # somebody has told already
                 self._client.key_value_set(self._key, f"process {jax.process_index()}: {error}"[:4000])
 
     def told(self) -> str:
         """What a process has told; empty if nothing."""
-        if self._client is None:
-            return ""
+        if self._client is None or self._error:
+            return self._error
         try:
             return self._client.key_value_try_get(self._key)
         except RuntimeError:  # there is no such key
@@ -75,14 +82,25 @@ class Failure:
         return wait
 
     async def watch(self, write: Coroutine[Any, Any, None]) -> None:
-        """Run a write. Tell of its error; end it with an error as soon as another process has told of one."""
+        """Run a write. Tell of its error; end it with an error as soon as another one has told of one."""
         task = asyncio.ensure_future(write)
-        while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
-            if text := self.told():
-                task.cancel()
-                raise OSError(text)
+        self._running.add(task)
         try:
+            while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
+                if text := self.told():
+                    task.cancel()
+                    await asyncio.wait({task})
+                    raise OSError(text)
             task.result()
         except Exception as error:
             self.tell(error)
             raise
+        finally:
+            with self._changed:
+                self._running.discard(task)
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """After an error: wait until no write of this process is under way, so that its files can be deleted."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, SETTLE_S)

@@ -101,17 +101,20 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         context, directory = infos[0].ts_context, infos[0].parent_dir
         stores = await asyncio.gather(*(ts.open(spec.json, context=context, create=True, open=True) for spec in specs))
         waiting: collections.deque[tuple[Any, int]] = collections.deque()
-        held = 0
-        for value, store in zip(values, stores, strict=True):
-            for box, read in value.boxes if 0 not in value.entry.shape else ():
-                size = int(volume(box) * value.entry.itemsize) + 1
-                while waiting and self._in_flight is not None and held + size > self._in_flight:
-                    future, done = waiting.popleft()
-                    await future
-                    held -= done
-                waiting.append((store[box].write(read(), can_reference_source_data_indefinitely=True), size))
-                held += size
-        await asyncio.gather(*(future for future, _ in waiting))
+        try:
+            held = 0
+            for value, store in zip(values, stores, strict=True):
+                for box, read in value.boxes if 0 not in value.entry.shape else ():
+                    size = int(volume(box) * value.entry.itemsize) + 1
+                    while waiting and self._in_flight is not None and held + size > self._in_flight:
+                        future, done = waiting.popleft()
+                        await future
+                        held -= done
+                    waiting.append((store[box].write(read(), can_reference_source_data_indefinitely=True), size))
+                    held += size
+            await asyncio.gather(*(future for future, _ in waiting))
+        finally:  # no write goes on after an error
+            await asyncio.gather(*(future for future, _ in waiting), return_exceptions=True)
         if self._typestr == ARRAY:
             await _note(directory, values, [spec.metadata for spec in specs])
 

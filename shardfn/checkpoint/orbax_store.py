@@ -94,11 +94,15 @@ class Saving:
         if manager is not None:
             try:
                 with clearing(self.path, self.step, Exception):
-                    manager.wait_until_finished()
-                    manager.close()
+                    try:
+                        manager.wait_until_finished()
+                        manager.close()
+                    except Exception as error:
+                        self._failure.tell(error)
+                        self._failure.settle()
+                        raise
             except CheckpointFileError as error:
                 self._failed = error
-                self._failure.tell(error)
             finally:
                 if UNDER_WAY.get(self.path) is self:
                     del UNDER_WAY[self.path]

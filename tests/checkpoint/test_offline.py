@@ -289,7 +289,7 @@ def test_broken_indices(tmp_path, rows):
 
 def test_export_of_what_safetensors_has_not_is_refused(tmp_path):
     checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a_b": jnp.ones(2), "i": jnp.ones(2, "int4")})
-    error = refusal(checkpoint.export_safetensors, tmp_path / "run", tmp_path / "x", separator="_")
+    error = refusal(lambda: checkpoint.export_safetensors(tmp_path / "run", tmp_path / "x", separator="_"))
     assert [problem.where for problem in error.problems] == ["a/b, a_b", "i: int4[2]"]
 
 
