@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardfn import layoutfile
@@ -25,7 +26,7 @@ from shardfn.runtime.extras import need
 MEMORY = 512 << 20
 """The default bound on the memory of a copy, beyond what the process holds when it starts."""
 
-SHARE = 16
+SHARE = 24
 """A box has at most this fraction of the bound: it is in memory as read, as written and compressed, twice over."""
 
 BoxReader = Callable[[Box], np.ndarray]
@@ -173,10 +174,14 @@ def write_copy(
       bound: most bytes in memory.
 
     Raises:
-      CheckpointError: the layout leaves the size of an axis open, and `devices` is None.
+      CheckpointError: the layout leaves the size of an axis open, and `devices` is None; a job of several processes.
     """
     count = 1 if layout is None else _device_count(layout) if devices is None else devices
     need("orbax.checkpoint", "checkpoint")
+    if jax.process_count() > 1:
+        fail(CheckpointError, f"this job has {jax.process_count()} processes, and a copy is written by one",
+             why="the processes of a job save together",
+             fix="copy in a program of its own, such as `shardfn checkpoint relayout`")  # fmt: skip
     from shardfn.checkpoint import orbax_arrays, orbax_store
 
     described = _described(entries, layout, count, bound)

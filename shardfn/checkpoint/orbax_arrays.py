@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from orbax.checkpoint import future
 from orbax.checkpoint._src.metadata.array_metadata_store import Store
 from orbax.checkpoint._src.serialization.tensorstore_utils import build_array_write_spec
 
@@ -89,11 +90,11 @@ class _Handler(ocp.type_handlers.ArrayHandler):
         return self._typestr
 
     async def serialize(
-        self, values: Sequence[ArraySource], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[ocp.future.Future]:  # fmt: skip
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[future.Future]:  # fmt: skip
         """Begin to write."""
         write = self._failure.watch(self._write(list(values), list(infos)))
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write, name=f"write {self._typestr}")]
+        return [future.CommitFutureAwaitingContractedSignals(write, name=f"write {self._typestr}")]
 
     async def _write(self, values: Sequence[ArraySource], infos: Sequence[Any]) -> None:
         await asyncio.gather(*(info.await_path_creation() for info in infos))
@@ -107,14 +108,14 @@ class _Handler(ocp.type_handlers.ArrayHandler):
                 for box, read in value.boxes if 0 not in value.entry.shape else ():
                     size = int(volume(box) * value.entry.itemsize) + 1
                     while waiting and self._in_flight is not None and held + size > self._in_flight:
-                        future, done = waiting.popleft()
-                        await future
+                        first, done = waiting.popleft()
+                        await first
                         held -= done
                     waiting.append((store[box].write(read(), can_reference_source_data_indefinitely=True), size))
                     held += size
-            await asyncio.gather(*(future for future, _ in waiting))
+            await asyncio.gather(*(write for write, _ in waiting))
         finally:  # no write goes on after an error
-            await asyncio.gather(*(future for future, _ in waiting), return_exceptions=True)
+            await asyncio.gather(*(write for write, _ in waiting), return_exceptions=True)
         if self._typestr == ARRAY:
             await _note(directory, values, [spec.metadata for spec in specs])
 

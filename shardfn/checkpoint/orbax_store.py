@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.catalogue import MAX_BYTES
@@ -49,7 +50,7 @@ class Saved:
 class LayoutHandler(ocp.AsyncCheckpointHandler):
     """Writes the layout file."""
 
-    async def async_save(self, directory: Any, args: LayoutSave) -> list[ocp.future.Future]:
+    async def async_save(self, directory: Any, args: LayoutSave) -> list[future.Future]:
         """Write it in the background, in the first process."""
 
         async def write() -> None:
@@ -57,7 +58,7 @@ class LayoutHandler(ocp.AsyncCheckpointHandler):
 
         if jax.process_index():
             return []
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="write layout")]
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="write layout")]
 
     def save(self, directory: Any, args: LayoutSave) -> None:
         """Write it, and wait."""
