@@ -151,7 +151,8 @@ environ, flags = dict(os.environ), dict(jax.config.values)
 import shardfn
 assert dict(os.environ) == environ
 assert dict(jax.config.values) == flags
-extras = {{"flax", "equinox", "orbax", "tensorstore", "grain", "ray", "optax", "IPython", "yaml"}}
+extras = {{"flax", "equinox", "orbax", "tensorstore", "grain", "ray", "optax", "IPython", "yaml", "safetensors",
+          "google.protobuf"}}
 assert not extras & set(sys.modules), extras & set(sys.modules)
 {NO_BACKEND}""")
     assert done.returncode == 0, done.stderr
