@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,6 +90,13 @@ class DecisionSource:
     of: tuple[str, ...]
 
 
+class WrittenAsLayout:
+    """What has a layout file of its own, which it equals: a plan."""
+
+    def _as_layout_file(self) -> LayoutFile:
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayoutFile:
     """The contents of a layout file. It equals a plan with the same decisions.
@@ -131,8 +137,7 @@ class LayoutFile:
     """Whether an argument that no rule matches is an error."""
 
     def __eq__(self, other: object) -> bool:
-        converted = getattr(other, "_as_layout_file", None)  # a plan
-        other = converted() if converted else other
+        other = other._as_layout_file() if isinstance(other, WrittenAsLayout) else other
         return self._key() == other._key() if isinstance(other, LayoutFile) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # it equals plans, which have hashes of their own
@@ -146,7 +151,7 @@ class LayoutFile:
 
         def __getattr__(self, name: str) -> Any:
             text = f"a layout has no attribute {name!r}"
-            if not name.startswith("_") and name in _plan_attributes():
+            if not name.startswith("_") and any(name in _attributes(of) for of in WrittenAsLayout.__subclasses__()):
                 text += (
                     ", which plans have: a layout holds shardings, not the function that costs and collectives come from; "
                     f"fix: plan(f, *args, layout=layout, device=...).{name}"
@@ -168,9 +173,8 @@ class LayoutFile:
         return dataclasses.replace(self, mesh=tuple((name, sizes.get(name, size)) for name, size in self.mesh))
 
 
-def _plan_attributes() -> set[str]:
-    plan = importlib.import_module("shardfn.planning.plan").Plan  # it imports this module
-    return {*dir(plan), *(field.name for field in dataclasses.fields(plan))}
+def _attributes(of: type) -> set[str]:
+    return {*dir(of), *of.__annotations__}  # a field without a default is no attribute of the class
 
 
 def mesh_axes(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:

@@ -23,7 +23,7 @@ from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
 from shardfn.planning.detours import PlacedDetour
-from shardfn.planning.layout_rules import LayoutRule
+from shardfn.planning.layout_rules import LayoutFile, LayoutRule, WrittenAsLayout
 from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import AnsweredCall
@@ -41,7 +41,7 @@ def _later(name: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(WrittenAsLayout):
     """How a function runs on a mesh of devices. `print` it for a summary; `shardfn.explain(plan)` is the report.
 
     Attributes:
@@ -186,7 +186,7 @@ class Plan:
         """
         return _later("planning.plan_diff.diff")(self, other)
 
-    def _as_layout_file(self) -> Any:
+    def _as_layout_file(self) -> LayoutFile:
         return _later("layoutfile.plan_file.layout_of_plan")(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
