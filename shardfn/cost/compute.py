@@ -14,8 +14,9 @@ from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import fuse, kernels
-from shardfn.ir.model import Graph, Op, PartitionedProgram, WindowDim, is_gpu
+from shardfn.ir.model import Graph, Op, WindowDim, is_gpu
 from shardfn.ir.op_traits import CONTRACTIONS, EXPENSIVE, HAS_COST, OP_TRAITS, PARTIAL_READS, UNTIMED, UPDATES
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 def _last(partitioned: PartitionedProgram, op: Op) -> int:

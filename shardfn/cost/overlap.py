@@ -20,8 +20,8 @@ from shardfn.cost.devices.chips import Hardware
 from shardfn.cost.estimate import collective_s, collectives_by_result
 from shardfn.cost.platforms import backend_of
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
-from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.op_traits import COLLECTIVE_OPS
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,21 +12,9 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from shardfn.ir.model import (
-    Communication,
-    Detour,
-    Graph,
-    Op,
-    PartitionedProgram,
-    ShardingRule,
-    Spec,
-    Value,
-    WindowDim,
-    axes_of,
-    dtype_bits,
-    trips_of,
-)
+from shardfn.ir.model import Graph, Op, ShardingRule, Spec, Value, WindowDim, axes_of, dtype_bits, trips_of
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
+from shardfn.ir.partitioned import Communication, Detour, PartitionedProgram
 from shardfn.partition.collective_matmul import alone_in_matmuls, is_square_of_four
 from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.counting_indices import with_counted_rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from shardfn.ir.model import Communication, Op, PartitionedProgram, axis_name
+from shardfn.ir.model import Op, axis_name
+from shardfn.ir.partitioned import Communication, PartitionedProgram
 
 Place = tuple[int, int, str]
 """A value, a dimension of it, and a mesh axis that shards that dimension."""

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax import tree_util
 
-from shardfn.ir.model import Detour, Graph, PartitionedProgram, Spec, axes_of
+from shardfn.ir.model import Graph, Spec, axes_of
+from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan_mesh import PlanMesh
 

@@ -15,17 +15,9 @@ from shardfn.frontend.paths import escaped, few
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import (
-    USER_WRITTEN,
-    Axes,
-    Communication,
-    Graph,
-    PartitionedProgram,
-    Spec,
-    axis_name,
-    mesh_sizes_text,
-)
+from shardfn.ir.model import Axes, Graph, Spec, axis_name, mesh_sizes_text
 from shardfn.ir.op_traits import HAS_OWN_RULE
+from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
 from shardfn.ir.specs import strategy_of

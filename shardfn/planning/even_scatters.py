@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from shardfn.errors import StrategyError, fail
-from shardfn.ir.model import Op, PartitionedProgram
+from shardfn.ir.model import Op
+from shardfn.ir.partitioned import PartitionedProgram
 
 NEUTRAL = {
     "scatter-add": "zero",

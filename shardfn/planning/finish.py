@@ -10,7 +10,8 @@ from shardfn.cost.estimate import Cost, collectives
 from shardfn.cost.schedule import lower_for_backend
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import Leaf
-from shardfn.ir.model import Axes, Detour, Graph, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
+from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup

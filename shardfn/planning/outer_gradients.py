@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.even_scatters import even_lookup, rows_multiple, signed_index_dtype

@@ -20,7 +20,8 @@ from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import without_static
-from shardfn.ir.model import Collective, Op, PartitionedProgram
+from shardfn.ir.model import Op
+from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
 from shardfn.planning.detours import PlacedDetour
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule, WrittenAsLayout

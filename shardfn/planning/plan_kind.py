@@ -8,7 +8,8 @@ import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.ir.model import Graph, PartitionedProgram
+from shardfn.ir.model import Graph
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.planning.decisions import Decision, DimensionGroup
 
 MOST, HALF, FEW = 0.9, 0.5, 0.1

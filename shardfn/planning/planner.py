@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from shardfn.cost.estimate import Cost
 from shardfn.ir.correspondence import matches
-from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import Shards, shares_halos
 from shardfn.planning.finish import file_constraints, finish

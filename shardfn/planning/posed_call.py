@@ -15,7 +15,8 @@ from shardfn.frontend.options import SearchOptions
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.dimension_groups import DimensionGroups
-from shardfn.ir.model import PartitionedProgram, Spec
+from shardfn.ir.model import Spec
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.planning.call_function import CallFunction
 from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile

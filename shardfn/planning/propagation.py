@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
-from shardfn.ir.model import Axes, Graph, InnerSpec, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, InnerSpec, Spec
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.partitioner import PartitionCache, insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from shardfn.cost.collectives import communication_bytes
-from shardfn.ir.model import USER_WRITTEN, Communication, Op, PartitionedProgram, Spec, axis_name
+from shardfn.ir.model import Op, Spec, axis_name
+from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
 from shardfn.planning.attribution import attribute
 from shardfn.planning.decisions import Constraint, Decision
 from shardfn.planning.plan import Plan

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op
 from shardfn.ir.op_traits import RESHARDING_OPS
+from shardfn.ir.partitioned import PartitionedProgram
 
 OP_OF = {
     "slice": "slice", "split": "slice", "pad": "pad", "concatenate": "concatenate", "rev": "reverse",

@@ -38,7 +38,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Graph, Op, PartitionedProgram, Spec, axes_of, axis_size
+from shardfn.ir.model import Graph, Op, Spec, axes_of, axis_size
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled

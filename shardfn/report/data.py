@@ -13,7 +13,8 @@ from typing import Any
 from shardfn.compiled.comparison import Comparison
 from shardfn.compiled.executable import Compiled
 from shardfn.cost.estimate import collective_s
-from shardfn.ir.model import Collective, axis_name
+from shardfn.ir.model import axis_name
+from shardfn.ir.partitioned import Collective
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan, op_strategies

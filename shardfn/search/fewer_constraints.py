@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram
+from shardfn.ir.model import Graph, Op, OpConstraint
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.specs import results_only
 from shardfn.search.array_changes import proposal_from
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem

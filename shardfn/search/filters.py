@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.ir.model import Graph, PartitionedProgram, axes_of, axis_size
+from shardfn.ir.model import Graph, axes_of, axis_size
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm

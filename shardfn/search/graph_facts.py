@@ -12,8 +12,9 @@ from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.cost.memory.platforms import live_buffers
 from shardfn.cost.platforms import backend_of, fuse
 from shardfn.cost.schedule import Schedule, combine_collectives, schedule_ops
-from shardfn.ir.model import Graph, PartitionedProgram, Value, dtype_bits, trips_of
+from shardfn.ir.model import Graph, Value, dtype_bits, trips_of
 from shardfn.ir.op_traits import CONTRACTIONS
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.combine_reductions import combined_matmul_counts
 from shardfn.partition.loop_reductions import loop_accumulations
 from shardfn.partition.platforms import collective_rules

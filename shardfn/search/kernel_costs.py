@@ -13,8 +13,8 @@ from shardfn.cost.compute import has_own_time, once, reads
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import kernels
-from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.op_traits import CONTRACTIONS
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)

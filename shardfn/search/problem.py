@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
-from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, Spec
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.search.budget import DEFAULT
 from shardfn.search.graph_facts import GraphFacts, facts_of
 from shardfn.search.objectives import Figures, Rank, rank

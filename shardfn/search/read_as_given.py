@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from shardfn.ir.model import Graph, InnerSpec, Op, OpConstraint, PartitionedProgram, ShardingRule, Spec, axis_name
+from shardfn.ir.model import Graph, InnerSpec, Op, OpConstraint, ShardingRule, Spec, axis_name
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 def constraints_as_given(

@@ -7,7 +7,7 @@ import pytest
 
 import shardfn
 from shardfn.cost.compute import work
-from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.search.label_tables import SCATTERED, build
 from shardfn.search.level_costs import labelling_of
 from shardfn.search.mesh_model import MeshModel
