@@ -11,7 +11,8 @@ from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
 from shardfn.ir.model import Axes, Graph, InnerSpec, Spec
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.partition.partitioner import PartitionCache, insert_collectives
+from shardfn.partition.partition_cache import PartitionCache
+from shardfn.partition.partitioner import insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 
 
