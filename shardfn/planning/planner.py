@@ -16,8 +16,14 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.pose import pose_again
 from shardfn.planning.posed_call import AnsweredCall, PosedCall, TracedCall
-from shardfn.planning.uneven_movement import movements_of_equation, moves_shards
-from shardfn.planning.workarounds import WrongOp, refuse_reshardings, workaround_note, wrong_ops
+from shardfn.planning.workarounds import (
+    WrongOp,
+    movements_of_equation,
+    moves_shards,
+    refuse_reshardings,
+    workaround_note,
+    wrong_ops,
+)
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
 from shardfn.search.objectives import COMMUNICATION
 from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, objective

@@ -25,7 +25,7 @@ MAY_NAME_OPS = {
     "movement/rules/__init__.py", "movement/rewrite.py", "movement/constants.py",  # primitives
     # What one pass or bug of XLA concerns, or one sentence of the report:
     "planning/plan_kind.py", "partition/loop_reductions.py", "planning/op_constraints.py", "planning/workarounds.py",
-    "planning/uneven_movement.py",
+    "planning/workarounds/uneven_movement.py",
 }  # fmt: skip
 
 

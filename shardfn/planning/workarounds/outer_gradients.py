@@ -35,17 +35,9 @@ from jax.custom_derivatives import SymbolicZero
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
-from shardfn.planning.even_scatters import even_lookup, rows_multiple, signed_index_dtype
-from shardfn.planning.workarounds import (
-    AT_PLACES,
-    Shapes,
-    clamped,
-    ends_process_backwards,
-    transformed,
-    transformed_dims,
-    transposed_wrongly,
-    unsharded,
-)
+from shardfn.planning.workarounds.even_scatters import even_lookup, rows_multiple, signed_index_dtype
+from shardfn.planning.workarounds.rewrites import clamped, transformed, transformed_dims, unsharded
+from shardfn.planning.workarounds.wrong_ops import AT_PLACES, Shapes, ends_process_backwards, transposed_wrongly
 
 
 class Risks(NamedTuple):
@@ -55,9 +47,9 @@ class Risks(NamedTuple):
     multiple: int = 1
     """Of what the number of a lookup's rows must be a multiple for even shards (`even_scatters.rows_multiple`)."""
     convolutions: frozenset[Shapes] = frozenset()
-    """`workarounds.transposed_wrongly`."""
+    """`wrong_ops.transposed_wrongly`."""
     ends_process: bool = False
-    """`workarounds.ends_process_backwards`."""
+    """`wrong_ops.ends_process_backwards`."""
 
 
 def risks_of(partitioned: PartitionedProgram, devices: int) -> Risks:
