@@ -16,7 +16,7 @@ from jax import tree_util
 from shardfn.ir.model import Graph, Spec, axes_of
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan_mesh import PlanMesh
+from shardfn.planning.meshes import PlanMesh
 
 
 @dataclasses.dataclass(frozen=True)

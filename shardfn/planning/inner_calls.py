@@ -21,7 +21,7 @@ from shardfn.frontend.strategy import AUTO, Leaf, has_open_dims
 from shardfn.frontend.validation import check
 from shardfn.planning.call_function import pure_function
 from shardfn.planning.inner_entries import mark, mark_named
-from shardfn.planning.named_shardings import without_mesh
+from shardfn.planning.meshes import without_mesh
 
 
 def call_inside(callee: Callee, options: Options, call: Call, outer: Hardware) -> Any:

@@ -25,7 +25,7 @@ from shardfn.ir.model import INNER_AXIS, Graph, InnerSpec
 from shardfn.ir.op_traits import PARTIAL_READS, REARRANGING
 from shardfn.ir.rewrite import equation_line, equations, inner, rebind
 from shardfn.ir.specs import strategy_of
-from shardfn.planning.plan_mesh import PlanMesh
+from shardfn.planning.meshes import PlanMesh
 
 _READ, _MADE, _NAMED = "shardfn_read", "shardfn_made", "shardfn_named_"
 """Begin the names of the axes on which marks are written: of arguments and results, whose axes only count shards, and of

@@ -14,7 +14,7 @@ from shardfn.errors import DeviceError, Problem, fail
 from shardfn.ir.model import Axes, InnerSpec, Spec, mesh_text
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.planning.inner_entries import InnerEntry
-from shardfn.planning.mesh_inference import expresses, finest, split_axes
+from shardfn.planning.meshes import expresses, finest, split_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.decisions import Constraint
 from shardfn.planning.detours import PlacedDetour, along, on_arguments
 from shardfn.planning.layout_rules import LayoutFile, printable
-from shardfn.planning.plan_mesh import PlanMesh
+from shardfn.planning.meshes import PlanMesh
 
 Kinds = Mapping[str, frozenset[str]]
 """Kinds of ops, each with the JAX primitives that become it."""

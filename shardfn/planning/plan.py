@@ -25,8 +25,8 @@ from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
 from shardfn.planning.detours import PlacedDetour
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule, WrittenAsLayout
+from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
-from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.posed_call import AnsweredCall
 
 __all__ = [

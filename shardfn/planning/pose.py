@@ -40,8 +40,7 @@ from shardfn.planning.inner_entries import (
 )
 from shardfn.planning.inner_placement import OnMesh, on_mesh_of_function, place_inner, refuse_other_devices
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
-from shardfn.planning.mesh_inference import Placement, place
-from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
+from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
 from shardfn.planning.op_constraints import anchors
 from shardfn.planning.posed_call import PosedCall, TracedCall
 from shardfn.planning.propagation import Propagation, memoized, padded

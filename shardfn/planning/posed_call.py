@@ -20,8 +20,7 @@ from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.planning.call_function import CallFunction
 from shardfn.planning.inner_entries import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.planning.mesh_inference import Placement
-from shardfn.planning.plan_mesh import PlanMesh
+from shardfn.planning.meshes import Placement, PlanMesh
 from shardfn.planning.propagation import Propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
 

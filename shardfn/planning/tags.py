@@ -14,7 +14,7 @@ from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Axes
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.layout_rules import MAX_REPORTED, LayoutFile, LayoutRule, match_rules, printable, rule_entry
-from shardfn.planning.plan_mesh import PlanMesh
+from shardfn.planning.meshes import PlanMesh
 
 PREFIX = "shardfn:"
 """Begins the name that JAX keeps for a tag, so that no user's checkpoint policy matches it."""

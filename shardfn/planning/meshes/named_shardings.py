@@ -15,8 +15,8 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec, mesh_text
 from shardfn.ir.specs import strategy_of
-from shardfn.planning.given_mesh import place_on_axes
-from shardfn.planning.mesh_inference import Placement
+from shardfn.planning.meshes.given_mesh import place_on_axes
+from shardfn.planning.meshes.mesh_inference import Placement
 
 
 def names_axes(leaf: Leaf) -> bool:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, partition_spec
 from shardfn.ir.model import Spec
-from shardfn.planning.mesh_inference import finest, split_axes
+from shardfn.planning.meshes.mesh_inference import finest, split_axes
 
 
 @dataclasses.dataclass(frozen=True)
