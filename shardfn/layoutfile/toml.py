@@ -13,11 +13,11 @@ from shardfn.errors import Problem, nearest
 from shardfn.frontend.options import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import (
     ELLIPSIS,
     MAX_REPORTED,
     UNSHARDED,
+    Constraint,
     DecisionSource,
     LayoutFile,
     LayoutRule,

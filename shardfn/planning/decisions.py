@@ -59,25 +59,6 @@ class Decision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Constraint:
-    """A sharding constraint on an op of the function, for which propagation alone would choose another sharding.
-
-    Attributes:
-      kind: the op's name.
-      number: the number of its jaxpr equation.
-      where: its `file:line`. Constraints are equal whatever the line, which a layout file keeps without directories.
-      operands: the spec of each operand; None is left to propagation.
-      results: the same of each result.
-    """
-
-    kind: str
-    number: int
-    where: str = dataclasses.field(compare=False)
-    operands: tuple[Spec | None, ...]
-    results: tuple[Spec | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class DimensionGroup:
     """Tied dimensions of arguments and results, which the function shards alike; `members` are `path.dim`."""
 

@@ -10,9 +10,8 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Graph, OpConstraint, Spec
 from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, rebind
-from shardfn.planning.decisions import Constraint
 from shardfn.planning.detours import PlacedDetour, along, on_arguments
-from shardfn.planning.layout_rules import LayoutFile, printable
+from shardfn.planning.layout_rules import Constraint, LayoutFile, printable
 from shardfn.planning.meshes import PlanMesh
 
 Kinds = Mapping[str, frozenset[str]]

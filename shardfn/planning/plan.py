@@ -22,9 +22,9 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
-from shardfn.planning.decisions import Alternatives, Candidate, Change, Constraint, Decision, DimensionGroup
+from shardfn.planning.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
 from shardfn.planning.detours import PlacedDetour
-from shardfn.planning.layout_rules import LayoutFile, LayoutRule, WrittenAsLayout
+from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.posed_call import AnsweredCall
@@ -321,7 +321,7 @@ class Plan(WrittenAsLayout):
         if self._answered is None:
             return ""
         arrays = [(d.path, d.shape) for d in self.inputs]
-        return _later("planning.fingerprint.fingerprint")(arrays, self._answered.posed.call.traced.jaxpr)
+        return _later("planning.layout_rules.fingerprint.fingerprint")(arrays, self._answered.posed.call.traced.jaxpr)
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:

@@ -30,7 +30,6 @@ from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.partition.xla_bugs import aborts_if_constrained
 from shardfn.planning.call_function import CallFunction, pure_function
-from shardfn.planning.fingerprint import change_since
 from shardfn.planning.inner_entries import (
     InnerEntry,
     inner_entries,
@@ -39,7 +38,7 @@ from shardfn.planning.inner_entries import (
     resolve_read_inside,
 )
 from shardfn.planning.inner_placement import OnMesh, on_mesh_of_function, place_inner, refuse_other_devices
-from shardfn.planning.layout_rules import LayoutFile, mesh_axes, with_layout
+from shardfn.planning.layout_rules import LayoutFile, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
 from shardfn.planning.op_constraints import anchors
 from shardfn.planning.posed_call import PosedCall, TracedCall

@@ -14,7 +14,8 @@ from shardfn.cost.collectives import communication_bytes
 from shardfn.ir.model import Op, Spec, axis_name
 from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
 from shardfn.planning.attribution import attribute
-from shardfn.planning.decisions import Constraint, Decision
+from shardfn.planning.decisions import Decision
+from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan import Plan
 from shardfn.planning.propagation import memoized
 

@@ -11,7 +11,7 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError
-from shardfn.planning.plan import Constraint
+from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan_diff import diff
 from shardfn.planning.summary import proof
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardfn.frontend.strategy import Leaf
 from shardfn.ir.op_traits import CHEAP, CONSTRAINABLE, ELEMENTWISE, EXPENSIVE, VIEWS
 from shardfn.ir.rewrite import equations
-from shardfn.planning.layout_rules import LayoutFile
+from shardfn.planning.layout_rules.layout_file import LayoutFile
 
 _COUNTED = {p for kind in CONSTRAINABLE.keys() - CHEAP - VIEWS - ELEMENTWISE for p in CONSTRAINABLE[kind]}
 """Primitives that the releases of JAX use alike (measured: 0.10.2 and 0.12.0.1)."""
