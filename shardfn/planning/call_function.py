@@ -28,10 +28,9 @@ from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
 from shardfn.movement import Shards, shifts_of, with_shared_halos, with_shifts
-from shardfn.planning.inner_entries import constrain_inner
+from shardfn.planning.inside import constrain_inner, constrain_tags
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.meshes import PlanMesh
-from shardfn.planning.tags import constrain_tags
 from shardfn.planning.workarounds import WrongOp, replicate_wrong_ops, separate_windows
 
 

@@ -15,11 +15,17 @@ from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Decision, DimensionGroup
-from shardfn.planning.detours import PlacedDetour, alltoalls_left, placed_detours
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
 from shardfn.planning.entries_note import entries_note
+from shardfn.planning.inside import (
+    RESHARDED,
+    PlacedDetour,
+    alltoalls_left,
+    anchors,
+    match_file_constraints,
+    placed_detours,
+)
 from shardfn.planning.layout_rules import Constraint, change_since
-from shardfn.planning.op_constraints import RESHARDED, anchors, match_file_constraints
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_kind import Layouts, layouts_of
 from shardfn.planning.posed_call import AnsweredCall, PosedCall

@@ -20,7 +20,7 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import AUTO, Leaf, has_open_dims
 from shardfn.frontend.validation import check
 from shardfn.planning.call_function import pure_function
-from shardfn.planning.inner_entries import mark, mark_named
+from shardfn.planning.inside import mark, mark_named
 from shardfn.planning.meshes import without_mesh
 
 

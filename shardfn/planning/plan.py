@@ -23,7 +23,7 @@ from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
-from shardfn.planning.detours import PlacedDetour
+from shardfn.planning.inside import PlacedDetour
 from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of

@@ -30,20 +30,23 @@ from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.partition.xla_bugs import aborts_if_constrained
 from shardfn.planning.call_function import CallFunction, pure_function
-from shardfn.planning.inner_entries import (
+from shardfn.planning.inside import (
     InnerEntry,
+    OnMesh,
+    anchors,
     inner_entries,
+    match_tags,
+    on_mesh_of_function,
     operands_as_read,
     operands_of_calls,
+    place_inner,
+    refuse_other_devices,
     resolve_read_inside,
 )
-from shardfn.planning.inner_placement import OnMesh, on_mesh_of_function, place_inner, refuse_other_devices
 from shardfn.planning.layout_rules import LayoutFile, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
-from shardfn.planning.op_constraints import anchors
 from shardfn.planning.posed_call import PosedCall, TracedCall
 from shardfn.planning.propagation import Propagation, memoized, padded
-from shardfn.planning.tags import match_tags
 from shardfn.planning.workarounds import has_windows, windows_clash
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Memo, OpenResult, SearchProblem

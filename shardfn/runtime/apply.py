@@ -24,8 +24,8 @@ from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
+from shardfn.planning.inside import apply_constraints
 from shardfn.planning.meshes import PlanMesh, expresses
-from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Plan, answered_call, shardings_on
 from shardfn.planning.posed_call import TracedCall
 from shardfn.planning.workarounds import correct_gradients, has_gradients_at_risk, risks_of

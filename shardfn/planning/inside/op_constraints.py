@@ -10,7 +10,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Graph, OpConstraint, Spec
 from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, rebind
-from shardfn.planning.detours import PlacedDetour, along, on_arguments
+from shardfn.planning.inside.detours import PlacedDetour, along, on_arguments
 from shardfn.planning.layout_rules import Constraint, LayoutFile, printable
 from shardfn.planning.meshes import PlanMesh
 

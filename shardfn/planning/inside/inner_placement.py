@@ -13,7 +13,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import DeviceError, Problem, fail
 from shardfn.ir.model import Axes, InnerSpec, Spec, mesh_text
 from shardfn.ir.rewrite import equation_line, equations
-from shardfn.planning.inner_entries import InnerEntry
+from shardfn.planning.inside.inner_entries import InnerEntry
 from shardfn.planning.meshes import expresses, finest, split_axes
 
 
