@@ -13,6 +13,7 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
+from shardfn.planning.call import AnsweredCall, PosedCall
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Decision, DimensionGroup
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
@@ -28,7 +29,6 @@ from shardfn.planning.inside import (
 from shardfn.planning.layout_rules import Constraint, change_since
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_kind import Layouts, layouts_of
-from shardfn.planning.posed_call import AnsweredCall, PosedCall
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.memory_limit import near_limit_note
 from shardfn.search.problem import Answer, OpConstraints, ResultSpecs

@@ -22,12 +22,12 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
+from shardfn.planning.call import AnsweredCall
 from shardfn.planning.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
 from shardfn.planning.inside import PlacedDetour
 from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
-from shardfn.planning.posed_call import AnsweredCall
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "answered_call",

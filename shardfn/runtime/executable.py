@@ -28,6 +28,7 @@ from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
+from shardfn.planning.call import PosedCall, pose
 from shardfn.planning.diagnostics import not_fully_used
 from shardfn.planning.layout_rules import unmatched_note
 from shardfn.planning.open_dimensions import with_completed_entries
@@ -40,8 +41,6 @@ from shardfn.planning.planner import (
     search,
     with_notes,
 )
-from shardfn.planning.pose import pose
-from shardfn.planning.posed_call import PosedCall
 from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls, outermost
 from shardfn.runtime.entries import Entries

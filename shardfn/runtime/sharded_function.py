@@ -40,8 +40,7 @@ from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import short
 from shardfn.frontend.watch import NOTHING_READ
 from shardfn.frontend.wrapped import unwrapped, wrapped
-from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
-from shardfn.planning.inner_calls import call_inside
+from shardfn.planning.call import OtherCall, call_inside, closed_over_arguments, pure_function
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.agreement import CheckResult

@@ -19,7 +19,7 @@ from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import AUTO, Leaf, has_open_dims
 from shardfn.frontend.validation import check
-from shardfn.planning.call_function import pure_function
+from shardfn.planning.call.call_function import pure_function
 from shardfn.planning.inside import mark, mark_named
 from shardfn.planning.meshes import without_mesh
 

@@ -17,11 +17,11 @@ from shardfn.frontend.trace import Traced
 from shardfn.ir.dimension_groups import DimensionGroups
 from shardfn.ir.model import Spec
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.planning.call_function import CallFunction
+from shardfn.planning.call.call_function import CallFunction
+from shardfn.planning.call.propagation import Propagation
 from shardfn.planning.inside import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.planning.meshes import Placement, PlanMesh
-from shardfn.planning.propagation import Propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
 
 

@@ -29,7 +29,9 @@ from shardfn.ir.model import Axes, Graph, Spec, mesh_text
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.loop_invariants import with_hoisted_trips
 from shardfn.partition.xla_bugs import aborts_if_constrained
-from shardfn.planning.call_function import CallFunction, pure_function
+from shardfn.planning.call.call_function import CallFunction, pure_function
+from shardfn.planning.call.posed_call import PosedCall, TracedCall
+from shardfn.planning.call.propagation import Propagation, memoized, padded
 from shardfn.planning.inside import (
     InnerEntry,
     OnMesh,
@@ -45,8 +47,6 @@ from shardfn.planning.inside import (
 )
 from shardfn.planning.layout_rules import LayoutFile, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
-from shardfn.planning.posed_call import PosedCall, TracedCall
-from shardfn.planning.propagation import Propagation, memoized, padded
 from shardfn.planning.workarounds import has_windows, windows_clash
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Memo, OpenResult, SearchProblem
