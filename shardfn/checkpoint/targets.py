@@ -18,9 +18,8 @@ from shardfn.frontend.meshes import mesh_on
 from shardfn.frontend.paths import escaped, join, normal, without_value
 from shardfn.ir.model import axes_of
 from shardfn.layoutfile.toml import rule_dims
-from shardfn.planning.decisions import partition_spec
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
-from shardfn.planning.plan import Plan
+from shardfn.planning.plan import Plan, partition_spec
 
 TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them, a sharding or a tree of shardings"
 PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.paths import few
 from shardfn.ir.specs import strategy_of
-from shardfn.planning.decisions import Candidate, Figures
+from shardfn.planning.plan import Candidate, Figures
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
 
 

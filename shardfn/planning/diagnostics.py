@@ -23,11 +23,9 @@ from shardfn.ir.source_lines import file_line
 from shardfn.ir.specs import strategy_of
 from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
-from shardfn.planning.decisions import Decision
 from shardfn.planning.expert_einsums import expert_einsums
 from shardfn.planning.field_lookups import field_lookups
-from shardfn.planning.plan import Plan
-from shardfn.planning.summary import FIX
+from shardfn.planning.plan import FIX, Decision, Plan
 from shardfn.search.array_changes import array_specs
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Algorithm, objective

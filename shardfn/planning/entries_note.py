@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from shardfn.cost.estimate import Cost
-from shardfn.planning.plan_kind import Layouts, kind_of
+from shardfn.planning.plan import Layouts, kind_of
 from shardfn.search import default_policy, sharding_propagation
 from shardfn.search.problem import Answer, SearchProblem, objective
 from shardfn.search.styles import STYLES, batch_groups

@@ -15,7 +15,6 @@ from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.call import AnsweredCall, PosedCall
 from shardfn.planning.candidates import candidates
-from shardfn.planning.decisions import Decision, DimensionGroup
 from shardfn.planning.diagnostics import advice, not_predicted, of_program
 from shardfn.planning.entries_note import entries_note
 from shardfn.planning.inside import (
@@ -27,8 +26,7 @@ from shardfn.planning.inside import (
     placed_detours,
 )
 from shardfn.planning.layout_rules import Constraint, change_since
-from shardfn.planning.plan import Plan
-from shardfn.planning.plan_kind import Layouts, layouts_of
+from shardfn.planning.plan import Decision, DimensionGroup, Layouts, Plan, layouts_of
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.memory_limit import near_limit_note
 from shardfn.search.problem import Answer, OpConstraints, ResultSpecs

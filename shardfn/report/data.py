@@ -16,8 +16,7 @@ from shardfn.cost.estimate import collective_s
 from shardfn.ir.model import axis_name
 from shardfn.ir.partitioned import Collective
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.decisions import Decision
-from shardfn.planning.plan import Plan, op_strategies
+from shardfn.planning.plan import Decision, Plan, op_strategies
 from shardfn.planning.tested_attribution import Cause, causes
 
 SCHEMA = 2

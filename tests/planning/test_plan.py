@@ -12,8 +12,8 @@ import pytest
 import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.planning.layout_rules import Constraint
-from shardfn.planning.plan_diff import diff
-from shardfn.planning.summary import proof
+from shardfn.planning.plan.plan_diff import diff
+from shardfn.planning.plan.summary import proof
 
 
 def shaped(*shape):

@@ -17,10 +17,9 @@ from shardfn.cost.memory.live_memory import MemoryEstimate
 from shardfn.cost.overlap import Overlap
 from shardfn.ir.model import Graph, Op, Value
 from shardfn.ir.partitioned import Collective, Communication, PartitionedProgram
-from shardfn.planning.decisions import Candidate, Figures
 from shardfn.planning.layout_rules import Constraint
-from shardfn.planning.plan import Decision, DimensionGroup, Plan
-from shardfn.planning.summary import proof
+from shardfn.planning.plan import Candidate, Decision, DimensionGroup, Figures, Plan
+from shardfn.planning.plan.summary import proof
 from shardfn.render import parts as render
 from shardfn.report.data import attributions
 from shardfn.report.report import Report, make_report

@@ -23,11 +23,11 @@ from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.call import AnsweredCall
-from shardfn.planning.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
 from shardfn.planning.inside import PlacedDetour
 from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout
 from shardfn.planning.meshes import PlanMesh
-from shardfn.planning.plan_kind import Layouts, kind_of, layouts_of
+from shardfn.planning.plan.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
+from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "answered_call",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def _later(name: str) -> Any:
-    """The function `name`, such as "planning.summary.summary", of a module that imports this one."""
+    """The function `name`, such as "planning.plan.summary.summary", of a module that imports this one."""
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(f"shardfn.{module}"), function)
 
@@ -98,7 +98,7 @@ class Plan(WrittenAsLayout):
     """The call that the plan is for, with its search problem; None for a pickled plan."""
 
     def __str__(self) -> str:
-        return _later("planning.summary.summary")(self)
+        return _later("planning.plan.summary.summary")(self)
 
     @functools.cached_property
     def overlap(self) -> Overlap:
@@ -185,7 +185,7 @@ class Plan(WrittenAsLayout):
           StrategyError: the plans are of functions with other arguments.
           StrategyTypeError: `other` is no plan.
         """
-        return _later("planning.plan_diff.diff")(self, other)
+        return _later("planning.plan.plan_diff.diff")(self, other)
 
     def _as_layout_file(self) -> LayoutFile:
         return _later("layoutfile.plan_file.layout_of_plan")(self)

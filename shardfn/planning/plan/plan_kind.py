@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.ir.model import Graph
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.planning.decisions import Decision, DimensionGroup
+from shardfn.planning.plan.decisions import Decision, DimensionGroup
 
 MOST, HALF, FEW = 0.9, 0.5, 0.1
 """Shares of the bytes of parameters or optimizer state: what is sharded above `MOST` counts as all, below `FEW` as nothing."""

@@ -9,9 +9,9 @@ from shardfn.errors import StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.decisions import Change
-from shardfn.planning.plan import Plan
-from shardfn.planning.summary import proof
+from shardfn.planning.plan.decisions import Change
+from shardfn.planning.plan.plan import Plan
+from shardfn.planning.plan.summary import proof
 from shardfn.units import bytes_text, flops_text, time_text
 
 

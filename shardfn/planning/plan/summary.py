@@ -13,7 +13,7 @@ from shardfn.cost.platforms import backend_of
 from shardfn.frontend.paths import alike, layer, starred
 from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan import Decision, Plan
+from shardfn.planning.plan.plan import Decision, Plan
 from shardfn.render.cells import shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
