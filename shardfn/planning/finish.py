@@ -15,8 +15,7 @@ from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.call import AnsweredCall, PosedCall
 from shardfn.planning.candidates import candidates
-from shardfn.planning.diagnostics import advice, not_predicted, of_program
-from shardfn.planning.entries_note import entries_note
+from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program
 from shardfn.planning.inside import (
     RESHARDED,
     PlacedDetour,

@@ -23,8 +23,8 @@ from shardfn.ir.source_lines import file_line
 from shardfn.ir.specs import strategy_of
 from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
-from shardfn.planning.expert_einsums import expert_einsums
-from shardfn.planning.field_lookups import field_lookups
+from shardfn.planning.diagnostics.expert_einsums import expert_einsums
+from shardfn.planning.diagnostics.field_lookups import field_lookups
 from shardfn.planning.plan import FIX, Decision, Plan
 from shardfn.search.array_changes import array_specs
 from shardfn.search.graph_facts import array_bytes
