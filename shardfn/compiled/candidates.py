@@ -17,9 +17,8 @@ from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.option_checks import MOST_COMPILED
 from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
+from shardfn.planning.answers import chosen, distinct_names, is_correct
 from shardfn.planning.call import PosedCall
-from shardfn.planning.candidates import distinct_names
-from shardfn.planning.planner import chosen, is_correct
 from shardfn.search.archive import visits
 from shardfn.search.budget import affordable_compiles
 from shardfn.search.memory_limit import unit_slip

@@ -16,10 +16,9 @@ from shardfn.frontend.paths import alike, did_you_mean, layer, listed, met, near
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Spec
 from shardfn.ir.specs import strategy_of
+from shardfn.planning.answers import plan_search_answer, search, with_completed_entries, without_workarounds
 from shardfn.planning.call import place_call
-from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Alternative, Alternatives, Decision, Figures, Plan, answered_call
-from shardfn.planning.planner import plan_search_answer, search, without_workarounds
 from shardfn.search.array_changes import array_specs
 from shardfn.search.problem import objective
 

@@ -32,10 +32,10 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed
 from shardfn.frontend.refs import HeldRefs
 from shardfn.frontend.static_leaves import hide_static
+from shardfn.planning.answers import with_notes
 from shardfn.planning.call import pure_function
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan import Plan, answered_call, shardings_on
-from shardfn.planning.planner import with_notes
 from shardfn.runtime.agreement import (
     CheckResult,
     CheckRow,

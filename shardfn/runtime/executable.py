@@ -28,19 +28,19 @@ from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
-from shardfn.planning.call import PosedCall, pose
-from shardfn.planning.diagnostics import not_fully_used
-from shardfn.planning.layout_rules import unmatched_note
-from shardfn.planning.open_dimensions import with_completed_entries
-from shardfn.planning.plan import Plan, answered_call
-from shardfn.planning.planner import (
+from shardfn.planning.answers import (
     alternatives,
     correct_answer,
     plan_fixed_answer,
     plan_search_answer,
     search,
+    with_completed_entries,
     with_notes,
 )
+from shardfn.planning.call import PosedCall, pose
+from shardfn.planning.diagnostics import not_fully_used
+from shardfn.planning.layout_rules import unmatched_note
+from shardfn.planning.plan import Plan, answered_call
 from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls, outermost
 from shardfn.runtime.entries import Entries

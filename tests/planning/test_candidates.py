@@ -7,7 +7,7 @@ import pytest
 
 import shardfn
 from shardfn.ir.model import OpConstraint
-from shardfn.planning.candidates import distinct_names
+from shardfn.planning.answers import distinct_names
 from shardfn.planning.plan import Candidate, Figures
 from shardfn.search.problem import SearchCandidate
 

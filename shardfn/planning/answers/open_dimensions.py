@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf, has_open_dims
 from shardfn.frontend.validation import completions
+from shardfn.planning.answers.planner import search
 from shardfn.planning.call import PosedCall, TracedCall, place_call
-from shardfn.planning.planner import search
 from shardfn.search.problem import objective
 
 

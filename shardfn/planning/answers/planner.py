@@ -11,8 +11,8 @@ from shardfn.ir.correspondence import matches
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import Shards, shares_halos
+from shardfn.planning.answers.finish import file_constraints, finish
 from shardfn.planning.call import AnsweredCall, PosedCall, TracedCall, pose_again
-from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan import Plan
 from shardfn.planning.workarounds import (

@@ -13,8 +13,8 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
+from shardfn.planning.answers.candidates import candidates
 from shardfn.planning.call import AnsweredCall, PosedCall
-from shardfn.planning.candidates import candidates
 from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program
 from shardfn.planning.inside import (
     RESHARDED,
