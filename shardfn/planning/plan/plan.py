@@ -150,7 +150,7 @@ class Plan(WrittenAsLayout):
         >>> [row.strategy for row in made.why("x").rows]
         [(1, 1), (1, 4)]
         """
-        return _later("planning.what_if.why")(self, path, most)
+        return _later("planning.questions.what_if.why")(self, path, most)
 
     def what_if(self, entries: Mapping[str, Any]) -> Plan:
         """The plan of the same call with other entries; the other open shardings are searched again.
@@ -170,7 +170,7 @@ class Plan(WrittenAsLayout):
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
         mesh: a=4 -> a=2 x b=2
         """
-        return _later("planning.what_if.what_if")(self, entries)
+        return _later("planning.questions.what_if.what_if")(self, entries)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What differs in another plan of the same function.

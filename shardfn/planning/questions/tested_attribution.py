@@ -13,10 +13,10 @@ from typing import TypeVar
 from shardfn.cost.collectives import communication_bytes
 from shardfn.ir.model import Op, Spec, axis_name
 from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
-from shardfn.planning.attribution import attribute
 from shardfn.planning.call import memoized
 from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan import Decision, Plan
+from shardfn.planning.questions.attribution import attribute
 
 OPS_BUDGET = 12_000
 """The work to test the causes of one plan, in ops of partitioned programs: one or two seconds, for the largest collectives first.
