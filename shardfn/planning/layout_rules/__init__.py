@@ -9,7 +9,7 @@
 The TOML is in `shardfn.layoutfile`.
 """
 
-from shardfn.planning.layout_rules.fingerprint import change_since
+from shardfn.planning.layout_rules.fingerprint import change_since, fingerprint
 from shardfn.planning.layout_rules.layout_file import (
     ELLIPSIS,
     UNSHARDED,
@@ -46,6 +46,7 @@ __all__ = [
     "as_layout",
     "at_line",
     "change_since",
+    "fingerprint",
     "match_rules",
     "mesh_axes",
     "printable",

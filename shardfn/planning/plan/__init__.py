@@ -11,10 +11,16 @@
 Methods of `Plan` that ask for more than the plan holds are in the folders and packages above.
 """
 
-from shardfn.planning.plan.decisions import Alternative, Alternatives, Candidate, Figures, partition_spec
-from shardfn.planning.plan.plan import (
+from shardfn.planning.plan.decisions import (
+    Alternative,
+    Alternatives,
+    Candidate,
+    Change,
     Decision,
     DimensionGroup,
+    Figures,
+)
+from shardfn.planning.plan.plan import (
     Plan,
     answered_call,
     argument_names,
@@ -29,6 +35,7 @@ __all__ = [
     "Alternative",
     "Alternatives",
     "Candidate",
+    "Change",
     "Decision",
     "DimensionGroup",
     "Figures",
@@ -42,6 +49,5 @@ __all__ = [
     "kind_of",
     "layouts_of",
     "op_strategies",
-    "partition_spec",
     "shardings_on",
 ]

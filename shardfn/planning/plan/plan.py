@@ -24,15 +24,10 @@ from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.inside import PlacedDetour
-from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout
+from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout, fingerprint
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
-
-__all__ = [
-    "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "answered_call",
-    "argument_names", "op_strategies", "shardings_on",
-]  # fmt: skip
 
 
 def _later(name: str) -> Any:
@@ -321,7 +316,7 @@ class Plan(WrittenAsLayout):
         if self._answered is None:
             return ""
         arrays = [(d.path, d.shape) for d in self.inputs]
-        return _later("planning.layout_rules.fingerprint.fingerprint")(arrays, self._answered.posed.call.traced.jaxpr)
+        return fingerprint(arrays, self._answered.posed.call.traced.jaxpr)
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
