@@ -119,7 +119,8 @@ Attribution = tuple[list[str], list[str]]
 def attributions(plan: Plan) -> list[Attribution]:
     """For each collective the shardings that cause it, those of the largest arrays first, and the plan's constraints that do.
 
-    Without all of these shardings the collective is gone, and so it is without these constraints (`planning.questions.tested_attribution`).
+    Without all of these shardings the collective is gone, and so it is without these constraints
+    (`planning.questions.tested_attribution`).
     """
     return [_of_one(c, found) for c, found in zip(plan.collectives, causes(plan), strict=True)]
 

@@ -36,7 +36,6 @@ from shardfn.search import (
     default_policy,
     exact,
     local_search,
-    mesh_solution,
     proposal_checks,
     recursive_programming,
     sharding_propagation,
@@ -45,6 +44,7 @@ from shardfn.search import (
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator, run
 from shardfn.search.explanation import answer_of
+from shardfn.search.mesh_solution import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
 from shardfn.search.objectives import COMMUNICATION, LEVELS, MEMORY, OBJECTIVES, TIME
 from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
 
@@ -74,9 +74,9 @@ LOCAL_SEARCH: Mapping[int, Mapping[str, CandidateGenerator]] = {
 """Of each level."""
 
 _TENSOR_BASELINES = {styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem)}
-_TIME = {"exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME)}
-_SENT = {"exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT)}
-_SHARDS = {"exact, smallest shards": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS)}
+_TIME = {"exact, time": functools.partial(exact.generate, LEAST_TIME)}
+_SENT = {"exact, communication": functools.partial(exact.generate, LEAST_SENT)}
+_SHARDS = {"exact, smallest shards": functools.partial(exact.generate, LEAST_SENT_IN_SMALLEST_SHARDS)}
 
 
 def _first_of(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, CandidateGenerator]:
@@ -90,13 +90,13 @@ def _first_of(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, Cand
 GENERATORS: Mapping[int, Mapping[str, CandidateGenerator]] = {
     TIME: {
         **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_first_of(_SENT | _SHARDS),
-        "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
+        "exact, three axes, time": functools.partial(exact.three_axes, LEAST_TIME),
     },
     COMMUNICATION: {
         **_TENSOR_BASELINES,
-        "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
+        "exact, balanced communication": functools.partial(exact.generate, LEAST_SENT_BALANCED),
         **LOCAL_SEARCH[COMMUNICATION], **_SENT, **_first_of(_SHARDS),
-        "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT_BALANCED),
+        "exact, three axes, communication": functools.partial(exact.three_axes, LEAST_SENT_BALANCED),
     },
     MEMORY: {
         **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_first_of(_TIME | _SENT),
