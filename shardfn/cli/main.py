@@ -21,7 +21,7 @@ from shardfn.errors import DeviceError, ShardError, StrategyError, fail
 from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
-from shardfn.search.budget import BUDGETS
+from shardfn.search.problem import BUDGETS
 from shardfn.search.styles import STYLES
 
 VIRTUAL_DEVICES = 8

@@ -17,8 +17,7 @@ from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import boolean, one_of, option_problems
-from shardfn.search.budget import BUDGETS
-from shardfn.search.objectives import OBJECTIVES
+from shardfn.search.problem import BUDGETS, OBJECTIVES
 from shardfn.search.styles import STYLES
 
 MOST_COMPILED = 64

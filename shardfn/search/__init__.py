@@ -45,8 +45,17 @@ from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator, run
 from shardfn.search.explanation import answer_of
 from shardfn.search.mesh_solution import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
-from shardfn.search.objectives import COMMUNICATION, LEVELS, MEMORY, OBJECTIVES, TIME
-from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
+from shardfn.search.problem import (
+    COMMUNICATION,
+    LEVELS,
+    MEMORY,
+    OBJECTIVES,
+    TIME,
+    Answer,
+    Proposal,
+    Search,
+    SearchProblem,
+)
 
 __all__ = [
     "MODES",

@@ -7,13 +7,21 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardfn.ir.model import Axes
-from shardfn.search.budget import FIXED_VISITS, VISIT, visits_of, work_of
 from shardfn.search.filters import keeps_rules
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.mesh_solution import MeshSolution, Objective, SolvedProposal
 from shardfn.search.meshes import meshes
-from shardfn.search.objectives import LEVELS, Rank
-from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+from shardfn.search.problem import (
+    FIXED_VISITS,
+    LEVELS,
+    VISIT,
+    Proposal,
+    Rank,
+    SearchCandidate,
+    SearchProblem,
+    visits_of,
+    work_of,
+)
 
 
 def visits(problem: SearchProblem) -> float:

@@ -15,8 +15,7 @@ from typing import Any
 from shardfn.ir.model import Axes, Spec
 from shardfn.ir.specs import strategy_of
 from shardfn.search import baselines
-from shardfn.search.objectives import MEMORY
-from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+from shardfn.search.problem import MEMORY, Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import result_specs_of
 
 NAMED = 3

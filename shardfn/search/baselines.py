@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.ir.specs import strategy_of
-from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import OpConstraints, SearchProblem
+from shardfn.search.problem import OpConstraints, SearchProblem, array_bytes
 
 SMALL_SHARE = 1e-3
 """The smallest parameters that together take at most this part of all parameter bytes are small: gathering one costs little but

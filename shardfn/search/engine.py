@@ -21,9 +21,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.archive import Archive
-from shardfn.search.budget import FIXED_VISITS, VISIT
-from shardfn.search.objectives import is_no_worse
-from shardfn.search.problem import Proposal, SearchProblem
+from shardfn.search.problem import FIXED_VISITS, VISIT, Proposal, SearchProblem, is_no_worse
 
 CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None]]
 """A generator of candidates."""

@@ -28,8 +28,7 @@ from shardfn.search.mesh_solution import (
     estimated_rank,
 )
 from shardfn.search.meshes import meshes, three_axis_meshes
-from shardfn.search.objectives import MEMORY, Rank, is_no_worse
-from shardfn.search.problem import Proposal, SearchProblem
+from shardfn.search.problem import MEMORY, Proposal, Rank, SearchProblem, is_no_worse
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.peak import least_peak

@@ -21,9 +21,9 @@ from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec
 from shardfn.partition.op_rules import follow_result, replicate, rule_for
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
-from shardfn.search.graph_facts import SLICED, GraphFacts
 from shardfn.search.mesh_model import MeshModel, label_of_spec
 from shardfn.search.op_costs import OpCosts, OpLayouts
+from shardfn.search.problem import SLICED, GraphFacts
 from shardfn.search.resharding_costs import resharding_cost
 from shardfn.solver.labelling import Array, UsageInterval
 

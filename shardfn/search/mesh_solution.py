@@ -12,8 +12,18 @@ from shardfn.ir.specs import strategy_of
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import totals
 from shardfn.search.mesh_model import spec_of_label
-from shardfn.search.objectives import COMMUNICATION, MEMORY, TIME, Figures, Rank, is_no_worse, rank
-from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
+from shardfn.search.problem import (
+    COMMUNICATION,
+    MEMORY,
+    TIME,
+    Figures,
+    Proposal,
+    Rank,
+    SearchCandidate,
+    SearchProblem,
+    is_no_worse,
+    rank,
+)
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 from shardfn.units import signed, time_text

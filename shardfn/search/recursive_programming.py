@@ -18,9 +18,8 @@ from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
 from shardfn.search.exact import solve_mesh
 from shardfn.search.mesh_solution import MeshSolution, Objective
-from shardfn.search.objectives import MEMORY
 from shardfn.search.op_labels import FREE
-from shardfn.search.problem import Proposal, SearchProblem
+from shardfn.search.problem import MEMORY, Proposal, SearchProblem
 from shardfn.solver.labelling import Array
 
 

@@ -25,8 +25,15 @@ from shardfn.search.baselines import (
     matmul_constraints,
 )
 from shardfn.search.default_policy import group_name
-from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import Answer, OpConstraints, Proposal, SearchCandidate, SearchProblem, runner_up
+from shardfn.search.problem import (
+    Answer,
+    OpConstraints,
+    Proposal,
+    SearchCandidate,
+    SearchProblem,
+    array_bytes,
+    runner_up,
+)
 
 Groups = tuple[int, ...]
 

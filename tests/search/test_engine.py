@@ -20,8 +20,8 @@ from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
 from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
 from shardfn.search.meshes import meshes
-from shardfn.search.objectives import FULL_MEMORY_SHARE, TIME, Figures, rank
-from shardfn.search.problem import Proposal, objective
+from shardfn.search.problem import TIME, Figures, Proposal, objective, rank
+from shardfn.search.problem.objectives import FULL_MEMORY_SHARE
 from tests.marks import some_slow
 from tests.search.problems import S, planned_problem, random_program, two_layers
 
@@ -241,7 +241,7 @@ def test_interrupt_of_a_plan_is_said_in_its_policy():
 
 
 def test_named_budgets_grow():
-    sizes = [search.budget.visits_of(name, 500, 2) for name in ("fast", "default", "thorough")]
+    sizes = [search.problem.budget.visits_of(name, 500, 2) for name in ("fast", "default", "thorough")]
     assert sizes == sorted(sizes) and jax.device_count() == 8
 
 

@@ -26,9 +26,7 @@ from shardfn.planning.inside import (
 )
 from shardfn.planning.layout_rules import Constraint, change_since
 from shardfn.planning.plan import Decision, DimensionGroup, Layouts, Plan, layouts_of
-from shardfn.search.graph_facts import array_bytes
-from shardfn.search.memory_limit import near_limit_note
-from shardfn.search.problem import Answer, OpConstraints, ResultSpecs
+from shardfn.search.problem import Answer, OpConstraints, ResultSpecs, array_bytes, near_limit_note
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:

@@ -23,9 +23,15 @@ from shardfn.planning.workarounds import (
     workaround_note,
     wrong_ops,
 )
-from shardfn.search.memory_limit import refuse_implausible_limit, refuse_limit
-from shardfn.search.objectives import COMMUNICATION
-from shardfn.search.problem import Answer, OpConstraints, SearchCandidate, objective
+from shardfn.search.problem import (
+    COMMUNICATION,
+    Answer,
+    OpConstraints,
+    SearchCandidate,
+    objective,
+    refuse_implausible_limit,
+    refuse_limit,
+)
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""

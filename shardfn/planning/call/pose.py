@@ -48,8 +48,7 @@ from shardfn.planning.inside import (
 from shardfn.planning.layout_rules import LayoutFile, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
 from shardfn.planning.workarounds import has_windows, windows_clash
-from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import Memo, OpenResult, SearchProblem
+from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes
 
 
 def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layout: LayoutFile | None) -> PosedCall:

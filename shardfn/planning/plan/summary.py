@@ -17,7 +17,7 @@ from shardfn.planning.plan.plan import Decision, Plan
 from shardfn.render.cells import shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
-from shardfn.search.objectives import OBJECTIVES
+from shardfn.search.problem import OBJECTIVES
 from shardfn.units import bytes_text, flops_text, time_text
 
 MOST_ARRAYS = 10

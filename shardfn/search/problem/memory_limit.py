@@ -7,8 +7,8 @@ from typing import NoReturn
 from shardfn.cost.memory.live_memory import MemoryEstimate, live_memory
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.source_lines import source_line
-from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import Answer, SearchProblem
+from shardfn.search.problem.graph_facts import array_bytes
+from shardfn.search.problem.search_problem import Answer, SearchProblem
 from shardfn.units import bytes_text
 
 NAMED = 4

@@ -14,10 +14,10 @@ from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
 from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, Spec
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.search.budget import DEFAULT
-from shardfn.search.graph_facts import GraphFacts, facts_of
-from shardfn.search.objectives import Figures, Rank, rank
-from shardfn.search.read_as_given import constraints_as_given
+from shardfn.search.problem.budget import DEFAULT
+from shardfn.search.problem.graph_facts import GraphFacts, facts_of
+from shardfn.search.problem.objectives import Figures, Rank, rank
+from shardfn.search.problem.read_as_given import constraints_as_given
 
 OpConstraints = Mapping[int, OpConstraint]
 """Sharding constraints of ops, by their index in `Graph.ops`."""

@@ -18,7 +18,7 @@ from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.combine_reductions import combined_matmul_counts
 from shardfn.partition.loop_reductions import loop_accumulations
 from shardfn.partition.platforms import collective_rules
-from shardfn.search.kernel_costs import KernelShare, kernel_shares
+from shardfn.search.problem.kernel_costs import KernelShare, kernel_shares
 
 SLICED = "dynamic_slice"
 """The op that reads one iteration's slice of a stacked array."""
