@@ -44,7 +44,7 @@ from shardfn.search import (
 from shardfn.search.archive import Archive
 from shardfn.search.engine import CandidateGenerator, run
 from shardfn.search.explanation import answer_of
-from shardfn.search.mesh_solution import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
+from shardfn.search.labels import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
 from shardfn.search.problem import (
     COMMUNICATION,
     LEVELS,

@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardfn.ir.model import Axes
-from shardfn.search.filters import keeps_rules
-from shardfn.search.label_tables import LabelSpace
-from shardfn.search.mesh_solution import MeshSolution, Objective, SolvedProposal
+from shardfn.search.labels import LabelSpace, MeshSolution, Objective, SolvedProposal, keeps_rules
 from shardfn.search.meshes import meshes
 from shardfn.search.problem import (
     FIXED_VISITS,

@@ -11,7 +11,7 @@ from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
 from shardfn.ir.specs import merge_axes, results_only
 from shardfn.search.archive import Archive
 from shardfn.search.fewer_constraints import fewer_constraints
-from shardfn.search.mesh_solution import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
+from shardfn.search.labels import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
 from shardfn.search.result_shardings import results_as_solved
 

@@ -15,17 +15,20 @@ from collections.abc import Iterator, Sequence
 from shardfn.ir.model import Axes
 from shardfn.search.archive import Archive
 from shardfn.search.constrained import constrained
-from shardfn.search.filters import filtered, with_loss
-from shardfn.search.label_tables import LabelSpace, build
-from shardfn.search.level_costs import labelling_of, with_smallest_arguments
-from shardfn.search.mesh_model import MeshModel
-from shardfn.search.mesh_solution import (
+from shardfn.search.labels import (
     LEAST_SENT,
     LEAST_TIME,
     LEAST_TIME_IN_LESS_MEMORY,
+    LabelSpace,
+    MeshModel,
     MeshSolution,
     Objective,
+    build,
     estimated_rank,
+    filtered,
+    labelling_of,
+    with_loss,
+    with_smallest_arguments,
 )
 from shardfn.search.meshes import meshes, three_axis_meshes
 from shardfn.search.problem import MEMORY, Proposal, Rank, SearchProblem, is_no_worse

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardfn.cost.devices.links import are_alike, links
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes
-from shardfn.search.mesh_solution import MeshSolution, transposed_mesh
+from shardfn.search.labels import MeshSolution, transposed_mesh
 from shardfn.search.problem import SearchProblem
 
 

@@ -17,8 +17,7 @@ from shardfn.ir.model import Axes
 from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
 from shardfn.search.exact import solve_mesh
-from shardfn.search.mesh_solution import MeshSolution, Objective
-from shardfn.search.op_labels import FREE
+from shardfn.search.labels import FREE, MeshSolution, Objective
 from shardfn.search.problem import MEMORY, Proposal, SearchProblem
 from shardfn.solver.labelling import Array
 

@@ -19,13 +19,17 @@ from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
 from shardfn.search.exact import label_space
 from shardfn.search.fewer_constraints import fewer_constraints
-from shardfn.search.filters import filtered
-from shardfn.search.label_tables import LabelSpace
-from shardfn.search.level_costs import labelling_of
-from shardfn.search.mesh_model import MeshModel, shard_count
-from shardfn.search.mesh_solution import MeshSolution, Objective
+from shardfn.search.labels import (
+    LabelSpace,
+    MeshModel,
+    MeshSolution,
+    Objective,
+    filtered,
+    labelling_of,
+    resharding_cost,
+    shard_count,
+)
 from shardfn.search.problem import Answer, Proposal, SearchProblem, array_bytes
-from shardfn.search.resharding_costs import resharding_cost
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution
 

@@ -18,7 +18,7 @@ from shardfn.search.archive import Archive
 from shardfn.search.engine import FEWEST_CANDIDATES, run
 from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
-from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
+from shardfn.search.labels import LEAST_TIME, estimated_rank
 from shardfn.search.meshes import meshes
 from shardfn.search.problem import TIME, Figures, Proposal, objective, rank
 from shardfn.search.problem.objectives import FULL_MEMORY_SHARE

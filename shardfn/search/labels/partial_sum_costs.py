@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.mesh_model import MeshModel
+from shardfn.search.labels.mesh_model import MeshModel
 from shardfn.solver.labelling import Array
 
 

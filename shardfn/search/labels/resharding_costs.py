@@ -14,7 +14,7 @@ import numpy as np
 from shardfn.ir.divisors import primes
 from shardfn.ir.model import Spec, axes_of
 from shardfn.partition.tile_assignment import DeviceGroup
-from shardfn.search.mesh_model import MeshModel
+from shardfn.search.labels.mesh_model import MeshModel
 from shardfn.solver.labelling import Array
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn.ir.model import Graph, Op
 from shardfn.partition.halo_exchange import halo_permutes, rows_read
-from shardfn.search.mesh_model import MeshModel, shard_count
+from shardfn.search.labels.mesh_model import MeshModel, shard_count
 from shardfn.solver.labelling import Array
 
 

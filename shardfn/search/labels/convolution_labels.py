@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn.ir.model import Convolution
 from shardfn.partition.xla_bugs import is_miscompiled
-from shardfn.search.mesh_model import spec_of_label
+from shardfn.search.labels.mesh_model import spec_of_label
 from shardfn.solver.labelling import Array
 
 

@@ -15,9 +15,9 @@ from shardfn.cost.compute import rate
 from shardfn.cost.platforms import backend_of
 from shardfn.ir.model import Graph, Op, ShardingRule, dtype_bits
 from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
-from shardfn.search.halo_costs import halo_cost
-from shardfn.search.mesh_model import MeshModel, shard_count
-from shardfn.search.partial_sum_costs import PartialSums
+from shardfn.search.labels.halo_costs import halo_cost
+from shardfn.search.labels.mesh_model import MeshModel, shard_count
+from shardfn.search.labels.partial_sum_costs import PartialSums
 from shardfn.search.problem import GraphFacts
 from shardfn.solver.labelling import Array
 

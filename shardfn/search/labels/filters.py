@@ -12,8 +12,8 @@ import numpy as np
 
 from shardfn.ir.model import Graph, axes_of, axis_size
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.search.label_tables import LabelSpace
-from shardfn.search.op_labels import NOWHERE
+from shardfn.search.labels.label_tables import LabelSpace
+from shardfn.search.labels.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm
 from shardfn.solver.labelling import Array, Labelling
 from shardfn.solver.solve import Solution

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from shardfn.search.label_tables import LabelSpace, Node
+from shardfn.search.labels.label_tables import LabelSpace, Node
 from shardfn.search.problem import SearchProblem
 from shardfn.solver.labelling import CostTable, Labelling, UsageInterval
 

@@ -19,12 +19,12 @@ import numpy as np
 from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.ir.model import Graph, InnerSpec, Op, ShardingRule, Spec
 from shardfn.partition.op_rules import follow_result, replicate, rule_for
-from shardfn.search import op_labels
-from shardfn.search.convolution_labels import computed_correctly
-from shardfn.search.mesh_model import MeshModel, label_of_spec
-from shardfn.search.op_costs import OpCosts, OpLayouts
+from shardfn.search.labels import op_labels
+from shardfn.search.labels.convolution_labels import computed_correctly
+from shardfn.search.labels.mesh_model import MeshModel, label_of_spec
+from shardfn.search.labels.op_costs import OpCosts, OpLayouts
+from shardfn.search.labels.resharding_costs import resharding_cost
 from shardfn.search.problem import SLICED, GraphFacts
-from shardfn.search.resharding_costs import resharding_cost
 from shardfn.solver.labelling import Array, UsageInterval
 
 SCATTERED, SCATTERED_LAST = 1, 2

@@ -9,9 +9,9 @@ import numpy as np
 
 from shardfn.ir.model import Axes, Spec
 from shardfn.ir.specs import strategy_of
-from shardfn.search.label_tables import LabelSpace
-from shardfn.search.level_costs import totals
-from shardfn.search.mesh_model import spec_of_label
+from shardfn.search.labels.label_tables import LabelSpace
+from shardfn.search.labels.level_costs import totals
+from shardfn.search.labels.mesh_model import spec_of_label
 from shardfn.search.problem import (
     COMMUNICATION,
     MEMORY,
