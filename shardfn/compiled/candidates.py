@@ -19,7 +19,7 @@ from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
 from shardfn.planning.answers import chosen, distinct_names, is_correct
 from shardfn.planning.call import PosedCall
-from shardfn.search.archive import visits
+from shardfn.search.engine import visits
 from shardfn.search.problem import (
     LEVELS,
     Answer,

@@ -47,7 +47,7 @@ from shardfn.runtime.entries import Entries
 from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
-from shardfn.search.archive import Archive
+from shardfn.search.engine import Archive
 from shardfn.search.problem import Answer, figures
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from shardfn.ir.model import Axes, Op, OpConstraint, Spec, axes_of, mesh_sizes_text
 from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
 from shardfn.ir.specs import merge_axes, results_only
-from shardfn.search.archive import Archive
+from shardfn.search.engine import Archive
 from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.labels import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from shardfn.search.archive import Archive
 from shardfn.search.array_changes import alike_array_changes, one_array_changes
+from shardfn.search.engine import Archive
 from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.many_array_changes import follow_matmuls, fully_sharded, sliced_arguments
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem

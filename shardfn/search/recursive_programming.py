@@ -14,8 +14,8 @@ import numpy as np
 
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes
-from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
+from shardfn.search.engine import Archive
 from shardfn.search.exact import solve_mesh
 from shardfn.search.labels import FREE, MeshSolution, Objective
 from shardfn.search.problem import MEMORY, Proposal, SearchProblem

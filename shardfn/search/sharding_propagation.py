@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardfn.search import default_policy
-from shardfn.search.archive import Archive
 from shardfn.search.constrained import fully_constrained
+from shardfn.search.engine import Archive
 from shardfn.search.exact import label_space
 from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.labels import (

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, mesh_sizes_text
-from shardfn.search.archive import Archive
 from shardfn.search.baselines import (
     ArgumentSharding,
     are_meant,
@@ -25,6 +24,7 @@ from shardfn.search.baselines import (
     matmul_constraints,
 )
 from shardfn.search.default_policy import group_name
+from shardfn.search.engine import Archive
 from shardfn.search.problem import (
     Answer,
     OpConstraints,

@@ -14,12 +14,11 @@ from shardfn import AUTO, search
 from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS, exact, styles
-from shardfn.search.archive import Archive
-from shardfn.search.engine import FEWEST_CANDIDATES, run
+from shardfn.search.engine import Archive, meshes, run
+from shardfn.search.engine.turns import FEWEST_CANDIDATES
 from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
 from shardfn.search.labels import LEAST_TIME, estimated_rank
-from shardfn.search.meshes import meshes
 from shardfn.search.problem import TIME, Figures, Proposal, objective, rank
 from shardfn.search.problem.objectives import FULL_MEMORY_SHARE
 from tests.marks import some_slow

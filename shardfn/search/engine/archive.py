@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardfn.ir.model import Axes
+from shardfn.search.engine.meshes import meshes
 from shardfn.search.labels import LabelSpace, MeshSolution, Objective, SolvedProposal, keeps_rules
-from shardfn.search.meshes import meshes
 from shardfn.search.problem import (
     FIXED_VISITS,
     LEVELS,

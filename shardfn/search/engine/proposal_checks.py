@@ -8,8 +8,8 @@ from typing import Any
 
 from shardfn.errors import ContextTypeError, StrategyError, a, fail
 from shardfn.ir.model import Axes, OpConstraint, axes_of
-from shardfn.search.archive import Archive
-from shardfn.search.engine import CandidateGenerator
+from shardfn.search.engine.archive import Archive
+from shardfn.search.engine.turns import CandidateGenerator
 from shardfn.search.problem import Answer, Proposal, SearchProblem
 
 

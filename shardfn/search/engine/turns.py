@@ -20,7 +20,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
 
-from shardfn.search.archive import Archive
+from shardfn.search.engine.archive import Archive
 from shardfn.search.problem import FIXED_VISITS, VISIT, Proposal, SearchProblem, is_no_worse
 
 CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None]]
