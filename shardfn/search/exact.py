@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardfn.ir.model import Axes
-from shardfn.search.constrained import constrained
 from shardfn.search.engine import Archive, meshes, three_axis_meshes
 from shardfn.search.labels import (
     LEAST_SENT,
@@ -30,6 +29,7 @@ from shardfn.search.labels import (
     with_loss,
     with_smallest_arguments,
 )
+from shardfn.search.moves import constrained
 from shardfn.search.problem import MEMORY, Proposal, Rank, SearchProblem, is_no_worse
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import Array, Labelling, total_cost

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardfn.ir.model import Axes, mesh_sizes_text, mesh_text
-from shardfn.search.array_changes import CHANGED
 from shardfn.search.engine import Archive
 from shardfn.search.labels import MeshSolution, estimate_holds, next_strategies
+from shardfn.search.moves import CHANGED
 from shardfn.search.problem import MEMORY, Answer, SearchCandidate, runner_up
 from shardfn.search.styles import BASELINES, TENSOR_BASELINES
 

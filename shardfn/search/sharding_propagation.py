@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardfn.search import default_policy
-from shardfn.search.constrained import fully_constrained
 from shardfn.search.engine import Archive
 from shardfn.search.exact import label_space
-from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.labels import (
     LabelSpace,
     MeshModel,
@@ -29,6 +27,7 @@ from shardfn.search.labels import (
     resharding_cost,
     shard_count,
 )
+from shardfn.search.moves import fewer_constraints, fully_constrained
 from shardfn.search.problem import Answer, Proposal, SearchProblem, array_bytes
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, mesh_sizes_text
-from shardfn.search.baselines import (
+from shardfn.search.default_policy import group_name
+from shardfn.search.engine import Archive
+from shardfn.search.moves import (
     ArgumentSharding,
     are_meant,
     argument_specs,
@@ -23,8 +25,6 @@ from shardfn.search.baselines import (
     is_optimizer_state,
     matmul_constraints,
 )
-from shardfn.search.default_policy import group_name
-from shardfn.search.engine import Archive
 from shardfn.search.problem import (
     Answer,
     OpConstraints,

@@ -26,7 +26,7 @@ from shardfn.planning.call import AnsweredCall
 from shardfn.planning.diagnostics.expert_einsums import expert_einsums
 from shardfn.planning.diagnostics.field_lookups import field_lookups
 from shardfn.planning.plan import FIX, Decision, Plan
-from shardfn.search.array_changes import array_specs
+from shardfn.search.moves import array_specs
 from shardfn.search.problem import Algorithm, array_bytes, objective
 from shardfn.units import bytes_text, time_text
 

@@ -19,7 +19,7 @@ from shardfn.ir.specs import strategy_of
 from shardfn.planning.answers import plan_search_answer, search, with_completed_entries, without_workarounds
 from shardfn.planning.call import place_call
 from shardfn.planning.plan import Alternative, Alternatives, Decision, Figures, Plan, answered_call
-from shardfn.search.array_changes import array_specs
+from shardfn.search.moves import array_specs
 from shardfn.search.problem import objective
 
 MOST = 12

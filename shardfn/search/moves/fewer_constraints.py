@@ -8,7 +8,7 @@ from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Graph, Op, OpConstraint
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.specs import results_only
-from shardfn.search.array_changes import proposal_from
+from shardfn.search.moves.array_changes import proposal_from
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from shardfn.ir.model import Axes, Spec
 from shardfn.ir.specs import strategy_of
-from shardfn.search import baselines
+from shardfn.search.moves import baselines
+from shardfn.search.moves.result_shardings import result_specs_of
 from shardfn.search.problem import MEMORY, Proposal, SearchCandidate, SearchProblem
-from shardfn.search.result_shardings import result_specs_of
 
 NAMED = 3
 """Changed arrays that a name lists."""

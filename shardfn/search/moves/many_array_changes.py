@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Op, OpConstraint, Spec, axes_of
 from shardfn.ir.specs import strategy_of
-from shardfn.search import baselines
-from shardfn.search.array_changes import proposal_from
-from shardfn.search.baselines import batch_arguments
-from shardfn.search.constrained import DECIDING_OPS
+from shardfn.search.moves import baselines
+from shardfn.search.moves.array_changes import proposal_from
+from shardfn.search.moves.baselines import batch_arguments
+from shardfn.search.moves.constrained import DECIDING_OPS
+from shardfn.search.moves.result_shardings import fits
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
-from shardfn.search.result_shardings import fits
 
 
 def follow_matmuls(problem: SearchProblem, candidate: SearchCandidate, first: int = 0) -> Iterator[Proposal]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from shardfn.search.array_changes import alike_array_changes, one_array_changes
 from shardfn.search.engine import Archive
-from shardfn.search.fewer_constraints import fewer_constraints
-from shardfn.search.many_array_changes import follow_matmuls, fully_sharded, sliced_arguments
+from shardfn.search.moves.array_changes import alike_array_changes, one_array_changes
+from shardfn.search.moves.fewer_constraints import fewer_constraints
+from shardfn.search.moves.many_array_changes import follow_matmuls, fully_sharded, sliced_arguments
+from shardfn.search.moves.result_shardings import smallest_results
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
-from shardfn.search.result_shardings import smallest_results
 
 Move = Callable[[SearchProblem, SearchCandidate, int], Iterator[Proposal]]
 """A move makes proposals that change a candidate. The number counts the proposals that were better so far, so that a move

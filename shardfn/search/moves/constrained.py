@@ -10,10 +10,10 @@ from shardfn.ir.model import Axes, Op, OpConstraint, Spec, axes_of, mesh_sizes_t
 from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
 from shardfn.ir.specs import merge_axes, results_only
 from shardfn.search.engine import Archive
-from shardfn.search.fewer_constraints import fewer_constraints
 from shardfn.search.labels import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
+from shardfn.search.moves.fewer_constraints import fewer_constraints
+from shardfn.search.moves.result_shardings import results_as_solved
 from shardfn.search.problem import OpConstraints, Proposal, SearchCandidate, SearchProblem
-from shardfn.search.result_shardings import results_as_solved
 
 REPEATS = 2
 """How often ops that propagation shards otherwise are constrained: a constraint on some changes the rest."""

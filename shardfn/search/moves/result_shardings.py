@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.ir.model import Axes, Spec
 from shardfn.ir.specs import map_specs, merge_axes
-from shardfn.search import baselines
 from shardfn.search.labels import MeshSolution, SolvedProposal, specs_of
+from shardfn.search.moves import baselines
 from shardfn.search.problem import Proposal, ResultSpecs, SearchCandidate, SearchProblem
 
 
