@@ -42,7 +42,7 @@ class SearchOptions:
     alltoall: bool = True
     """Whether XLA may reshard by all-to-all."""
     style: str = ""
-    """The style that the plan must have (`search.styles.STYLES`); empty for any."""
+    """The style that the plan must have (`search.generators.styles.STYLES`); empty for any."""
 
     @property
     def is_limit_strict(self) -> bool:

@@ -25,7 +25,7 @@ from shardfn.planning.layout_rules import (
     at_line,
     printable,
 )
-from shardfn.search.styles import STYLES
+from shardfn.search.generators import STYLES
 
 FORMAT = "shardfn-layout"
 VERSION = 2

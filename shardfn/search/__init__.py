@@ -32,9 +32,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.search import default_policy, exact, recursive_programming, sharding_propagation, styles
 from shardfn.search.engine import Archive, CandidateGenerator, proposal_checks, run
 from shardfn.search.explanation import answer_of
+from shardfn.search.generators import default_policy, exact, recursive_programming, sharding_propagation, styles
 from shardfn.search.labels import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
 from shardfn.search.moves import local_search
 from shardfn.search.problem import (

@@ -13,11 +13,12 @@ import shardfn
 from shardfn import AUTO, search
 from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.ir.model import OpConstraint
-from shardfn.search import BASELINES, GENERATORS, exact, styles
+from shardfn.search import BASELINES, GENERATORS
 from shardfn.search.engine import Archive, meshes, run
 from shardfn.search.engine.turns import FEWEST_CANDIDATES
-from shardfn.search.exact import best_first, solve_mesh
 from shardfn.search.explanation import answer_of
+from shardfn.search.generators import exact, styles
+from shardfn.search.generators.exact import best_first, solve_mesh
 from shardfn.search.labels import LEAST_TIME, estimated_rank
 from shardfn.search.problem import TIME, Figures, Proposal, objective, rank
 from shardfn.search.problem.objectives import FULL_MEMORY_SHARE

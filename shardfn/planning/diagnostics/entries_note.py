@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from shardfn.cost.estimate import Cost
 from shardfn.planning.plan import Layouts, kind_of
-from shardfn.search import default_policy, sharding_propagation
+from shardfn.search.generators import STYLES, batch_groups, default_policy, sharding_propagation
 from shardfn.search.problem import Answer, SearchProblem, objective
-from shardfn.search.styles import STYLES, batch_groups
 from shardfn.units import bytes_text, flops_text
 
 FOLLOWED = 'search_mode="sharding_propagation"'

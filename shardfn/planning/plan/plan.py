@@ -80,7 +80,7 @@ class Plan(WrittenAsLayout):
     candidates: tuple[Candidate, ...] = ()
     """The candidates whose partitioned programs the search evaluated, this plan first, the others best first."""
     style: str = ""
-    """The style that the user asked for (`shardfn.search.styles.STYLES`); empty for any."""
+    """The style that the user asked for (`shardfn.search.generators.styles.STYLES`); empty for any."""
     entries: str = ""
     """What is done inside the function otherwise than the user's entries say, or what a search inside would save."""
     activations: tuple[LayoutRule, ...] = ()

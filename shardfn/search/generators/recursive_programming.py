@@ -15,7 +15,7 @@ import numpy as np
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes
 from shardfn.search.engine import Archive
-from shardfn.search.exact import solve_mesh
+from shardfn.search.generators.exact import solve_mesh
 from shardfn.search.labels import FREE, MeshSolution, Objective
 from shardfn.search.moves import fully_constrained
 from shardfn.search.problem import MEMORY, Proposal, SearchProblem

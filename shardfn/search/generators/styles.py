@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, mesh_sizes_text
-from shardfn.search.default_policy import group_name
 from shardfn.search.engine import Archive
+from shardfn.search.generators.default_policy import group_name
 from shardfn.search.moves import (
     ArgumentSharding,
     are_meant,

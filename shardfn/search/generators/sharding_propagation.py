@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardfn.search import default_policy
 from shardfn.search.engine import Archive
-from shardfn.search.exact import label_space
+from shardfn.search.generators import default_policy
+from shardfn.search.generators.exact import label_space
 from shardfn.search.labels import (
     LabelSpace,
     MeshModel,
