@@ -1,4 +1,4 @@
-"""From a question to a plan. One folder for each trade; each imports only those above it in the table.
+"""From a question to a plan. There is one folder for each trade; each imports only those above it in the table.
 
 | folder | holds |
 |---|---|

@@ -1,23 +1,19 @@
 """Search the shardings that the user left open.
 
-A search is a list of candidate generators, one evaluator, one budget and one archive:
+A search is a list of candidate generators, one evaluator, one budget and one archive. There is one folder for each trade; each
+imports only those above it in the table.
 
-1. `problem`: the question (`SearchProblem`), a choice (`Proposal`), an evaluated choice (`SearchCandidate`) and the answer.
-2. `engine`: generators take turns until the budget is spent. `archive`: what they found. `budget`: work.
-3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` proposes nothing sharded and the plans
-   that people write by hand, from `baselines`. Then the `GENERATORS` of the objective, in the order of their first turns:
-   `exact` solves a label model of the program, on the meshes of `meshes`; `local_search` tries moves around the best
-   candidates. `recursive_programming` is the fast search.
-4. The label model of a mesh: `label_tables` builds it from `mesh_model`, `graph_facts`, `op_labels`, `convolution_labels`,
-   `resharding_costs` and `op_costs` (with `partial_sum_costs`, `halo_costs` and `kernel_costs`). `level_costs` states the
-   objective, `filters` removes labels, `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and
-   `constrained` makes proposals of it.
-5. The moves of local search: `fewer_constraints`, `array_changes`, `many_array_changes`, `result_shardings`.
-6. `objectives` ranks candidates; `explanation` writes the answer; `memory_limit` says why nothing keeps a limit;
-   `proposal_checks` says what is wrong with a proposal of a user's generator.
+| folder | holds |
+|---|---|
+| `problem` | the question (`SearchProblem`), a choice (`Proposal`) and the answer; objectives, budget, memory limits |
+| `labels` | the label model: a program on a mesh as a labelling problem, which `shardfn.solver` solves |
+| `engine` | generators take turns until the budget is spent; the archive of what they found |
+| `moves` | local search, from the parts of baselines and constraints on ops |
+| `generators` | the exact search, the fast one, propagation, styles, and the policy where nothing is open |
 
-`default_policy` answers where nothing is open, `styles` where the user asks for one, and `read_as_given` keeps the shardings of
-functions inside.
+`BASELINES` come first: `generators.sharding_propagation` follows the user's entries; `generators.styles` proposes nothing sharded
+and the plans that people write by hand. Then the `GENERATORS` of the objective, in the order of their first turns. `explanation`
+writes the answer.
 """
 
 from __future__ import annotations
