@@ -102,7 +102,7 @@ def typed_as_planned(entries: Entries[Entry], key: Any, types: Sequence[Any], ro
     arguments, with the types that the plan gave them. It becomes the entry of that key as well.
 
     Args:
-      entries: the entries of a function, by `ShardedFunction._key`.
+      entries: the entries of a function, by `PlannedCalls.key`.
       key: that of the call.
       types: `Call.types`, which the key has last in its first part.
       root: what the call belongs to (`Callee.root`).

@@ -197,8 +197,8 @@ def _batch_dimensions(
     which no result has in another dimension. Of these, those of arguments whose shape no result has. Of these, those that a
     result has too.
 
-    `search.generators.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where here a
-    gradient of the same path counts too. It chooses one batch, where a plan may shard several.
+    `search.generators.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where
+    here a gradient of the same path counts too. It chooses one batch, where a plan may shard several.
     """
     own = {d.path: d.shape for d in arguments}
     shapes = {d.shape for d in results}
