@@ -84,7 +84,7 @@ class PosedCall:
         """The search that the user asked for."""
         style = self.call.search.style
         return (
-            functools.partial(search.generators.styles.search, style)
+            functools.partial(search.styles.search, style)
             if style and self.problem.is_open
             else search.select(self.call.search.mode)
         )
