@@ -23,15 +23,6 @@ from shardfn.planning.answers.planner import (
 )
 
 __all__ = [
-    "alternatives",
-    "chosen",
-    "correct_answer",
-    "distinct_names",
-    "is_correct",
-    "plan_fixed_answer",
-    "plan_search_answer",
-    "search",
-    "with_completed_entries",
-    "with_notes",
-    "without_workarounds",
-]
+    "alternatives", "chosen", "correct_answer", "distinct_names", "is_correct", "plan_fixed_answer", "plan_search_answer",
+    "search", "with_completed_entries", "with_notes", "without_workarounds",
+]  # fmt: skip

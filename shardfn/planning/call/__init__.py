@@ -16,16 +16,6 @@ from shardfn.planning.call.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.call.propagation import memoized
 
 __all__ = [
-    "AnsweredCall",
-    "CallFunction",
-    "OtherCall",
-    "PosedCall",
-    "TracedCall",
-    "call_inside",
-    "closed_over_arguments",
-    "memoized",
-    "place_call",
-    "pose",
-    "pose_again",
-    "pure_function",
-]
+    "AnsweredCall", "CallFunction", "OtherCall", "PosedCall", "TracedCall", "call_inside", "closed_over_arguments",
+    "memoized", "place_call", "pose", "pose_again", "pure_function",
+]  # fmt: skip

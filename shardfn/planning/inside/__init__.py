@@ -26,27 +26,8 @@ from shardfn.planning.inside.op_constraints import RESHARDED, anchors, apply_con
 from shardfn.planning.inside.tags import constrain_tags, match_tags, tag
 
 __all__ = [
-    "RESHARDED",
-    "AsReadInside",
-    "InnerEntry",
-    "OnMesh",
-    "PlacedDetour",
-    "alltoalls_left",
-    "anchors",
-    "apply_constraints",
-    "constrain_inner",
-    "constrain_tags",
-    "inner_entries",
-    "mark",
-    "mark_named",
-    "match_file_constraints",
-    "match_tags",
-    "on_mesh_of_function",
-    "operands_as_read",
-    "operands_of_calls",
-    "place_inner",
-    "placed_detours",
-    "refuse_other_devices",
-    "resolve_read_inside",
-    "tag",
-]
+    "RESHARDED", "AsReadInside", "InnerEntry", "OnMesh", "PlacedDetour", "alltoalls_left", "anchors", "apply_constraints",
+    "constrain_inner", "constrain_tags", "inner_entries", "mark", "mark_named", "match_file_constraints", "match_tags",
+    "on_mesh_of_function", "operands_as_read", "operands_of_calls", "place_inner", "placed_detours", "refuse_other_devices",
+    "resolve_read_inside", "tag",
+]  # fmt: skip

@@ -13,14 +13,6 @@ from shardfn.planning.meshes.named_shardings import mesh_of, names_axes, place_n
 from shardfn.planning.meshes.plan_mesh import PlanMesh
 
 __all__ = [
-    "Placement",
-    "PlanMesh",
-    "expresses",
-    "finest",
-    "mesh_of",
-    "names_axes",
-    "place",
-    "place_named",
-    "split_axes",
+    "Placement", "PlanMesh", "expresses", "finest", "mesh_of", "names_axes", "place", "place_named", "split_axes",
     "without_mesh",
-]
+]  # fmt: skip

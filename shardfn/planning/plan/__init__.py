@@ -31,23 +31,7 @@ from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
-    "FIX",
-    "Alternative",
-    "Alternatives",
-    "Candidate",
-    "Change",
-    "Decision",
-    "DimensionGroup",
-    "Figures",
-    "Layouts",
-    "Plan",
-    "answered_call",
-    "argument_names",
-    "devices_text",
-    "fit_text",
-    "headline",
-    "kind_of",
-    "layouts_of",
-    "op_strategies",
+    "FIX", "Alternative", "Alternatives", "Candidate", "Change", "Decision", "DimensionGroup", "Figures", "Layouts", "Plan",
+    "answered_call", "argument_names", "devices_text", "fit_text", "headline", "kind_of", "layouts_of", "op_strategies",
     "shardings_on",
-]
+]  # fmt: skip

@@ -42,17 +42,7 @@ from shardfn.planning.workarounds.windows import has_windows, separate_windows, 
 from shardfn.planning.workarounds.wrong_ops import WrongOp, refuse_reshardings, wrong_ops
 
 __all__ = [
-    "WrongOp",
-    "correct_gradients",
-    "has_gradients_at_risk",
-    "has_windows",
-    "movements_of_equation",
-    "moves_shards",
-    "refuse_reshardings",
-    "replicate_wrong_ops",
-    "risks_of",
-    "separate_windows",
-    "windows_clash",
-    "workaround_note",
+    "WrongOp", "correct_gradients", "has_gradients_at_risk", "has_windows", "movements_of_equation", "moves_shards",
+    "refuse_reshardings", "replicate_wrong_ops", "risks_of", "separate_windows", "windows_clash", "workaround_note",
     "wrong_ops",
-]
+]  # fmt: skip

@@ -24,15 +24,6 @@ from shardfn.search.moves.constrained import constrained, fully_constrained
 from shardfn.search.moves.fewer_constraints import fewer_constraints
 
 __all__ = [
-    "CHANGED",
-    "ArgumentSharding",
-    "are_meant",
-    "argument_specs",
-    "array_specs",
-    "batch_arguments",
-    "constrained",
-    "fewer_constraints",
-    "fully_constrained",
-    "is_optimizer_state",
-    "matmul_constraints",
-]
+    "CHANGED", "ArgumentSharding", "are_meant", "argument_specs", "array_specs", "batch_arguments", "constrained",
+    "fewer_constraints", "fully_constrained", "is_optimizer_state", "matmul_constraints",
+]  # fmt: skip
