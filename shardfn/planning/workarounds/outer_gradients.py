@@ -11,6 +11,9 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A convolution becomes one with the shardings of image and result exchanged: where the result is unsharded and the image is not,
   it is wrong.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
+- A scatter of one window becomes another one. Before JAX 0.12 XLA changes shards that it does not reach, if the array that it
+  updates is sharded just before (`workarounds`). What is sharded just before is not known here: the program around the call
+  decides it. So each such update, and its transpose, is between optimization barriers.
 - A resharding becomes the one back, which may end the process since JAX 0.12 (`partition.xla_bugs.ends_process`).
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
@@ -32,11 +35,12 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.workarounds.even_scatters import even_lookup, rows_multiple, signed_index_dtype
-from shardfn.planning.workarounds.rewrites import clamped, transformed, transformed_dims, unsharded
+from shardfn.planning.workarounds.rewrites import clamped, transformed, transformed_dims, unsharded, updates_window
 from shardfn.planning.workarounds.wrong_ops import AT_PLACES, Shapes, ends_process_backwards, transposed_wrongly
 
 
@@ -99,6 +103,8 @@ def correct_gradients(
             return bind_one(eqn, inputs)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
+        if _updates_window(eqn):
+            return lax.optimization_barrier(bind_one(eqn, [lax.optimization_barrier(inputs[0]), *inputs[1:]]))
         if eqn.primitive.name in AT_PLACES:
             return bind_one(eqn, clamped(eqn, inputs))
         if eqn.primitive.name == _CONVOLUTION:
@@ -179,8 +185,10 @@ def _cropped(eqn: Any, devices: int) -> list[int]:
 
 
 def _is_at_risk(eqn: Any, risks: Risks) -> bool:
-    """Whether XLA may compute the transpose of an equation wrongly."""
+    """Whether XLA may compute an equation's transpose, or the update of one window itself, wrongly."""
     name, params, (devices, multiple, convolutions, _) = eqn.primitive.name, eqn.params, risks
+    if _updates_window(eqn):
+        return True
     if name == "sort":
         sizes = eqn.invars[0].aval.shape
         return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
@@ -197,6 +205,11 @@ def _is_at_risk(eqn: Any, risks: Risks) -> bool:
     else:
         is_found = name in _AT_RISK or bool(_overlapping(eqn))
     return is_found and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+
+
+def _updates_window(eqn: Any) -> bool:
+    """Whether an equation is a scatter of one window, before JAX 0.12."""
+    return IS_BEFORE_JAX_0_12 and updates_window(eqn)
 
 
 def _overlapping(eqn: Any) -> list[int]:

@@ -159,6 +159,11 @@ def _padded(eqn: Any) -> list[int]:
     return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
 
 
+def updates_window(eqn: Any) -> bool:
+    """Whether an equation is a scatter of one window."""
+    return eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+
+
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
@@ -174,7 +179,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "pair": lambda eqn: eqn.primitive.name in ("reduce_window", "select_and_gather_add") and len(eqn.invars) > 1,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
-    "update": lambda eqn: eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1,
+    "update": updates_window,
     "reduction": _reduced,
     "product": lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
 }
