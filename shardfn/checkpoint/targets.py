@@ -14,11 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from shardfn import layoutfile
 from shardfn.checkpoint.contents import StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
-from shardfn.frontend.meshes import mesh_on
+from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.paths import escaped, join, normal, without_value
 from shardfn.ir.model import axes_of
 from shardfn.layoutfile.toml import rule_dims
-from shardfn.planning.decisions import partition_spec
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
 from shardfn.planning.plan import Plan
 

@@ -12,8 +12,8 @@ from typing import Any
 from shardfn.frontend.paths import alike, escaped, layer, met, normal, ruled, starred
 from shardfn.ir.source_lines import file_name
 from shardfn.layoutfile.toml import rule_dims, to_toml
-from shardfn.planning.decisions import Decision
 from shardfn.planning.layout_rules import DecisionSource, LayoutFile, LayoutRule
+from shardfn.planning.plan import Decision
 
 MIN_FOLDED = 3
 """Equally sharded arrays of so many layers, whose paths differ only in the layer number, share a rule."""
