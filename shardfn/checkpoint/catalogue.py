@@ -95,7 +95,7 @@ def _check_sums(folder: pathlib.Path) -> None:
     for total, _, name in (line.partition("  ") for line in lines):
         if found.get(name) != total:
             problems.append(Problem(f"{folder / name} {'is not the file that was saved' if name in found else 'is missing'}",
-                                    where=str(folder / SUMS), why="its SHA-256 is another one" if name in found else None,
+                                    where=str(folder / SUMS), why="its SHA-256 is another one" if name in found else "every step of `save` has it",
                                     fix="restore another step: checkpoint.steps(path) lists them"))  # fmt: skip
     raise_problems(problems, CheckpointFileError)
 

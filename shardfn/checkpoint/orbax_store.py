@@ -51,7 +51,7 @@ class Saved:
 
 
 class StateHandler(ocp.BasePyTreeCheckpointHandler):
-    """What Orbax's handler of pytrees does, and then writes the checksums of the files that describe the arrays when all of them are there."""
+    """What Orbax's handler of pytrees does; when all files are there, it writes the checksums of those that describe the arrays."""
 
     def finalize(self, directory: Any) -> None:
         """Finish the item, in the first process."""
