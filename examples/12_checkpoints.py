@@ -75,8 +75,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"{file.name}: {file.stat().st_size:,} B")
 
     # A damaged file is detected and named, and the previous step is complete.
-    file = next((run / "6" / "state" / "params.up" / "c").rglob("*"))
-    file = file if file.is_file() else next(path for path in file.rglob("*") if path.is_file())
+    file = run / "6" / "state" / "_METADATA"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

@@ -94,8 +94,9 @@ def _check_sums(folder: pathlib.Path) -> None:
     found, problems = _sums(folder), []
     for total, _, name in (line.partition("  ") for line in lines):
         if found.get(name) != total:
-            problems.append(Problem(f"{folder / name} {'is not the file that was saved' if name in found else 'is missing'}",
-                                    where=str(folder / SUMS), why="its SHA-256 is another one" if name in found else "every step of `save` has it",
+            what = "is not the file that was saved" if name in found else "is missing"
+            problems.append(Problem(f"{folder / name} {what}", where=str(folder / SUMS),
+                                    why="its SHA-256 does not stand here",
                                     fix="restore another step: checkpoint.steps(path) lists them"))  # fmt: skip
     raise_problems(problems, CheckpointFileError)
 

@@ -51,7 +51,7 @@ class Saved:
 
 
 class StateHandler(ocp.BasePyTreeCheckpointHandler):
-    """What Orbax's handler of pytrees does; when all files are there, it writes the checksums of those that describe the arrays."""
+    """Orbax's handler of pytrees, which writes the checksums of the files that describe the arrays when all are there."""
 
     def finalize(self, directory: Any) -> None:
         """Finish the item, in the first process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -143,6 +143,25 @@ def _key(key: Any) -> tuple[str, str]:
         case tree_util.GetAttrKey(name):
             return "field", str(name)
     return "key", str(getattr(key, "key", key))
+
+
+def plain(tree: Any, leaves: Iterator[Any]) -> Any:
+    """A tree of dicts and lists with other leaves, which has the paths and the empty containers of a pytree.
+
+    Nodes of other classes become dicts: what they do with leaves that are no arrays is their own.
+
+    >>> plain({"a": (1, {}), "b": None}, iter("x"))
+    {'a': ['x', {}], 'b': None}
+    """
+    rows = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    if not rows:
+        return tree if isinstance(tree, dict | list | tuple) else None
+    if not rows[0][0]:
+        return next(leaves)
+    children = [(key, plain(child, leaves)) for (key,), child in rows]
+    if all(isinstance(key, tree_util.SequenceKey) for key, _ in children):
+        return [child for _, child in children]
+    return {_key(key)[1]: child for key, child in children}
 
 
 def nested(values: Mapping[Keys, Any]) -> Any:

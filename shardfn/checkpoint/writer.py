@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardfn import layoutfile
@@ -113,9 +112,7 @@ def save(
     layout = (
         targets.stored_layout([source.entry for source in sources]) if plan is None else layoutfile.read_layout(plan)
     )
-    saved = orbax_store.Saved(
-        tree_util.tree_unflatten(tree_util.tree_structure(state), sources), layout, _devices(flat)
-    )
+    saved = orbax_store.Saved(state_tree.plain(state, iter(sources)), layout, _devices(flat))
     saving = orbax_store.begin(folder, step, saved, keep, keep_every)
     if not background:
         saving.wait()
