@@ -111,7 +111,8 @@ class Database:
         if log and (why := log_damage(_log_of(self.path))):
             self._close_without_log()
             damaged(_log_of(self.path), why)
-        faults = [row[0] for row in db.execute("PRAGMA integrity_check(3)")]
+        with contextlib.closing(db.execute("PRAGMA integrity_check(3)")) as cursor:
+            faults = [row[0] for row in cursor.fetchall()]
         if faults != ["ok"]:
             damaged(self.path, f"`PRAGMA integrity_check` says: {'; '.join(faults):.300}")
 
@@ -250,9 +251,10 @@ class Database:
         """
         found = []
         with told(self.path, cannot_open):
-            cursor = self._open.execute(f"SELECT * FROM {table} {end}", values)
-            names = [name for name, *_ in cursor.description]
-            for row in cursor:
+            # Closed at once: a cursor that an error keeps would keep the database locked.
+            with contextlib.closing(self._open.execute(f"SELECT * FROM {table} {end}", values)) as cursor:
+                names, rows = [name for name, *_ in cursor.description], cursor.fetchall()
+            for row in rows:
                 columns = {name: value for name, value in zip(names, row, strict=True) if value is not None}
                 if columns.pop("crc32", None) != _checksum(columns):
                     shown = ", ".join(f"{name} = {value!r:.20}" for name, value in list(columns.items())[:3])
