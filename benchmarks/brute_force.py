@@ -23,8 +23,8 @@ from benchmarks import harness
 from examples.gallery import NAMES, Program
 from shardfn.ir.model import Axes
 from shardfn.search import BASELINES, GENERATORS
-from shardfn.search.baselines import argument_specs
 from shardfn.search.engine import run
+from shardfn.search.moves import argument_specs
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 
 DEVICES = 8

@@ -34,8 +34,8 @@ from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
-from shardfn.search import objectives
-from shardfn.search.objectives import aim
+from shardfn.search.problem import objectives
+from shardfn.search.problem.objectives import aim
 
 DEVICES = 8
 QUICK = {"xla_backend_optimization_level": 0}

@@ -24,7 +24,7 @@ from benchmarks import harness
 from examples.models import abstract, gpt2, llama, mindspore
 from shardfn.cost.estimate import Cost
 from shardfn.ir import shardy
-from shardfn.planning import call_function
+from shardfn.planning.call import call_function
 
 LAYERS = (2, 6, 12, 24, 48, 96)
 DEVICES = (8, 64, 512, 4096)

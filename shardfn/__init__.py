@@ -7,8 +7,8 @@ from shardfn.api import explain, load_layout, plan, reshard, shard
 from shardfn.cost.devices.chips import Chip
 from shardfn.errors import ShardError
 from shardfn.frontend.strategy import AUTO, DATA_PARALLEL, REPLICATED
+from shardfn.planning.inside import tag
 from shardfn.planning.plan import Plan
-from shardfn.planning.tags import tag
 from shardfn.report.report import Report
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.search import register as register_search

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from shardfn.compiled.targets import has_gpu_compiler
-from shardfn.search.budget import BUDGETS, DEFAULT
+from shardfn.search.problem import BUDGETS, DEFAULT
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -136,7 +136,7 @@ def test_sharded_equals_unsharded(function, args, kwargs, ins, outs, options):
     result = sharded(*args, **kwargs)  # on the short way through `__call__`, where there is one
     close(result, wanted, tol)
     made = sharded.plan(*args, **kwargs)
-    assert len(sharded._entries) == 1
+    assert len(sharded._calls.entries) == 1
     for array, decision in zip(jax.tree.leaves(result), made.outputs, strict=True):
         assert array.sharding.is_equivalent_to(NamedSharding(made.mesh, decision.partition_spec), array.ndim)
         assert array.sharding.shard_shape(array.shape) == decision.local_shape
@@ -185,7 +185,7 @@ def test_a_state_that_is_donated_goes_round_and_round():
         before, state = state, step(state, X)
     assert before["v"].is_deleted()
     close(state, {"n": jnp.int32(3), "v": 3 * X})
-    assert len(step._entries) == 1
+    assert len(step._calls.entries) == 1
 
 
 # ---- plans and reports
@@ -206,9 +206,9 @@ def test_plans_are_made_from_shapes_alone():
         ("result", (2, 4), False),
     ]
     assert made.mesh.axis_sizes == (4, 2)
-    assert sharded.plan(PARAMS, X) is made and len(sharded._entries) == 1
+    assert sharded.plan(PARAMS, X) is made and len(sharded._calls.entries) == 1
     close(sharded(PARAMS, X), mlp(PARAMS, X))
-    assert len(sharded._entries) == 1
+    assert len(sharded._calls.entries) == 1
 
 
 def test_plan_and_explain_take_functions_and_sharded_functions():
@@ -320,13 +320,13 @@ def test_a_sharded_function_has_the_methods_of_a_jitted_one():
     sharded = shard(dense, ((2, 1), (1, 4)))
     shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
     assert sharded.__wrapped__ is dense and sharded.__name__ == "dense"
-    assert sharded.eval_shape(*shapes) == jax.jit(dense).eval_shape(*shapes) and not sharded._entries
+    assert sharded.eval_shape(*shapes) == jax.jit(dense).eval_shape(*shapes) and not sharded._calls.entries
     traced = sharded.trace(*shapes)
     assert traced.out_info.shape == (8, 4) and "dot_general" in str(traced.jaxpr)
     close(traced.lower().compile()(X, W), X @ W)
     close(sharded(X, W), X @ W)
     sharded.clear_cache()
-    assert not sharded._entries
+    assert not sharded._calls.entries
     close(sharded(X, W), X @ W)
 
 

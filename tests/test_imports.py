@@ -18,6 +18,12 @@ ORDER = (
 STANDALONE = {"solver"}
 """Packages that import nothing else of the library."""
 
+# The same inside a package: a folder imports only itself and the folders before it; "" is the package's own files.
+ROOMS = {
+    "search": ("problem", "labels", "engine", "moves", "generators", ""),
+    "planning": ("meshes", "workarounds", "layout_rules", "inside", "call", "plan", "diagnostics", "answers", "questions", ""),
+}  # fmt: skip
+
 
 def name_of(path: pathlib.Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -51,11 +57,31 @@ def package_of(module: str) -> str:
     return module.removeprefix("shardfn").lstrip(".").partition(".")[0]
 
 
+def room_of(module: str) -> str:
+    """The folder of `ROOMS` that a module is in, such as `shardfn.planning.plan`; empty for others."""
+    parts = module.split(".")
+    return ".".join(parts[:3]) if len(parts) > 2 and parts[2] in ROOMS.get(parts[1], ()) else ""
+
+
 def upward(module: str, names: set[str]) -> list[str]:
-    """What a module imports of packages that come after its own, or at all where its package stands alone."""
+    """What a module imports of packages and folders that come after its own, or at all where its package stands alone."""
     own = package_of(module)
     ours = {name for name in names if name.partition(".")[0] == "shardfn" and package_of(name) != own}
-    return sorted(n for n in ours if own in STANDALONE or ORDER.index(package_of(n)) > ORDER.index(own))
+    found = {n for n in ours if own in STANDALONE or ORDER.index(package_of(n)) > ORDER.index(own)}
+    if own in ROOMS:
+
+        def floor(name: str) -> int:
+            return ROOMS[own].index(room_of(name).rpartition(".")[2])
+
+        found |= {n for n in names if n.startswith(f"shardfn.{own}") and floor(n) > floor(module)}
+    return sorted(found)
+
+
+def past_a_door(module: str, tree: ast.AST) -> list[str]:
+    """The modules of other folders that a module imports from otherwise than through the folder's `__init__.py`."""
+    found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return sorted(name for name in found if room_of(name) not in ("", name, room_of(module)))
 
 
 def cycle(edges: dict[str, set[str]]) -> list[str]:
@@ -94,6 +120,17 @@ def test_imports_point_one_way(module, path):
     assert upward(module, imported(ast.parse(path.read_text()))) == []
 
 
+@pytest.mark.parametrize(("module", "path"), sources())
+def test_folders_are_entered_by_their_door(module, path):
+    assert past_a_door(module, ast.parse(path.read_text())) == []
+
+
+def test_every_folder_has_its_place():
+    folders = {f"shardfn.{package}.{room}" for package, rooms in ROOMS.items() for room in rooms if room}
+    found = {name_of(path) for package in ROOMS for path in (ROOT / "shardfn" / package).glob("*/__init__.py")}
+    assert folders == found
+
+
 def test_modules_import_without_a_cycle():
     assert cycle({name_of(path): imported(ast.parse(path.read_text())) for path in FILES}) == []
 
@@ -125,10 +162,24 @@ def test_nothing_writes_the_environment_or_flags(module, path):
         ("shardfn.solver.solve", "from shardfn.errors import fail", ["shardfn.errors"]),
         ("shardfn.solver.solve", "from shardfn.solver.bound import x\nimport numpy", []),
         ("shardfn.planning.plan", "from shardfn.ir import model\nfrom shardfn.errors import fail\nimport jax", []),
+        ("shardfn.planning.plan.plan", "from shardfn.planning.call import AnsweredCall", []),
+        ("shardfn.planning.plan.plan", "from shardfn.planning.answers import search", ["shardfn.planning.answers"]),
+        ("shardfn.search.labels.filters", "from shardfn.search import MODES", ["shardfn.search"]),
+        ("shardfn.search.explanation", "from shardfn.search.generators import styles", []),
     ],
 )
 def test_the_direction_check_sees(module, code, wrong):
     assert upward(module, imported(ast.parse(code))) == wrong
+
+
+def test_the_check_of_doors_sees():
+    def seen(module: str, code: str) -> list[str]:
+        return past_a_door(module, ast.parse(code))
+
+    deep = "from shardfn.planning.plan.decisions import Decision"
+    assert seen("shardfn.runtime.apply", deep) == ["shardfn.planning.plan.decisions"]
+    assert seen("shardfn.planning.plan.summary", deep) == []
+    assert seen("shardfn.runtime.apply", "from shardfn.planning.plan import Decision") == []
 
 
 def fresh(code: str) -> subprocess.CompletedProcess:
@@ -151,7 +202,8 @@ environ, flags = dict(os.environ), dict(jax.config.values)
 import shardfn
 assert dict(os.environ) == environ
 assert dict(jax.config.values) == flags
-extras = {{"flax", "equinox", "orbax", "tensorstore", "grain", "ray", "optax", "IPython", "yaml"}}
+extras = {{"flax", "equinox", "orbax", "tensorstore", "grain", "ray", "optax", "IPython", "yaml", "safetensors",
+          "google.protobuf"}}
 assert not extras & set(sys.modules), extras & set(sys.modules)
 {NO_BACKEND}""")
     assert done.returncode == 0, done.stderr

@@ -25,8 +25,7 @@ from shardfn.layoutfile.files import LayoutFile, layout_shardings, read_layout, 
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
 from shardfn.mindspore import Layout, auto_parallel
 from shardfn.mindspore.parallel import layout_of
-from shardfn.planning.layout_rules import DecisionSource, LayoutRule
-from shardfn.planning.plan import Constraint
+from shardfn.planning.layout_rules import Constraint, DecisionSource, LayoutRule
 from shardfn.runtime.layout_check import check_layout
 from tests.marks import some_slow
 

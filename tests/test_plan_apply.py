@@ -77,7 +77,7 @@ def test_arguments_of_apply_are_those_of_the_jitted_function(function, args, kwa
 def test_methods_of_jit_for_a_module(make):
     module = make()
     sharded, wanted = shard(module, ((8, 1),)), jax.ShapeDtypeStruct(make()(X).shape, X.dtype)
-    assert sharded.eval_shape(X) == wanted and not sharded._entries
+    assert sharded.eval_shape(X) == wanted and not sharded._calls.entries
     assert sharded.trace(X).lower().compile() is not None
     assert sharded.lower(X).compile() is not None
 

@@ -11,7 +11,7 @@ import pytest
 
 import shardfn
 from shardfn import checkpoint, embedding
-from shardfn.checkpoint.contents import FILE, read_contents
+from shardfn.checkpoint.catalogue import METADATA, read_contents
 from shardfn.checkpoint.safetensors_files import read_tensors
 from shardfn.cluster.jobs import read_rank_table
 from shardfn.cluster.kubernetes import files
@@ -34,7 +34,7 @@ READERS = {
     "weights.ckpt": tensors_of,
     "weights.safetensors": read_tensors,
     "model.safetensors.index.json": read_tensors,
-    FILE: lambda file: read_contents(pathlib.Path(file).parent),
+    METADATA: lambda file: read_contents(pathlib.Path(file).parent),
     "image.tif": Tiff,
 }
 
@@ -72,11 +72,10 @@ def _tensors(folder):
 
 
 SAVES = {
-    "a chunk": (_checkpoint, "0/state/w/c/0"),
-    "an array's metadata": (_checkpoint, "0/state/w/zarr.json"),
-    "a chunk that is verified": (_verified, "0/state/w/c/0"),
-    "a layout that is verified": (_verified, "0/state/layout.toml"),
-    "a chunk that is merged": (_merged, "0/state/w/c/0"),
+    "arrays": (_checkpoint, "0/state/manifest.ocdbt"),
+    "shardings": (_checkpoint, "0/state/_sharding"),
+    "arrays that are verified": (_verified, "0/state/manifest.ocdbt"),
+    "a process's arrays that are merged": (_merged, "0/state/ocdbt.process_0/manifest.ocdbt"),
     "a table": (_table, "table.db"),
     "a database": (_database, "a.db"),
     "a database's log": (_database, "a.db-wal"),

@@ -3,12 +3,13 @@
 | module | holds |
 |---|---|
 | `writer`, `orbax_store` | `save`; step folders, retention and background saves with Orbax |
+| `orbax_arrays`, `failure` | arrays as the files of an Orbax checkpoint; what processes tell each other when one fails |
 | `reader`, `targets` | `restore`; the sharding of each restored array |
 | `offline` | `relayout`, `merge` and `verify`, without devices |
 | `safetensors`, `safetensors_files` | export and import of safetensors; its file format |
 | `step_folders` | `steps`, `inspect`; paths of steps |
-| `contents`, `fingerprints` | the description of a checkpoint and of its files |
-| `arrays`, `chunks` | arrays on disk with TensorStore; the shapes of files and chunks |
+| `contents`, `catalogue` | the description of a checkpoint; how it is read from Orbax's files |
+| `arrays`, `chunks` | arrays read with TensorStore; the shapes of files and chunks |
 | `state_tree` | a pytree as arrays by path, and back |
 """
 

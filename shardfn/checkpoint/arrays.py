@@ -1,7 +1,6 @@
-"""Arrays on disk: TensorStore's zarr 3, with a checksum for every chunk and every index of chunks.
+"""Reads the arrays of an Orbax checkpoint with TensorStore, each box once, into JAX arrays under any sharding.
 
-The only user of `tensorstore`. An array is a folder with `zarr.json`, and a file for each shard under `c/`. A read returns
-what was written, or raises an error that names the file.
+What was written with a checksum for every chunk, as `save` does, is read as it was, or raises an error that names the array.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +23,13 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.checkpoint.fingerprints import METADATA, files_of_boxes
-from shardfn.checkpoint.state_tree import array_folder
-from shardfn.errors import CheckpointFileError, Problem, ShardError, fail
+from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
 from shardfn.regular_files import check_regular
 from shardfn.runtime.extras import need
+
+NODES = "cache_pool#nodes"
+CACHE_BYTES = 100 << 20
+"""Bytes of decoded nodes of a database that are kept while arrays are read."""
 
 READ_BYTES = 1 << 30
 """Most bytes of arrays that are being read at any time; a single array may be larger."""
@@ -39,52 +40,48 @@ WORKERS = 4
 COUNTERS = "/tensorstore/kvstore/file/"
 
 
-def open_array(directory: pathlib.Path, entry: StoredArray, *, write: bool = False, dtype: Any = None) -> Any:
-    """The `tensorstore.TensorStore` of an array, which casts to `dtype`; its metadata must agree with `entry`."""
-    if not write:
-        check_regular(directory / array_folder(entry.path) / METADATA)
-    store = _opening(directory, entry, write).result()
+def open_arrays(folder: pathlib.Path, entries: Sequence[StoredArray]) -> list[Any]:
+    """The futures of the arrays' `tensorstore.TensorStore`s, which share a cache of the database's nodes."""
+    ts = need("tensorstore", "checkpoint")
+    context = ts.Context({NODES: {"total_bytes_limit": CACHE_BYTES}})
+    return [ts.open(_spec(folder, entry), context=context, open=True) for entry in entries]
+
+
+def open_array(folder: pathlib.Path, entry: StoredArray, dtype: Any = None) -> Any:
+    """The `tensorstore.TensorStore` of an array, which casts to `dtype`.
+
+    Raises:
+      ValueError, OSError: it is missing or damaged.
+    """
+    return _cast(open_arrays(folder, [entry])[0].result(), entry, dtype)
+
+
+def check_files(folder: pathlib.Path) -> None:
+    """Refuse pipes and devices among the files of a checkpoint: TensorStore would wait for them.
+
+    Raises:
+      OSError: one of them is not a regular file.
+    """
+    for file in folder.rglob("*"):
+        if not file.is_dir():
+            check_regular(file)
+
+
+def _cast(store: Any, entry: StoredArray, dtype: Any) -> Any:
     if dtype is None or jnp.dtype(dtype) == entry.numpy_dtype:
         return store
     return need("tensorstore", "checkpoint").cast(store, jnp.dtype(dtype).name)
 
 
-def begin_read(store: Any, directory: pathlib.Path, entry: StoredArray, box: Box) -> Any:
-    """The future of the values of a box of an open array.
-
-    Raises:
-      OSError: a file that it needs is a pipe or a device: TensorStore would wait for it.
-    """
-    for name in files_of_boxes(entry, [box]):
-        check_regular(directory / name)
-    return store[box].read()
-
-
-def _opening(directory: pathlib.Path, entry: StoredArray, write: bool) -> Any:
-    """The future of an array's `TensorStore`."""
-    index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    sharding = {
-        "chunk_shape": entry.chunks.chunk,
-        "codecs": [index_codecs[0], {"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}],
-        "index_codecs": index_codecs,
-        "index_location": "end",
+def _spec(folder: pathlib.Path, entry: StoredArray) -> dict[str, Any]:
+    files = {"driver": "file", "path": f"{os.fspath(folder)}/"}
+    kvstore = {"driver": "ocdbt", "base": files, "cache_pool": NODES} if entry.is_ocdbt else files
+    path = f"{kvstore.get('path', '')}{entry.name}/"
+    return {
+        "driver": entry.driver,
+        "kvstore": {**kvstore, "path": path},
+        "fill_missing_data_reads": False,  # otherwise a lost chunk would read as zeros
     }
-    metadata = {
-        "shape": entry.shape,
-        "data_type": entry.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": entry.chunks.file}},
-        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-    }
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": os.fspath(directory / array_folder(entry.path))},
-        "metadata": metadata,
-        "store_data_equal_to_fill_value": True,  # otherwise a lost chunk would read as zeros
-        "fill_missing_data_reads": False,
-        "open": True,
-        "create": write,
-    }
-    return need("tensorstore", "checkpoint").open(spec)
 
 
 def bytes_read() -> int:
@@ -93,35 +90,18 @@ def bytes_read() -> int:
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
-def write_arrays(
-    directory: pathlib.Path, wanted: Iterable[tuple[StoredArray, Iterable[tuple[Box, np.ndarray]]]]
-) -> None:
-    """Write shards of arrays, all at once: each file waits for the disk. They are on disk when this returns.
-
-    Raises:
-      ValueError, OSError: the first error; no file is being written any more.
-    """
-    opening = [(_opening(directory, entry, True), shards) for entry, shards in wanted]
-    writing = [
-        store.result()[box].write(value, can_reference_source_data_indefinitely=True)
-        for store, shards in opening
-        if store.exception() is None
-        for box, value in shards
-    ]
-    futures = [*(store for store, _ in opening), *writing]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+def own_shards(value: jax.Array) -> list[Any]:
+    """The shards of an array that this process writes: each once over all processes."""
+    if jax.process_index() > 0 and value.is_fully_addressable:  # every process has it
+        return []
+    return [shard for shard in value.addressable_shards if shard.replica_id == 0]
 
 
 def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:
-    """The shards of an array that this process writes, in host memory: each once, over all processes."""
+    """The shards of an array that this process writes, in host memory."""
     if isinstance(value, np.ndarray):
         return [(full_box(value.shape), value.copy())] if jax.process_index() == 0 else []
-    shards = [s for s in value.addressable_shards if s.replica_id == 0]
-    for shard in shards:
-        shard.data.copy_to_host_async()
-    return [(closed_box(shard.index, value.shape), np.asarray(shard.data)) for shard in shards]
+    return [(closed_box(shard.index, value.shape), np.asarray(shard.data)) for shard in own_shards(value)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,33 +129,32 @@ class ArrayRead:
         return tuple(found.values())
 
 
-def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
+def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
     """Read the shards of arrays that this process's devices hold, each once.
 
     Raises:
-      CheckpointFileError: files that are missing, truncated or changed; all of them, by name.
+      CheckpointFileError: arrays that are missing or damaged; all of them, by name.
     """
     limit = _ByteLimit(READ_BYTES)
 
-    def finish(want: ArrayRead, reads: Sequence[Callable[[], np.ndarray]] | Exception) -> Any:
+    def finish(want: ArrayRead, store: Any) -> Any:
         try:
-            if isinstance(reads, Exception):
-                raise reads
-            return assemble(want, [read() for read in reads])
+            opened = _cast(store.result(), want.entry, want.dtype)
+            reads = [np.zeros(box_shape(box), want.dtype) if 0 in want.entry.shape else opened[box].read()
+                     for box, _ in want.boxes]  # fmt: skip
+            return assemble(want, [x if isinstance(x, np.ndarray) else x.result() for x in reads])
         except (ValueError, OSError) as error:
-            return damage(directory, want.entry, error)
+            return damage(folder, want.entry, error)
         finally:
             limit.release(want.entry.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         tasks = []
-        for want in wanted:
+        for want, store in zip(wanted, open_arrays(folder, [want.entry for want in wanted]), strict=True):
             limit.acquire(want.entry.nbytes)
-            tasks.append(pool.submit(finish, want, _begin(directory, want)))
+            tasks.append(pool.submit(finish, want, store))
         done = [task.result() for task in tasks]
-    problems = {value.what: value for value in done if isinstance(value, Problem)}
-    if problems:
-        raise CheckpointFileError(list(problems.values()))
+    raise_problems([value for value in done if isinstance(value, Problem)], CheckpointFileError)
     return done
 
 
@@ -197,17 +176,6 @@ class _ByteLimit:
             self.changed.notify_all()
 
 
-def _begin(directory: pathlib.Path, want: ArrayRead) -> list[Callable[[], np.ndarray]] | Exception:
-    """Begin to read the boxes of an array: for each a function that waits for its values; the error where none can begin."""
-    if 0 in want.entry.shape:  # an empty array has no chunks
-        return [functools.partial(np.zeros, box_shape(box), want.dtype) for box, _ in want.boxes]
-    try:
-        store = open_array(directory, want.entry, dtype=want.dtype)
-        return [begin_read(store, directory, want.entry, box).result for box, _ in want.boxes]
-    except (ValueError, OSError) as error:
-        return error
-
-
 def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
     """An array from the values of `want.boxes`, each copied to the devices that hold it."""
     if want.on_host:
@@ -221,42 +189,28 @@ def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
     return jax.make_array_from_single_device_arrays(want.entry.shape, want.sharding, parts)
 
 
-def damage(directory: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:
-    """The problem of a file that TensorStore cannot read."""
-    text = str(error)
-    named = re.match(r"(.+) is a (?:folder|pipe)", text) or re.search(r'local file "([^"]+)"', text)
-    named = named or re.search(r'Error (?:reading|opening) "([^"]+)"', text)
-    where = directory / array_folder(entry.path)
-    file = named.group(1) if named and named.group(1) != "zarr3" else f"{where}{os.sep}zarr.json"
-    reason = re.sub(r' in local file "[^"]+"|^[A-Z_]+: ', "", text.split(" [")[0]).strip()
+def damage(folder: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:
+    """The problem of an array that TensorStore cannot read."""
+    is_missing = "NOT_FOUND" in str(error)
     return Problem(
-        f"{file} is {'damaged' if os.path.exists(file) else 'missing'}",
+        f"`{entry.path}` is {'missing' if is_missing else 'damaged'} in {folder}",
         where=entry.text,
-        why=reason[:300],
-        fix="restore another step: checkpoint.steps(path) lists them, checkpoint.verify(path, step) checks all files of one",
+        why=re.sub(r"^[A-Z_]+: ", "", str(error).split(" [")[0]).strip()[:300],
+        fix="restore another step: checkpoint.steps(path) lists them, checkpoint.verify(path, step) checks all arrays of one",
     )
 
 
-def verify_arrays(directory: pathlib.Path, entries: Sequence[StoredArray]) -> list[Problem]:
-    """Read every chunk of every array, a file at a time, and return the damaged files."""
-    problems: dict[str, Problem] = {}
-
-    @contextlib.contextmanager
-    def noting(entry: StoredArray) -> Iterator[None]:
+def verify_arrays(folder: pathlib.Path, entries: Sequence[StoredArray]) -> list[Problem]:
+    """Read every chunk of every array, a file at a time, and return the damaged arrays."""
+    problems = []
+    for entry, opening in zip(entries, open_arrays(folder, entries), strict=True):
         try:
-            yield
+            store = opening.result()
+            for box in boxes(entry.shape, entry.chunks.file) if 0 not in entry.shape else ():
+                store[box].read().result()
         except (ValueError, OSError) as error:
-            found = damage(directory, entry, error)
-            problems[found.what] = found
-
-    for entry in entries:
-        if 0 not in entry.shape:
-            with noting(entry):
-                store = open_array(directory, entry)
-                for box in boxes(entry.shape, entry.chunks.file):
-                    with noting(entry):
-                        begin_read(store, directory, entry, box).result()
-    return list(problems.values())
+            problems.append(damage(folder, entry, error))
+    return problems
 
 
 def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
@@ -270,14 +224,14 @@ def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
 
 
 @contextlib.contextmanager
-def read_errors(directory: pathlib.Path, entry: StoredArray) -> Iterator[None]:
-    """Raise TensorStore's errors about an array in `directory` as errors that name the damaged file."""
+def read_errors(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
+    """Raise TensorStore's errors about an array in `folder` as errors that name it."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if isinstance(error, ShardError) or os.fspath(directory) not in str(error):
+        if isinstance(error, ShardError):
             raise
-        raise CheckpointFileError(damage(directory, entry, error)) from None
+        raise CheckpointFileError(damage(folder, entry, error)) from None
 
 
 @contextlib.contextmanager

@@ -1,32 +1,31 @@
-"""The description of a checkpoint, stored as `checkpoint.json`: path, shape, dtype, sharding and chunks of every array.
-
-The file may be damaged or come from another machine: reading checks every field, and a checksum over all of them.
-"""
+"""The description of a checkpoint: path, shape, dtype, sharding and chunks of every array; shardings as Orbax writes them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import pathlib
-import zlib
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardfn.checkpoint.chunks import Chunks
-from shardfn.errors import CheckpointFileError, fail
+from shardfn.frontend.meshes import spec_of
 from shardfn.ir.model import Spec
-from shardfn.regular_files import read_bytes
 
-FILE = "checkpoint.json"
-FORMAT = "shardfn-checkpoint"
-VERSION = 1
-MAX_BYTES = 1 << 30
-"""The largest description that is read."""
+BARE = "value"
+"""The path of a single array."""
 
-KINDS = ("array", "int", "float", "bool", "complex")
+HOST = "host"
+"""The kind of a NumPy array."""
+ARRAYS = ("array", HOST)
+"""The kinds of arrays, which may be cast."""
+NUMBER = "number"
+"""The kind of a Python number."""
 KEY = "key:"
 """Begins the kind of a typed PRNG key; the name of its implementation follows."""
 
@@ -56,7 +55,9 @@ class StoredArray:
       chunks: the shapes of its files and chunks.
       spec: the mesh axes that shard each dimension.
       mesh: the mesh that it was sharded over.
-      kind: "array", the type of a Python number, or `KEY` and the implementation of a PRNG key.
+      kind: "array", `HOST`, `NUMBER`, or `KEY` and the implementation of a PRNG key.
+      driver: TensorStore's name of its format, "zarr3" or "zarr".
+      is_ocdbt: whether it lies in an OCDBT database, or in a folder of its own.
     """
 
     path: str
@@ -68,6 +69,13 @@ class StoredArray:
     spec: Spec = ()
     mesh: StoredMesh = StoredMesh(())
     kind: str = "array"
+    driver: str = "zarr3"
+    is_ocdbt: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its name in Orbax's files."""
+        return orbax_name(self.keys)
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -103,14 +111,12 @@ class Contents:
 
     Attributes:
       entries: its arrays.
-      devices, processes: how many saved it.
-      files: the name and fingerprint of each file; empty in old checkpoints.
+      devices, processes: how many saved it, where that is known.
     """
 
     entries: tuple[StoredArray, ...]
     devices: int = 1
     processes: int = 1
-    files: tuple[tuple[str, str], ...] = ()
 
     @property
     def meshes(self) -> tuple[StoredMesh, ...]:
@@ -126,6 +132,15 @@ class Contents:
         return next(entry for entry in self.entries if entry.path == path)
 
 
+def orbax_name(keys: Iterable[tuple[str, str]]) -> str:
+    """The name of an array in Orbax's files, from its place in the tree.
+
+    >>> orbax_name((("key", "layers"), ("item", "0"), ("key", "w")))
+    'layers.0.w'
+    """
+    return ".".join(name for _, name in keys)
+
+
 def bits(dtype: Any) -> int:
     """Bits per element of a dtype.
 
@@ -137,132 +152,35 @@ def bits(dtype: Any) -> int:
     return small[dtype.name] if dtype.name in small else int(dtype.itemsize) * 8
 
 
-def contents_to_json(contents: Contents) -> str:
-    """A description as JSON with a checksum. `cuts` and `grid` are the file format's names for strategy and mesh.
-
-    >>> contents_from_json(contents_to_json(Contents(()))) == Contents(())
-    True
-    """
-    meshes = contents.meshes
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "devices": contents.devices,
-        "processes": contents.processes,
-        "grids": [{"axes": dict(g.axes), "order": g.order} for g in meshes],
-        "arrays": {
-            e.path: {
-                "shape": e.shape, "dtype": e.dtype, "kind": e.kind, "keys": e.keys, "cuts": e.strategy, "axes": e.spec,
-                "grid": meshes.index(e.mesh), "file": e.chunks.file, "chunk": e.chunks.chunk,
-            }
-            for e in contents.entries
-        },
-    }  # fmt: skip
-    if contents.files:
-        data["files"] = dict(contents.files)
-    data["crc32"] = _crc(data)
-    rows = ((key, data[key]) for key in data)
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in rows) + "\n}\n"
+# ---- shardings, as Orbax writes them
 
 
-def _lines(value: Any) -> str:
-    """JSON with one line for each item of a dict."""
-    if isinstance(value, dict):
-        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
-    return json.dumps(value)
+def sharding_text(axes: Mapping[str, int], types: Iterable[Any], spec: Spec, ids: np.ndarray) -> str:
+    """A sharding over a mesh, as it stands in `SHARDINGS`; `ids` are those of the devices, in the shape of the mesh."""
+    mesh = np.vectorize(lambda i: {"id": int(i)}, otypes=[object])(ids).tolist()
+    entries = [list(dim) if len(dim) > 1 else dim[0] if dim else None for dim in spec]
+    return json.dumps({
+        "sharding_type": "NamedSharding", "shape": list(axes.values()), "axis_names": list(axes),
+        "axis_types": [str(kind) for kind in types], "partition_spec": entries, "device_mesh": {"mesh": mesh},
+    })  # fmt: skip
 
 
-def _crc(data: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(data, sort_keys=True).encode()):08x}"
+def jax_sharding_text(sharding: Sharding | None, rank: int) -> str | None:
+    """A sharding of JAX as it stands in `SHARDINGS`; None for kinds that Orbax does not record."""
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
+    if not isinstance(sharding, NamedSharding):
+        return None
+    mesh = sharding.mesh
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    return sharding_text(mesh.shape, mesh.axis_types, spec_of(sharding.spec, rank), ids)
 
 
-def read_contents(folder: pathlib.Path) -> Contents:
-    """Read the description in the folder of a checkpoint.
-
-    Raises:
-      CheckpointFileError: it is missing, damaged, or of an unknown version.
-    """
-    file = folder / FILE
-    try:
-        return contents_from_json(read_bytes(file, MAX_BYTES).decode(), str(file))
-    except (FileNotFoundError, NotADirectoryError):
-        _damaged(file, "every complete step has one", "is missing")
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointFileError):
-            raise
-        _damaged(file, str(error))
-
-
-def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:
-    fix = "restore another step: checkpoint.steps(path) lists them"
-    fail(CheckpointFileError, f"{file} {what}", why=why, fix=fix)
-
-
-def contents_from_json(text: str, file: str = FILE) -> Contents:
-    """Read a description from JSON; `file` is its name in errors.
-
-    Raises:
-      CheckpointFileError: it is damaged, or of an unknown version.
-    """
-    try:
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT!r}")
-        if data.get("version") != VERSION:
-            raise ValueError(f"its version is {data.get('version')!r:.40}, and this release reads {VERSION}")
-        stated = data.pop("crc32", None)
-        if stated != _crc(data):
-            raise ValueError(f"its checksum is {_crc(data)}, but {stated!r:.40} was recorded: the file was changed")
-        return _contents(data)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        _damaged(file, why)
-
-
-def _contents(data: dict[str, Any]) -> Contents:
-    meshes = tuple(_mesh(row) for row in data["grids"])
-    entries = tuple(_entry(path, row, meshes) for path, row in data["arrays"].items())
-    files = tuple((_inside(name), str(stated)) for name, stated in data.get("files", {}).items())
-    return Contents(entries, _int(data["devices"], 1), _int(data["processes"], 1), files)
-
-
-def _mesh(row: dict[str, Any]) -> StoredMesh:
-    axes = tuple((str(name), _int(size, 1)) for name, size in row["axes"].items())
-    return StoredMesh(axes, None if row["order"] is None else _ints(row["order"]))
-
-
-def _inside(name: str) -> str:
-    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise ValueError(f"{name!r:.60} is not the name of a file in the folder")
-    return name
-
-
-def _entry(path: str, row: dict[str, Any], meshes: tuple[StoredMesh, ...]) -> StoredArray:
-    shape, strategy = _ints(row["shape"]), _ints(row["cuts"], 1)
-    chunks = Chunks(_ints(row["file"]), _ints(row["chunk"]))
-    if not len(shape) == len(strategy) == len(chunks.file) == len(chunks.chunk):
-        raise ValueError(f"`{path}` has dimensions of different ranks")
-    for n, *parts in zip(shape, strategy, chunks.file, chunks.chunk, strict=True):
-        if n and any(part < 1 or n % part for part in parts):
-            raise ValueError(f"`{path}` is not divided evenly by its shards, files or chunks")
-    if row["kind"] not in KINDS and not str(row["kind"]).startswith(KEY):
-        raise ValueError(f"`{path}` has the unknown kind {row['kind']!r:.40}")
-    jnp.dtype(row["dtype"])  # raises for an unknown name
-    if _int(row["grid"]) >= len(meshes):
-        raise ValueError(f"`{path}` names a mesh that is not described")
-    keys = tuple((str(kind), str(name)) for kind, name in row["keys"])
-    spec = tuple(tuple(str(axis) for axis in dim) for dim in row["axes"])
-    mesh = meshes[row["grid"]]
-    return StoredArray(path, shape, row["dtype"], keys, strategy, chunks, spec, mesh, str(row["kind"]))
-
-
-def _int(value: Any, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{value!r:.40} is not a count")
-    return value
-
-
-def _ints(values: Any, least: int = 0) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise ValueError(f"{values!r:.40} is not a list of counts")
-    return tuple(_int(value, least) for value in values)
+def stored_text(mesh: StoredMesh, spec: Spec) -> str | None:
+    """The sharding of an array that was never on devices; None where it has no mesh."""
+    if not mesh.axes:
+        return None
+    sizes = dict(mesh.axes)
+    ids = np.asarray(mesh.order or range(mesh.devices)).reshape(tuple(sizes.values()))
+    return sharding_text(sizes, [jax.sharding.AxisType.Auto] * len(sizes), spec, ids)

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import math
-import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardfn import layoutfile
-from shardfn.checkpoint import arrays, reader, targets
-from shardfn.checkpoint.chunks import Box, boxes, choose_chunks, volume
-from shardfn.checkpoint.contents import FILE, Contents, StoredArray, contents_to_json
-from shardfn.checkpoint.fingerprints import changed_files, file_fingerprints
-from shardfn.checkpoint.step_folders import ITEM, StrPath, absolute_path, open_step, steps, write_text
-from shardfn.checkpoint.writer import LAYOUT, stored_sharding
+from shardfn.checkpoint import arrays, reader, state_tree, targets
+from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
+from shardfn.checkpoint.contents import StoredArray, stored_text
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step, steps
+from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
-from shardfn.layoutfile.files import sync_folder
-from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
+from shardfn.runtime.extras import need
 
 MEMORY = 512 << 20
 """The default bound on the memory of a copy, beyond what the process holds when it starts."""
 
-SHARE = 16
+SHARE = 24
 """A box has at most this fraction of the bound: it is in memory as read, as written and compressed, twice over."""
-
-ORBAX = "_CHECKPOINT_METADATA"
-"""Orbax stores its metadata there, and warns about steps without it."""
 
 BoxReader = Callable[[Box], np.ndarray]
 """From a box of an array to its values."""
@@ -161,7 +153,7 @@ def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
 
     def read(box: Box) -> np.ndarray:
         with arrays.read_errors(folder, row.stored):
-            return arrays.begin_read(store(), folder, row.stored, box).result()
+            return store()[box].read().result()
 
     return read
 
@@ -182,16 +174,31 @@ def write_copy(
       bound: most bytes in memory.
 
     Raises:
-      CheckpointError: the layout leaves the size of an axis open, and `devices` is None.
+      CheckpointError: the layout leaves the size of an axis open, and `devices` is None; a job of several processes.
     """
     count = 1 if layout is None else _device_count(layout) if devices is None else devices
+    need("orbax.checkpoint", "checkpoint")
+    if jax.process_count() > 1:
+        fail(CheckpointError, f"this job has {jax.process_count()} processes, and a copy is written by one",
+             why="the processes of a job save together",
+             fix="copy in a program of its own, such as `shardfn checkpoint relayout`")  # fmt: skip
+    from shardfn.checkpoint import orbax_arrays, orbax_store
+
     described = _described(entries, layout, count, bound)
-    with new_step(target, step) as (out, commit):
-        for entry, read in zip(described.entries, readers, strict=True):
-            if 0 not in entry.shape:
-                _copy_array(out, entry, read, bound)
-        commit(described)
-    return CopyResult(absolute_path(target), step, len(described.entries), described.nbytes, count)
+    sources = {}
+    for entry, read in zip(described, readers, strict=True):
+        boxes_of = [(box, functools.partial(read, box)) for box in boxes(entry.shape, entry.chunks.file)]
+        sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, stored_text(entry.mesh, entry.spec))
+    folder = absolute_path(target)
+    if step in steps(folder):
+        fail(CheckpointError, f"step {step} exists already", where=f"{folder}", why="steps are never overwritten",
+             fix="write to another folder")  # fmt: skip
+    kept = targets.stored_layout(described)
+    saved = orbax_store.Saved(state_tree.nested(sources), kept, count, in_flight=bound // SHARE)
+    with arrays.write_errors(folder, (OSError, ValueError)):
+        folder.mkdir(parents=True, exist_ok=True)
+        orbax_store.begin(folder, step, saved, None, None).wait()
+    return CopyResult(folder, step, len(described), sum(entry.nbytes for entry in described), count)
 
 
 def _device_count(layout: LayoutFile) -> int:
@@ -203,7 +210,9 @@ def _device_count(layout: LayoutFile) -> int:
     return math.prod(size or 1 for _, size in layout.mesh)
 
 
-def _described(entries: Sequence[StoredArray], layout: LayoutFile | None, devices: int, bound: int) -> Contents:
+def _described(
+    entries: Sequence[StoredArray], layout: LayoutFile | None, devices: int, bound: int
+) -> list[StoredArray]:
     """The description of arrays under the shardings of a layout file, unsharded if it is None; `bound` in bytes."""
     shown = [entry.without_key_data for entry in entries]
     found = targets.layout_targets(shown, layout, None, devices) if layout is not None else {}
@@ -213,7 +222,7 @@ def _described(entries: Sequence[StoredArray], layout: LayoutFile | None, device
         mesh, strategy, spec = stored_sharding(entry.shape, found.get(entry.path), order)
         chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
         rows.append(dataclasses.replace(entry, strategy=strategy, spec=spec, mesh=mesh, chunks=chunks))
-    return Contents(tuple(rows), devices)
+    return rows
 
 
 def memory_bytes(memory: int | str) -> int:
@@ -234,62 +243,8 @@ def memory_bytes(memory: int | str) -> int:
     return int(found)
 
 
-def _copy_array(out: pathlib.Path, entry: StoredArray, read: BoxReader, bound: int) -> None:
-    """Write one array, a file at a time. Boxes that are still being written hold at most a fraction of `bound` together."""
-    store = arrays.open_array(out, entry, write=True)
-    waiting: collections.deque[tuple[Any, int]] = collections.deque()
-    held = 0
-    for box in boxes(entry.shape, entry.chunks.file):
-        size = int(volume(box) * entry.itemsize) + 1
-        while waiting and held + size > bound // SHARE:
-            future, done = waiting.popleft()
-            future.result()
-            held -= done
-        waiting.append((store[box].write(read(box), can_reference_source_data_indefinitely=True), size))
-        held += size
-    for future, _ in waiting:
-        future.result()
-
-
-Commit = Callable[[Contents], None]
-
-
-@contextlib.contextmanager
-def new_step(path: Any, step: int) -> Iterator[tuple[pathlib.Path, Commit]]:
-    """A new folder for a step, and a function that commits it. Without a commit the folder is deleted.
-
-    Raises:
-      CheckpointError: the step exists already.
-    """
-    parent = absolute_path(path)
-    if step in steps(parent):
-        fail(CheckpointError, f"step {step} exists already", where=f"{parent}", why="steps are never overwritten",
-             fix="write to another folder")  # fmt: skip
-    part = parent / f"{step}.part.{os.getpid()}"
-
-    def commit(contents: Contents) -> None:
-        layout = targets.stored_layout(contents)
-        if layout is not None:
-            write_text(part / ITEM / LAYOUT, to_toml(layout))
-        files = file_fingerprints(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))
-        write_text(part / ITEM / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
-        (part / ORBAX).write_text("{}\n")
-        os.rename(part, parent / str(step))
-        with contextlib.suppress(OSError):  # the new name must reach the disk, too
-            sync_folder(parent)
-
-    try:
-        with arrays.write_errors(parent, (OSError, ValueError)):
-            (part / ITEM).mkdir(parents=True)
-            yield part / ITEM, commit
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
 def verify(path: StrPath, step: int | None = None) -> None:
-    """Read and check every byte of a checkpoint, a file at a time.
-
-    Each file must be the one that was saved: an intact file of another step or shard is an error too.
+    """Read and check every array of a checkpoint, a file at a time.
 
     Args:
       path: the folder that `save` was called with.
@@ -297,7 +252,7 @@ def verify(path: StrPath, step: int | None = None) -> None:
 
     Raises:
       CheckpointError: there is no such step.
-      CheckpointFileError: files that are missing, truncated or changed, all of them, by name.
+      CheckpointFileError: arrays that are missing or damaged, all of them, by name.
 
     >>> import tempfile, jax.numpy as jnp
     >>> from shardfn import checkpoint
@@ -306,6 +261,4 @@ def verify(path: StrPath, step: int | None = None) -> None:
     ...     checkpoint.verify(folder)  # every byte is right
     """
     folder, _, contents = open_step(path, step)
-    problems = arrays.verify_arrays(folder, contents.entries)
-    problems += changed_files(folder, contents, [problem.what for problem in problems])
-    raise_problems(problems, CheckpointFileError)
+    raise_problems(arrays.verify_arrays(folder, contents.entries), CheckpointFileError)

@@ -1,7 +1,7 @@
-"""Step folders, retention and background saves with Orbax. The only user of `orbax`.
+"""Step folders, retention and background saves with Orbax.
 
-Orbax writes a step into a temporary folder and renames it when all processes have written their files. The contents are
-ours: arrays (`arrays.py`), `checkpoint.json`, `layout.toml`.
+A step is an Orbax checkpoint with two items: `state`, the arrays, and `layout`, the layout file beside them. Orbax writes it into
+a temporary folder and renames it when all processes have written.
 """
 
 from __future__ import annotations
@@ -12,81 +12,76 @@ import dataclasses
 import pathlib
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from shardfn.checkpoint import arrays
-from shardfn.checkpoint.chunks import Box
-from shardfn.checkpoint.contents import FILE, Contents, contents_to_json
-from shardfn.checkpoint.fingerprints import file_fingerprints
-from shardfn.checkpoint.step_folders import ITEM, write_text
+from shardfn.checkpoint.catalogue import MAX_BYTES
+from shardfn.checkpoint.failure import Failure
+from shardfn.checkpoint.orbax_arrays import registry
+from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
 from shardfn.errors import CheckpointFileError
+from shardfn.layoutfile.toml import to_toml
+from shardfn.planning.layout_rules import LayoutFile
+from shardfn.regular_files import read_bytes
 
 
-class StateHandler(ocp.AsyncCheckpointHandler):
-    """Writes one checkpoint into the folder that Orbax provides."""
-
-    args: StateSave
-
-    async def async_save(self, directory: Any, args: StateSave) -> list[Any]:
-        """Write in the background; the shards are in host memory already."""
-        self.args = args
-        executor = ThreadPoolExecutor(1, "checkpoint")
-        try:
-            return [executor.submit(_write, pathlib.Path(directory), args)]
-        finally:
-            executor.shutdown(wait=False)
-
-    def save(self, directory: Any, args: StateSave) -> None:
-        """Write, and wait."""
-        self.args = args
-        _write(pathlib.Path(directory), args)
-
-    def finalize(self, directory: Any) -> None:
-        """Write the description, in the first process, after all processes have written their files."""
-        at, contents = pathlib.Path(directory), self.args.contents
-        files = file_fingerprints(at, contents.entries, self.args.texts)
-        write_text(at / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
-
-    def restore(self, directory: Any, args: Any = None) -> Any:
-        """Not used: `reader` reads without Orbax."""
-        raise NotImplementedError
-
-
-@ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass(repr=False)
-class StateSave(ocp.args.CheckpointArgs):
-    """The data that one process writes.
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What one step holds.
 
     Attributes:
-      contents: the description, without fingerprints.
-      shards: the boxes and values of its shards, by the path of the array.
-      texts: other files by name, which the first process writes.
+      tree: a pytree of `orbax_arrays.ArraySource`.
+      layout: the layout file, or None.
+      devices: how many devices the arrays are on.
+      in_flight: most bytes that are written at once; None for no bound.
     """
 
-    contents: Contents
-    shards: Mapping[str, Sequence[tuple[Box, np.ndarray]]]
-    texts: Mapping[str, str]
+    tree: Any
+    layout: LayoutFile | None
+    devices: int
+    in_flight: int | None = None
 
 
-def _write(directory: pathlib.Path, args: StateSave) -> None:
-    pairs = [(entry, args.shards[entry.path]) for entry in args.contents.entries if 0 not in entry.shape]
-    arrays.write_arrays(directory, [(entry, shards) for entry, shards in pairs if shards])
-    if jax.process_index() == 0:
-        for name, text in args.texts.items():
-            write_text(directory / name, text)
+class LayoutHandler(ocp.AsyncCheckpointHandler):
+    """Writes the layout file."""
+
+    async def async_save(self, directory: Any, args: LayoutSave) -> list[future.Future]:
+        """Write it in the background, in the first process."""
+
+        async def write() -> None:
+            (directory / LAYOUT).write_text(args.text)
+
+        if jax.process_index():
+            return []
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="write layout")]
+
+    def save(self, directory: Any, args: LayoutSave) -> None:
+        """Write it, and wait."""
+        (directory / LAYOUT).write_text(args.text)
+
+    def restore(self, directory: Any, args: Any = None) -> str:
+        """The text of the layout file."""
+        return read_bytes(directory / LAYOUT, MAX_BYTES).decode()
+
+
+@ocp.args.register_with_handler(LayoutHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class LayoutSave(ocp.args.CheckpointArgs):
+    """The text of a layout file."""
+
+    text: str = ""
 
 
 class Saving:
     """A save, possibly in the background. `path` is the folder, `step` the number of the step."""
 
-    def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager):
-        self.path, self.step = path, step
+    def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager, failure: Failure):
+        self.path, self.step, self._failure = path, step, failure
         self._manager: ocp.CheckpointManager | None = manager
         self._failed: CheckpointFileError | None = None
 
@@ -100,8 +95,13 @@ class Saving:
         if manager is not None:
             try:
                 with clearing(self.path, self.step, Exception):
-                    manager.wait_until_finished()
-                    manager.close()
+                    try:
+                        manager.wait_until_finished()
+                        manager.close()
+                    except Exception as error:
+                        self._failure.tell(error)
+                        self._failure.settle()
+                        raise
             except CheckpointFileError as error:
                 self._failed = error
             finally:
@@ -136,13 +136,13 @@ def _settle_all() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_settle_all)
 
 
-def begin(path: pathlib.Path, step: int, state: StateSave, keep: int | None, keep_every: int | None) -> Saving:
+def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_every: int | None) -> Saving:
     """Begin to save one step, after any save into the folder that is still running.
 
     Args:
       path: the folder of all steps.
       step: the number of the step.
-      state: what this process writes.
+      saved: what it holds; this process writes its part.
       keep: as in `save`.
       keep_every: as in `save`.
 
@@ -150,19 +150,27 @@ def begin(path: pathlib.Path, step: int, state: StateSave, keep: int | None, kee
       CheckpointFileError: the folder cannot be written.
     """
     wait_for_save(path)
+    failure = Failure()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         keep_period=keep_every,
         create=True,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=failure.barrier()),
         save_root_metadata=False,
     )
+    state = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry(failure, saved.in_flight))
+    items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
+    if saved.layout is not None:
+        items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
     with clearing(path, step, OSError):
-        manager = ocp.CheckpointManager(path, options=options, item_handlers={ITEM: StateHandler()})
-        saving = Saving(path, step, manager)
-        manager.save(step, args=ocp.args.Composite(**{ITEM: state}), force=True)
+        manager = ocp.CheckpointManager(
+            path, options=options, item_handlers={ITEM: state, LAYOUT_ITEM: LayoutHandler()}
+        )
+        saving = Saving(path, step, manager, failure)
+        told = {"devices": saved.devices, "processes": jax.process_count()}
+        manager.save(step, args=ocp.args.Composite(**items), custom_metadata=told, force=True)
     UNDER_WAY[path] = saving
     return saving
 

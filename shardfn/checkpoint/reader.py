@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import pathlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +13,10 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.checkpoint import arrays, fingerprints, state_tree, targets
-from shardfn.checkpoint.contents import KEY, Contents, StoredArray
+from shardfn.checkpoint import arrays, state_tree, targets
+from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
+from shardfn.errors import CheckpointError, Problem, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal
 
 Globs = str | Sequence[str] | None
@@ -55,7 +54,7 @@ def restore(
 
     Raises:
       CheckpointError: there is no such step; leaves that are missing, surplus or of other shapes, all together.
-      CheckpointFileError: files that are missing, truncated or changed, by name. Nothing is returned then.
+      CheckpointFileError: arrays that are missing or damaged, by name. Nothing is returned then.
       ShardError: the target does not fit the arrays or the devices.
 
     >>> import tempfile, jax.numpy as jnp
@@ -67,26 +66,15 @@ def restore(
     """
     folder, _, contents = open_step(path, step)
     chosen = choose_arrays(contents, like, only, name_map, dtype)
-    values = _values(folder, contents, array_reads(chosen, target, like))
+    values = arrays.read_arrays(folder, array_reads(chosen, target, like))
     leaves = {new: state_tree.restore_leaf(new.kind, value) for (_, new), value in zip(chosen, values, strict=True)}
     if like is None:
         return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
     found = {new.path: leaf for new, leaf in leaves.items()}
     flat, tree = tree_util.tree_flatten_with_path(like)
-    return tree_util.tree_unflatten(tree, [found.get(join("", key) or state_tree.BARE, old) for key, old in flat])
-
-
-def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.ArrayRead]) -> list[Any]:
-    """The arrays, if every file that was read is intact and belongs to the step."""
-    values, problems = [], []
-    try:
-        values = arrays.read_arrays(folder, wanted)
-    except CheckpointFileError as error:
-        problems = list(error.problems)
-    names = {n for want in wanted for n in fingerprints.files_of_boxes(want.entry, [box for box, _ in want.boxes])}
-    problems += fingerprints.changed_files(folder, contents, [problem.what for problem in problems], names)
-    raise_problems(problems, CheckpointFileError)
-    return values
+    placed = [(old, found.get(join("", key) or BARE, old)) for key, old in flat]
+    # Orbax has no complex numbers: they are stored as arrays.
+    return tree_util.tree_unflatten(tree, [complex(new) if isinstance(old, complex) else new for old, new in placed])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +158,7 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
         stored = [named[path].stored.path if path in named else path for path in wanted]
         inside = _selected(tuple(wanted), only, "only", [], stored)
         problems += _misfits(chosen, {path: leaf for path, leaf in wanted.items() if path in inside})
-        dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind == "array"}
+        dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind in ARRAYS}
     raise_problems(problems, CheckpointError)
     found = casts([row.new for row in chosen.values()], dtypes, dtype)
     return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
@@ -192,7 +180,7 @@ def _shapes(like: Any) -> Any:
 def _shardings_like(like: Any) -> Any:
     """The shardings of the arrays of a tree; None if no leaf has one."""
     flat = tree_util.tree_flatten_with_path(like)[0]
-    found = {join("", key) or state_tree.BARE: getattr(leaf, "sharding", None) for key, leaf in flat}
+    found = {join("", key) or BARE: getattr(leaf, "sharding", None) for key, leaf in flat}
     first = next((s for s in found.values() if s is not None), None)
     if first is None:
         return None
@@ -311,7 +299,7 @@ def _noun(leaf: StoredArray | state_tree.StateLeaf) -> str:
 def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any) -> dict[str, np.dtype]:
     """The dtype of each array by its path: that of `dtype`, else the wanted one, else the stored one."""
     # A Python number or a key has no dtype that could be wanted: it keeps the stored one.
-    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.kind == "array" else e.dtype) for e in entries}
+    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.kind in ARRAYS else e.dtype) for e in entries}
     by_glob = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {None: dtype}
     problems: list[Problem] = []
     for glob, kind in by_glob.items():

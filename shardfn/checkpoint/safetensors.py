@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, offline, reader
@@ -58,6 +61,7 @@ def export_safetensors(
     Raises:
       CheckpointError: dtypes that safetensors does not have, two tensors with one name, no such step.
       CheckpointFileError: damaged files, by name; a full disk.
+      ExtraError: the package safetensors is not installed.
 
     >>> import os, tempfile, jax.numpy as jnp
     >>> from shardfn import checkpoint
@@ -92,9 +96,7 @@ def export_safetensors(
     with arrays.write_errors(stem.parent):
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file, rows in zip(files, parts, strict=True):
-            with write_tensors(file, rows) as out:
-                for planned in rows:
-                    _write(out, folder, names[planned.name], bound)
+            write_tensors(file, rows, lambda tensor: _pieces(folder, names[tensor.name], bound))
         if len(parts) > 1:
             weights = {row.name: file.name for file, rows in zip(files, parts, strict=True) for row in rows}
             total = sum(row.nbytes for rows in parts for row in rows)
@@ -105,12 +107,11 @@ def export_safetensors(
     return tuple(files)
 
 
-def _write(out: BinaryIO, folder: pathlib.Path, row: reader.Renamed, bound: int) -> None:
+def _pieces(folder: pathlib.Path, row: reader.Renamed, bound: int) -> Iterator[np.ndarray]:
     old, read = row.stored, offline.box_reader(folder, row)
     if 0 not in old.shape:
         most = int(bound // offline.SHARE / max(old.itemsize, row.new.numpy_dtype.itemsize))
-        for box in contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1):
-            out.write(read(box).tobytes())
+        yield from map(read, contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1))
 
 
 def import_safetensors(
@@ -142,6 +143,7 @@ def import_safetensors(
     Raises:
       CheckpointError: the step exists already; two tensors with one name.
       CheckpointFileError: files that are missing, truncated, or not safetensors; a full disk.
+      ExtraError: the package safetensors is not installed.
       ShardError: the layout does not fit the arrays.
 
     >>> import os, tempfile, jax.numpy as jnp

@@ -1,37 +1,36 @@
-"""The safetensors file format, read and written in bounded memory.
+"""Files in the safetensors format, by the package `safetensors`, in bounded memory. https://huggingface.co/docs/safetensors
 
-A file holds eight bytes with the length of a JSON header, little-endian; the header, with dtype, shape and byte range of
-each tensor; then the bytes of the tensors, row-major. https://huggingface.co/docs/safetensors. The package `safetensors`
-holds complete tensors in memory; this module does not.
+The package checks a file's header, reads slices and writes a file. It gives NumPy no arrays of 8-bit floats, whose bytes are
+mapped here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
 
 from shardfn.checkpoint.chunks import Box, box_shape, full_box
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
-from shardfn.layoutfile.files import atomic_file
-from shardfn.regular_files import open_regular, read_bytes
+from shardfn.regular_files import check_regular, open_regular, read_bytes
+from shardfn.runtime.extras import need
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+MAX_INDEX_BYTES = 100_000_000  # the package's limit of a header
 STEP_BYTES = 8 << 20
-"""Bytes of a file that are mapped at a time."""
+"""Bytes of a file that are mapped at a time: touched pages of the file count as memory until the map is closed."""
 
 DTYPE_OF_CODE = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "I16": "int16",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "I16": "int16",
     "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
     "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64",
 }  # fmt: skip
@@ -63,27 +62,50 @@ class FileTensor(TensorHeader):
         """A box of the tensor.
 
         Raises:
-          CheckpointFileError: a byte of a bool is neither 0 nor 1.
+          CheckpointFileError: a byte of a bool is neither 0 nor 1; the file has changed since it was opened.
         """
         out = np.empty(box_shape(box), jnp.dtype(self.dtype))
         if not out.size:
             return out
         rows, *others = box or full_box((1,))  # a scalar is read as a row
         target = np.atleast_1d(out)
-        # Map a few rows at a time: touched pages of the file count as memory until the map is closed.
-        row = math.prod(self.shape[1:]) * out.dtype.itemsize
-        step = max(1, STEP_BYTES // row)
+        step = max(1, STEP_BYTES // (math.prod(self.shape[1:]) * out.dtype.itemsize))
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            with open_regular(self.file) as opened:
-                mapped = np.memmap(opened, out.dtype, "r", self.start + first * row, (last - first, *self.shape[1:]))
-            target[first - rows.start : last - rows.start] = mapped[(slice(None), *others)]
-            del mapped
-        if out.dtype == bool and out.size and out.view(np.uint8).max() > 1:
+            target[first - rows.start : last - rows.start] = self._part((slice(first, last), *others))
+        if out.dtype == bool and out.view(np.uint8).max() > 1:
             fail(CheckpointFileError, f"{self.file} is damaged", where=f"`{self.name}`: bool{list(self.shape)}",
                  why=f"a bool is a byte of 0 or 1, and one here is {out.view(np.uint8).max()}",
                  fix="download or write it again")  # fmt: skip
         return out
+
+    def _part(self, box: Box) -> np.ndarray:
+        """A box of a few rows, of the mapped file."""
+        dtype, (rows, *others) = jnp.dtype(self.dtype), box
+        start = self.start + rows.start * math.prod(self.shape[1:]) * dtype.itemsize
+        with open_regular(self.file) as opened:
+            mapped = np.memmap(opened, dtype, "r", start, (rows.stop - rows.start, *self.shape[1:]))
+        return mapped[(slice(None), *others)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SafeTensor(FileTensor):
+    """One tensor of a safetensors file, of which the package reads slices."""
+
+    def _part(self, box: Box) -> np.ndarray:
+        if self.dtype.startswith("float8"):
+            return super()._part(box)
+        check_regular(self.file)
+        try:
+            with _package().safe_open(self.file, "numpy") as opened:
+                return opened.get_slice(self.name)[box if self.shape else ...]
+        except _package().SafetensorError as error:
+            fail(CheckpointFileError, f"{self.file} cannot be read", where=f"`{self.name}`", why=str(error),
+                 fix="download or write it again")  # fmt: skip
+
+
+def _package() -> ModuleType:
+    return need("safetensors", "checkpoint")
 
 
 def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
@@ -100,9 +122,8 @@ def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
     for file in files:
         try:
             header = _header(file)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            problems.append(Problem(f"{file} cannot be read", why=why, fix="download or write it again"))
+        except (OSError, ValueError, _package().SafetensorError) as error:
+            problems.append(Problem(f"{file} cannot be read", why=str(error), fix="download or write it again"))
             continue
         for tensor in header:
             if tensor.name in found:
@@ -134,7 +155,7 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
     if not source.name.endswith(".json"):
         return [source], {}
     try:
-        rows = json.loads(read_bytes(source, MAX_HEADER_BYTES))["weight_map"]
+        rows = json.loads(read_bytes(source, MAX_INDEX_BYTES))["weight_map"]
         indexed = {str(name): str(file) for name, file in rows.items()}
         for file in indexed.values():
             if pathlib.PurePath(file).name != file or file in ("", ".", ".."):
@@ -146,29 +167,20 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
 
 
 def _header(file: pathlib.Path) -> list[FileTensor]:
-    with open_regular(file) as handle:
-        size = os.fstat(handle.fileno()).st_size
-        length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"its header should have {length:,} bytes, and the file has {size:,}")
-        rows = json.loads(handle.read(length))
-    if not isinstance(rows, dict):
-        raise ValueError("its header is not a JSON object of tensors")
-    begin = 8 + length
+    check_regular(file)
+    with _package().safe_open(file, "numpy") as opened:
+        rows = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+        rows = [(name, row.get_dtype(), tuple(row.get_shape())) for name, row in rows]
+    for name, code, _ in rows:
+        if code not in DTYPE_OF_CODE:
+            raise ValueError(f"`{name}` has the dtype {code}, which NumPy and ml_dtypes do not have")
+    headers = [TensorHeader(name, DTYPE_OF_CODE[code], shape) for name, code, shape in rows]
+    # The package accepts no gaps, no overlaps and nothing after the last tensor.
+    at = file.stat().st_size - sum(header.nbytes for header in headers)
     found = []
-    for name, row in rows.items():
-        if name == "__metadata__":
-            continue
-        if row["dtype"] not in DTYPE_OF_CODE:
-            raise ValueError(f"`{name}` has the dtype {row['dtype']!r:.40}, which is unknown")
-        shape, (first, last) = tuple(row["shape"]), row["data_offsets"]
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, first, last)):
-            raise ValueError(f"`{name}` has a shape or a range that is not a count")
-        tensor = FileTensor(name, DTYPE_OF_CODE[row["dtype"]], shape, file, begin + first)
-        if last - first != tensor.nbytes or begin + last > size:
-            end = f"up to {begin + last:,}, and the file has {size:,}: it is truncated"
-            raise ValueError(f"`{name}` needs {tensor.nbytes:,} bytes {end}")
-        found.append(tensor)
+    for header in headers:
+        found.append(SafeTensor(header.name, header.dtype, header.shape, file, at))
+        at += header.nbytes
     return found
 
 
@@ -186,22 +198,43 @@ def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[li
     return parts
 
 
-@contextlib.contextmanager
-def write_tensors(target: pathlib.Path, rows: Sequence[TensorHeader]) -> Iterator[BinaryIO]:
-    """A file with its header, open for the bytes of the tensors in order; it gets its name when complete."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for row in rows:
-        end = at + row.nbytes
-        header[row.name] = {"dtype": CODE_OF_DTYPE[row.dtype], "shape": list(row.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the bytes of the first tensor
-    with atomic_file(target) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        yield file
-        if file.tell() != 8 + len(text) + at:
-            raise AssertionError(f"{target.name} has {file.tell()} bytes, not {8 + len(text) + at}")
+def write_tensors(
+    target: pathlib.Path, rows: Sequence[TensorHeader], pieces: Callable[[TensorHeader], Iterable[np.ndarray]]
+) -> None:
+    """Write a file, which gets its name when it is complete and on disk.
+
+    The package writes a file from arrays. They are zeros here, which take no memory; then the pieces replace them.
+
+    Args:
+      target: the file.
+      rows: its tensors.
+      pieces: the values of a tensor, as arrays that follow each other.
+
+    Raises:
+      OSError: the disk is full, or the file cannot be written.
+    """
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    zeros = np.zeros(max((row.nbytes for row in rows), default=0), np.uint8)
+    arrays = {row.name: zeros[: row.nbytes].view(jnp.dtype(row.dtype)).reshape(row.shape) for row in rows}
+    try:
+        part.touch()
+        mode = part.stat().st_mode
+        need("safetensors.numpy", "checkpoint").save_file(arrays, part, {"format": "pt"})
+        part.chmod(mode)  # the package's own file is for its owner alone
+        with os.fdopen(os.open(part, os.O_WRONLY), "wb") as file:
+            for tensor in _header(part):
+                file.seek(tensor.start)
+                for piece in pieces(tensor):
+                    file.write(piece.tobytes())
+                if file.tell() != tensor.start + tensor.nbytes:
+                    raise AssertionError(f"`{tensor.name}` has {file.tell() - tensor.start} bytes, not {tensor.nbytes}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except _package().SafetensorError as error:
+        raise OSError(str(error)) from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def contiguous_boxes(shape: Sequence[int], most: int, row_multiple: int = 1) -> Iterator[Box]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from shardfn.checkpoint.contents import KEY
+from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, orbax_name
 from shardfn.errors import CheckpointError, Problem, a, raise_problems
 from shardfn.frontend.paths import join
 
@@ -21,13 +19,10 @@ UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn",
             "float8_e4m3", "float128", "complex256")  # fmt: skip
 """Dtypes of JAX and NumPy that the zarr format does not have."""
 
-NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
-"""The types of Python numbers. An `IntEnum` is stored as an int, a NumPy float64 as a float."""
+NUMBERS = (bool, int, float)
+"""The types of Python numbers that Orbax has. An `IntEnum` is stored as an int, a NumPy float64 as a float."""
 
 Keys = tuple[tuple[str, str], ...]
-
-BARE = "value"
-"""The path of a single array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +59,10 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
       CheckpointError: leaves that are not arrays, unsupported dtypes, two arrays with one path; all at once.
 
     >>> [(leaf.path, leaf.kind) for leaf in flatten({"w": [np.zeros(2)], "step": 3})]
-    [('step', 'int'), ('w/0', 'array')]
+    [('step', 'number'), ('w/0', 'host')]
     """
     found: dict[str, StateLeaf] = {}
+    names: dict[str, str] = {}
     problems: list[Problem] = []
     for key, value in tree_util.tree_flatten_with_path(state)[0]:
         path = join("", key) or BARE
@@ -82,16 +78,22 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
             problems.append(Problem(f"two arrays have the path `{path}`", where=what,
                                     why="an array is restored by its path", fix="rename one of them"))  # fmt: skip
         else:
-            found[path] = StateLeaf(path, tuple(map(_key, key)), stored, kind)
+            found[path] = leaf = StateLeaf(path, tuple(map(_key, key)), stored, kind)
+            if (other := names.setdefault(orbax_name(leaf.keys), path)) != path:
+                problems.append(Problem(f"Orbax gives `{path}` and `{other}` one name", where=what,
+                                        why=f"it joins the parts of a path by dots: {orbax_name(leaf.keys)}",
+                                        fix="rename one of them"))  # fmt: skip
     raise_problems(problems, CheckpointError)
     return list(found.values())
 
 
 def _stored(value: Any) -> tuple[str, Any]:
     """The kind of a leaf and the array to store; None where the leaf is not an array."""
-    for kind, number in NUMBERS.items():
+    for number in NUMBERS:
         if isinstance(value, number):
-            return kind, np.asarray(number(value))
+            return NUMBER, np.asarray(number(value))
+    if isinstance(value, complex):
+        return HOST, np.asarray(complex(value))
     if isinstance(value, np.generic):
         value = np.asarray(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -106,7 +108,7 @@ def _stored(value: Any) -> tuple[str, Any]:
         return "", None
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
-    return "array", value
+    return "array" if isinstance(value, jax.Array) else HOST, value
 
 
 def _storable(dtype: Any) -> bool:
@@ -128,9 +130,7 @@ def restore_leaf(kind: str, value: Any) -> Any:
     """The leaf of a stored array: a number, a PRNG key, or the array itself."""
     if kind.startswith(KEY):
         return jax.random.wrap_key_data(value, impl=kind.removeprefix(KEY))
-    if kind == "array":
-        return value
-    return NUMBERS[kind](np.asarray(value)[()])
+    return np.asarray(value).item() if kind == NUMBER else value
 
 
 def _key(key: Any) -> tuple[str, str]:
@@ -139,7 +139,7 @@ def _key(key: Any) -> tuple[str, str]:
         case tree_util.SequenceKey(idx):
             return "item", str(idx)
         case tree_util.DictKey(name):
-            return ("number", str(name)) if isinstance(name, int) and not isinstance(name, bool) else ("key", str(name))
+            return "key", str(name)
         case tree_util.GetAttrKey(name):
             return "field", str(name)
     return "key", str(getattr(key, "key", key))
@@ -163,21 +163,4 @@ def nested(values: Mapping[Keys, Any]) -> Any:
         if [int(name) for _, name in order] == list(range(len(order))):  # otherwise items are missing
             return [children[head] for head in order]
         return {int(name): children[kind, name] for kind, name in order}
-    return {int(name) if kind == "number" else name: child for (kind, name), child in children.items()}
-
-
-SAFE = frozenset(string.ascii_letters + string.digits + "_-")
-
-
-def array_folder(path: str) -> str:
-    """The name of an array's folder: `/` becomes `.`, and characters that file systems may refuse become `%2E`.
-
-    >>> array_folder("params/layers/0/w.1")
-    'params.layers.0.w%2E1'
-    """
-    parts = ("".join(c if c in SAFE else "".join(f"%{b:02X}" for b in c.encode("utf-8", "surrogatepass")) for c in part)
-             for part in path.split("/"))  # fmt: skip
-    name = ".".join(parts)
-    if len(name) > 200:  # file names have at most 255 bytes
-        return f"{name[:160]}~{hashlib.sha256(path.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
-    return name or "%"
+    return {name: child for (_, name), child in children.items()}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from shardfn.checkpoint import contents
+from shardfn.checkpoint.catalogue import METADATA, read_contents
 from shardfn.errors import CheckpointError, a, fail
+from shardfn.frontend.paths import listed
 from shardfn.ir.model import mesh_text
+from shardfn.regular_files import read_bytes
 from shardfn.render.cells import shape_text
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
@@ -18,8 +23,12 @@ from shardfn.render.text import to_text
 StrPath = str | os.PathLike[str]
 
 ITEM = "state"
-MARKS = {ITEM, "_CHECKPOINT_METADATA", "commit_success.txt"}
-"""The entries of a step folder, with those that Orbax adds. A folder without any of them is not a checkpoint."""
+"""The item of a step that holds the arrays."""
+LAYOUT_ITEM = "layout"
+"""The item of a step that holds the layout file."""
+LAYOUT = "layout.toml"
+STEP_METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's file of a whole step."""
 
 
 def absolute_path(path: Any) -> pathlib.Path:
@@ -56,19 +65,36 @@ def steps(path: StrPath) -> tuple[int, ...]:
     wait_for_save(folder)
     if not folder.is_dir():
         return ()
-    found = {int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii()}
-    complete = [step for step in found if (folder / str(step) / ITEM / contents.FILE).is_file()]
+    found = {int(name) for name in _numbered(folder)}
+    complete = [step for step in found if _arrays_of(folder / str(step))]
     last = max(complete, default=-1)
     return tuple(sorted(complete + [step for step in found if step > last and _was_saved(folder / str(step))]))
 
 
+def no_steps(folder: pathlib.Path) -> list[str]:
+    """The names of folders that are numbers, of which Orbax wrote nothing."""
+    return [name for name in _numbered(folder) if (folder / name).is_dir() and not _was_saved(folder / name)]
+
+
+def _numbered(folder: pathlib.Path) -> list[str]:
+    return sorted(child.name for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii())
+
+
+def _arrays_of(step: pathlib.Path) -> list[pathlib.Path]:
+    """The folders with arrays of a step: the step itself, or its items, that of `save` first."""
+    if not step.is_dir():
+        return []
+    found = [step, *sorted(step.iterdir(), key=lambda folder: (folder.name != ITEM, folder.name))]
+    return [folder for folder in found if (folder / METADATA).is_file()]
+
+
 def _was_saved(folder: pathlib.Path) -> bool:
-    """Whether a folder with a number as its name is, or was, a step."""
+    """Whether a folder with a number as its name is, or was, a step: Orbax has written it."""
     try:
         left = set(os.listdir(folder))
     except OSError:
         return False
-    return not left or bool(left & MARKS)
+    return not left or bool(left & {ITEM, STEP_METADATA, METADATA, "commit_success.txt"})
 
 
 def wait_for_save(folder: pathlib.Path) -> None:
@@ -79,16 +105,19 @@ def wait_for_save(folder: pathlib.Path) -> None:
 
 
 def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
-    """The array folder of a step, its number and its description; `step` None is the last.
+    """The folder of the arrays of a step, its number and its description; `step` None is the last.
 
-    A damaged description of the last step is an error; no older step is taken instead.
+    A folder that holds arrays itself, as Orbax's checkpointers write it, is one step, with the number 0. A damaged description of
+    the last step is an error; no older step is taken instead.
 
     Raises:
-      CheckpointError: there is no such step.
+      CheckpointError: there is no such step; several items of it hold arrays, and none is that of `save`.
       CheckpointFileError: its description is damaged.
     """
     folder = absolute_path(path)
     known = steps(folder)
+    if not known and step is None and (held := _arrays_of(folder)):
+        return held[0], 0, _contents(folder, held)
     if step is None and known:
         step = known[-1]
     if step is None or step not in known:
@@ -98,17 +127,22 @@ def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int
                  fix="choose one of them, or leave step out for the last")  # fmt: skip
         there = "it has no complete checkpoint" if folder.is_dir() else "there is no such folder"
         fail(CheckpointError, f"there is no checkpoint in {folder}", why=there,
-             fix="pass the folder that `checkpoint.save` was called with")  # fmt: skip
-    folder = folder / str(step) / ITEM
-    return folder, step, contents.read_contents(folder)
+             fix="pass the folder that `checkpoint.save` was called with, or a checkpoint of Orbax")  # fmt: skip
+    held = _arrays_of(folder / str(step)) or [folder / str(step) / ITEM]
+    return held[0], step, _contents(folder / str(step), held)
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Write a file that is on disk when this returns."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Contents:
+    """The description of the arrays of a step."""
+    if len(held) > 1 and held[0].name != ITEM:
+        fail(CheckpointError, f"several items of {step} hold arrays", why=listed([folder.name for folder in held]),
+             fix=f"pass the folder of one of them, such as {held[0]}")  # fmt: skip
+    found = read_contents(held[0])
+    try:
+        told = json.loads(read_bytes(step / STEP_METADATA, 1 << 24))["custom_metadata"]
+        return dataclasses.replace(found, devices=int(told["devices"]), processes=int(told["processes"]))
+    except (OSError, ValueError, KeyError, TypeError):  # another program saved it
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +174,12 @@ class Inspection:
             f"{len(held.entries)} arrays, {held.nbytes:,} B, {self.disk_bytes:,} B on disk",
         ]
         rows = [
-            (e.path, e.kind if e.kind != "array" else e.dtype + shape_text(e.shape), str(e.strategy), f"{e.nbytes:,}")
+            (
+                e.path,
+                e.kind if e.kind not in contents.ARRAYS else e.dtype + shape_text(e.shape),
+                str(e.strategy),
+                f"{e.nbytes:,}",
+            )
             for e in held.entries
         ]
         return to_text([Text("", tuple(lines)), Table("", ("array", "shape", "strategy", "B"), tuple(rows))])

@@ -12,13 +12,12 @@ from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh
+from shardfn.checkpoint.contents import StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
-from shardfn.frontend.meshes import mesh_on
+from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.paths import escaped, join, normal, without_value
 from shardfn.ir.model import axes_of
 from shardfn.layoutfile.toml import rule_dims
-from shardfn.planning.decisions import partition_spec
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
 from shardfn.planning.plan import Plan
 
@@ -50,7 +49,7 @@ def target_shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, S
 def _fits(entry: StoredArray, sharding: Sharding) -> bool:
     try:
         sharding.shard_shape(entry.shape)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, IndexError):
         return False
     return True
 
@@ -157,13 +156,13 @@ def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
     return layout_targets(entries, layout, plan)
 
 
-def stored_layout(contents: Contents) -> LayoutFile | None:
+def stored_layout(entries: Sequence[StoredArray]) -> LayoutFile | None:
     """The layout file of the stored shardings; None where they are over several meshes."""
-    meshes = {entry.mesh for entry in contents.entries if any(entry.spec)}
+    meshes = {entry.mesh for entry in entries if any(entry.spec)}
     if len(meshes) > 1:
         return None
     mesh = next(iter(meshes), StoredMesh(()))
-    rules = tuple(_rule(entry.path, entry.without_key_data.spec) for entry in contents.entries)
+    rules = tuple(_rule(entry.path, entry.without_key_data.spec) for entry in entries)
     return LayoutFile(mesh=mesh.axes, order=mesh.order, arguments=rules, name="layout.toml")
 
 

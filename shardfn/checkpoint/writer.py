@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
-from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, bits
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, steps
+from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, jax_sharding_text
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.ir.model import Spec
-from shardfn.layoutfile.toml import to_toml
 from shardfn.runtime.extras import need
 
 if TYPE_CHECKING:
     from shardfn.checkpoint.orbax_store import Saving
-
-LAYOUT = "layout.toml"
 
 
 def save(
@@ -55,7 +55,8 @@ def save(
       the program, wait for it too.
 
     Raises:
-      CheckpointError: leaves that cannot be saved, all at once; a step that exists already.
+      CheckpointError: leaves that cannot be saved, all at once; a step that exists already; a folder there whose name is a
+        number, and which is no step.
       CheckpointFileError: the disk is full or read-only. Earlier steps are complete.
       ExtraError: the packages of the extra `checkpoint` are not installed.
 
@@ -79,36 +80,50 @@ def save(
     orbax_store.wait_for_save(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        known = steps(folder)
+        known, others = steps(folder), no_steps(folder)
     except OSError as error:
         fail(CheckpointFileError, f"{folder} cannot be created", why=str(error), fix="choose a writable folder")
+    if others:
+        fail(CheckpointError, f"{folder / others[0]} is no checkpoint", where=f"save({str(path)!r}, …)",
+             why="Orbax takes a folder whose name is a number for a step, and may delete it",
+             fix="move it, or choose another folder")  # fmt: skip
     if step is None:
         step = max(known, default=-1) + 1
     elif step in known:
         fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
              why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
-    contents = _described(flat)
-    layout = targets.stored_layout(contents) if plan is None else layoutfile.read_layout(plan)
-    texts = {} if layout is None else {LAYOUT: to_toml(layout)}
-    shards = {leaf.path: arrays.local_shards(leaf.value) for leaf in flat}
-    saving = orbax_store.begin(folder, step, orbax_store.StateSave(contents, shards, texts), keep, keep_every)
+    for leaf in flat:
+        if isinstance(leaf.value, jax.Array):
+            for shard in arrays.own_shards(leaf.value):
+                shard.data.copy_to_host_async()
+    sources = [_source(leaf) for leaf in flat]
+    layout = (
+        targets.stored_layout([source.entry for source in sources]) if plan is None else layoutfile.read_layout(plan)
+    )
+    saved = orbax_store.Saved(
+        tree_util.tree_unflatten(tree_util.tree_structure(state), sources), layout, _devices(flat)
+    )
+    saving = orbax_store.begin(folder, step, saved, keep, keep_every)
     if not background:
         saving.wait()
     return saving
 
 
-def _described(flat: Sequence[state_tree.StateLeaf]) -> Contents:
-    """The description of a state: the sharding, files and chunks of every array."""
-    entries = []
-    devices = 1
-    for leaf in flat:
-        sharding = leaf.value.sharding if isinstance(leaf.value, jax.Array) else None
-        devices = max(devices, 1 if sharding is None else len(sharding.device_set))
-        mesh, strategy, spec = stored_sharding(leaf.shape, sharding, _order(getattr(sharding, "mesh", None)))
-        chunks = choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
-        entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
-        entries.append(entry)
-    return Contents(tuple(entries), devices, jax.process_count())
+def _source(leaf: state_tree.StateLeaf) -> Any:
+    """The description of a leaf, its shards in this process and its sharding, for Orbax."""
+    from shardfn.checkpoint.orbax_arrays import source_of
+
+    sharding = leaf.value.sharding if isinstance(leaf.value, jax.Array) else None
+    mesh, strategy, spec = stored_sharding(leaf.shape, sharding, _order(getattr(sharding, "mesh", None)))
+    chunks = choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
+    entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
+    boxes = [(box, functools.partial(np.asarray, shard)) for box, shard in arrays.local_shards(leaf.value)]
+    return source_of(entry, boxes, jax_sharding_text(sharding, len(leaf.shape)))
+
+
+def _devices(flat: Sequence[state_tree.StateLeaf]) -> int:
+    """The most devices that an array is on."""
+    return max((len(x.value.sharding.device_set) for x in flat if isinstance(x.value, jax.Array)), default=1)
 
 
 def stored_sharding(

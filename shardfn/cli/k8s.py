@@ -24,6 +24,9 @@ def add(commands: Any) -> None:
     render.add_argument("file", metavar="FILE", help="the description, or an MSJob")
     kinds = ", ".join(kubernetes.KINDS)
     render.add_argument("--kind", metavar="KIND", help=f"{kinds}; rayjob with parameter servers, else trainjob")
+    render.add_argument(
+        "--network-policy", action="store_true", help="add a NetworkPolicy: only the job's own pods reach its pods"
+    )
     render.set_defaults(command=_render, platform=None, starts_devices=False)
     check = rows.add_parser(
         "check", help="compare a manifest with a plan",
@@ -42,12 +45,13 @@ def _render(options: argparse.Namespace) -> None:
         fail(ClusterError, f"{options.file} has {len(documents)} documents", where=options.file,
              why="one job is described", fix="write each job in a file of its own")  # fmt: skip
     [document] = documents
-    notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     if is_msjob(document):
-        job, notes = kubernetes.translate(document, options.file)
+        job, told = kubernetes.translate(document, options.file)
     else:
         job = job_of(document, options.file)
-    print(kubernetes.dump(kubernetes.render(job, options.kind), notes), end="")
+    manifests = kubernetes.render(job, options.kind, network_policy=options.network_policy)
+    print(kubernetes.dump(manifests, (*told, *kubernetes.notes(job))), end="")
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardfn.cluster.environment import LOOPBACK
+from shardfn.cluster.heartbeat import START_S
 from shardfn.cluster.jobs import LOCAL, Process, local_job, read_rank_table
 from shardfn.cluster.launch import GRACE_S, launch
 from shardfn.errors import ClusterError, fail
@@ -44,6 +45,13 @@ def add(commands: Any) -> None:
         help="start again without the process that failed, down to N processes",
     )
     add("--heartbeat", type=float, metavar="S", help="end the job when a process takes no step for S seconds")
+    add(
+        "--first-heartbeat",
+        type=float,
+        default=START_S,
+        metavar="S",
+        help=f"the same before its first step; {START_S:g}",
+    )
     add("--logs", metavar="DIR", help="where the log files go; a new temporary directory if left out")
     add("--grace", type=float, default=GRACE_S, metavar="S", help=f"seconds between SIGTERM and SIGKILL; {GRACE_S:g}")
     add("script", metavar="SCRIPT", help="the Python script")
@@ -78,7 +86,8 @@ def _launch(options: argparse.Namespace) -> None:
     command = [sys.executable, options.script, *options.arguments]
     outcome = launch(
         command, _as_local(job, hosts), logs, host=LOCAL if len(hosts) == 1 else host, port=port,
-        retries=options.retries, min_processes=least, heartbeat_s=options.heartbeat, grace_s=options.grace,
+        retries=options.retries, min_processes=least, heartbeat_s=options.heartbeat,
+        first_heartbeat_s=options.first_heartbeat, grace_s=options.grace,
     )  # fmt: skip
     if outcome.status:
         print(f"{outcome}\nlogs: {outcome.logs}", file=sys.stderr)
@@ -98,6 +107,7 @@ def _commands(options: argparse.Namespace, hosts: Sequence[str]) -> list[str]:
     ]  # fmt: skip
     rest = ["--port", str(options.port or PORT), "--retries", str(options.retries)]
     rest += [] if options.heartbeat is None else ["--heartbeat", f"{options.heartbeat:g}"]
+    rest += [] if options.first_heartbeat == START_S else ["--first-heartbeat", f"{options.first_heartbeat:g}"]
     rest += [] if options.grace == GRACE_S else ["--grace", f"{options.grace:g}"]
     rest += [] if options.logs is None else ["--logs", options.logs]
     rest += [options.script, *options.arguments]

@@ -21,8 +21,8 @@ from shardfn.errors import DeviceError, ShardError, StrategyError, fail
 from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
-from shardfn.search.budget import BUDGETS
-from shardfn.search.styles import STYLES
+from shardfn.search.generators import STYLES
+from shardfn.search.problem import BUDGETS
 
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from shardfn.cluster.heartbeat import FOLDER, silent
+from shardfn.cluster.heartbeat import FOLDER, START_S, expect, silent
 from shardfn.cluster.jobs import LOCAL, Process, variables, without
 from shardfn.cluster.ports import check_free, free_port
 from shardfn.errors import ClusterError, Problem, fail, raise_problems
@@ -44,6 +44,7 @@ class Outcome:
       attempts: how many times the job was started.
       logs: the directory with a file for each process of each attempt.
       is_silent: whether the process sent no heartbeat.
+      has_begun: whether it had sent one before.
     """
 
     status: int
@@ -52,12 +53,14 @@ class Outcome:
     attempts: int = 1
     logs: pathlib.Path | None = None
     is_silent: bool = False
+    has_begun: bool = True
 
     def __str__(self) -> str:
         if self.rank is None:
             return "interrupted" if self.status else "every process ended well"
         ended = f"by signal {self.status - 128}" if self.status > 128 else f"with exit status {self.status}"
-        what = "was silent, and the job was ended" if self.is_silent else f"ended first, {ended}"
+        begun = "" if self.has_begun else " before its first step"
+        what = f"was silent{begun}, and the job was ended" if self.is_silent else f"ended first, {ended}"
         last = [f"  {line}" for line in self.last_lines]
         return "\n".join([f"process {self.rank} {what}; its last lines:", *(last or ["  (none)"])])
 
@@ -72,6 +75,7 @@ def launch(
     retries: int = 0,
     min_processes: int | None = None,
     heartbeat_s: float | None = None,
+    first_heartbeat_s: float = START_S,
     grace_s: float = GRACE_S,
     out: IO[str] | None = None,
 ) -> Outcome:
@@ -88,8 +92,9 @@ def launch(
       port: where process 0 listens; a free one by default, which needs all processes on this machine.
       retries: how many times a failed job starts again.
       min_processes: a job starts again without the process that failed, as long as it has so many; by default with all.
-      heartbeat_s: seconds without a heartbeat after which a process counts as failed, from its first one on. `cluster.run`
-        sends one for each step, and `cluster.beat` is for loops of your own. None does not look.
+      heartbeat_s: seconds without a heartbeat after which a process counts as failed. `cluster.run` sends one for each step,
+        and `cluster.beat` is for loops of your own. None does not look.
+      first_heartbeat_s: the same for the first heartbeat, from the start of the process on.
       grace_s: seconds between SIGTERM and SIGKILL.
       out: where the merged lines go, each with its process; standard output by default.
 
@@ -108,7 +113,8 @@ def launch(
     """
     stream: IO[str] = sys.stdout if out is None else out
     outcome, job = Outcome(0), tuple(job)
-    _check(job, host, port, retries, heartbeat_s, grace_s)
+    _check(job, host, port, retries, heartbeat_s, first_heartbeat_s, grace_s)
+    watch = None if heartbeat_s is None else (heartbeat_s, first_heartbeat_s)
     with _signals() as events:
         for attempt in range(1, retries + 2):
             folder = pathlib.Path(logs) / f"attempt-{attempt}"
@@ -119,9 +125,9 @@ def launch(
                      fix="give a directory that this user may write to")  # fmt: skip
             if attempt == 1 and port is not None and job[0].host == host:
                 check_free(host, port)
-            running = _Attempt(command, job, host, port or free_port(), folder, stream, events)
+            running = _Attempt(command, job, host, port or free_port(), folder, stream, events, watch)
             try:
-                found = running.outcome(grace_s, heartbeat_s)
+                found = running.outcome(grace_s)
             except BaseException:
                 running.end()
                 raise
@@ -136,7 +142,13 @@ def launch(
 
 
 def _check(
-    job: Sequence[Process], host: str, port: int | None, retries: int, heartbeat_s: float | None, grace_s: float
+    job: Sequence[Process],
+    host: str,
+    port: int | None,
+    retries: int,
+    heartbeat_s: float | None,
+    first_s: float,
+    grace_s: float,
 ) -> None:
     """Refuse numbers that make no sense, and a job of which no process is on this host.
 
@@ -147,6 +159,7 @@ def _check(
         ("port", port, port is None or 1 <= port <= 65535, "1 to 65535"),
         ("retries", retries, retries >= 0, "0 or more"),
         ("heartbeat", heartbeat_s, heartbeat_s is None or 0 < heartbeat_s < MAX_S, "seconds, more than 0"),
+        ("first heartbeat", first_s, 0 < first_s < MAX_S, "seconds, more than 0"),
         ("grace", grace_s, 0 <= grace_s < MAX_S, "seconds, 0 or more"),
     ]
     problems = [Problem(f"`{name}` cannot be {value}", where=f"launch: {name}", why="the job could not be watched over",
@@ -163,8 +176,9 @@ class _Attempt:
     """The running processes of one attempt."""
 
     def __init__(self, command: Sequence[str], job: Sequence[Process], host: str, port: int, folder: pathlib.Path,
-                 out: IO[str], events: queue.SimpleQueue[Any]):  # fmt: skip
+                 out: IO[str], events: queue.SimpleQueue[Any], watch: tuple[float, float] | None):  # fmt: skip
         self.events, self.out, self.lock, self.heartbeats = events, out, threading.Lock(), folder / "heartbeats"
+        self.watch, self.unbegun = watch, dict[int, int]()
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.last: dict[int, collections.deque[str]] = {}
         self.readers: list[threading.Thread] = []
@@ -176,6 +190,8 @@ class _Attempt:
             for process in job:
                 if process.host != host:
                     continue
+                if watch is not None:
+                    self.unbegun[process.rank] = expect(self.heartbeats, process.rank, *watch)
                 child = subprocess.Popen(command, env=variables(job, process, port, outer), stdin=subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                          start_new_session=True)  # fmt: skip
@@ -195,14 +211,15 @@ class _Attempt:
         for child in self.children.values():
             child.wait()
 
-    def outcome(self, grace_s: float, heartbeat_s: float | None) -> Outcome:
+    def outcome(self, grace_s: float) -> Outcome:
         """Wait until all have ended well, or end them."""
         left, status, first, is_silent = set(self.children), 0, None, False
+        period = None if self.watch is None else min(self.watch) / 4
         while left and not status:
             try:
-                rank, code = self.events.get(timeout=None if heartbeat_s is None else heartbeat_s / 4)
+                rank, code = self.events.get(timeout=period)
             except queue.Empty:
-                first = silent(self.heartbeats, left, heartbeat_s or 0)
+                first = silent(self.heartbeats, left, self.watch[0]) if self.watch else None
                 is_silent, status = first is not None, 0 if first is None else SILENT
                 continue
             if rank is None:  # a signal to the launcher
@@ -215,7 +232,16 @@ class _Attempt:
             status, first, is_silent = 128 + told, None, False
         for reader in self.readers:  # a grandchild may keep the stream open
             reader.join(timeout=2)
-        return Outcome(status, first, tuple(self.last[first]) if first is not None else (), is_silent=is_silent)
+        if first is None:
+            return Outcome(status)
+        has_begun = not is_silent or self._has_begun(first)
+        return Outcome(status, first, tuple(self.last[first]), is_silent=is_silent, has_begun=has_begun)
+
+    def _has_begun(self, rank: int) -> bool:
+        """Whether a heartbeat of a process has come. One that rests has sent some."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.heartbeats / str(rank)).stat().st_mtime_ns != self.unbegun[rank]
+        return True
 
     def _thread(self, run: Any, *args: Any) -> None:
         thread = threading.Thread(target=run, args=args, daemon=True)

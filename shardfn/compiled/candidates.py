@@ -17,14 +17,20 @@ from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.option_checks import MOST_COMPILED
 from shardfn.ir.model import Axes, mesh_sizes_text
 from shardfn.ir.source_lines import user_line
-from shardfn.planning.candidates import distinct_names
-from shardfn.planning.planner import chosen, is_correct
-from shardfn.planning.posed_call import PosedCall
-from shardfn.search.archive import visits
-from shardfn.search.budget import affordable_compiles
-from shardfn.search.memory_limit import unit_slip
-from shardfn.search.objectives import LEVELS, Figures, Rank, rank
-from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
+from shardfn.planning.answers import chosen, distinct_names, is_correct
+from shardfn.planning.call import PosedCall
+from shardfn.search.engine import visits
+from shardfn.search.problem import (
+    LEVELS,
+    Answer,
+    Figures,
+    Rank,
+    SearchCandidate,
+    SearchProblem,
+    affordable_compiles,
+    rank,
+    unit_slip,
+)
 from shardfn.units import bytes_text
 
 

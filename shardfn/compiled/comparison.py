@@ -10,7 +10,7 @@ from typing import Any
 from shardfn.compiled.executable import Compiled
 from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import matrix_flops
-from shardfn.ir.model import Collective
+from shardfn.ir.partitioned import Collective
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Plan
 from shardfn.units import bytes_text

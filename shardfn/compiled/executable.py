@@ -29,7 +29,7 @@ from shardfn.compiled.hlo import (
 )
 from shardfn.cost.collectives import bytes_sent
 from shardfn.frontend.closed_over import ClosedOverArray
-from shardfn.ir.model import Collective
+from shardfn.ir.partitioned import Collective
 
 
 @dataclasses.dataclass(frozen=True)

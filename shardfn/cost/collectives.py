@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardfn.ir.model import Communication, PartitionedProgram
+from shardfn.ir.partitioned import Communication, PartitionedProgram
 
 COLLECTIVE_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

@@ -14,8 +14,9 @@ from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import fuse, kernels
-from shardfn.ir.model import Graph, Op, PartitionedProgram, WindowDim, is_gpu
+from shardfn.ir.model import Graph, Op, WindowDim, is_gpu
 from shardfn.ir.op_traits import CONTRACTIONS, EXPENSIVE, HAS_COST, OP_TRAITS, PARTIAL_READS, UNTIMED, UPDATES
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 def _last(partitioned: PartitionedProgram, op: Op) -> int:
@@ -130,7 +131,7 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None 
                 unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
         total += run.flops * run.trips
         moved += run.bytes_moved * run.trips
-        seconds += run.seconds * run.trips
+        seconds += run.total_s
     return Work(total, moved, seconds, tuple(unmodelled_ops))
 
 
@@ -144,6 +145,13 @@ class KernelRun(NamedTuple):
     seconds: float
     trips: int
     """Runs in one call."""
+    is_memory_bound: bool
+    """Whether its bytes take at least as long as its FLOPs."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all its runs in one call."""
+        return self.seconds * self.trips
 
 
 def kernel_runs(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan) -> Iterator[KernelRun]:
@@ -152,9 +160,9 @@ def kernel_runs(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan)
     for kernel in kernels(partitioned, fusion):
         timed = [i for i in kernel if has_own_time(ops[i])]
         flops, moved, seconds = once(partitioned, timed, chip, fusion)
-        yield KernelRun(
-            kernel, flops, moved, seconds + chip.launch_s if timed else 0.0, ops[(timed or kernel)[0]].trips
-        )
+        launched_s = seconds + chip.launch_s if timed else 0.0
+        is_memory_bound = moved / chip.memory_bytes_s >= seconds
+        yield KernelRun(kernel, flops, moved, launched_s, ops[(timed or kernel)[0]].trips, is_memory_bound)
 
 
 def once(

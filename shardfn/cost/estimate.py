@@ -12,7 +12,7 @@ from shardfn.cost.devices.chips import Hardware
 from shardfn.cost.devices.links import link_over
 from shardfn.cost.memory.live_memory import MemoryEstimate, memory_of_schedule
 from shardfn.cost.schedule import ExecutionOrder, lower_for_backend, schedule_ops
-from shardfn.ir.model import Collective, PartitionedProgram
+from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.partition.collective_matmul import sends_both_ways
 
 

@@ -9,8 +9,9 @@ import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op
 from shardfn.ir.op_traits import CHEAP, CONTRACTIONS, EXPENSIVE, SLICES, VIEWS
+from shardfn.ir.partitioned import PartitionedProgram
 
 MAX_DUPLICATES = 16
 """The most readers into which one op is duplicated that reads an array as large as its result."""

@@ -20,8 +20,8 @@ from shardfn.cost.devices.chips import Hardware
 from shardfn.cost.estimate import collective_s, collectives_by_result
 from shardfn.cost.platforms import backend_of
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
-from shardfn.ir.model import PartitionedProgram
 from shardfn.ir.op_traits import COLLECTIVE_OPS
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
         with_matmul = (in_matmuls[v] for v in in_matmuls.keys() & (reads | writes) if last.name not in COLLECTIVE_OPS)
         sending_s = sum(collective_s(c, hardware, axes) for c in with_matmul)
         kind = _LOOP if sending_s else ""
-        found.append(_Step(kernel[-1], run.seconds * run.trips, reads - writes, writes, kind, sending_s))
+        found.append(_Step(kernel[-1], run.total_s, reads - writes, writes, kind, sending_s))
     return sorted(found, key=lambda step: step.at)
 
 

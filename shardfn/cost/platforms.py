@@ -17,7 +17,8 @@ from shardfn.cost.backends.tpu import gathered_arguments, row_growth, row_major_
 from shardfn.cost.backends.tpu_fusion import TpuFuser
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import Fuser, FusionPlan
-from shardfn.ir.model import Graph, PartitionedProgram, is_gpu
+from shardfn.ir.model import Graph, is_gpu
+from shardfn.ir.partitioned import PartitionedProgram
 
 Array = np.ndarray
 

@@ -11,8 +11,9 @@ from shardfn.cost.backends.cpu import is_flattened
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import backend_of, fuse
-from shardfn.ir.model import Graph, Op, PartitionedProgram, first_of_body
+from shardfn.ir.model import Graph, Op, first_of_body
 from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 def arranged(graph: Graph, arrange: Callable[[list[list[int]], bool], list[int]]) -> list[int]:

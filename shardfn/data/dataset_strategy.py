@@ -18,8 +18,7 @@ from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
 from shardfn.frontend.validation import check
 from shardfn.ir.model import Spec, mesh_text
-from shardfn.planning.mesh_inference import place
-from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
+from shardfn.planning.meshes import mesh_of, names_axes, place, place_named
 from shardfn.planning.plan import Plan
 
 FULL, PARALLEL = "full_batch", "data_parallel"

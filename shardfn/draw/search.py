@@ -9,9 +9,8 @@ from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, picture
 from shardfn.draw.scale import Scale
 from shardfn.draw.svg import MARGIN, circle, fitted, line, rectangle, text, text_width
-from shardfn.planning.decisions import Candidate, Figures
-from shardfn.planning.plan import Plan
-from shardfn.search.objectives import OBJECTIVES
+from shardfn.planning.plan import Candidate, Figures, Plan
+from shardfn.search.problem import OBJECTIVES
 from shardfn.units import bytes_text, time_text
 
 HEIGHT = 300.0

@@ -81,9 +81,9 @@ def time_parts(plan: Plan) -> list[TimePart]:
     for run in kernel_runs(schedule.partitioned, chip, schedule.fusion):
         if run.seconds:
             op = graph.ops[run.kernel[-1]]
-            kind = "memory" if run.bytes_moved / chip.memory_bytes_s + chip.launch_s >= run.seconds else "compute"
+            kind = "memory" if run.is_memory_bound else "compute"
             where = op.where or (source_line(graph, op.outputs[0]) if op.outputs else "")
-            found.setdefault((kind, "", where), []).append(run.seconds * run.trips)
+            found.setdefault((kind, "", where), []).append(run.total_s)
     for c in plan.collectives:
         runs = (f" in {c.trips:,} runs" if c.trips > 1 else "") + (" within a matmul" if c.in_matmul else "")
         detail = f"over {axes_text(c.axes) if c.axes else c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"

@@ -29,7 +29,7 @@ from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, rais
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, on_devices_of, partition_spec, spec_of
 from shardfn.frontend.notes import noted
 from shardfn.ir.model import Spec
-from shardfn.planning.summary import FIX
+from shardfn.planning.plan import FIX
 from shardfn.runtime.processes import is_traced
 from shardfn.units import bytes_text
 

@@ -17,9 +17,8 @@ from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import boolean, one_of, option_problems
-from shardfn.search.budget import BUDGETS
-from shardfn.search.objectives import OBJECTIVES
-from shardfn.search.styles import STYLES
+from shardfn.search.generators import STYLES
+from shardfn.search.problem import BUDGETS, OBJECTIVES
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""

@@ -10,9 +10,7 @@ from typing import Any
 from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
-from shardfn.search.budget import DEFAULT
-from shardfn.search.objectives import OBJECTIVES
-from shardfn.search.problem import Algorithm
+from shardfn.search.problem import DEFAULT, OBJECTIVES, Algorithm
 
 
 def level_of(objective: Any) -> Any:
@@ -35,7 +33,7 @@ class SearchOptions:
     """Bytes per device; None is the device's memory."""
     time_limit_s: float
     budget: str | float
-    """A name of `search.budget.BUDGETS`, or a number of ops visited."""
+    """A name of `search.problem.budget.BUDGETS`, or a number of ops visited."""
     compile_candidates: int | str
     """How many, or "auto"."""
     algorithm: Algorithm
@@ -44,7 +42,7 @@ class SearchOptions:
     alltoall: bool = True
     """Whether XLA may reshard by all-to-all."""
     style: str = ""
-    """The style that the plan must have (`search.styles.STYLES`); empty for any."""
+    """The style that the plan must have (`search.generators.styles.STYLES`); empty for any."""
 
     @property
     def is_limit_strict(self) -> bool:

@@ -9,10 +9,13 @@ from shardfn.ir.op_traits import OP_TRAITS
 
 
 def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
-    """All dimensions but the last are independent; the last needs replication (top_k)."""
+    """All dimensions but the last are independent. The last needs replication (top_k); where the result is as long, Shardy
+    passes its sharding on all the same."""
     rank = len(inputs[0].shape)
     if any(len(v.shape) != rank for v in (*inputs, *outputs)) or rank == 0:
         return None
+    if all(v.shape == inputs[0].shape for v in outputs):
+        return elementwise_rule(inputs, outputs)
     last = rank - 1 + len(outputs)
     dims = [tuple((d,) for d in range(rank - 1))] * (len(inputs) + len(outputs))
     ends = [*(rank - 1 for _ in inputs), *(rank + i for i in range(len(outputs)))]

@@ -131,7 +131,7 @@ OP_TRAITS = {
         _view("swapped", "per_element"),  # ours: a transposed operand that a matmul reads as it is, on CPU
         # Library calls.
         _library("sort", "sort"),
-        _library("top_k", gpu_rule="follow_result", sharding_rule="batch_rule"),
+        _library("top_k", gpu_rule="follow_batch", sharding_rule="batch_rule"),
         _library("fft", "replicate" if IS_BEFORE_JAX_0_12 else "follow_result", tpu_rule="follow_result",
                  primitives=("fft",)),
         _library("cholesky", gpu_rule="follow_result"),

@@ -27,9 +27,10 @@ from shardfn.ir.mlir import (
     symbol_of,
     value_of,
 )
-from shardfn.ir.model import USER_WRITTEN, Communication, Graph, Op, ShardingRule, Spec, Value
+from shardfn.ir.model import Graph, Op, ShardingRule, Spec, Value
 from shardfn.ir.op_attributes import form_of, op_by_attributes, op_line, rule_of, trip_count
 from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
+from shardfn.ir.partitioned import USER_WRITTEN, Communication
 
 
 class _Fact(NamedTuple):

@@ -34,7 +34,8 @@ from shardfn.ir.mlir import (
     sdy,
     symbol_of,
 )
-from shardfn.ir.model import INNER_AXIS, Axes, Graph, InnerSpec, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import INNER_AXIS, Axes, Graph, InnerSpec, OpConstraint, Spec
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.propagation_form import (
     drop_identities,
     inline,

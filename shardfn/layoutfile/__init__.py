@@ -5,7 +5,8 @@
 | `files` | read a layout file or a recipe, write one, apply one to arrays |
 | `toml` | TOML text to a `LayoutFile` and back |
 | `plan_file` | a `Plan` as a `LayoutFile` |
-| `mindspore_json` | MindSpore's strategy JSON |
+| `mindspore_json`, `mindspore_protobuf` | MindSpore's strategy files, as JSON and binary |
+| `mindspore_schema` | the messages of MindSpore's binary files |
 
 `shardfn.runtime.layout_check` compares a layout file with a model. The data type `LayoutFile` and its rules are in
 `shardfn.planning.layout_rules`.

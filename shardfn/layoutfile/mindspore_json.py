@@ -19,8 +19,8 @@ from shardfn.frontend.paths import escaped
 from shardfn.frontend.strategy import short
 from shardfn.layoutfile.mindspore_protobuf import LAYOUTS, STRATEGIES
 from shardfn.layoutfile.toml import MAX_DIMS, MAX_RULES, MAX_SIZE, rule_dims
-from shardfn.planning.decisions import Decision
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
+from shardfn.planning.plan import Decision
 
 Range = tuple[int, int]
 """An axis by the ranks it walks: from a stride to the stride of the axis before it, which it divides."""

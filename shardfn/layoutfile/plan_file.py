@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 from shardfn.frontend.paths import alike, escaped, layer, met, normal, ruled, starred
 from shardfn.ir.source_lines import file_name
 from shardfn.layoutfile.toml import rule_dims, to_toml
-from shardfn.planning.decisions import Decision
 from shardfn.planning.layout_rules import DecisionSource, LayoutFile, LayoutRule
+from shardfn.planning.plan import Decision
 
 MIN_FOLDED = 3
 """Equally sharded arrays of so many layers, whose paths differ only in the layer number, share a rule."""
@@ -41,10 +42,10 @@ def layout_of_plan(plan: Any) -> LayoutFile:
 
 def plan_to_toml(plan: Any, layout: LayoutFile | None = None) -> str:
     """The TOML text of a plan; `layout` is the part of it to write, all of it if None."""
-    cost = plan.cost
+    cost, size = plan.cost, sum(d.local_bytes * math.prod(d.strategy) for d in plan.inputs)
     head = (
         f"# Estimated per call and device: {cost.time_s * 1e6:,.0f} µs, {cost.bytes_sent:,} B sent, peak memory "
-        f"{cost.memory.peak:,} B.\n# {' '.join(plan.policy.split())}\n"
+        f"{cost.memory.peak:,} B.\n# The arguments have {size:,} B in all.\n# {' '.join(plan.policy.split())}\n"
     )
     layout, same_rule = layout or layout_of_plan(plan), dict[tuple[str, str], list[Decision]]()
     for section, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
@@ -65,6 +66,16 @@ def estimated_peak(text: str) -> int | None:
     1024
     """
     found = re.search(r"^# Estimated per call and device: .*, peak memory ([\d,]+) B\.$", text, re.M)
+    return int(found[1].replace(",", "")) if found else None
+
+
+def estimated_arguments(text: str) -> int | None:
+    """The size of all arguments of a plan, in bytes, each counted once, that the comments of its TOML text name.
+
+    >>> estimated_arguments("# The arguments have 10,240 B in all.")
+    10240
+    """
+    found = re.search(r"^# The arguments have ([\d,]+) B in all\.$", text, re.M)
     return int(found[1].replace(",", "")) if found else None
 
 

@@ -13,11 +13,11 @@ from shardfn.errors import Problem, nearest
 from shardfn.frontend.options import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import (
     ELLIPSIS,
     MAX_REPORTED,
     UNSHARDED,
+    Constraint,
     DecisionSource,
     LayoutFile,
     LayoutRule,
@@ -25,7 +25,7 @@ from shardfn.planning.layout_rules import (
     at_line,
     printable,
 )
-from shardfn.search.styles import STYLES
+from shardfn.search.generators import STYLES
 
 FORMAT = "shardfn-layout"
 VERSION = 2

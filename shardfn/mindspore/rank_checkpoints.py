@@ -15,7 +15,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -315,12 +315,13 @@ def transform_checkpoints(
             rows = [TensorHeader(name, dtype, box_shape(boxes[name])) for name, (_, dtype) in shapes.items()]
             file = out / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(file, rows) as handle:
-                for row in rows:
-                    for part in contiguous_boxes(row.shape, most):  # a few rows at a time
-                        box = inside(part, boxes[row.name])
-                        values = read_box(row.name, shapes[row.name][0], box, held, source, rank)
-                        handle.write(values.tobytes())
+
+            def pieces(row: TensorHeader, rank: int = rank, boxes: Mapping[str, Box] = boxes) -> Iterator[np.ndarray]:
+                for part in contiguous_boxes(row.shape, most):  # a few rows at a time
+                    box = inside(part, boxes[row.name])
+                    yield read_box(row.name, shapes[row.name][0], box, held, source, rank)
+
+            write_tensors(file, rows, pieces)
             made.append(file)
     return tuple(made)
 

@@ -15,13 +15,11 @@ import sys
 import time
 from typing import Any
 
+from shardfn.cluster.kubernetes.ray import SERVER
 from shardfn.cluster.parameter_server.ray_engine import NAMESPACE, RayError, ray  # pyright: ignore[reportAttributeAccessIssue]
 from shardfn.errors import ClusterError, fail, nearest
 from shardfn.mindspore.context import get_ps_context
 from shardfn.mindspore.context_keys import ROLES
-
-SERVER = "shardfn_server"
-"""The resource of a server's node: one server runs there."""
 
 START_S = 300
 """Seconds that a process waits for the scheduler."""

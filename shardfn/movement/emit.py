@@ -1,12 +1,10 @@
 """From values to arrays: shifts of arrays of one size, and selects by position.
 
-A frame is the shape of the array in which a value is computed. Row i of the value is row i + offset of the frame; the other rows
-of the frame hold anything. Where the frame is the shape of an argument, all its shards are even.
+Values are computed in frames (`frames`), and their rows are moved by rotations (`rotation`).
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -20,8 +18,9 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from shardfn.movement.frames import Frame, frame_of, frame_of_source, frame_of_whole, inside, is_near
+from shardfn.movement.rotation import farther
 from shardfn.movement.values import (
-    Alignment,
     Elementwise,
     Iota,
     Known,
@@ -44,13 +43,6 @@ DEEPEST = 30
 
 MOST_PARTS = 64
 """Parts of a value, with those of its sources."""
-
-
-class Frame(NamedTuple):
-    """Where a value is computed: the shape, and the place of its first element."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
 
 
 class Key(NamedTuple):
@@ -220,7 +212,7 @@ class Emitter:
         offset = frame.offset[dim]
         starts = np.cumsum([0, *(part.rows for part in value.parts)]).tolist()
         places = list(zip(value.parts, starts, strict=False))
-        sources = [_of_source(frame, part, dim, start) for part, start in places]
+        sources = [frame_of_source(frame, part, dim, start) for part, start in places]
         framed = [i for i, source in enumerate(sources) if source is not None and alignments(value, dim)]
         is_simple = bool(places) and all(part.rows == 1 or scalar_of(part.source) is not None for part in value.parts)
         if not framed and not is_simple:
@@ -228,7 +220,7 @@ class Emitter:
                 return _embedded(self._in_parts(value), frame)
             pieces = []
             for part in value.parts:
-                own = self.place(part.source, _of_whole(frame, part, dim))
+                own = self.place(part.source, frame_of_whole(frame, part, dim))
                 pieces.append(lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim))
             made = pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
             self.cut[id(made)] = made
@@ -243,7 +235,7 @@ class Emitter:
             source = sources[i]
             shift = (first - part.first - source.offset[dim]) % size if source else 0
             shift -= size if 2 * shift > size else 0
-            if source and (i == base or _is_near(part, source, dim, shift)):
+            if source and (i == base or is_near(part, source, dim, shift)):
                 own = self._rotated(self.place(part.source, source), shift, dim)
                 is_shifted |= shift != 0
             else:
@@ -276,7 +268,7 @@ class Emitter:
         for far in sorted(
             abs(s) for s in self.wanted[number, dim] | self.known.get((number, dim), set()) if s * sign > 0
         ):
-            found, at = self._once(x, ("rotation", far * sign, dim), _farther, found, at * sign, far * sign, dim), far
+            found, at = self._once(x, ("rotation", far * sign, dim), farther, found, at * sign, far * sign, dim), far
             if far == abs(shift):
                 break
         return found
@@ -301,58 +293,13 @@ class Emitter:
         from row `first` on; of one row, what can be broadcast."""
         if scalar_of(part.source) is not None:
             return jnp.asarray(scalar_of(part.source), part.source.dtype)
-        own = self.place(part.source, _of_whole(frame, part, dim))
+        own = self.place(part.source, frame_of_whole(frame, part, dim))
         rows = lax.slice_in_dim(own, part.first, part.first + part.rows, axis=dim)
         if part.rows == 1:
             return rows
         config = [(0, 0, 0)] * len(frame.shape)
         config[dim] = (first, frame.shape[dim] - first - part.rows, 0)
         return lax.pad(rows, jnp.zeros((), rows.dtype), config)
-
-
-def frame_of(value: Value) -> Frame | None:
-    """Where a value can be computed by shifts of arrays of one size along each dimension, most of which it fills; None if
-    nowhere."""
-    shape, offsets = [], []
-    for dim, rows in enumerate(value.shape):
-        found = alignments(value, dim)
-        if not found:
-            shape.append(rows)
-            offsets.append(0)
-            continue
-        weights = collections.Counter[int]()
-        for one in found:
-            weights[one.size] += one.weight
-        is_in_place = any(one.size == rows and one.offset == 0 for one in found)
-        size = rows if is_in_place else max(weights, key=lambda n: (weights[n], n))
-        if size < rows or 2 * rows <= size or (not is_in_place and 2 * weights[size] <= weights.total()):
-            return None
-        offset = 0 if is_in_place else min(max(_middle([one for one in found if one.size == size]), 0), size - rows)
-        near = sum(
-            one.weight for one in found if one.size == size and _distance(one.offset - offset, size) < one.weight
-        )
-        if 2 * near <= weights.total() and not is_in_place:
-            return None
-        shape.append(size)
-        offsets.append(offset)
-    frame = Frame(tuple(shape), tuple(offsets))
-    return frame if any(alignments(value, d) for d in range(len(shape))) else None
-
-
-def _distance(rows: int, size: int) -> int:
-    """How far a shift around the end moves."""
-    return min(rows % size, -rows % size)
-
-
-def _middle(found: Sequence[Alignment]) -> int:
-    """The offset that needs the fewest shifts: the median by weight."""
-    ordered = sorted(found, key=lambda one: one.offset)
-    left = sum(one.weight for one in ordered)
-    for one in ordered:
-        left -= 2 * one.weight
-        if left <= 0:
-            return one.offset
-    return 0
 
 
 def _is_stencil(value: Value) -> bool:
@@ -373,87 +320,6 @@ def _is_stencil(value: Value) -> bool:
     return has_parts(value) or any(
         len({(one.size, one.offset) for one in alignments(value, dim)}) > 1 for dim in range(len(value.shape))
     )
-
-
-def _of_source(frame: Frame, part: Part, dim: int, start: int) -> Frame | None:
-    """The frame of a part's source in which its rows stand where a frame needs them, or as near as they can; None if the
-    source has no frame of this size along the dimension."""
-    source, size = part.source, frame.shape[dim]
-    if isinstance(source, Known) or scalar_of(source) is not None:
-        return None
-    rows = source.shape[dim]
-    if rows == size:
-        return Frame(frame.shape, with_rows(frame.offset, dim, 0))
-    if rows > size or not any(one.size == size for one in alignments(source, dim)):
-        return None
-    wanted = frame.offset[dim] + start - part.first
-    return Frame(frame.shape, with_rows(frame.offset, dim, min(max(wanted, 0), size - rows)))
-
-
-def _is_near(part: Part, source: Frame, dim: int, shift: int) -> bool:
-    """Whether a part is moved by few rows, as many as twice its own."""
-    size, home = source.shape[dim], source.offset[dim]
-    moved = [home - one.offset for one in alignments(part.source, dim) if one.size == size]
-    return all(_distance(far, size) <= 2 * part.rows for far in (*moved, shift))
-
-
-def _of_whole(frame: Frame, part: Part, dim: int) -> Frame:
-    """The frame of a part's source in its own size along the dimension."""
-    return Frame(with_rows(frame.shape, dim, part.source.shape[dim]), with_rows(frame.offset, dim, 0))
-
-
-ROTATED = "_shardfn_rotation"
-"""The name of the `jit` of a shift in a jaxpr."""
-
-
-def rotated(x: Any, shift: int, dim: int) -> Any:
-    """An array whose row i is moved to row i + shift, around the end: one rotation for XLA.
-
-    >>> rotated(jnp.arange(4), 1, 0)
-    Array([3, 0, 1, 2], dtype=int32)
-    """
-    return _rotation(x.shape[dim], shift, dim)(x)
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _rotation(size: int, shift: int, dim: int) -> Callable[..., Any]:
-    start = -shift % size
-
-    def rotation(x: Any) -> Any:
-        ends = (start, size), (0, start)
-        return lax.concatenate([lax.slice_in_dim(x, *end, axis=dim) for end in ends], dim)
-
-    return rotation_jit(rotation)
-
-
-def rotation_jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The `jit` of a rotation or of a part of one, which derivative rules leave as it is."""
-    function.__name__ = function.__qualname__ = ROTATED
-    return jax.jit(function)
-
-
-def is_rotation(eqn: Any) -> bool:
-    """Whether an equation of a jaxpr is such a rotation. XLA computes it, and its transpose, correctly as it stands."""
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == ROTATED
-
-
-def _farther(x: Any, shift: int, wanted: int, dim: int) -> Any:
-    """An array that is rotated by `shift`, rotated to `wanted`."""
-    if shift:  # XLA would make one gather of two rotations
-        x = lax.optimization_barrier(x)
-    return rotated(x, wanted - shift, dim)
-
-
-def inside(value: Value, frame: Frame, dims: Sequence[int]) -> Any:
-    """Where a frame holds a value along some dimensions; None if everywhere."""
-    mask = None
-    for dim in dims:
-        first, rows, size = frame.offset[dim], value.shape[dim], frame.shape[dim]
-        if rows != size:
-            position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
-            own = (position >= first) & (position < first + rows)
-            mask = own if mask is None else mask & own
-    return None if mask is None else jnp.broadcast_to(mask, frame.shape)
 
 
 def guarded(bind: Callable[[Sequence[Any]], Any], safe: float) -> Callable[..., Any]:

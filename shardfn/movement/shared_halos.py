@@ -41,7 +41,7 @@ def with_shared_halos(
       static_argnums: as in `jax.jit`.
 
     >>> import jax.numpy as jnp
-    >>> from shardfn.movement.emit import rotated
+    >>> from shardfn.movement.rotation import rotated
     >>> def corners(x):
     ...     return rotated(x, 1, 1) + rotated(rotated(x, 1, 0), 1, 1)
     >>> x = jnp.arange(8).reshape(2, 4)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from shardfn.ir.rewrite import bind_one
-from shardfn.movement.emit import is_rotation, rotated, rotation_jit
+from shardfn.movement.rotation import is_rotation, rotated, rotation_jit
 from shardfn.movement.rules.elements import ELEMENTWISE
 
 

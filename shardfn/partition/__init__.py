@@ -9,6 +9,7 @@ collectives. Where the rule for something is:
 - from one sharding of an array to another: `resharding`, and within a group of devices `tile_assignment`
 - windows and slices along a sharded dimension: `halo_exchange`
 - what a backend does differently: `platforms`, one row each
+- what other shardings of the same function taught: `partition_cache`
 - passes after partitioning: `simplify`; all-reduces that are combined: `combine_reductions`, and in loops
   `loop_reductions`; those of libtpu: `libtpu`, `tpu_padding`; the rebuilt program: `rebuild`
 - layouts for which XLA computes wrong results: `xla_bugs`

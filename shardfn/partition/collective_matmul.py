@@ -23,7 +23,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import Communication, Graph
+from shardfn.ir.model import Graph
+from shardfn.ir.partitioned import Communication
 from shardfn.partition.rebuild import resolved_chains
 
 FEWEST_DEVICES, MOST_DEVICES = 3, 32

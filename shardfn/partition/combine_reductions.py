@@ -10,7 +10,8 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
+from shardfn.ir.model import Graph, Op, Spec, Value
+from shardfn.ir.partitioned import Communication, PartitionedProgram
 from shardfn.partition.rebuild import ProgramBuilder, live_ops, live_out_values
 
 

@@ -8,7 +8,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
+from shardfn.ir.model import Graph, Op, dtype_bits
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.rebuild import ProgramBuilder, resolved_chains
 from shardfn.partition.tpu_padding import LANES, SUBLANES, row_major_tiled_bytes, tiled_dims
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, first_of_body
+from shardfn.ir.model import Graph, Op, first_of_body
 from shardfn.ir.op_traits import CONTRACTIONS, HOISTED_ALONG, NEVER_HOISTED
+from shardfn.ir.partitioned import Communication, PartitionedProgram
 from shardfn.partition.platforms import collective_rules
 from shardfn.partition.rebuild import ProgramBuilder
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec
+from shardfn.ir.model import Graph, Op, Spec
+from shardfn.ir.partitioned import Communication, PartitionedProgram
 from shardfn.partition.rebuild import ProgramBuilder
 
 

@@ -59,6 +59,12 @@ def follow_result(op: ShardedOp) -> OpPartitioning:
     return op.from_factors({f: axes for f, axes in factors.items() if f not in op.rule.replicated})
 
 
+def follow_batch(op: ShardedOp) -> OpPartitioning:
+    """As `follow_result`, with an unsharded last dimension."""
+    specs = [(*spec[:-1], ()) for spec in op.result_specs]
+    return follow_result(dataclasses.replace(op, result_specs=tuple(specs)))
+
+
 def elementwise(op: ShardedOp) -> OpPartitioning:
     """Several operands that are sharded alike are combined as they are (JAX 0.10.2 and 0.12.0.1). Otherwise operands are
     sharded as the result.
@@ -391,8 +397,8 @@ def dynamic_update_slice(op: ShardedOp) -> OpPartitioning:
 _RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
     rule.__name__: rule
     for rule in (
-        replicate, follow_result, elementwise, triangular_solve, barrier, reshape, reduce, dot, dot_on_tpu, gather, scatter,
-        windowed,
+        replicate, follow_result, follow_batch, elementwise, triangular_solve, barrier, reshape, reduce, dot, dot_on_tpu, gather,
+        scatter, windowed,
         select_and_scatter, convolve_on_tpu,
         convolve_in_groups, concatenate, sort, rotate, reverse, dynamic_slice, dynamic_update_slice,
     )

@@ -10,36 +10,23 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from shardfn.ir.model import (
-    Communication,
-    Detour,
-    Graph,
-    Op,
-    PartitionedProgram,
-    ShardingRule,
-    Spec,
-    Value,
-    WindowDim,
-    axes_of,
-    dtype_bits,
-    trips_of,
-)
+from shardfn.ir.model import Graph, Op, ShardingRule, Spec, Value, WindowDim, axes_of, dtype_bits, trips_of
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
+from shardfn.ir.partitioned import Communication, Detour, PartitionedProgram
 from shardfn.partition.collective_matmul import alone_in_matmuls, is_square_of_four
 from shardfn.partition.combine_reductions import scatter_into_addend
 from shardfn.partition.counting_indices import with_counted_rows
 from shardfn.partition.dead_carries import without_dead_carries
 from shardfn.partition.op_rules import rule_for
+from shardfn.partition.partition_cache import PartitionCache, PartitionedMesh
 from shardfn.partition.platforms import collective_rules
 from shardfn.partition.rebuild import ProgramBuilder, before_loops, live_ops, loop_conditions
 from shardfn.partition.resharding import (
     emitted_steps,
     gathered_between,
-    joined_axes,
     resharding_steps,
-    split_axes,
     steps_without_alltoall,
 )
 from shardfn.partition.sharded_op import GatheredWindow, HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
@@ -77,45 +64,6 @@ def insert_collectives(
     return _Partitioner(partitioned, platform, torus, mesh, alltoall, collective_matmul_rows).partition()
 
 
-class _Mesh:
-    """A mesh with its axes in parts, and what is known of shardings on it, whatever the program.
-
-    Args:
-      axes: the mesh.
-      used: names that shardings use: axes, and parts of them.
-    """
-
-    def __init__(self, axes: Mapping[str, int], used: Iterable[str]):
-        self.sizes, parts = split_axes(axes, used)
-        self.join: Callable[[tuple[str, ...]], tuple[str, ...]] = functools.cache(
-            lambda names: joined_axes(names, axes)
-        )
-        self.in_parts: Callable[[Spec], Spec] = functools.cache(
-            lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec)
-        )
-        self.joined: Callable[[Spec], Spec] = functools.cache(lambda spec: tuple(map(self.join, spec)))
-        self.partitionings: dict[object, tuple[OpPartitioning, bool, object]] = {}
-        """How an op is partitioned, and whether without a collective, by all that its rule depends on.
-
-        Keys hold the identities of objects, which are compared faster than their contents. The last element of a value keeps
-        these objects alive."""
-
-
-class PartitionCache:
-    """Results for other shardings of the same function: by platform, mesh and the names that shardings use."""
-
-    def __init__(self) -> None:
-        self.meshes: dict[object, _Mesh] = {}
-
-    def of(self, partitioned: PartitionedProgram, platform: str) -> _Mesh:
-        """What is known of a program's mesh."""
-        used = frozenset({a for spec in set(partitioned.specs) for a in axes_of(spec)})
-        key = platform, tuple(partitioned.axes.items()), used
-        if key not in self.meshes:
-            self.meshes[key] = _Mesh(partitioned.axes, used)
-        return self.meshes[key]
-
-
 class _Partitioner(ProgramBuilder):
     """Walks one program once; its lists fill on the way. Inside, mesh axes are split into prime factors."""
 
@@ -124,7 +72,7 @@ class _Partitioner(ProgramBuilder):
         partitioned: PartitionedProgram,
         platform: str,
         torus: tuple[int, ...],
-        mesh: _Mesh,
+        mesh: PartitionedMesh,
         alltoall: bool,
         collective_matmul_rows: float,
     ):

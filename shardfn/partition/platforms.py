@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from shardfn.ir.model import PartitionedProgram, is_gpu
+from shardfn.ir.model import is_gpu
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.collective_matmul import collective_matmul_permutes
 from shardfn.partition.combine_reductions import combine_partial_sums
 from shardfn.partition.libtpu import (

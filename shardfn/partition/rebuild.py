@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value, body_start
+from shardfn.ir.model import Graph, Op, Spec, Value, body_start
 from shardfn.ir.op_traits import RESHARDING_OPS
+from shardfn.ir.partitioned import Communication, PartitionedProgram
 
 
 class ProgramBuilder:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim, trips_of
+from shardfn.ir.model import Op, Value, WindowDim, trips_of
 from shardfn.ir.op_traits import RESHARDING_OPS
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.loop_invariants import hoist_invariants
 from shardfn.partition.rebuild import before_loops, resolved_chains
 

@@ -13,11 +13,11 @@ from typing import Any
 from shardfn.compiled.comparison import Comparison
 from shardfn.compiled.executable import Compiled
 from shardfn.cost.estimate import collective_s
-from shardfn.ir.model import Collective, axis_name
+from shardfn.ir.model import axis_name
+from shardfn.ir.partitioned import Collective
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.decisions import Decision
-from shardfn.planning.plan import Plan, op_strategies
-from shardfn.planning.tested_attribution import Cause, causes
+from shardfn.planning.plan import Decision, Plan, op_strategies
+from shardfn.planning.questions import Cause, causes
 
 SCHEMA = 2
 """Version of `Report.to_dict`; it grows when a key goes away or changes its meaning, not when a key is added."""
@@ -119,7 +119,8 @@ Attribution = tuple[list[str], list[str]]
 def attributions(plan: Plan) -> list[Attribution]:
     """For each collective the shardings that cause it, those of the largest arrays first, and the plan's constraints that do.
 
-    Without all of these shardings the collective is gone, and so it is without these constraints (`planning.tested_attribution`).
+    Without all of these shardings the collective is gone, and so it is without these constraints
+    (`planning.questions.tested_attribution`).
     """
     return [_of_one(c, found) for c, found in zip(plan.collectives, causes(plan), strict=True)]
 

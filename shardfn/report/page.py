@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from shardfn.draw.kinds import draw_plan
 from shardfn.draw.palette import PALETTE
 from shardfn.ir.model import mesh_text
-from shardfn.planning.plan import Plan
-from shardfn.planning.summary import devices_text, fit_text
+from shardfn.planning.plan import Plan, devices_text, fit_text
 from shardfn.render.html import body, element
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.sections import Subject, parts

@@ -14,7 +14,7 @@ from shardfn.compiled.executable import Compiled
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.notes import Counted
 from shardfn.planning.plan import Plan
-from shardfn.planning.what_if import with_runners_up
+from shardfn.planning.questions import with_runners_up
 from shardfn.render.files import save_text
 from shardfn.render.html import to_html
 from shardfn.render.parts import Part

@@ -11,11 +11,11 @@ from typing import Any
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.paths import alike, few, layer, starred
-from shardfn.ir.model import USER_WRITTEN, Collective, Spec, mesh_sizes_text
+from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.ir.op_traits import LISTED
+from shardfn.ir.partitioned import USER_WRITTEN, Collective
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
-from shardfn.planning.summary import headline
+from shardfn.planning.plan import Decision, DimensionGroup, Plan, headline, op_strategies
 from shardfn.render.cells import axes_text, shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, Attribution, seconds, strides

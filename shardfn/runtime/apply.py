@@ -23,13 +23,11 @@ from shardfn.frontend.memories import brought, other_memory
 from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
-from shardfn.planning.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
-from shardfn.planning.mesh_inference import expresses
-from shardfn.planning.op_constraints import apply_constraints
-from shardfn.planning.outer_gradients import correct_gradients, has_gradients_at_risk, risks_of
+from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pure_function
+from shardfn.planning.inside import apply_constraints
+from shardfn.planning.meshes import PlanMesh, expresses
 from shardfn.planning.plan import Plan, answered_call, shardings_on
-from shardfn.planning.plan_mesh import PlanMesh
-from shardfn.planning.posed_call import TracedCall
+from shardfn.planning.workarounds import correct_gradients, has_gradients_at_risk, risks_of
 from shardfn.runtime.processes import as_global, is_local_input, own_copy, spans_processes
 
 

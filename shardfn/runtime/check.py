@@ -22,15 +22,7 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh
 
-from shardfn.errors import (
-    CheckError,
-    DeviceError,
-    NotAvailableError,
-    Problem,
-    StrategyError,
-    fail,
-    warn,
-)
+from shardfn.errors import CheckError, DeviceError, NotAvailableError, Problem, StrategyError, fail, warn
 from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call, bind, signature
@@ -40,10 +32,10 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed
 from shardfn.frontend.refs import HeldRefs
 from shardfn.frontend.static_leaves import hide_static
-from shardfn.planning.call_function import pure_function
+from shardfn.planning.answers import with_notes
+from shardfn.planning.call import pure_function
+from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan import Plan, answered_call, shardings_on
-from shardfn.planning.plan_mesh import PlanMesh
-from shardfn.planning.planner import with_notes
 from shardfn.runtime.agreement import (
     CheckResult,
     CheckRow,

@@ -28,27 +28,26 @@ from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
-from shardfn.planning.diagnostics import not_fully_used
-from shardfn.planning.layout_rules import unmatched_note
-from shardfn.planning.open_dimensions import with_completed_entries
-from shardfn.planning.plan import Plan, answered_call
-from shardfn.planning.planner import (
+from shardfn.planning.answers import (
     alternatives,
     correct_answer,
     plan_fixed_answer,
     plan_search_answer,
     search,
+    with_completed_entries,
     with_notes,
 )
-from shardfn.planning.pose import pose
-from shardfn.planning.posed_call import PosedCall
+from shardfn.planning.call import PosedCall, pose
+from shardfn.planning.diagnostics import not_fully_used
+from shardfn.planning.layout_rules import unmatched_note
+from shardfn.planning.plan import Plan, answered_call
 from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import jitted_for_calls, outermost
 from shardfn.runtime.entries import Entries
 from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import compile_plan
-from shardfn.search.archive import Archive
+from shardfn.search.engine import Archive
 from shardfn.search.problem import Answer, figures
 
 
@@ -103,7 +102,7 @@ def typed_as_planned(entries: Entries[Entry], key: Any, types: Sequence[Any], ro
     arguments, with the types that the plan gave them. It becomes the entry of that key as well.
 
     Args:
-      entries: the entries of a function, by `ShardedFunction._key`.
+      entries: the entries of a function, by `PlannedCalls.key`.
       key: that of the call.
       types: `Call.types`, which the key has last in its first part.
       root: what the call belongs to (`Callee.root`).

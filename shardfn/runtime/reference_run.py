@@ -17,9 +17,9 @@ from shardfn.frontend.arguments import Call
 from shardfn.frontend.closed_over import identity
 from shardfn.frontend.strategy import AUTO
 from shardfn.ir.rewrite import constants, evaluate_with_constants, rebind
-from shardfn.planning.call_function import CallFunction
+from shardfn.planning.answers import alternatives, plan_fixed_answer
+from shardfn.planning.call import CallFunction
 from shardfn.planning.plan import Plan, answered_call
-from shardfn.planning.planner import alternatives, plan_fixed_answer
 from shardfn.runtime.apply import moved
 from shardfn.runtime.executable import Entry
 from shardfn.units import bytes_text

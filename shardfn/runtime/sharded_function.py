@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
@@ -21,27 +21,21 @@ from jax import tree_util
 from jax.core import Tracer
 
 from shardfn.compiled.executable import read
-from shardfn.errors import Problem, StrategyTypeError, fail, raise_problems
+from shardfn.errors import Problem, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
-from shardfn.frontend.annotations import rules_in_force
-from shardfn.frontend.arguments import Call, bind
+from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee, describe
-from shardfn.frontend.closed_over import ClosesOverRef
 from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
-from shardfn.frontend.options import OPTION_NAMES, Options
+from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
 from shardfn.frontend.plain_objects import METHODS
-from shardfn.frontend.recorder import include
-from shardfn.frontend.refs import is_ref
-from shardfn.frontend.static_leaves import hide_static, restore_static
-from shardfn.frontend.strategy import short
+from shardfn.frontend.static_leaves import restore_static
 from shardfn.frontend.watch import NOTHING_READ
 from shardfn.frontend.wrapped import unwrapped, wrapped
-from shardfn.planning.call_function import OtherCall, closed_over_arguments, pure_function
-from shardfn.planning.inner_calls import call_inside
+from shardfn.planning.call import OtherCall, call_inside, pure_function
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.agreement import CheckResult
@@ -58,8 +52,9 @@ from shardfn.runtime.call_checks import (
 )
 from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
 from shardfn.runtime.entries import Methods
-from shardfn.runtime.executable import Entry, agreed, compile_entry, jitted_as_called, make_entry, typed_as_planned
+from shardfn.runtime.executable import Entry, agreed, jitted_as_called
 from shardfn.runtime.nested_call import run_nested
+from shardfn.runtime.planned_calls import PlannedCalls
 from shardfn.runtime.processes import check_devices, is_traced
 from shardfn.runtime.progress import progress
 from shardfn.runtime.shared_entries import kept_for
@@ -102,9 +97,7 @@ class ShardedFunction(Generic[P, R]):
         self.options = options
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
-        kept = kept_for(fn, options)
-        self._shares = kept.is_shared
-        self._entries, self._closed_over = kept.entries, kept.closed_over
+        self._calls = PlannedCalls(self.callee, options, kept_for(fn, options))
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
         self._fast_watch = NOTHING_READ
@@ -143,7 +136,7 @@ class ShardedFunction(Generic[P, R]):
         found = ShardedFunction(types.MethodType(self.fn, instance), self.options.of_bound_method())
         is_open = isinstance(getattr(instance, "__dict__", None), dict)  # that of a class is not
         if not found.callee.is_plain or not is_open or found.callee.read():
-            found._entries = self._entries  # `nnx.grad` makes a new instance for every call
+            found._calls.entries = self._calls.entries  # `nnx.grad` makes a new instance for every call
         else:  # what is compiled keeps a copy of the instance: that goes when it goes
             own = {method: bound for method, bound in kept.items() if bound.fn.__self__ is instance}
             instance.__dict__[METHODS] = Methods({**own, self: found})
@@ -179,7 +172,7 @@ class ShardedFunction(Generic[P, R]):
           A `ShardedFunction` that shares the plans of this one.
         """
         other = ShardedFunction(fn, self.options)
-        other._entries = self._entries
+        other._calls.entries = self._calls.entries
         return other
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -224,7 +217,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        return self._planned(*self._bound(args, kwargs))[1].plan
+        return self._calls.planned(*self._calls.bound(args, kwargs))[1].plan
 
     @_of_instance
     def explain(
@@ -255,11 +248,11 @@ class ShardedFunction(Generic[P, R]):
         ):
             if name in parameters and not is_default:
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
-        callee, call = self._bound(args, kwargs)
-        call, entry = self._planned(callee, call)
+        callee, call = self._calls.bound(args, kwargs)
+        call, entry = self._calls.planned(callee, call)
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
-            entry = self._compiled(callee, call, entry, lambda e: e.shapes(call))
+            entry = self._calls.compiled(callee, call, entry, lambda e: e.shapes(call))
         found = read(self._lower(entry, call, len(call.slots)).compile()) if compiled else None
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
@@ -289,14 +282,14 @@ class ShardedFunction(Generic[P, R]):
         >>> shardfn.shard(lambda x: 2 * x, ((4, 1),)).check(jnp.ones((8, 4))).headline
         '<lambda>: 3 arrays agree; compared with the unsharded function on one CPU device'
         """
-        callee, call = self._bound(args, kwargs)
-        call, entry = self._planned(callee, call)
+        callee, call = self._calls.bound(args, kwargs)
+        call, entry = self._calls.planned(callee, call)
         refuse_uncheckable(entry.plan)
         if call.closed_over is not None:
-            call = self._placed(callee, call, entry)
+            call = self._calls.placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         refuse_shapes(self.callee.name, entry.plan, leaves)
-        entry = self._compiled(callee, call, entry, lambda e: _arrays(call, e, leaves, treedef))
+        entry = self._calls.compiled(callee, call, entry, lambda e: _arrays(call, e, leaves, treedef))
         return check_entry(entry, leaves)
 
     @_of_instance
@@ -313,8 +306,8 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        callee, call = self._bound(args, kwargs)
-        call, entry = self._planned(callee, call)
+        callee, call = self._calls.bound(args, kwargs)
+        call, entry = self._calls.planned(callee, call)
         return self._lower(entry, call, len(args))
 
     @_of_instance
@@ -331,8 +324,8 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        callee, call = self._bound(args, kwargs)
-        call, entry = self._planned(callee, call)
+        callee, call = self._calls.bound(args, kwargs)
+        call, entry = self._calls.planned(callee, call)
         jitted, shapes, keywords = jitted_as_called(entry, call, len(args))
         return jitted.trace(*shapes, **keywords)
 
@@ -350,7 +343,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the arguments.
         """
-        callee, call = self._bound(args, kwargs)
+        callee, call = self._calls.bound(args, kwargs)
         problems: list[Problem] = []
         input_leaves(callee, self.options, call, defaults.current(), problems)
         raise_problems(problems)
@@ -362,8 +355,8 @@ class ShardedFunction(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function with these options."""
-        self._entries.clear()
-        self._closed_over.clear()
+        self._calls.entries.clear()
+        self._calls.closed_over.clear()
         self._fast, self._fast_defaults = _no_fast_path, None
 
     # ---- inside
@@ -393,26 +386,26 @@ class ShardedFunction(Generic[P, R]):
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.fn(*args, **kwargs)
         if is_per_device():
-            callee, call = self._bound(args, kwargs)
+            callee, call = self._calls.bound(args, kwargs)
             return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)
         if (own := self._method_of(args)) is not None:
             return own(*args[1:], **kwargs)
-        known = len(self._entries)
-        callee, call = self._bound(args, kwargs)
+        known = len(self._calls.entries)
+        callee, call = self._calls.bound(args, kwargs)
         outer = outer_hardware() if self.options.layout is None else None
         if outer is not None and any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves(call.dynamic)):
             return finish(callee, call, call_inside(callee, self.options, call, outer))
         refuse_donated_twice(self.callee.name, call, self.options)
-        call, entry = self._planned(callee, call)
+        call, entry = self._calls.planned(callee, call)
         refuse_target(self.callee.name, entry.plan.hardware, self.options.device)
         if not entry.is_agreed:
             check_devices(entry.plan)
         if call.closed_over is not None:
-            call = self._placed(callee, call, entry)
+            call = self._calls.placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         refuse_shapes(self.callee.name, entry.plan, leaves)
-        with progress(f"compiling {self.callee.name}", len(self._entries) > known):
+        with progress(f"compiling {self.callee.name}", len(self._calls.entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 if self.options.check and not entry.is_checked:
                     warn_of_tracers(self.callee.name)
@@ -425,21 +418,21 @@ class ShardedFunction(Generic[P, R]):
                 not entry.is_compiled and not is_traced()
             ):  # the trace around may be of what XLA cannot compile, as checks
                 own, first = arrays, entry
-                entry = self._compiled(
+                entry = self._calls.compiled(
                     callee, call, first, lambda e: own if e is first else _arrays(call, e, leaves, treedef)
                 )
                 arrays = own if entry.jitted is first.jitted else _arrays(call, entry, leaves, treedef)
             if not entry.is_agreed:
-                entry = self._entries.keep(self._key(callee, call), agreed(entry), callee.root)
+                entry = self._calls.entries.keep(self._calls.key(callee, call), agreed(entry), callee.root)
             if self.options.check and not entry.is_checked:
-                entry = self._entries.keep(self._key(callee, call), checked(entry, leaves), callee.root)
+                entry = self._calls.entries.keep(self._calls.key(callee, call), checked(entry, leaves), callee.root)
             # A first state may arrive otherwise; what the call returns is sharded as planned.
             self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
         has_keywords = any(s.keyword for s in call.slots)
         is_bound = call.ambient is not None and call.ambient.is_binding
         simple = not (call.stateful or call.returns_changes or entry.holds_static or has_keywords or is_bound)
-        if simple and entry.is_compiled and self._entries.kinds == 1 and not self._transfers_arrays:
+        if simple and entry.is_compiled and self._calls.entries.kinds == 1 and not self._transfers_arrays:
             self._fast_watch = entry.watch
             self._checks_arrays = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
@@ -451,101 +444,14 @@ class ShardedFunction(Generic[P, R]):
     def _counted(self, callee: Callee, call: Call, entry: Entry) -> tuple[Counted, ...]:
         """What a run of the call counts."""
         if call.closed_over is not None:
-            call = self._placed(callee, call, entry)
+            call = self._calls.placed(callee, call, entry)
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         refuse_shapes(self.callee.name, entry.plan, leaves)
         return counted_run(entry.plan, _arrays(call, entry, leaves, treedef))
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callee, Call]:
-        """What is called, with the objects among the arguments; and the call as a jitted function takes it.
-
-        Raises:
-          StrategyTypeError: the arguments do not fit the function's signature, or a static one cannot be hashed.
-        """
-        statics = frozenset(self.options.static_argnums), frozenset(self.options.static_argnames)
-        try:
-            slots, values = bind(self.callee.signature, args, kwargs, *statics)
-        except TypeError as error:
-            signature = short(f"{self.callee.name}{self.callee.signature}").strip("'")
-            fix = f"call it as {signature}"
-            if mine := {name: value for name, value in kwargs.items() if name in OPTION_NAMES}:
-                options = ", ".join(f"{name}={short(value)}" for name, value in mine.items())
-                fix = f"options of `shard` stand before the call: shard({self.callee.name}, {options})(...)"
-            fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {error}", where=signature,
-                 why="a call has the arguments of the function itself", fix=fix)  # fmt: skip
-        donated = self.options.donate_argnums, self.options.donate_argnames
-        callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
-        values = [value if slot.is_static else hide_static(value) for slot, value in zip(slots, values, strict=True)]
-        state = callee.read()
-        stateful = bool(state)
-        call = Call(slots, [state, *values] if stateful else values, stateful, stateful or callee.has_held)
-        if problems := call.unhashable():
-            raise StrategyTypeError(problems)
-        call = call.in_place()
-        is_argument = self.options.closed_over == "argument"
-        return callee, self._with_closed_over(
-            callee, call, is_argument
-        ) if is_argument or self._closed_over.kinds else call
-
-    def _with_closed_over(self, callee: Callee, call: Call, is_traced: bool) -> Call:
-        """The call with the arrays that the function closes over among its values, or refs only; `is_traced` says whether a call
-        of a new kind is traced for them."""
-        key = self._key(callee, call)
-        found = self._closed_over.find(key, callee.root)
-        if found is None and is_traced:
-            only_refs = self.options.closed_over != "argument"
-            found = self._closed_over.keep(key, closed_over_arguments(callee, call, only_refs), callee.root)
-        return call.with_closed_over(found) if found is not None and found.arrays else call
-
-    def _planned(self, callee: Callee, call: Call) -> tuple[Call, Entry]:
-        """A call as it is planned, with the refs that the function closes over among its values; and its entry."""
-        try:
-            return call, self._entry(callee, call)
-        except ClosesOverRef:
-            if call.closed_over is not None:
-                raise
-        call = self._with_closed_over(callee, call, True)
-        return call, self._entry(callee, call)
-
-    def _key(self, callee: Callee, call: Call) -> Any:
-        """What calls of one kind share. Where settings name files, which may change, no other sharded function shares it."""
-        current = defaults.current()
-        own = self if self._shares and current.names_files else None
-        return call.kind(), callee.fixed(), current, rules_in_force(), jax.dtypes.canonicalize_dtype(float), own
-
-    def _placed(self, callee: Callee, call: Call, entry: Entry) -> Call:
-        """The call with the arrays that the function closes over in their planned shardings, where they then stay."""
-        assert call.closed_over is not None
-        targets = dict(zip((d.path for d in entry.plan.inputs), entry.targets, strict=True))
-        kept = {path: a for path, a in call.closed_over.arrays.items() if not is_ref(a)}
-        if all(getattr(a, "sharding", None) == targets[path] for path, a in kept.items()):
-            return call
-        own = call.without_closed_over()
-        found = self._closed_over.keep(self._key(callee, own), call.closed_over.placed(targets), callee.root)
-        return own.with_closed_over(found)
-
-    def _entry(self, callee: Callee, call: Call) -> Entry:
-        """The entry of a call, made if it is the first of its kind."""
-        current = defaults.current()
-        key = self._key(callee, call)
-        root = callee.root
-        entry = self._entries.find(key, root) or typed_as_planned(self._entries, key, call.types, root)
-        if entry is None:
-            with progress(f"planning {self.callee.name}") as say:
-                entry = self._entries.keep(key, make_entry(callee, self.options, call, current, say), root)
-            self._entries.warn_of_variants(key, self.callee.name, root)
-        include(entry.watch, root)
-        return entry
-
-    def _compiled(self, callee: Callee, call: Call, entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
-        """The entry of a call after it was compiled, which may change its plan (`compile_entry`)."""
-        if not entry.is_compiled:
-            entry = self._entries.keep(self._key(callee, call), compile_entry(entry, values), callee.root)
-        return entry
-
 
 _ATTRIBUTES = frozenset({
-    "fn", "options", "callee", "_shares", "_entries", "_closed_over", "_fast", "_fast_defaults", "_fast_watch", "_fast_context",
+    "fn", "options", "callee", "_calls", "_fast", "_fast_defaults", "_fast_watch", "_fast_context",
     "_checks_arrays", "_donates", "_transfers_arrays",
 })  # fmt: skip
 """The attributes of a sharded function itself."""

@@ -58,7 +58,7 @@ def _flatten(value: ShardedModule) -> tuple[tuple[tuple[Any, Any], ...], _Rest]:
         owner, rest = held
     else:
         owner, layers = unwrapped(value.fn)
-        rest = _Rest(layers, value.options, value._entries)
+        rest = _Rest(layers, value.options, value._calls.entries)
     return ((tree_util.GetAttrKey("fn"), owner),), rest
 
 
@@ -66,7 +66,7 @@ def _unflatten(rest: _Rest, children: Iterable[Any]) -> Any:
     (owner,) = children
     if callable(owner):
         made: Any = ShardedModule(wrapped(owner, rest.layers), rest.options)
-        made._entries = rest.entries
+        made._calls.entries = rest.entries
     else:  # JAX puts other objects in the place of a module, to look at the structure
         made = object.__new__(ShardedModule)
         vars(made)["_held"] = owner, rest

@@ -1,23 +1,19 @@
 """Search the shardings that the user left open.
 
-A search is a list of candidate generators, one evaluator, one budget and one archive:
+A search is a list of candidate generators, one evaluator, one budget and one archive. There is one folder for each trade; each
+imports only those above it in the table.
 
-1. `problem`: the question (`SearchProblem`), a choice (`Proposal`), an evaluated choice (`SearchCandidate`) and the answer.
-2. `engine`: generators take turns until the budget is spent. `archive`: what they found. `budget`: work.
-3. `BASELINES` come first: `sharding_propagation` follows the user's entries; `styles` proposes nothing sharded and the plans
-   that people write by hand, from `baselines`. Then the `GENERATORS` of the objective, in the order of their first turns:
-   `exact` solves a label model of the program, on the meshes of `meshes`; `local_search` tries moves around the best
-   candidates. `recursive_programming` is the fast search.
-4. The label model of a mesh: `label_tables` builds it from `mesh_model`, `graph_facts`, `op_labels`, `convolution_labels`,
-   `resharding_costs` and `op_costs` (with `partial_sum_costs`, `halo_costs` and `kernel_costs`). `level_costs` states the
-   objective, `filters` removes labels, `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`, and
-   `constrained` makes proposals of it.
-5. The moves of local search: `fewer_constraints`, `array_changes`, `many_array_changes`, `result_shardings`.
-6. `objectives` ranks candidates; `explanation` writes the answer; `memory_limit` says why nothing keeps a limit;
-   `proposal_checks` says what is wrong with a proposal of a user's generator.
+| folder | holds |
+|---|---|
+| `problem` | the question (`SearchProblem`), a choice (`Proposal`) and the answer; objectives, budget, memory limits |
+| `labels` | the label model: a program on a mesh as a labelling problem, which `shardfn.solver` solves |
+| `engine` | generators take turns until the budget is spent; the archive of what they found |
+| `moves` | local search, from the parts of baselines and constraints on ops |
+| `generators` | the exact search, the fast one, propagation, styles, and the policy where nothing is open |
 
-`default_policy` answers where nothing is open, `styles` where the user asks for one, and `read_as_given` keeps the shardings of
-functions inside.
+`BASELINES` come first: `generators.sharding_propagation` follows the user's entries; `generators.styles` proposes nothing sharded
+and the plans that people write by hand. Then the `GENERATORS` of the objective, in the order of their first turns. `explanation`
+writes the answer.
 """
 
 from __future__ import annotations
@@ -32,21 +28,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.search import (
-    default_policy,
-    exact,
-    local_search,
-    mesh_solution,
-    proposal_checks,
-    recursive_programming,
-    sharding_propagation,
-    styles,
-)
-from shardfn.search.archive import Archive
-from shardfn.search.engine import CandidateGenerator, run
+from shardfn.search.engine import Archive, CandidateGenerator, proposal_checks, run
 from shardfn.search.explanation import answer_of
-from shardfn.search.objectives import COMMUNICATION, LEVELS, MEMORY, OBJECTIVES, TIME
-from shardfn.search.problem import Answer, Proposal, Search, SearchProblem
+from shardfn.search.generators import default_policy, exact, recursive_programming, sharding_propagation, styles
+from shardfn.search.labels import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
+from shardfn.search.moves import local_search
+from shardfn.search.problem import (
+    COMMUNICATION,
+    LEVELS,
+    MEMORY,
+    OBJECTIVES,
+    TIME,
+    Answer,
+    Proposal,
+    Search,
+    SearchProblem,
+)
 
 __all__ = [
     "MODES",
@@ -74,9 +71,9 @@ LOCAL_SEARCH: Mapping[int, Mapping[str, CandidateGenerator]] = {
 """Of each level."""
 
 _TENSOR_BASELINES = {styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem)}
-_TIME = {"exact, time": functools.partial(exact.generate, mesh_solution.LEAST_TIME)}
-_SENT = {"exact, communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT)}
-_SHARDS = {"exact, smallest shards": functools.partial(exact.generate, mesh_solution.LEAST_SENT_IN_SMALLEST_SHARDS)}
+_TIME = {"exact, time": functools.partial(exact.generate, LEAST_TIME)}
+_SENT = {"exact, communication": functools.partial(exact.generate, LEAST_SENT)}
+_SHARDS = {"exact, smallest shards": functools.partial(exact.generate, LEAST_SENT_IN_SMALLEST_SHARDS)}
 
 
 def _first_of(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, CandidateGenerator]:
@@ -90,13 +87,13 @@ def _first_of(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, Cand
 GENERATORS: Mapping[int, Mapping[str, CandidateGenerator]] = {
     TIME: {
         **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_first_of(_SENT | _SHARDS),
-        "exact, three axes, time": functools.partial(exact.three_axes, mesh_solution.LEAST_TIME),
+        "exact, three axes, time": functools.partial(exact.three_axes, LEAST_TIME),
     },
     COMMUNICATION: {
         **_TENSOR_BASELINES,
-        "exact, balanced communication": functools.partial(exact.generate, mesh_solution.LEAST_SENT_BALANCED),
+        "exact, balanced communication": functools.partial(exact.generate, LEAST_SENT_BALANCED),
         **LOCAL_SEARCH[COMMUNICATION], **_SENT, **_first_of(_SHARDS),
-        "exact, three axes, communication": functools.partial(exact.three_axes, mesh_solution.LEAST_SENT_BALANCED),
+        "exact, three axes, communication": functools.partial(exact.three_axes, LEAST_SENT_BALANCED),
     },
     MEMORY: {
         **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_first_of(_TIME | _SENT),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardfn.ir.model import Axes, mesh_sizes_text, mesh_text
-from shardfn.search.archive import Archive
-from shardfn.search.array_changes import CHANGED
-from shardfn.search.mesh_solution import MeshSolution, estimate_holds, next_strategies
-from shardfn.search.objectives import MEMORY
-from shardfn.search.problem import Answer, SearchCandidate, runner_up
-from shardfn.search.styles import BASELINES, TENSOR_BASELINES
+from shardfn.search.engine import Archive
+from shardfn.search.generators import BASELINES, TENSOR_BASELINES
+from shardfn.search.labels import MeshSolution, estimate_holds, next_strategies
+from shardfn.search.moves import CHANGED
+from shardfn.search.problem import MEMORY, Answer, SearchCandidate, runner_up
 
 
 def answer_of(what: str, archive: Archive) -> Answer:

@@ -27,7 +27,7 @@ from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.value_checks import boolean, option_problems
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
-from shardfn.planning.op_constraints import anchors
+from shardfn.planning.inside import anchors
 
 COMMUNICATED = "shardfn.communicated"
 """The name of a collective's result."""

@@ -4,7 +4,6 @@ import hypothesis
 from hypothesis import strategies as st
 
 from shardfn.checkpoint.chunks import boxes, choose_chunks, covering_volume, volume
-from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, contents_from_json, contents_to_json
 
 SIZES = st.sampled_from([1, 2, 3, 8, 12, 64, 96, 131, 768, 1024, 50257, 50304])
 
@@ -35,16 +34,3 @@ def test_a_large_array_is_read_evenly_whatever_way_it_is_cut():
 def test_boxes_cover_everything_once(shape, data):
     size = [data.draw(st.integers(1, 7)) for _ in shape]
     assert sum(map(volume, boxes(shape, size))) == math.prod(shape)
-
-
-MESH = StoredMesh((("x", 2), ("y", 4)), (1, 0, 2, 3, 4, 5, 6, 7))
-
-
-def entry(path="a/b", shape=(8, 4)):
-    cut = choose_chunks(shape, (2, 1), 4)
-    return StoredArray(path, shape, "float32", (("key", "a"), ("key", "b")), (2, 1), cut, (("x",), ()), MESH)
-
-
-def test_a_description_round_trips():
-    held = Contents((entry(), entry("ä/ñ\ud800", (4, 4))), 8, 2)
-    assert contents_from_json(contents_to_json(held)) == held

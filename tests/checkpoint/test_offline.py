@@ -1,6 +1,8 @@
 """Copies without devices: into another layout, onto one device, as safetensors and back; and the command line."""
 
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -13,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint
-from shardfn.checkpoint import contents
+from shardfn.checkpoint.catalogue import read_contents
+from shardfn.checkpoint.safetensors_files import read_tensors
 from shardfn.cli.main import main
 from shardfn.errors import CheckpointError, CheckpointFileError
 from shardfn.layoutfile import LayoutFileError
@@ -53,7 +56,7 @@ def layout(tmp_path):
 
 
 def held(path):
-    return contents.read_contents(path / "11" / "state")
+    return read_contents(path / "11" / "state")
 
 
 def test_relayout(saved, state, layout, tmp_path):
@@ -61,7 +64,6 @@ def test_relayout(saved, state, layout, tmp_path):
     assert (done.step, done.devices, done.arrays) == (11, 8, len(jax.tree.leaves(state)))
     entry = held(tmp_path / "out")["params/w1"]
     assert (entry.strategy, entry.spec) == ((2, 4), (("data",), ("model",)))
-    assert (tmp_path / "out/11/state/params.w1/c/1/3").is_file(), "a file for each piece"
     back = checkpoint.restore(tmp_path / "out", like=state)
     same(back, state)
     back = checkpoint.restore(tmp_path / "out")
@@ -171,28 +173,90 @@ def test_files_of_others(tmp_path):
     assert back["n"] == 3
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64", "bool"])
+def test_dtypes_are_kept_and_slices_are_read(dtype, tmp_path):
+    rows = {
+        "first": np.ones((3,), "int8"),
+        "w": np.arange(1, 49).reshape(6, 8).astype(jnp.dtype(dtype)),
+        "one": np.asarray(1, jnp.dtype(dtype)),
+    }
+    safetensors.numpy.save_file(rows, tmp_path / "x.safetensors")
+    found = read_tensors(tmp_path / "x.safetensors")
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
+        name: (str(row.dtype), row.shape) for name, row in rows.items()
+    }
+    same(found["w"].read((slice(2, 5), slice(1, 3))), rows["w"][2:5, 1:3])
+    same(found["one"].read(()), rows["one"])
+    checkpoint.import_safetensors(tmp_path / "x.safetensors", tmp_path / "run")
+    (file,) = checkpoint.export_safetensors(tmp_path / "run", tmp_path / "y.safetensors")
+    again = read_tensors(file)
+    for name, row in rows.items():
+        same(again[name].read(tuple(slice(0, n) for n in row.shape)), row)
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode, "who may read other files may read this one"
+
+
+def memory_mib(name):
+    return next(int(row.split()[1]) >> 10 for row in open("/proc/self/status") if row.startswith(name))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the peak of the memory is Linux's")
+def test_a_file_larger_than_the_memory_is_written_a_piece_at_a_time(tmp_path):
+    big = {"a": np.arange(1 << 24, dtype="float32").reshape(4096, 4096), "b": np.float32(3)}
+    checkpoint.save(tmp_path / "big", big)
+    checkpoint.export_safetensors(tmp_path / "big", tmp_path / "warm", only="b")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    begin = memory_mib("VmHWM")
+    (file,) = checkpoint.export_safetensors(tmp_path / "big", tmp_path / "out", memory="16MiB")
+    assert memory_mib("VmHWM") - begin < 32, "of 64"
+    same(safetensors.numpy.load_file(file)["a"], big["a"])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_that_changes_after_it_was_opened_is_named(tmp_path):
+    good(tmp_path / "x.safetensors")
+    found = read_tensors(tmp_path / "x.safetensors")["w"]
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointFileError, match=r"x.safetensors cannot be read(?s:.)*`w`"):
+        found.read((slice(0, 2), slice(0, 2)))
+
+
 def good(path):
     safetensors.numpy.save_file({"w": np.ones((64, 64), "float32"), "v": np.ones(3)}, path)
     return path.read_bytes()
 
 
+def of_header(*rows):
+    """A file whose header says what the rows say, with as many bytes as they need."""
+    text = json.dumps(
+        {name: {"dtype": dtype, "shape": shape, "data_offsets": span} for name, dtype, shape, span in rows}
+    ).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(max(row[3][1] for row in rows))
+
+
 BROKEN = {
-    "should have 0 bytes, and the file has 0": lambda data: b"",
-    "it is truncated": lambda data: data[:-5],
-    "should have 120 bytes, and the file has 20": lambda data: data[:20],
-    "should have 1,000,000,000,000 bytes": lambda data: (10**12).to_bytes(8, "little") + data[8:],
-    "Expecting value": lambda data: data[:8] + b"x" + data[9:],
-    "has the dtype 'F33'": lambda data: data.replace(b'"F32"', b'"F33"'),
-    "`w` needs 16,640 bytes": lambda data: data.replace(b"[64,64]", b"[64,65]"),
-    "is not a count": lambda data: data.replace(b"[64,64]", b"[-4,64]"),
-    "is not a JSON object of tensors": lambda data: (8).to_bytes(8, "little") + b"[1, 2]  " + data[8:],
-}
+    "empty": ("header too small", lambda data: b""),
+    "truncated": ("file not fully covered", lambda data: data[:-5]),
+    "longer": ("file not fully covered", lambda data: data + b"x"),
+    "truncated in the header": ("invalid header length", lambda data: data[:20]),
+    "a long header": ("header too large", lambda data: (10**12).to_bytes(8, "little") + data[8:]),
+    "no JSON": ("expected value", lambda data: data[:8] + b"x" + data[9:]),
+    "a dtype that there is not": ("unknown variant `F33`", lambda data: data.replace(b'"F32"', b'"F33"')),
+    "another shape": ("invalid shape", lambda data: data.replace(b"[64,64]", b"[64,65]")),
+    "a negative shape": ("invalid value", lambda data: data.replace(b"[64,64]", b"[-4,64]")),
+    "a list": ("invalid type", lambda data: (8).to_bytes(8, "little") + b"[1, 2]  " + data[8:]),
+    "tensors that overlap": ("invalid offset for tensor `b`",
+                             lambda data: of_header(("a", "F32", [2], [0, 8]), ("b", "F32", [2], [4, 12]))),
+    "a gap": ("invalid offset for tensor `b`",
+              lambda data: of_header(("a", "F32", [2], [0, 8]), ("b", "F32", [2], [12, 20]))),
+    "a dtype that NumPy has not": ("`a` has the dtype F4", lambda data: of_header(("a", "F4", [4], [0, 2]))),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("why", BROKEN)
-def test_import_of_broken_safetensors_is_refused(tmp_path, why):
+@pytest.mark.parametrize(("why", "damage"), BROKEN.values(), ids=BROKEN)
+def test_import_of_broken_safetensors_is_refused(tmp_path, why, damage):
     file = tmp_path / "x.safetensors"
-    file.write_bytes(BROKEN[why](good(file)))
+    file.write_bytes(damage(good(file)))
     error = refusal(checkpoint.import_safetensors, file, tmp_path / "run")
     assert isinstance(error, CheckpointFileError) and why in error.problems[0].why and str(file) in str(error)
     assert not (tmp_path / "run").exists()
@@ -224,9 +288,9 @@ def test_broken_indices(tmp_path, rows):
 
 
 def test_export_of_what_safetensors_has_not_is_refused(tmp_path):
-    checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2), "i": jnp.ones(2, "int4")})
-    error = refusal(checkpoint.export_safetensors, tmp_path / "run", tmp_path / "x")
-    assert [problem.where for problem in error.problems] == ["a/b, a.b", "i: int4[2]"]
+    checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a_b": jnp.ones(2), "i": jnp.ones(2, "int4")})
+    error = refusal(lambda: checkpoint.export_safetensors(tmp_path / "run", tmp_path / "x", separator="_"))
+    assert [problem.where for problem in error.problems] == ["a/b, a_b", "i: int4[2]"]
 
 
 def run(capsys, *arguments):

@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,26 +59,31 @@ print("done", flush=True)
 """
 
 
-def test_one_process_to_two_and_back(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    whole = np.arange(512 * 256, dtype="float32").reshape(512, 256)
-    w = jax.device_put(whole, NamedSharding(mesh(2, 4), P("a", "b")))
-    checkpoint.save(first, {"w": w, "b": jnp.arange(8.0), "step": 5})
+def run(count, arguments):
+    """What the processes of a job print; `arguments` are a script and its arguments, by the number of the process."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment |= {"NPROC": "32", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    address = f"127.0.0.1:{free_port()}"
     processes = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(first), str(second), address, str(i)], env=environment,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for i in range(2)
+        subprocess.Popen([sys.executable, "-c", *map(str, arguments(i))], env=environment, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for i in range(count)
     ]  # fmt: skip
     try:
         told = [process.communicate(timeout=150)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(told)
-    for text in told:
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(told)
+    return told
+
+
+def test_one_process_to_two_and_back(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    whole = np.arange(512 * 256, dtype="float32").reshape(512, 256)
+    w = jax.device_put(whole, NamedSharding(mesh(2, 4), P("a", "b")))
+    checkpoint.save(first, {"w": w, "b": jnp.arange(8.0), "step": 5})
+    address = f"127.0.0.1:{free_port()}"
+    for text in run(2, lambda number: [SCRIPT, first, second, address, number]):
         read, needed, chunks = (int(text.split(f"{word} ")[1].split()[0]) for word in ("read", "needed", "chunks"))
         assert chunks <= 1.1 * needed
         assert read < 0.6 * whole.nbytes, "each process reads its half"
@@ -87,3 +93,47 @@ def test_one_process_to_two_and_back(tmp_path):
     assert back["w"].sharding.shard_shape(whole.shape) == (128, 256)
     same(back["key"], jax.random.key(3))
     assert checkpoint.inspect(second).contents.processes == 2
+
+
+FULL = """
+import os, resource, sys, time
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+folder, address, count, number, full = *sys.argv[1:3], *map(int, sys.argv[3:6])
+jax.config.update("jax_num_cpu_devices", 2)
+bind = {"coordinator_bind_address": address} if number == 0 else {}
+jax.distributed.initialize(address, count, number, **bind)
+from shardfn import checkpoint
+
+rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+make = lambda step: {
+    "w": jax.make_array_from_callback(
+        (64 * count, 2048), rows, lambda at: np.random.default_rng(step).normal(size=(32, 2048)).astype("float32")),
+    "step": step,
+}
+checkpoint.save(folder, make(1), step=1)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+if number == full:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+for background in (False, True):
+    began = time.monotonic()
+    try:
+        checkpoint.save(folder, make(2), step=2, background=background).wait()
+    except checkpoint.CheckpointFileError as error:
+        assert "is full" in str(error) and f"process_{full}" in str(error), error
+        print("told in", time.monotonic() - began, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+assert checkpoint.steps(folder) == (1,), checkpoint.steps(folder)
+checkpoint.save(folder, make(3), step=3)
+assert checkpoint.steps(folder) == (1, 3) and checkpoint.restore(folder, only="step")["step"] == 3
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("count", "full"), [(2, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_disk_that_is_full_for_one_process_ends_the_save_of_all(tmp_path, count, full):
+    address = f"127.0.0.1:{free_port()}"
+    for text in run(count, lambda number: [FULL, tmp_path, address, count, number, full]):
+        waits = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("told in")]
+        assert len(waits) == 2 and max(waits) < 30, text

@@ -92,7 +92,7 @@ def test_into_a_plan(tmp_path):
     made = shardfn.plan(step, params, state["opt"], jnp.ones((16, 32)), in_strategy=(shardfn.AUTO, None, (2, 1)),
                         parameter_plan=cuts, search_mode="sharding_propagation")  # fmt: skip
     checkpoint.save(tmp_path, state, made)
-    assert '"params/w1"' in (tmp_path / "0/state/layout.toml").read_text()
+    assert '"params/w1"' in (tmp_path / "0/layout/layout.toml").read_text()
     back = checkpoint.restore(tmp_path, made, like=state)
     same(back, state)
     assert back["params"]["w1"].sharding.is_equivalent_to(made.in_shardings[0]["w1"], 2)

@@ -105,7 +105,19 @@ def test_launch_with_heartbeats_ends_a_job_whose_process_falls_silent(tmp_path):
     (tmp_path / "attempt-1" / "heartbeats" / "0").touch()
     os.utime(tmp_path / "attempt-1" / "heartbeats" / "0", (0, 0))  # of an earlier job with the same logs
     outcome, _ = run(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}", tmp_path, heartbeat_s=0.8, grace_s=0.5)
-    assert (outcome.status, outcome.rank) == (124, 1) and "process 1 was silent" in str(outcome)
+    assert (outcome.status, outcome.rank) == (124, 1) and "process 1 was silent, and" in str(outcome)
+
+
+def test_launch_with_heartbeats_ends_a_job_whose_process_hangs_before_its_first_step(tmp_path):
+    """Such as in an import. Process 0 takes long to start too, but comes to its first step."""
+    code = (
+        "import os, pathlib, time\n"
+        "time.sleep(1 if os.environ['RANK_ID'] == '0' else 60)\n"
+        "while True: pathlib.Path(os.environ['SHARDFN_HEARTBEATS'], '0').touch(); time.sleep(0.02)"  # as beat() does
+    )
+    outcome, _ = run(code, tmp_path, heartbeat_s=0.8, first_heartbeat_s=2.5, grace_s=0.5)
+    assert (outcome.status, outcome.rank, outcome.has_begun) == (124, 1, False)
+    assert "process 1 was silent before its first step, and the job was ended" in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +212,7 @@ def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
     assert second == first.replace("--host a", "--host b")
     assert main(["launch", "--processes", "2", "--hosts", "10.0.0.1", "train.py"]) == 0
     assert "--host 10.0.0.1 " in capsys.readouterr().out, "also of one host, which may be another machine"
-    options = ["--heartbeat", "60", "--grace", "20", "--logs", "/shared/logs"]
+    options = ["--heartbeat", "60", "--first-heartbeat", "600", "--grace", "20", "--logs", "/shared/logs"]
     assert main(["launch", "--processes", "2", "--hosts", "a,b", *options, "train.py"]) == 0
     assert f"{' '.join(options)} train.py" in capsys.readouterr().out, "every option is passed on"
     table = tmp_path / "table.json"
@@ -220,8 +232,22 @@ def test_command_line_prints_the_command_of_each_host(tmp_path, capsys):
         (["--processes", "2", "--min-processes", "3", __file__], "--min-processes 3"),
         (["--processes", "2", "--port", "0", __file__], "`port` cannot be 0"),
         (
-            ["--processes", "2", "--port", "70000", "--retries", "-1", "--heartbeat", "nan", "--grace", "-1", __file__],
-            "4 problems",
+            [
+                "--processes",
+                "2",
+                "--port",
+                "70000",
+                "--retries",
+                "-1",
+                "--heartbeat",
+                "nan",
+                "--first-heartbeat",
+                "0",
+                "--grace",
+                "-1",
+                __file__,
+            ],
+            "5 problems",
         ),
         (["--processes", "2", "--hosts", "a,,b", "x.py"], "not the hosts of a job"),
         (["--processes", "2", "--logs", __file__, __file__], "attempt-1 cannot be made"),

@@ -11,7 +11,7 @@ import pytest
 import shardfn
 from shardfn.compiled.candidates import CompiledCandidate, best
 from shardfn.errors import DeviceError, StrategyError
-from shardfn.search.objectives import Figures
+from shardfn.search.problem import Figures
 from shardfn.units import bytes_text
 
 RNG = np.random.default_rng(0)

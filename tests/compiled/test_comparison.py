@@ -10,7 +10,8 @@ from shardfn.compiled.executable import Compiled, read
 from shardfn.cost.devices.hardware import CHIPS, Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_memory import MemoryEstimate
-from shardfn.ir.model import Collective, Graph, PartitionedProgram
+from shardfn.ir.model import Graph
+from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.plan import Decision, Plan
 
 RESULTS = tuple(Decision(f"result/{i}", (), "float32", (), (), "propagated") for i in range(2))

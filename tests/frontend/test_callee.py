@@ -250,7 +250,7 @@ def test_decorated_methods_go_with_their_objects(kind, w):
     wanted = X @ W if w is W else 2 * X
     for _ in range(2):
         close(owner.method(X), wanted)
-    assert len(owner.method._entries) >= 1, "plans are kept"
+    assert len(owner.method._calls.entries) >= 1, "plans are kept"
     others = [copy.copy(owner), copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))]
     for other in others:
         other.w = other.w * 2
@@ -321,7 +321,7 @@ def test_what_a_cell_s_call_changes_is_written_back():
     assert cell.inner is inner and all(a is b for a, b in zip(cell.layers, layers, strict=True)), "objects stay"
     assert cell.layers[0].w is kept, "what the call did not change is not touched"
     assert cell.inner.w.sharding.shard_shape((16, 8)) == (16, 1), "and lies where the next call takes it"
-    assert len(cell._sharded()._entries) == 1
+    assert len(cell._sharded()._calls.entries) == 1
 
 
 def test_arrays_are_found_in_every_container():

@@ -87,7 +87,7 @@ def test_another_function_in_an_object_is_another_call():
     for activation in (jnp.tanh, jax.nn.relu, jnp.tanh):
         layer = _layer(activation)
         np.testing.assert_allclose(sharded(layer, X), layer(X), rtol=1e-5, atol=1e-5)
-    assert len(sharded._entries) == 2
+    assert len(sharded._calls.entries) == 2
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_numbers_of_registered_classes_stay_traced():
     sharded = shard(lambda state, x: (state.b + 1, x * state.w))
     assert int(sharded(counter, X)[0]) == 4
     sharded(Layer(jnp.ones(()), 4), X)
-    assert len(sharded._entries) == 1
+    assert len(sharded._calls.entries) == 1
 
 
 def test_held_trees_are_released_and_equal_by_value():

@@ -217,7 +217,7 @@ def test_a_call_sees_what_changed(name, way):
     scaled(call, 2)
     change(made)
     scaled(made.decorated if way == "decorated" else call, 3)
-    assert len(call._entries) == 2 or name == "of an object with arrays", (
+    assert len(call._calls.entries) == 2 or name == "of an object with arrays", (
         "once for each value; objects with arrays share"
     )
 
@@ -241,7 +241,7 @@ def test_what_is_not_read_is_not_watched():
         counts.steps += 1
         counts.cfg.k = counts.other = step
     (method,) = vars(counts)["_shardfn_methods"].values()
-    assert len(method._entries) == 1
+    assert len(method._calls.entries) == 1
 
 
 @pytest.mark.parametrize("by_class", [False, True])
@@ -342,7 +342,7 @@ def test_nnx_modules():
     module.w[...] = 2 * jnp.ones(2)
     scaled(call, 6)
     Whole.k = 2.0
-    assert len(call._entries) == 3
+    assert len(call._calls.entries) == 3
 
 
 class Tree(eqx.Module):
@@ -363,7 +363,7 @@ def test_equinox_modules():
     Tree.k = 1.0
     scaled(call, 3)
     Tree.k = 2.0
-    assert len(call._entries) == 3
+    assert len(call._calls.entries) == 3
 
 
 def test_numbers_that_are_equal_but_not_the_same():
@@ -506,7 +506,7 @@ def test_arrays_that_come_later_are_arguments():
         late.w = jnp.float32(k)
         scaled(late, k)
     (method,) = vars(late)["_shardfn_methods"].values()
-    assert len(method._entries) == 2, "the array is an argument"
+    assert len(method._calls.entries) == 2, "the array is an argument"
 
 
 def test_closed_over_arguments_are_watched_too():

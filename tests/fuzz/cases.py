@@ -253,6 +253,11 @@ PROGRAMS = {
         "jnp.sort(v0, axis=0)",
         devices=4,
     ),
+    "all of an array, then its first element, in a program around": lines(
+        (32,), ("AUTO",), "lax.dynamic_slice(x0, [0], [32]).at[0].set(0.5)", "(v0, x0.at[:-2].set(x0[2:]))"
+    ),
+    "the greatest of one element": lines((32,), (2,), "jnp.split(x0, [31], 0)[1]", "lax.top_k(v0, 1)[0]", devices=4),
+    "all elements by size": lines((6,), (2,), "lax.top_k(x0[1:], 5)[0]", devices=2),
     "the gradient of a transposed slice, sorted": lines(
         (1, 8),
         (1, 8),

@@ -24,8 +24,8 @@ MAY_NAME_OPS = {
     "compiled/hlo.py", "compiled/executable.py",
     "movement/rules/__init__.py", "movement/rewrite.py", "movement/constants.py",  # primitives
     # What one pass or bug of XLA concerns, or one sentence of the report:
-    "planning/plan_kind.py", "partition/loop_reductions.py", "planning/op_constraints.py", "planning/workarounds.py",
-    "planning/uneven_movement.py",
+    "planning/plan/plan_kind.py", "partition/loop_reductions.py", "planning/inside/op_constraints.py", "planning/workarounds/rewrites.py", "planning/workarounds/windows.py", "planning/workarounds/wrong_ops.py",
+    "planning/workarounds/uneven_movement.py",
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def kinds(plan):
 
 
 def plans(cell):
-    return len(cell._sharded()._entries)
+    return len(cell._sharded()._calls.entries)
 
 
 def test_construct_gives_the_plan_its_names():
@@ -156,7 +156,7 @@ def test_a_decorated_method_plans_once_for_all_instances():
     net = Doubled()
     for _ in range(2):
         grads = nnx.grad(lambda net: net(X).sum())(net)
-    assert len(Doubled.__dict__["__call__"]._entries) == 1
+    assert len(Doubled.__dict__["__call__"]._calls.entries) == 1
     np.testing.assert_allclose(grads["w"][...], X.sum(0)[:, None] * jnp.ones((16, 16)), atol=1e-5)
 
 

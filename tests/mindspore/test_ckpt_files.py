@@ -1,6 +1,7 @@
-"""MindSpore's `.ckpt` and binary strategy files: read from bytes of the published schema, written here by hand."""
+"""MindSpore's `.ckpt` and binary strategy files, made of the messages that are read; literal bytes hold the numbers of the fields."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,30 @@ import pytest
 
 import shardfn
 import shardfn.mindspore as ms
+from shardfn.checkpoint.safetensors_files import read_tensors
 from shardfn.errors import CheckpointFileError
+from shardfn.layoutfile import mindspore_schema
 from shardfn.layoutfile.mindspore_protobuf import strategy_bytes, strategy_rows
-from shardfn.layoutfile.protobuf import fields, integers, message
+from shardfn.layoutfile.mindspore_schema import message
 from shardfn.mindspore.ckpt_files import tensors_of
 
 TYPES = {"float32": "Float32", "bfloat16": "BFloat16", "int8": "Int8", "bool": "Bool", "int64": "Int64"}
 W = np.arange(32, dtype="float32").reshape(8, 4)
 
 
+def framed(data):
+    """A value as field 1 of a checkpoint."""
+    return b"\x0a" + number(len(data)) + data
+
+
+def number(value):
+    """A number as ProtoBuf writes it."""
+    return message("Dims", dim=[value]).SerializeToString()[1:]
+
+
 def value(name, shape, kind, content):
-    tensor = message(*((1, n) for n in shape), (2, kind), (3, content))
-    return message((1, message((1, name), (2, tensor))))
+    tensor = message("Tensor", dims=shape, tensor_type=kind, tensor_content=content)
+    return framed(message("Value", tag=name, tensor=tensor).SerializeToString())
 
 
 def entry(name, array, parts=1):
@@ -68,11 +81,19 @@ def test_encrypted_ckpt_file_is_refused(tmp_path, magic):
     ("content", "why"),
     [
         (b"", "empty"),
-        (entry("w", W)[:-5], "ends at"),
-        (b"not a checkpoint at all", "field"),
+        (entry("w", W)[:-5], "the values end at"),
+        (b"not a checkpoint at all", "begins no value"),
+        (b"\x0a\x04\x12\x7fab", "cannot be read"),
+        (b"\x0a" + b"\xff" * 8 + b"\x7f" + b"a", "a value should end at byte 9,223,372,036,854,775,817"),
+        (framed(message("Value", tensor=message("Tensor")).SerializeToString()), "a value has no name"),
+        (value("w", (-1,), "Int8", b"1"), "the tensor `w` cannot be read"),
         (value("w", (8, 4), "Float32", W.tobytes()[:-4]), "`w` needs 128 bytes, and has 124"),
         (value("w", (8, 4), "Int4", b"1"), "the type 'Int4', which is unknown"),
-        (message((1, message((1, "table"), (3, b"")))), "`table` is no tensor"),
+        (framed(b"\x0a\x05table\x1a\x00"), "`table` is no tensor"),
+        (framed(b"\x0a\x01w\x12\x09\x08\x01\x12\x04Int8"), "the bytes of `w` do not end with its value"),
+        (framed(b"\x0a\x01w\x12\x0b\x08\x01\x12\x04Int8\x1a\x09a"), "the bytes of `w` do not end with its value"),
+        (framed(b"\x0a\x7fw"), "a description has the bytes 2 to 131, and its value ends at 5"),
+        (b"\x0a\x06\x0a\x01w\x12\xff\xff", "cannot be read"),
         (entry("w", W) + entry("b", W[0]) + entry("w", W), "holds `w` twice"),
     ],
 )
@@ -128,8 +149,40 @@ def test_binary_strategy_has_the_rows_of_the_json():
     content = strategy_bytes(ROWS)
     assert strategy_rows(content) == ROWS
     assert content[0] == 0x08  # what tells it from text
-    packed = message((1, bytes([2, 4])), (2, b""))  # another writer may pack the numbers of a list
-    assert integers(packed, (one for number, one in fields(packed, (0, len(packed))) if number == 1)) == [2, 4]
+
+
+def test_numbers_of_the_fields_are_those_of_mindspore(tmp_path):
+    """Bytes written by hand from the published schemas."""
+    strategy = bytes.fromhex(
+        "0801"  # current_stage
+        "121a0a084d61744d756c5f77" "120e0800" "120408020801" "120408010804"  # a strategy: its name; its stage and dims
+        "1a300a08706172616d732e77" "1224" "0a0408020804" "120d080108ffffffffffffffffff01"  # a layout: its name, matrix and map
+        "2800" "3000" "38ffffffffffffffffff01"
+    )  # fmt: skip
+    rows = {
+        **ROWS,
+        "parallel_layout_item": {"params.w": {**ROWS["parallel_layout_item"]["params.w"], "opt_weight_shard_size": -1}},
+    }
+    assert (strategy_rows(strategy), strategy_bytes(rows)) == (rows, strategy)
+    tensor = bytes.fromhex("0a130a0177120e080208011204496e74381a027f81")  # name; dims, type, content
+    (tmp_path / "net.ckpt").write_bytes(tensor)
+    read = tensors_of(tmp_path / "net.ckpt")["w"].read((slice(0, 2), slice(0, 1)))
+    assert (read.dtype, read.tolist()) == ("int8", [[127], [-127]])
+
+
+def test_bytes_of_tensors_are_not_read_when_a_ckpt_file_is_opened(tmp_path):
+    """A file with holes of 40 GB, of which a row is read."""
+    with open(tmp_path / "net.ckpt", "wb") as file:
+        for name in "abcdefghij":
+            tensor = message("Tensor", dims=[1 << 22, 1 << 10], tensor_type="Int8").SerializeToString()
+            tensor += b"\x1a" + number(1 << 32)
+            head = message("Value", tag=name).SerializeToString() + b"\x12" + number(len(tensor) + (1 << 32)) + tensor
+            file.write(b"\x0a" + number(len(head) + (1 << 32)) + head)
+            file.seek(1 << 32, 1)
+        file.truncate()
+    found = tensors_of(tmp_path / "net.ckpt")
+    assert list(found) == list("abcdefghij")
+    assert not found["j"].read((slice(1 << 21, (1 << 21) + 1), slice(0, 1 << 10))).any()
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-3], lambda b: b + b"\x3a\x01x"], ids=["truncated", "unknown field"])
@@ -161,3 +214,23 @@ def test_strategy_ckpt_save_file_is_binary_and_is_loaded_again(tmp_path):
     with ms.auto_parallel(strategy_ckpt_load_file=file):
         plan = shardfn.plan(serve, *shapes())
     assert plan.decision("params/w").strategy == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "says"),
+    [
+        (
+            "google.protobuf.descriptor_pb2",
+            lambda path: tensors_of(path / "x.ckpt"),
+            "MindSpore's binary files need protobuf",
+        ),
+        ("safetensors", lambda path: read_tensors(path / "x.safetensors"), "checkpoints need safetensors"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, module, call, says):
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    (tmp_path / "x.ckpt").write_bytes(b"\x0a\x00")
+    mindspore_schema._classes.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(shardfn.errors.ExtraError, match=f"{says}, which is not installed"):
+        call(tmp_path)

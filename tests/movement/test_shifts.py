@@ -9,7 +9,7 @@ from jax import lax
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.movement import shifts_of, with_shifts
-from shardfn.planning import planner
+from shardfn.planning.answers import planner
 from shardfn.runtime.verify import compile_plan
 
 N = 64

@@ -7,8 +7,8 @@ import pytest
 
 import shardfn
 from shardfn.ir.model import OpConstraint
-from shardfn.planning.candidates import distinct_names
-from shardfn.planning.decisions import Candidate, Figures
+from shardfn.planning.answers import distinct_names
+from shardfn.planning.plan import Candidate, Figures
 from shardfn.search.problem import SearchCandidate
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))

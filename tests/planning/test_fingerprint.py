@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfn import load_layout, plan
-from shardfn.planning.fingerprint import fingerprint
+from shardfn.planning.layout_rules.fingerprint import fingerprint
 from shardfn.runtime.layout_check import check_layout
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardfn
 from shardfn import AUTO, shard
 from shardfn.errors import DeviceError, StrategyError
-from shardfn.planning.given_mesh import _possible, _specs
+from shardfn.planning.meshes.given_mesh import _possible, _specs
 
 DEVICES = np.array(jax.devices())
 MESH = Mesh(DEVICES.reshape(2, 4), ("data", "model"))

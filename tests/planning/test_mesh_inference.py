@@ -12,7 +12,7 @@ from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
 from shardfn.ir.divisors import primes
 from shardfn.mindspore.parallel import layout_of
-from shardfn.planning.mesh_inference import place
+from shardfn.planning.meshes import place
 
 
 def placed(devices, *arrays):

@@ -12,7 +12,7 @@ from shardfn import AUTO
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
 from shardfn.mindspore import Layout
-from shardfn.planning.named_shardings import mesh_of, names_axes
+from shardfn.planning.meshes import mesh_of, names_axes
 
 DEVICES = jax.devices()
 ON = Layout((2, 4), ("dp", "mp"))

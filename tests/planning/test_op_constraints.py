@@ -16,7 +16,7 @@ from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import OpConstraint
 from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, rebind
-from shardfn.planning.op_constraints import anchors
+from shardfn.planning.inside import anchors
 from shardfn.search import Answer
 from shardfn.search.problem import objective
 

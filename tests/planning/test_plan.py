@@ -11,9 +11,9 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError
-from shardfn.planning.plan import Constraint
-from shardfn.planning.plan_diff import diff
-from shardfn.planning.summary import proof
+from shardfn.planning.layout_rules import Constraint
+from shardfn.planning.plan.plan_diff import diff
+from shardfn.planning.plan.summary import proof
 
 
 def shaped(*shape):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn
 from shardfn import AUTO
-from shardfn.planning.plan_kind import Layouts, kind_of
+from shardfn.planning.plan import Layouts, kind_of
 
 A, B, NONE = frozenset("a"), frozenset("b"), frozenset()
 ONE, TWO = (("a", 8),), (("a", 4), ("b", 2))

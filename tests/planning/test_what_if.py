@@ -9,7 +9,7 @@ import pytest
 import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.mindspore import Layout
-from shardfn.planning.decisions import Alternatives, Figures
+from shardfn.planning.plan import Alternatives, Figures
 
 ON = Layout((2, 4), ("a", "b"))
 

@@ -15,7 +15,7 @@ from shardfn.frontend.strategy import AUTO, Leaf
 from shardfn.ir.divisors import primes
 from shardfn.mindspore.layout import Layout
 from shardfn.mindspore.parallel import layout_of
-from shardfn.planning.mesh_inference import place
+from shardfn.planning.meshes import place
 
 DEVICES = (2, 3, 4, 6, 8, 12, 24, 64, 4096)
 

@@ -9,7 +9,8 @@ import pytest
 import shardfn
 from shardfn.cost.collectives import communication_bytes
 from shardfn.ir.model import axis_name
-from shardfn.planning.tested_attribution import _subject, causes
+from shardfn.planning.questions import causes
+from shardfn.planning.questions.tested_attribution import _subject
 from shardfn.report.report import make_report
 from tests.marks import some_slow
 

@@ -15,10 +15,11 @@ from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_memory import MemoryEstimate
 from shardfn.cost.overlap import Overlap
-from shardfn.ir.model import Collective, Communication, Graph, Op, PartitionedProgram, Value
-from shardfn.planning.decisions import Candidate, Constraint, Figures
-from shardfn.planning.plan import Decision, DimensionGroup, Plan
-from shardfn.planning.summary import proof
+from shardfn.ir.model import Graph, Op, Value
+from shardfn.ir.partitioned import Collective, Communication, PartitionedProgram
+from shardfn.planning.layout_rules import Constraint
+from shardfn.planning.plan import Candidate, Decision, DimensionGroup, Figures, Plan
+from shardfn.planning.plan.summary import proof
 from shardfn.render import parts as render
 from shardfn.report.data import attributions
 from shardfn.report.report import Report, make_report

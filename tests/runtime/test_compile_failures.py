@@ -17,7 +17,7 @@ X = np.arange(120, dtype=np.float32).reshape(8, 15)  # only dimension 0 can be s
 @pytest.fixture(autouse=True)
 def unknown_bugs(monkeypatch):
     """No bug of XLA is known, so that there are programs that it does not compile."""
-    monkeypatch.setattr("shardfn.planning.planner.wrong_ops", lambda *_: ())
+    monkeypatch.setattr("shardfn.planning.answers.planner.wrong_ops", lambda *_: ())
 
 
 def _observed(x):

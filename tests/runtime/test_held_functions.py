@@ -160,7 +160,7 @@ def test_the_sharded_whole_follows_too():
     close(net(X), plain({"block1/w": W1, "block2/w": W2}, X))
     net.block1.w = 2 * W1
     close(net(X), plain({"block1/w": 2 * W1, "block2/w": W2}, X))
-    assert len(net._sharded()._entries) == 1
+    assert len(net._sharded()._calls.entries) == 1
     assert [d.path for d in net.plan(X).inputs] == ["block1/w", "block2/w", "x"]
 
 

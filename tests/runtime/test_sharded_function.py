@@ -263,7 +263,7 @@ def test_new_shapes_are_planned_anew_and_old_ones_are_known():
     for rows in (8, 4, 8, 16, 4, 8):
         x = jnp.resize(X, (rows, 16))
         close(sharded(x, W), layer(x, W))
-    assert len(sharded._entries) == 3
+    assert len(sharded._calls.entries) == 3
     with pytest.raises(ShardError, match="5 is not divisible by 2"):
         sharded(X[:5], W)
     close(sharded(X, W), layer(X, W))
@@ -282,7 +282,7 @@ def test_types_structures_and_static_values_are_part_of_a_plan():
     for _ in range(2):
         for x, s, n in calls:
             close(sharded(x, s, n), jax.tree.map(lambda v, s=s, n=n: v * s + n, x), 1e-2)
-    assert len(sharded._entries) == 6
+    assert len(sharded._calls.entries) == 6
 
 
 def test_x64_is_part_of_a_plan():
@@ -315,7 +315,7 @@ def test_threads_plan_and_call_at_once():
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for x, result in pool.map(work, range(16)):
             close(result, layer(x, W))
-    assert len(sharded._entries) == 3
+    assert len(sharded._calls.entries) == 3
 
 
 def test_a_call_is_planned_once_and_compiled_once(compiles):
@@ -326,7 +326,7 @@ def test_a_call_is_planned_once_and_compiled_once(compiles):
         sharded(x, w)
     sharded.plan(x, w)
     sharded.explain(x, w)
-    assert (len(compiles), len(sharded._entries)) == (1, 1)
+    assert (len(compiles), len(sharded._calls.entries)) == (1, 1)
 
 
 # ---- programs
@@ -428,7 +428,9 @@ def test_a_training_loop_has_the_losses_of_the_unsharded_one(name, sharded_part)
     assert losses[-1] < losses[0]
     close(params, wanted_params, 1e-3)
     if sharded_part == "step":
-        assert len(step._entries) == 1, "results are sharded as the arguments: no step is planned or compiled again"
+        assert len(step._calls.entries) == 1, (
+            "results are sharded as the arguments: no step is planned or compiled again"
+        )
         assert params["layers"][1]["w1"].sharding.shard_shape((16, 32)) == (16, 8)
 
 
@@ -461,7 +463,7 @@ def test_an_nnx_network_trains_with_one_block_sharded():
     net = Net()
     net.block1.shard(in_strategy=((2, 1),), parameter_plan={"up/kernel": (1, 4), "down/kernel": (4, 1)})
     np.testing.assert_allclose(train(net, step), train(Net(), nnx.jit(step)), rtol=1e-4)
-    assert len(net.block1._sharded()._entries) == 1
+    assert len(net.block1._sharded()._calls.entries) == 1
 
 
 def test_warnings_are_those_of_the_user_s_program():

@@ -20,7 +20,7 @@ from examples.models import abstract, gpt2
 from shardfn.compiled import targets
 from shardfn.cost.devices.hardware import CHIPS, Chip, resolve
 from shardfn.errors import DeviceError, StrategyError
-from shardfn.planning.plan import Constraint
+from shardfn.planning.layout_rules import Constraint
 from shardfn.runtime import verify
 from tests.messages import refusal, told
 

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import shardfn
 from shardfn.cost.devices.hardware import resolve
 from shardfn.frontend.trace import trace
-from shardfn.search.label_tables import build
-from shardfn.search.level_costs import labelling_of
-from shardfn.search.mesh_model import MeshModel
+from shardfn.search.labels import MeshModel, build, labelling_of
 from shardfn.search.problem import SearchProblem
 
 S = jax.ShapeDtypeStruct

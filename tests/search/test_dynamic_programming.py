@@ -15,13 +15,10 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS
 from shardfn.search.engine import run
-from shardfn.search.label_tables import build
-from shardfn.search.mesh_model import MeshModel, spec_of_label
-from shardfn.search.mesh_solution import LEAST_SENT, LEAST_TIME, estimated_rank
-from shardfn.search.objectives import TIME
-from shardfn.search.op_labels import value_labels
-from shardfn.search.problem import objective
-from shardfn.search.resharding_costs import resharding_cost
+from shardfn.search.labels import LEAST_SENT, LEAST_TIME, MeshModel, build, estimated_rank, resharding_cost
+from shardfn.search.labels.mesh_model import spec_of_label
+from shardfn.search.labels.op_labels import value_labels
+from shardfn.search.problem import TIME, objective
 from tests.search.problems import S, planned_problem, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}

@@ -13,15 +13,15 @@ import shardfn
 from shardfn import AUTO, search
 from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.ir.model import OpConstraint
-from shardfn.search import BASELINES, GENERATORS, exact, styles
-from shardfn.search.archive import Archive
-from shardfn.search.engine import FEWEST_CANDIDATES, run
-from shardfn.search.exact import best_first, solve_mesh
+from shardfn.search import BASELINES, GENERATORS
+from shardfn.search.engine import Archive, meshes, run
+from shardfn.search.engine.turns import FEWEST_CANDIDATES
 from shardfn.search.explanation import answer_of
-from shardfn.search.mesh_solution import LEAST_TIME, estimated_rank
-from shardfn.search.meshes import meshes
-from shardfn.search.objectives import FULL_MEMORY_SHARE, TIME, Figures, rank
-from shardfn.search.problem import Proposal, objective
+from shardfn.search.generators import exact, styles
+from shardfn.search.generators.exact import best_first, solve_mesh
+from shardfn.search.labels import LEAST_TIME, estimated_rank
+from shardfn.search.problem import TIME, Figures, Proposal, objective, rank
+from shardfn.search.problem.objectives import FULL_MEMORY_SHARE
 from tests.marks import some_slow
 from tests.search.problems import S, planned_problem, random_program, two_layers
 
@@ -241,7 +241,7 @@ def test_interrupt_of_a_plan_is_said_in_its_policy():
 
 
 def test_named_budgets_grow():
-    sizes = [search.budget.visits_of(name, 500, 2) for name in ("fast", "default", "thorough")]
+    sizes = [search.problem.budget.visits_of(name, 500, 2) for name in ("fast", "default", "thorough")]
     assert sizes == sorted(sizes) and jax.device_count() == 8
 
 

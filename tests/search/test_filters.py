@@ -9,7 +9,7 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn.search import filters
+from shardfn.search.labels import filters
 from shardfn.search.problem import Algorithm
 from shardfn.solver.labelling import labelling, total_cost
 

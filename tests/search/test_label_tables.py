@@ -7,11 +7,10 @@ import pytest
 
 import shardfn
 from shardfn.cost.compute import work
-from shardfn.ir.model import PartitionedProgram
-from shardfn.search.label_tables import SCATTERED, build
-from shardfn.search.level_costs import labelling_of
-from shardfn.search.mesh_model import MeshModel
-from shardfn.search.op_labels import decoded, op_codes
+from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.search.labels import MeshModel, build, labelling_of
+from shardfn.search.labels.label_tables import SCATTERED
+from shardfn.search.labels.op_labels import decoded, op_codes
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
 from tests.search.problems import S, problem_of, sent_bytes

@@ -8,10 +8,11 @@ import pytest
 from jax import lax
 
 from shardfn.cost.estimate import collective_s, collectives
-from shardfn.ir.model import Graph, PartitionedProgram
+from shardfn.ir.model import Graph
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.partitioner import insert_collectives
-from shardfn.search.label_tables import build
-from shardfn.search.mesh_model import MeshModel, spec_of_label
+from shardfn.search.labels import MeshModel, build
+from shardfn.search.labels.mesh_model import spec_of_label
 from tests.search.problems import S, problem_of
 
 MOST = 60

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from shardfn.cost.devices.hardware import resolve
-from shardfn.search.mesh_model import MeshModel
-from shardfn.search.partial_sum_costs import reduction_cost
+from shardfn.search.labels import MeshModel
+from shardfn.search.labels.partial_sum_costs import reduction_cost
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
+from shardfn.search.generators.recursive_programming import divisions
 from shardfn.search.problem import objective
-from shardfn.search.recursive_programming import divisions
 from tests.marks import some_slow
 from tests.search.problems import S, problem_of, two_layers
 

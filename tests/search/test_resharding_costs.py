@@ -11,9 +11,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.devices.hardware import CHIPS, resolve
 from shardfn.ir.divisors import primes
 from shardfn.partition.resharding import resharding_steps
-from shardfn.search import resharding_costs
-from shardfn.search.mesh_model import MeshModel
-from shardfn.search.resharding_costs import resharding_cost
+from shardfn.search.labels import MeshModel, resharding_cost, resharding_costs
 
 
 @st.composite

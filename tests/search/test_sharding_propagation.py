@@ -8,7 +8,7 @@ import pytest
 import shardfn
 from examples.models import abstract, gpt2
 from shardfn import AUTO
-from shardfn.search import default_policy, sharding_propagation
+from shardfn.search.generators import default_policy, sharding_propagation
 from shardfn.search.problem import objective
 
 S = jax.ShapeDtypeStruct

@@ -8,7 +8,7 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError, shard, train
-from shardfn.search.styles import STYLES
+from shardfn.search.generators import STYLES
 
 S = jax.ShapeDtypeStruct
 

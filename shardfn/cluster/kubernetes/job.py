@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from shardfn.cluster.kubernetes.files import read
 from shardfn.cluster.kubernetes.quantity import amount
-from shardfn.cluster.kubernetes.targets import share
+from shardfn.cluster.kubernetes.targets import MAX_PROCESSES, share
 from shardfn.errors import ClusterError, Problem, fail, nearest, raise_problems
 from shardfn.frontend.value_checks import clipped
 from shardfn.layoutfile import read_layout
@@ -21,6 +22,8 @@ MAX_NAME = 40
 """Characters of a job's name: a pod's is at most 63, and an operator adds a role, two numbers and a suffix."""
 MAX_PLAN = 1 << 20
 """Bytes of a plan: it becomes a ConfigMap, which holds no more."""
+NODES = ("gke", "nvidia", "any")
+"""Whose labels choose the nodes of a job; with "any" none do."""
 RAY = "2.60.0"
 """The Ray of the image, if the job does not say it."""
 
@@ -81,6 +84,10 @@ class Job:
       labels: labels of the objects, such as that of a queue of Kueue.
       env: further variables: text, or what Kubernetes calls `valueFrom`.
       pod, container: further fields of the pods and of their container, under Kubernetes' names.
+      nodes: whose node labels name a target's chips: "gke" or "nvidia", one of both if empty; "any" for no labels.
+      state: the size of a checkpoint, such as "80Gi"; by default that of the plan's arguments.
+      grace_s: seconds that a pod has to end; by default 30 and those of two saves.
+      mindspore: whether the pods get the roles of MindSpore's parameter servers (`MS_ROLE` and others), as of an MSJob.
     """
 
     name: str
@@ -104,6 +111,10 @@ class Job:
     env: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pod: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     container: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nodes: str = ""
+    state: str = ""
+    grace_s: int | None = None
+    mindspore: bool = False
 
 
 def read_job(path: str | os.PathLike[str]) -> Job:
@@ -230,8 +241,8 @@ def _texts(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(v, str) for v in value)
 
 
-def _number(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
+def _number(least: int, most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
 
 
 def _quantity(value: Any) -> bool:
@@ -281,24 +292,28 @@ KEYS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "script": (_text, "the path of a script", '"train.py"'),
     "arguments": (_texts, "a list of texts", '["--steps", "100"]'),
     "command": (lambda value: _texts(value) and len(value) > 0, "a list of texts", '["python", "train.py"]'),
-    "processes": (_number(1), "a number from 1", "4"),
+    "processes": (_number(1, MAX_PROCESSES), f"a number from 1 to {MAX_PROCESSES:,}", "4"),
     "devices": (_number(1), "a number from 1", "4"),
     "device": (_text, "a target or a kind of devices", '"tpu-v5e:4x4"'),
+    "nodes": (lambda value: value in NODES, f"one of {', '.join(NODES)}", '"gke"'),
     "plan": (_text, "the path of a layout file", '"step.toml"'),
     "storage": (_storage, "an absolute path and the name of a claim, with or without size and storage_class",
                 '{ path = "/checkpoints", claim = "gpt" }'),
     "retries": (_number(0), "a number from 0", "3"),
-    "servers": (_number(0), "a number from 0", "2"),
+    "servers": (_number(0, MAX_PROCESSES), f"a number from 0 to {MAX_PROCESSES:,}", "2"),
     "namespace": (_like(_NAMESPACE), "lower case letters, digits and -, at most 63", '"training"'),
     "cpu": (_quantity, "a quantity, as text", '"8"'),
     "memory": (_quantity, "a quantity, as text", '"64Gi"'),
+    "state": (_quantity, "a quantity, as text", '"80Gi"'),
+    "grace_s": (_number(0), "a number of seconds", "600"),
     "deadline_s": (_number(1), "a number of seconds", "86400"),
     "ttl_s": (_number(0), "a number of seconds", "3600"),
     "ray": (_text, "a version of Ray", f'"{RAY}"'),
     "labels": (_labels, "a table of texts that Kubernetes takes as labels", '{ "kueue.x-k8s.io/queue-name" = "training" }'),
     "env": (_variables, "a table of names with texts, or with valueFrom", '{ XLA_FLAGS = "..." }'),
-    "pod": (_fields(nodeSelector=dict, containers=list, volumes=list),
+    "pod": (_fields(nodeSelector=dict, affinity=dict, securityContext=dict, containers=list, initContainers=list, volumes=list),
             "a table of fields of PodSpec", '{ serviceAccountName = "trainer" }'),
-    "container": (_fields(volumeMounts=list, resources=dict), "a table of fields of Container", '{ imagePullPolicy = "Always" }'),
+    "container": (_fields(volumeMounts=list, resources=dict, securityContext=dict),
+                  "a table of fields of Container", '{ imagePullPolicy = "Always" }'),
 }  # fmt: skip
 """The keys of a description: the test of a value, what it is, and an example."""

@@ -6,6 +6,7 @@ workers with parameter servers, and workers that a scheduler connects. Here proc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def translate(document: Mapping[str, Any], where: str = "MSJob") -> tuple[Job, t
     ...                                 "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}
     >>> job, notes = translate({"apiVersion": "mindspore.gitee.com/v1", "kind": "MSJob", "metadata": {"name": "net"},
     ...     "spec": {"msReplicaSpecs": {"Scheduler": {"template": pod}, "Worker": {"replicas": 4, "template": pod}}}})
-    >>> job.processes, job.devices, job.device, notes[0]
+    >>> job.processes, job.devices, job.device, notes[1]
     (4, 1, 'gpu', 'the Scheduler gets no pod: process 0 does its work')
     """
     try:
@@ -74,7 +75,7 @@ def _translated(document: Mapping[str, Any], where: str) -> tuple[Job, tuple[str
     requests, limits = beside.get("requests", {}), beside.get("limits", {})
     asked = {"cpu": requests.get("cpu", limits.get("cpu")), "memory": limits.get("memory")}
     asked = {key: str(value) for key, value in asked.items() if value is not None}
-    group = {} if servers else {
+    group: dict[str, Any] = {} if servers else {  # with servers the pods have different roles: `ray` sets them
         "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": str(count), "RANK_SIZE": str(count), "RANK_ID": COMPLETION_INDEX,
     }  # fmt: skip
     metadata = document.get("metadata") or {}
@@ -89,6 +90,7 @@ def _translated(document: Mapping[str, Any], where: str) -> tuple[Job, tuple[str
         "container": {**_rest(own), **({"resources": beside} if beside else {})}, **asked,
     }  # fmt: skip
     job = job_of({key: value for key, value in data.items() if value is not None}, where)
+    job = dataclasses.replace(job, mindspore=servers > 0)
     return job, tuple(_notes(spec, replicas, job))
 
 
@@ -180,10 +182,12 @@ def _rest(own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _notes(spec: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Any]], job: Job) -> Iterator[str]:
     policy, worker = spec.get("runPolicy") or {}, replicas[WORKER]
-    if SCHEDULER in replicas:
-        yield "the Scheduler gets no pod: process 0 does its work"
+    yield f"the image {job.image} and its script have to be of JAX: shardfn.mindspore in the place of mindspore"
     if SERVER in replicas:
-        yield "the command of the Worker runs once, on the head; parameter servers and workers are actors of Ray"
+        yield ("the command of the Worker runs once, on the head, which is the Scheduler; parameter servers and workers are "
+               "actors of Ray")  # fmt: skip
+    elif SCHEDULER in replicas:
+        yield "the Scheduler gets no pod: process 0 does its work"
     if spec.get("successPolicy") != "AllWorkers" and job.processes > 1 and not job.servers:
         yield "the job has succeeded when all workers have; MindSpore's operator looks at worker 0"
     if worker.get("restartPolicy", "Never") != "Never":

@@ -12,7 +12,7 @@ from shardfn.cluster.environment import COUNT
 from shardfn.cluster.kubernetes.msjob import is_msjob, translate
 from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.ray import SERVER
-from shardfn.cluster.kubernetes.targets import ACCELERATOR, GPU, RESOURCES, TOPOLOGY, target, topology
+from shardfn.cluster.kubernetes.targets import ACCELERATOR, GPU, PRODUCT, RESOURCES, TOPOLOGY, target, topology
 from shardfn.cost.devices.chips import CHIPS, Hardware
 from shardfn.cost.devices.cloud_names import CHIP_NAMES
 from shardfn.errors import ClusterError, DeviceError, Problem, fail, raise_problems
@@ -22,9 +22,6 @@ from shardfn.layoutfile.toml import MAX_BYTES
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.regular_files import read_bytes
 from shardfn.units import bytes_text
-
-PRODUCT = "nvidia.com/gpu.product"
-"""A node label of NVIDIA's GPU operator."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,12 +168,12 @@ def _group(what: str, pods: int, pod: Mapping[str, Any]) -> Allocation:
     containers = pod["containers"]
     own = next((c for c in containers if not _asked(c).keys().isdisjoint(RESOURCES.values())), containers[0])
     asked, values = _asked(own), {e["name"]: e.get("value") for e in own.get("env") or ()}
-    labels = pod.get("nodeSelector") or {}
+    labels = _labels(pod)
     platform, resource = next(((k, r) for k, r in RESOURCES.items() if r in asked), ("cpu", ""))
     devices = int(asked[resource]) if resource else int(values.get("JAX_NUM_CPU_DEVICES") or 1)
     said, memory = values.get(COUNT), _asked(own, "limits").get("memory")
     return Allocation(
-        what, int(pods), devices, platform, _chip(labels), labels.get(TOPOLOGY, ""),
+        what, int(pods), devices, platform, _chip(labels), next(iter(labels.get(TOPOLOGY, ())), ""),
         memory=None if memory is None else _bytes(str(memory)), said=None if said is None else int(said),
     )  # fmt: skip
 
@@ -194,11 +191,29 @@ def _bytes(quantity: str) -> float:
     return found
 
 
-def _chip(labels: Mapping[str, str]) -> str:
-    """The chip that node labels name."""
-    product = labels.get(PRODUCT, "").replace("-", " ")
-    named = [chip.name for chip in CHIPS.values() if product and any(map(product.startswith, chip.device_kinds))]
-    return CHIP_NAMES.get(labels.get(ACCELERATOR, labels.get(GPU, "")), named[0] if len(named) == 1 else "")
+def _labels(pod: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The values that a pod's node selector and its required node affinity take of each label."""
+    found = {key: [str(value)] for key, value in (pod.get("nodeSelector") or {}).items()}
+    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
+    for term in (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or ():
+        for row in term.get("matchExpressions") or ():
+            if row["operator"] == "In":
+                found.setdefault(row["key"], []).extend(row["values"])
+    return found
+
+
+def _chip(labels: Mapping[str, list[str]]) -> str:
+    """The chip that node labels name; empty if they name none, or several."""
+    named = {CHIP_NAMES.get(value, "") for key in (ACCELERATOR, GPU) for value in labels.get(key, ())}
+    named |= {_product(value) for value in labels.get(PRODUCT, ())}
+    return named.pop() if len(named) == 1 else ""
+
+
+def _product(label: str) -> str:
+    """The chip of a GPU's product name, by the longest beginning that fits."""
+    kinds = [(kind, chip.name) for chip in CHIPS.values() for kind in chip.device_kinds]
+    return max(((kind, name) for kind, name in kinds if label.replace("-", " ").startswith(kind.replace("-", " "))),
+               key=lambda pair: len(pair[0]), default=("", ""))[1]  # fmt: skip
 
 
 def _peak(plan: str | os.PathLike[str]) -> int | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from shardfn.cost.devices.chips import Hardware
+from shardfn.cost.devices.cloud_names import CHIP_NAMES
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ClusterError, fail
 
@@ -14,12 +16,22 @@ RESOURCES = {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu"}
 ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
 GPU = "cloud.google.com/gke-accelerator"
 """Node labels of Google Kubernetes Engine."""
+PRODUCT = "nvidia.com/gpu.product"
+"""The node label of NVIDIA's GPU feature discovery, which the GPU operator installs: the device's name, with `-` for spaces."""
 
 TPU_NAMES = {
     "tpu-v4": "tpu-v4-podslice", "tpu-v5e": "tpu-v5-lite-podslice", "tpu-v5p": "tpu-v5p-slice", "tpu-v6e": "tpu-v6e-slice",
 }  # fmt: skip
 """What Google Kubernetes Engine calls the slices of a chip."""
 
+GPU_PRODUCTS = {
+    "a100-40gb": "NVIDIA-A100-SXM4-40GB", "a100": "NVIDIA-A100-SXM4-80GB", "h100": "NVIDIA-H100-80GB-HBM3",
+    "h200": "NVIDIA-H200", "b200": "NVIDIA-B200",
+}  # fmt: skip
+"""What GPU feature discovery calls the chips that there are figures of: those on SXM boards."""
+
+MAX_PROCESSES = 100_000
+"""Pods of an indexed Job; Kubernetes' API server takes no more."""
 TPU_HOST = 4
 """Chips of a machine in a slice of several."""
 
@@ -65,6 +77,10 @@ def share(device: str, processes: int | None, devices: int | None) -> tuple[int,
         machine = devices or {"tpu": TPU_HOST, "gpu": hardware.chip.node}.get(hardware.chip.platform, count)
         processes = math.ceil(count / machine)
     devices = devices or max(1, count // processes)
+    if processes > MAX_PROCESSES:
+        fail(ClusterError, f"{device} has {processes:,} processes", where=f"device = {device}",
+             why=f"an indexed Job has at most {MAX_PROCESSES:,} pods",
+             fix="choose fewer devices, or more for each process")  # fmt: skip
     if processes * devices != count:
         fail(ClusterError, f"{processes} processes with {devices} devices each are not the {count} of {device}",
              where=f"processes = {processes}, devices = {devices}", why="the plan is made for all of them",
@@ -73,7 +89,7 @@ def share(device: str, processes: int | None, devices: int | None) -> tuple[int,
 
 
 def node_labels(device: str) -> dict[str, str]:
-    """The node labels that place a job on a slice of the target's shape; none for GPUs and CPUs.
+    """The node labels that place a job on a slice of the target's shape; none for GPUs (`node_affinity`) and CPUs.
 
     >>> node_labels("tpu-v5e:4x8")
     {'cloud.google.com/gke-tpu-accelerator': 'tpu-v5-lite-podslice', 'cloud.google.com/gke-tpu-topology': '4x8'}
@@ -88,6 +104,35 @@ def node_labels(device: str) -> dict[str, str]:
              why=f"Google Kubernetes Engine has slices of {', '.join(TPU_NAMES)}",
              fix="give the labels as pod.nodeSelector, and device = \"tpu\"")  # fmt: skip
     return {ACCELERATOR: name, TOPOLOGY: topology(hardware.topology)}
+
+
+def node_affinity(device: str, nodes: str = "") -> dict[str, Any]:
+    """The affinity that places a job on nodes with the target's GPUs; none for TPUs (`node_labels`), CPUs and kinds of devices.
+
+    Args:
+      device: a target.
+      nodes: whose label names the GPU, "gke" or "nvidia". If empty, one of both is enough: of several terms of a node
+        affinity one has to hold.
+
+    >>> node_affinity("a100:8", "gke")["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    [{'matchExpressions': [{'key': 'cloud.google.com/gke-accelerator', 'operator': 'In', 'values': ['nvidia-a100-80gb']}]}]
+    >>> node_affinity("gpu"), node_affinity("tpu-v5e:4x4")
+    ({}, {})
+    """
+    hardware = target(device)
+    if hardware is None or hardware.chip.platform != "gpu":
+        return {}
+    chip = hardware.chip.name
+    labels = {
+        "gke": (GPU, [name for name, named in CHIP_NAMES.items() if named == chip and name.startswith("nvidia-")]),
+        "nvidia": (PRODUCT, [GPU_PRODUCTS[chip]] if chip in GPU_PRODUCTS else []),
+    }
+    terms = [
+        {"matchExpressions": [{"key": key, "operator": "In", "values": values}]}
+        for whose, (key, values) in labels.items()
+        if values and nodes in ("", whose)
+    ]
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}} if terms else {}
 
 
 def topology(dims: tuple[int, ...]) -> str:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import Convolution, DimFactors, Graph, Op, PartitionedProgram, ShardingRule
+from shardfn.ir.model import Convolution, DimFactors, Graph, Op, ShardingRule
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.windows import halo_extent
 from shardfn.partition.rebuild import ProgramBuilder
 

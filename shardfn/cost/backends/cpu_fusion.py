@@ -9,8 +9,9 @@ from collections.abc import Collection, Sequence
 
 from shardfn.cost.backends.cpu_library import CpuLibrary
 from shardfn.cost.fusion_walk import MAX_DUPLICATES, Fuser, FusionPlan
-from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op
 from shardfn.ir.op_traits import BRANCHES_ON_CPU, COMPUTED_ONCE_ON_CPU, CONTRACTIONS, ELEMENTWISE, REPEATED_READS, VIEWS
+from shardfn.ir.partitioned import PartitionedProgram
 
 BY_TREE = 32
 """Elements of a reduced dimension up to which the operand is fused; longer ones are reduced in two steps from memory

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.ir.model import Op, PartitionedProgram
+from shardfn.ir.model import Op
 from shardfn.ir.op_traits import IN_CPU_LIBRARY
+from shardfn.ir.partitioned import PartitionedProgram
 
 BY_LIBRARY = 4096
 """Elements from which a sum or maximum of `f32` is a library call (JAX 0.10.2 and 0.12.0.1). The call computes what it

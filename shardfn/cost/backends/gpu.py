@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.devices.chips import Chip
-from shardfn.ir.model import Op, PartitionedProgram, dtype_bits
+from shardfn.ir.model import Op, dtype_bits
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.rebuild import ProgramBuilder
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardfn.cost.fusion_walk import FusionPlan
-from shardfn.ir.model import Op, PartitionedProgram
+from shardfn.ir.model import Op
 from shardfn.ir.op_traits import ELEMENTWISE
+from shardfn.ir.partitioned import PartitionedProgram
 
 _Domain = tuple[int, ...]
 """The shape that a kernel iterates over, on one device."""

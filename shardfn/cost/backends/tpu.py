@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shardfn.ir.model import Graph, PartitionedProgram, dtype_bits
+from shardfn.ir.model import Graph, dtype_bits
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.tpu_padding import LANES, tiled_bytes
 
 MAX_ROW_MAJOR_BYTES = 112 * 2**20

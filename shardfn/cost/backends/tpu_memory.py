@@ -17,7 +17,8 @@ from shardfn.cost.compute import has_own_time, once
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges, ReusableBuffer
 from shardfn.cost.schedule import Schedule
-from shardfn.ir.model import PartitionedProgram, dtype_bits
+from shardfn.ir.model import dtype_bits
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.collective_matmul import shards_held
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_bytes, tiled_dims
 

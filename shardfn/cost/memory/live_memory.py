@@ -15,7 +15,7 @@ from shardfn.cost.devices.chips import Chip
 from shardfn.cost.memory.live_ranges import LiveBuffer, ReusableBuffer
 from shardfn.cost.memory.platforms import live_buffers, memory_rules
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
-from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.partitioned import PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)

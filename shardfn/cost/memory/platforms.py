@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from shardfn.cost.backends import cpu_memory, tpu_memory
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges, ReusableBuffer
 from shardfn.cost.schedule import Schedule
-from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.partitioned import PartitionedProgram
 
 ArgumentCopies = Callable[[Schedule, Sequence[tuple[int, LiveBuffer]]], tuple[list[LiveBuffer], list[ReusableBuffer]]]
 """From a scheduled program and its donated arguments, each with the buffer of the result in its place: copies of arguments, and

@@ -12,7 +12,8 @@ import numpy as np
 from jax.extend import core
 
 from shardfn.ir.rewrite import bind_one
-from shardfn.movement.emit import Emitter, frame_of
+from shardfn.movement.emit import Emitter
+from shardfn.movement.frames import frame_of
 from shardfn.movement.rules.call import Call
 from shardfn.movement.values import Elementwise, Lazy, Moved, Part, Spread, Squeezed, Value, alignments, scalar_of
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardfn.movement.emit import Frame
+from shardfn.movement.frames import Frame
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.rules.elements import elementwise
 from shardfn.movement.rules.rows import put, rows_of, strided_rows_of

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn.movement.emit import Frame, frame_of, inside
+from shardfn.movement.frames import Frame, frame_of, inside
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.values import Elementwise, Moved, Value, alignments, sliced, with_rows
 

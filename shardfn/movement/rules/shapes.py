@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from jax import lax
 
-from shardfn.movement.emit import Emitter, frame_of
+from shardfn.movement.emit import Emitter
+from shardfn.movement.frames import frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.values import (
     Elementwise,

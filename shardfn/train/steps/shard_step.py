@@ -17,7 +17,7 @@ from shardfn.frontend.parameter_plan import no_such_array
 from shardfn.frontend.paths import array_paths, met, ruled
 from shardfn.frontend.strategy import AUTO, ModeEntry
 from shardfn.ir.divisors import divisors
-from shardfn.planning.inner_entries import AsReadInside
+from shardfn.planning.inside import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline

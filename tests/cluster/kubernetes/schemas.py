@@ -11,6 +11,7 @@ FOLDER = pathlib.Path(__file__).parent / "crds"
 FILES = {
     "JobSet": "jobset.json", "TrainJob": "trainer.json", "TrainingRuntime": "trainer.json", "RayJob": "ray.json",
     "RayCluster": "ray.json", "MSJob": "msjob.json", "PersistentVolumeClaim": "kubernetes.json", "ConfigMap": "kubernetes.json",
+    "Service": "kubernetes.json", "NetworkPolicy": "kubernetes.json",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from shardfn.cluster.environment import membership
 from shardfn.cluster.kubernetes import render, translate
 from tests.cluster.kubernetes.schemas import faults
 from tests.messages import refusal
@@ -40,7 +41,7 @@ PARALLEL = msjob({"scheduler": 1, "worker": 4}, runPolicy={"backoffLimit": 2, "t
     ("document", "processes", "servers", "kinds"),
     [
         (SINGLE, 1, 0, ["TrainingRuntime", "TrainJob"]),
-        (SERVERS, 1, 2, ["RayJob"]),
+        (SERVERS, 1, 2, ["Service", "RayJob"]),
         (PARALLEL, 4, 0, ["TrainingRuntime", "TrainJob"]),
     ],
     ids=["single worker", "worker with parameter servers", "scheduler and workers"],
@@ -52,7 +53,8 @@ def test_three_kinds_of_job(document, processes, servers, kinds):
     assert (job.command[-1], job.memory, job.retries) == ("python /home/me/net/train.py --epochs=1", "16Gi", 0)
     made = render(job)
     assert [m["kind"] for m in made] == kinds and not [fault for m in made for fault in faults(m)]
-    assert ("the Scheduler gets no pod: process 0 does its work" in notes) == (document is not SINGLE)
+    assert ("the Scheduler gets no pod: process 0 does its work" in notes) == (document is PARALLEL)
+    assert "the image registry.example.com/net:1 and its script have to be of JAX" in notes[0]
     if not servers:
         [jobset] = render(job, "jobset")
         assert faults(jobset) == []
@@ -69,7 +71,7 @@ def test_policies():
     again["spec"]["enableDynamicWorker"] = True
     job, notes = translate(again)
     assert job.retries == 2
-    assert notes[2:] == (
+    assert notes[3:] == (
         "a failed worker restarts all of them, 2 times at most (runPolicy.backoffLimit), from the last checkpoint",
         "enableDynamicWorker has no effect: workers of one collective fail together, and start again together",
     )
@@ -132,7 +134,7 @@ def test_requests_limits_and_variables_are_kept():
         "16Gi",
         {"A": "", "B": "", "C": "1"},
     )
-    [made] = render(job)
+    made = render(job)[-1]
     assert faults(made) == []
     workers, servers = made["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     limits = {**given["limits"], "nvidia.com/gpu": "2"}
@@ -142,6 +144,38 @@ def test_requests_limits_and_variables_are_kept():
     }
     assert "nvidia.com/gpu" not in servers["template"]["spec"]["containers"][0]["resources"]["limits"]
     job, _ = translate(edited(lambda replicas: own(replicas).update(resources={"requests": {"memory": "8Gi"}})))
-    [made] = render(job)
+    made = render(job)[-1]
     asked = made["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]
-    assert asked == {"requests": {"memory": "8Gi"}}, "a request is no limit"
+    assert asked == {"requests": {"memory": "8Gi", "cpu": "1"}}, "a request is no limit"
+
+
+def test_every_pod_of_parameter_servers_has_its_role():
+    """The variables that MindSpore's operator sets; the driver on the head is the one worker that `ms.init` counts."""
+    document = copy.deepcopy(SERVERS)
+    document["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 4
+    service, made = render(translate(document)[0])
+    cluster = made["spec"]["rayClusterSpec"]
+    templates = [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+    found = [
+        {e["name"]: e.get("value", e.get("valueFrom")) for e in t["spec"]["containers"][0]["env"]} for t in templates
+    ]
+    roles = [{name: value for name, value in one.items() if name.startswith("MS_")} for one in found]
+    common = {"MS_SCHED_PORT": "6378", "MS_WORKER_NUM": "4", "MS_SERVER_NUM": "2"}
+    assert roles == [
+        {"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": {"fieldRef": {"fieldPath": "status.podIP"}}, **common},
+        {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "ms-net-head", **common},
+        {"MS_ROLE": "MS_PSERVER", "MS_SCHED_HOST": "ms-net-head", **common},
+    ]
+    assert (faults(service), service["metadata"]["name"]) == ([], "ms-net-head")
+    assert (
+        service["spec"]["selector"].items()
+        <= {**templates[0]["metadata"]["labels"], "ray.io/node-type": "head"}.items()
+    )
+    ports = {port["name"]: port["containerPort"] for port in templates[0]["spec"]["containers"][0]["ports"]}
+    assert int(common["MS_SCHED_PORT"]) + 1 == ports["gcs"] == service["spec"]["ports"][0]["port"], (
+        "ms.init looks there"
+    )
+    env, *values = made["spec"]["entrypoint"].split()[:3]
+    assert env == "env"
+    driver = {**roles[0], "MS_SCHED_HOST": "10.0.0.1", **dict(value.split("=") for value in values)}
+    assert (driver["MS_ROLE"], membership(driver).count) == ("MS_WORKER", 1)

@@ -43,7 +43,8 @@ def test_a_manifest_says_what_its_job_did(name, kind):
     job, found = JOBS[name], allocation(render(JOBS[name], kind))
     assert (found.processes, found.devices) == (job.processes, job.devices)
     assert found.platform == {"h100:16": "gpu", "tpu-v5e:4x4": "tpu"}.get(job.device, job.device)
-    assert (found.chip, found.shape) == (("tpu-v5e", "4x4") if found.platform == "tpu" else ("", ""))
+    chips = {"h100:16": ("h100", ""), "tpu-v5e:4x4": ("tpu-v5e", "4x4")}
+    assert (found.chip, found.shape) == chips.get(job.device, ("", ""))
     assert found.memory == (64 << 30 if job.memory else None)
 
 
@@ -59,7 +60,7 @@ def test_msjobs_are_read_too():
 def test_what_fits(kind, plan, checked):
     said = checked(render(JOBS["tpu"], kind), plan("tpu-v5e:4x4", {"a": 16}))
     assert said.endswith(" gpt: 4 processes × 4 devices (tpu-v5e:4x4); the plan needs 1 GiB of each device")
-    assert "2 processes × 8 devices (gpu)" in checked(render(JOBS["gpu"], kind), plan("", {"a": 4, "b": '"left"'}))
+    assert "2 processes × 8 devices (h100)" in checked(render(JOBS["gpu"], kind), plan("", {"a": 4, "b": '"left"'}))
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,15 @@ def test_render_on_the_command_line(tmp_path, capsys, monkeypatch):
     )
     assert main(["k8s", "render", str(tmp_path / "msjob.yaml")]) == 0
     assert capsys.readouterr().out.startswith(
+        "# the image registry.example.com/net:1 and its script have to be of JAX: shardfn.mindspore in the place of mindspore\n"
         "# the Scheduler gets no pod: process 0 does its work\n# the job has succeeded"
     )
+    (tmp_path / "stored.toml").write_text(
+        'name = "gpt"\nimage = "gpt:1"\nscript = "train.py"\n[storage]\npath = "/a"\nclaim = "a"\n'
+    )
+    assert main(["k8s", "render", str(tmp_path / "stored.toml"), "--network-policy"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# nothing says how large the state is") and "kind: NetworkPolicy" in out
     (tmp_path / "bad.yaml").write_text("a: [1\n")
     assert main(["k8s", "render", str(tmp_path / "bad.yaml")]) == 2
     assert "cannot be read as YAML" in capsys.readouterr().err
@@ -150,3 +158,18 @@ def test_parameter_servers_are_no_devices_of_a_plan(kind, plan, checked):
         found = allocation(render(job, kind))
         assert (found.processes, found.devices, found.platform) == (job.processes, job.devices, job.device)
         assert f"{job.devices} devices ({job.device})" in checked(render(job, kind), plan("", {"a": devices}))
+
+
+@pytest.mark.parametrize(
+    ("labels", "chip"),
+    [
+        ({"cloud.google.com/gke-accelerator": "nvidia-tesla-a100"}, "a100-40gb"),
+        ({"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB"}, "a100-40gb"),
+        ({"nvidia.com/gpu.product": "NVIDIA-A100-80GB-PCIe"}, "a100"),
+        ({"nvidia.com/gpu.product": "NVIDIA-L4"}, ""),
+        ({"cloud.google.com/gke-accelerator": "nvidia-tesla-a100", "nvidia.com/gpu.product": "NVIDIA-H200"}, ""),
+    ],
+)
+def test_labels_of_nodes_name_a_chip(labels, chip):
+    made = render(Job("gpt", "gpt:1", ("a",), device="gpu", pod={"nodeSelector": labels}), "jobset")
+    assert allocation(made).chip == chip

@@ -9,7 +9,7 @@ import pytest
 from shardfn.cluster.environment import Membership, membership
 from shardfn.cluster.kubernetes import Job, read_job, render
 from shardfn.cluster.kubernetes.job import MAX_NAME, job_of
-from shardfn.cluster.kubernetes.targets import node_labels
+from shardfn.cluster.kubernetes.targets import MAX_PROCESSES, node_labels
 from shardfn.errors import ClusterError
 from tests.cluster.kubernetes.jobs import CASES, COMMAND, JOBS
 from tests.cluster.kubernetes.schemas import faults
@@ -201,7 +201,14 @@ ENV, LABELS = (
     [
         ({"name": "GPT"}, "`name` is not lower case letters, digits and -, at most 40, a letter first"),
         ({"name": "a" * 41}, "`name` is not lower case letters, digits and -, at most 40, a letter first"),
-        ({"processes": True}, "`processes` is not a number from 1"),
+        ({"processes": True}, "`processes` is not a number from 1 to 100,000"),
+        ({"processes": 100_001}, "`processes` is not a number from 1 to 100,000"),
+        ({"device": "h100:8000000", "devices": 8}, "h100:8000000 has 1,000,000 processes"),
+        ({"servers": 100_001}, "`servers` is not a number from 0 to 100,000"),
+        ({"nodes": "aws"}, "`nodes` is not one of gke, nvidia, any"),
+        ({"state": "80 GB"}, "`state` is not a quantity, as text"),
+        ({"grace_s": -1}, "`grace_s` is not a number of seconds"),
+        ({"pod": {"securityContext": []}}, "`pod` is not a table of fields of PodSpec"),
         ({"retries": -1}, "`retries` is not a number from 0"),
         ({"memory": "64 GiB"}, "`memory` is not a quantity, as text"),
         ({"storage": {"path": "checkpoints", "claim": "a"}}, STORAGE),
@@ -229,7 +236,7 @@ def test_resources_of_the_container_add_to_those_of_the_job(kind):
     more = {"resources": {"limits": {"ephemeral-storage": "10Gi"}}}
     made = render(job_of(DESCRIPTION | {"device": "h100:16", "memory": "64Gi", "container": more}), kind)
     asked = {"memory": "64Gi", "nvidia.com/gpu": "8", "ephemeral-storage": "10Gi"}
-    assert str(made).count(str({"requests": {"memory": "64Gi"}, "limits": asked})) == 1
+    assert str(made).count(str({"requests": {"memory": "64Gi", "cpu": "8"}, "limits": asked})) == 1
 
 
 def test_a_description_reads_its_plan(tmp_path):
@@ -246,7 +253,7 @@ def test_a_description_reads_its_plan(tmp_path):
 
 def test_names_of_pods_are_short_enough():
     """An operator names a pod by the job, its role, two numbers and five letters; Kubernetes allows 63 characters."""
-    job = Job("a" * MAX_NAME, "gpt:1", COMMAND, processes=9999)
+    job = Job("a" * MAX_NAME, "gpt:1", COMMAND, processes=MAX_PROCESSES)
     replicated = at(jobset(job), "spec/replicatedJobs/0")
     assert replicated["replicas"] == 1
     assert len(f"{job.name}-{replicated['name']}-0-{job.processes - 1}-abcde") <= 63

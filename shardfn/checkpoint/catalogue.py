@@ -1,0 +1,150 @@
+"""Reads the description of the arrays in a folder that Orbax wrote: Orbax's files of metadata, and the arrays' own."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from jax import tree_util
+
+from shardfn.checkpoint import arrays
+from shardfn.checkpoint.chunks import Chunks
+from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, Contents, StoredArray, StoredMesh
+from shardfn.errors import CheckpointFileError, fail, raise_problems
+from shardfn.ir.model import Spec
+from shardfn.regular_files import read_bytes
+
+METADATA = "_METADATA"
+"""Orbax's file with the tree of a checkpoint. A folder that has it holds arrays."""
+SHARDINGS = "_sharding"
+"""Orbax's file of shardings: a JSON text for each array, by its name in base64."""
+EXTENSIONS = "array_metadatas"
+"""Orbax's folder for what Zarr has no place for, such as the implementation of a PRNG key."""
+MANIFEST = "manifest.ocdbt"
+"""The file that begins an OCDBT database."""
+MAX_BYTES = 1 << 30
+"""The largest of these files that is read."""
+
+KINDS = {"np.ndarray": HOST, "scalar": NUMBER}
+SEQUENCE = 1
+"""Orbax's number for keys of lists and tuples."""
+
+
+def read_contents(folder: pathlib.Path) -> Contents:
+    """The description of the arrays in a folder.
+
+    Raises:
+      CheckpointFileError: it is missing or damaged, or an array of it cannot be opened.
+    """
+    file = folder / METADATA
+    try:
+        arrays.check_files(folder)
+        rows = _tree(json.loads(read_bytes(file, MAX_BYTES)), (folder / MANIFEST).exists())
+        shardings, implementations = _shardings(folder), _key_implementations(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        _damaged(file, "every complete step has one", "is missing")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        _damaged(file, why)
+    entries, problems = [], []
+    for entry, opening in zip(rows, arrays.open_arrays(folder, rows), strict=True):
+        try:
+            entries.append(_described(entry, opening.result(), shardings, implementations))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problems.append(arrays.damage(folder, entry, error))
+    raise_problems(problems, CheckpointFileError)
+    devices = max((entry.mesh.devices for entry in entries), default=1)
+    return Contents(tuple(entries), devices, max(1, len(list(folder.glob("ocdbt.process_*")))))
+
+
+def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:
+    fix = "restore another step: checkpoint.steps(path) lists them"
+    fail(CheckpointFileError, f"{file} {what}", why=why, fix=fix)
+
+
+def _tree(data: Mapping[str, Any], is_ocdbt: bool) -> list[StoredArray]:
+    """The places and kinds of the arrays in the tree, without what each array says itself."""
+    driver = "zarr3" if data.get("use_zarr3") else "zarr"
+    found: list[StoredArray] = []
+    for row in data["tree_metadata"].values():
+        value = row["value_metadata"]
+        if value.get("skip_deserialize"):  # an empty container
+            continue
+        keys = tuple(("item" if key["key_type"] == SEQUENCE else "key", str(key["key"])) for key in row["key_metadata"])
+        path, kind = "/".join(name for _, name in keys) or BARE, KINDS.get(value["value_type"], "array")
+        if value["value_type"] == "string":
+            raise ValueError(f"`{path}` is a string: only arrays, numbers and PRNG keys are restored here")
+        found.append(
+            StoredArray(path, (), "float32", keys, (), Chunks((), ()), kind=kind, driver=driver, is_ocdbt=is_ocdbt)
+        )
+    return found
+
+
+def _described(
+    entry: StoredArray, store: Any, shardings: Mapping[str, Any], implementations: Mapping[str, str]
+) -> StoredArray:  # fmt: skip
+    """An array with what its TensorStore, the sharding file and the extensions say."""
+    shape, layout = tuple(store.shape), store.chunk_layout
+    file = tuple(layout.write_chunk.shape or shape)
+    kind = KEY + implementations[entry.name] if entry.name in implementations else entry.kind
+    mesh, spec = _sharding(shardings.get(entry.name), len(shape))
+    sizes = dict(mesh.axes)
+    if unknown := {axis for dim in spec for axis in dim} - sizes.keys():
+        raise ValueError(f"{SHARDINGS} shards it over the axes {', '.join(sorted(unknown))}, which its mesh has not")
+    strategy = tuple(math.prod(sizes[axis] for axis in dim) for dim in spec)
+    chunks = Chunks(file, tuple(layout.read_chunk.shape or file))
+    dtype = store.dtype.name
+    return dataclasses.replace(
+        entry, shape=shape, dtype=dtype, strategy=strategy, chunks=chunks, spec=spec, mesh=mesh, kind=kind
+    )
+
+
+def _shardings(folder: pathlib.Path) -> dict[str, Any]:
+    """The recorded shardings by the arrays' names; empty where there are none."""
+    try:
+        rows = json.loads(read_bytes(folder / SHARDINGS, MAX_BYTES))
+    except FileNotFoundError:
+        return {}
+    return {base64.urlsafe_b64decode(name).decode(): json.loads(text) for name, text in rows.items() if text}
+
+
+def _key_implementations(folder: pathlib.Path) -> dict[str, str]:
+    """The implementations of PRNG keys by the arrays' names."""
+    found = {}
+    for file in sorted((folder / EXTENSIONS).glob("process_*")):
+        for row in json.loads(read_bytes(file, MAX_BYTES))["array_metadatas"]:
+            held = row["array_metadata"]
+            if impl := (held.get("ext_metadata") or {}).get("random_key_impl"):
+                found[held["param_name"]] = str(impl)
+    return found
+
+
+def _sharding(row: Mapping[str, Any] | None, rank: int) -> tuple[StoredMesh, Spec]:
+    """The mesh and the axes of each dimension, from a text of `SHARDINGS`."""
+    unsharded: Spec = ((),) * rank
+    if row is None or row.get("sharding_type") != "NamedSharding":
+        return StoredMesh(()), unsharded
+    axes = tuple((str(name), int(size)) for name, size in zip(row["axis_names"], row["shape"], strict=True))
+    if math.prod(size for _, size in axes) == 1:
+        return StoredMesh(()), unsharded
+    given = [() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in row["partition_spec"]]
+    spec = (*(tuple(map(str, dim)) for dim in given[:rank]), *(((),) * (rank - len(given))))
+    return StoredMesh(axes, _order(row)), spec
+
+
+def _order(row: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The device at each place of the mesh, counted by ids; None where they are in order."""
+    nested = (row.get("device_mesh") or {}).get("mesh", [])
+    ids = [device["id"] for device in _leaves(nested)]
+    ranks = {i: place for place, i in enumerate(sorted(ids))}
+    order = tuple(ranks[i] for i in ids)
+    return None if order == tuple(range(len(order))) else order
+
+
+def _leaves(nested: Any) -> Iterable[dict[str, Any]]:
+    return tree_util.tree_leaves(nested, is_leaf=lambda x: isinstance(x, dict))

@@ -1,0 +1,21 @@
+"""A call on its way to a plan: a pure function of its values, traced, with its entries checked and posed as a search problem.
+
+| module | holds |
+|---|---|
+| `call_function` | the call as a pure function, with the constraints that are written into it |
+| `inner_calls` | a call of a sharded function inside another one |
+| `propagation` | the partitioned program for chosen shardings |
+| `posed_call` | `TracedCall`, `PosedCall`, `AnsweredCall`: a call at each stage |
+| `pose` | from a call to a `PosedCall`; every user error of a call is raised here |
+"""
+
+from shardfn.planning.call.call_function import CallFunction, OtherCall, closed_over_arguments, pure_function
+from shardfn.planning.call.inner_calls import call_inside
+from shardfn.planning.call.pose import place_call, pose, pose_again
+from shardfn.planning.call.posed_call import AnsweredCall, PosedCall, TracedCall
+from shardfn.planning.call.propagation import memoized
+
+__all__ = [
+    "AnsweredCall", "CallFunction", "OtherCall", "PosedCall", "TracedCall", "call_inside", "closed_over_arguments",
+    "memoized", "place_call", "pose", "pose_again", "pure_function",
+]  # fmt: skip

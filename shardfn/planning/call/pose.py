@@ -1,0 +1,393 @@
+"""A call to a search problem. Every user error of a call is raised here, all of them together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import jax
+from jax import tree_util
+
+from shardfn.cost.devices.hardware import Hardware, resolve
+from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, fail, raise_problems, warn
+from shardfn.frontend.ambient_mesh import AmbientMesh
+from shardfn.frontend.annotations import with_annotations
+from shardfn.frontend.arguments import Call
+from shardfn.frontend.callee import Callee
+from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements, with_types
+from shardfn.frontend.memories import with_entries
+from shardfn.frontend.meshes import abstract_mesh
+from shardfn.frontend.options import Options
+from shardfn.frontend.outer_call import OuterCall, inside
+from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, without_mesh
+from shardfn.frontend.trace import Traced
+from shardfn.frontend.validation import check, check_all
+from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
+from shardfn.ir.model import Axes, Graph, Spec, mesh_text
+from shardfn.partition.counting_indices import with_counted_rows
+from shardfn.partition.loop_invariants import with_hoisted_trips
+from shardfn.partition.xla_bugs import aborts_if_constrained
+from shardfn.planning.call.call_function import CallFunction, pure_function
+from shardfn.planning.call.posed_call import PosedCall, TracedCall
+from shardfn.planning.call.propagation import Propagation, memoized, padded
+from shardfn.planning.inside import (
+    InnerEntry,
+    OnMesh,
+    anchors,
+    inner_entries,
+    match_tags,
+    on_mesh_of_function,
+    operands_as_read,
+    operands_of_calls,
+    place_inner,
+    refuse_other_devices,
+    resolve_read_inside,
+)
+from shardfn.planning.layout_rules import LayoutFile, change_since, mesh_axes, with_layout
+from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
+from shardfn.planning.workarounds import has_windows, windows_clash
+from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes
+
+
+def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layout: LayoutFile | None) -> PosedCall:
+    """Trace and place a call: the search problem, and what else `finish` needs.
+
+    Args:
+      callee: what is called.
+      options: the options of `shard`.
+      call: its arguments.
+      defaults: the settings in force.
+      layout: the layout file of the options or the defaults.
+
+    Raises:
+      ShardError: all that is wrong with the call.
+    """
+    problems: list[Problem] = []
+    inputs = input_leaves(callee, options, call, defaults, problems)
+    hardware = _hardware(options, inputs, call.ambient, defaults, problems)
+    ambient = call.ambient if call.ambient is not None and _is_on(call.ambient, hardware) else None
+    if layout is not None:
+        inputs = with_layout(layout, inputs, hardware.count, problems, given=call.names)
+    if ambient is not None:
+        inputs = with_types(inputs, call.types)
+    if hardware.mesh is not None:
+        inputs = with_annotations(inputs, callee, call)
+    if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
+        check_all(inputs, hardware.count, problems)
+        raise_problems(problems)
+    donated = call.positions(options.donate_argnums, options.donate_argnames)
+    kinds = with_entries(inputs, call.memories or (None,) * len(inputs))
+    shapes = dataclasses.replace(call, memories=kinds if any(kinds) else ()).of_shapes()
+    frozen = callee.frozen(shapes)
+    outer = OuterCall(hardware, takes_entries=ambient is None or not ambient.is_binding)
+    pure = inside(pure_function(frozen, shapes), outer)
+    function = CallFunction(pure, outer, frozen, shapes, donated, ambient=ambient)
+    function, traced, inner = _traced(function, hardware, layout, problems)
+    inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, inner)
+    result, changed = traced.results if call.returns_changes else (traced.results, {})
+    returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
+    outputs = [*returned, *changed_leaves(changed)]
+    if layout is not None:
+        outputs = with_layout(layout, outputs, hardware.count, problems, "results")
+    position = {leaf.path: i for i, leaf in enumerate(inputs)}
+    same_as = replacements(result, call.dynamic)
+    same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
+    if layout is not None and (note := change_since(layout, callee.name, inputs, traced.jaxpr)):
+        warn(note)
+    from_file = (layout.level, layout.style) if layout is not None else (None, "")
+    bounds = options.for_search(defaults, from_file[0], from_file[1])
+    traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
+                      call.leaves_of(donated), options.compiler_options, inner)  # fmt: skip
+    return place_call(traced_call, problems)
+
+
+def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
+    """Check all entries of a traced call, put them on one mesh, and pose the search problem.
+
+    Args:
+      call: the call.
+      problems: what is wrong with it so far; it grows.
+
+    Raises:
+      ShardError: `problems`.
+    """
+    if call.hardware.mesh is None:
+        call = dataclasses.replace(call, inputs=without_mesh(call.inputs), outputs=without_mesh(call.outputs))
+    groups = dimension_groups(call.traced.graph)
+    placed = _placed(call, groups, problems)
+    raise_problems(problems)
+    return _posed(call, placed, groups, problems)
+
+
+def pose_again(posed: PosedCall, call: TracedCall) -> PosedCall:
+    """A posed call with its function in another form: its entries stay on the same mesh axes, so an answer's shardings hold."""
+    return _posed(call, posed.placed, dimension_groups(call.traced.graph), [])
+
+
+def _posed(call: TracedCall, placed: Placement, groups: DimensionGroups, problems: list[Problem]) -> PosedCall:
+    """The search problem of a call whose entries are placed."""
+    mesh = _on_mesh(call, placed, problems)
+    raise_problems(problems)
+    call = _with_ambient(call, mesh.axes)
+    entries, results = mesh.specs[: len(call.inputs)], mesh.specs[len(call.inputs) :]
+    call = dataclasses.replace(call, function=dataclasses.replace(call.function, inner=mesh.inner))
+    propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner, call.search.alltoall)
+    anchored = anchors(call.traced.jaxpr, call.traced.graph)
+    problem = _problem(call, groups, mesh.axes, entries, propagation, anchored)
+    return PosedCall(call, problem, placed, entries, mesh.order, groups, propagation, anchored)
+
+
+def _hardware(
+    options: Options, inputs: Sequence[Leaf], ambient: AmbientMesh | None, defaults: Defaults,
+    problems: Sequence[Problem],
+) -> Hardware:  # fmt: skip
+    """The devices to plan for: those of `device`, of a mesh in a strategy, of the mesh around the call, of the defaults, or all.
+
+    Raises:
+      ContextError: the context asks for something that `shard` cannot do.
+      DeviceError: there are no such devices, or the call cannot use them where it stands; with it `problems`, and what is
+        wrong on any device.
+    """
+    if defaults.parallel_mode in ("data_parallel", "hybrid_parallel"):
+        fail(ContextError, f"`shard` has no meaning under parallel_mode={defaults.parallel_mode!r}",
+             where=f"parallel_mode = {defaults.parallel_mode!r}", why="that mode shards no operator",
+             fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
+    if defaults.stages > 1 and defaults.search_mode == "dynamic_programming":
+        fail(ContextError, "a pipeline does not go with the search dynamic_programming",
+             where="pipeline_stages > 1, search_mode = 'dynamic_programming'", why="as in MindSpore",
+             fix="use another search_mode, or reset_auto_parallel_context()")  # fmt: skip
+    device = options.device
+    if device is None:
+        device = mesh_of([*(leaf.entry for leaf in inputs), *tree_util.tree_leaves(options.out_strategy)])
+    try:
+        found = None if device is not None or ambient is None else _around(ambient, defaults)
+        if found is None:
+            found = resolve(device, count=defaults.devices_asked, default=defaults.platform)
+        if ambient is not None and ambient.is_binding and found.is_here and not _is_on(ambient, found):
+            found = _on_binding(ambient, found, defaults)
+    except DeviceError as error:
+        known = list(problems)
+        check_all(inputs, 1, known)
+        raise_problems([*error.problems, *known] if known else ())
+        raise
+    if found.count % defaults.stages:
+        fail(ContextError, f"{found.count} devices cannot be divided into {defaults.stages} pipeline stages",
+             where=f"pipeline_stages = {defaults.stages}", why=f"{found.count} is not divisible by {defaults.stages}",
+             fix="set pipeline_stages to a divisor, or reset_auto_parallel_context()")  # fmt: skip
+    defaults.check_rank(found.count)
+    return found
+
+
+def _around(ambient: AmbientMesh, defaults: Defaults) -> Hardware | None:
+    """The devices of the mesh around a call; None where there are other devices to use.
+
+    In a traced function the mesh has no devices: then as many of JAX's own stand for them.
+    """
+    axes, count = ambient.axes, math.prod(size for _, size in ambient.axes)
+    if not ambient.is_binding and defaults.devices_asked not in (None, count):
+        return None
+    if ambient.concrete is not None and not ambient.abstract.manual_axes:
+        return resolve(ambient.concrete)
+    devices = jax.devices()
+    found = resolve(devices[:count])
+    if len(devices) < count:
+        found = found.chip.pod(str(count))
+    return dataclasses.replace(found, mesh=abstract_mesh(axes))
+
+
+def _is_on(ambient: AmbientMesh, hardware: Hardware) -> bool:
+    """Whether a call for some devices uses the mesh around it."""
+    return hardware.is_here and hardware.mesh is not None and tuple(hardware.mesh.shape.items()) == ambient.axes
+
+
+def _on_binding(ambient: AmbientMesh, asked: Hardware, defaults: Defaults) -> Hardware:
+    """The devices of a mesh with Explicit or Manual axes, for a call that asks for the same devices without a mesh.
+
+    Raises:
+      DeviceError: it asks for others, or for another mesh.
+    """
+    found = _around(ambient, defaults)
+    assert found is not None
+    if asked.mesh is None and asked.count == found.count:
+        return found
+    kinds = " and ".join(["Explicit"] * bool(ambient.explicit) + ["Manual"] * bool(ambient.abstract.manual_axes))
+    mesh = "" if asked.mesh is None else f" on the mesh {mesh_text(asked.mesh.shape.items())}"
+    fail(DeviceError, f"the call asks for {asked.count} devices{mesh}, inside a mesh with {kinds} axes",
+         where=f"the mesh around the call, or of its arguments' types: {mesh_text(ambient.axes)}",
+         why="JAX uses one mesh for values whose types have Explicit or Manual axes",
+         fix="name no other devices and no other mesh, and the call uses that one; or call it outside, with arrays of an "
+             "Auto mesh")  # fmt: skip
+
+
+def _traced(
+    function: CallFunction, hardware: Hardware, layout: LayoutFile | None, problems: list[Problem]
+) -> tuple[CallFunction, Traced, tuple[InnerEntry, ...]]:
+    """The function with the constraints that it needs whatever the plan is, its trace, and its inner entries.
+
+    Raises:
+      StrategyError: it calls back into Python in order, which JAX can do on one device only.
+      DeviceError: a `shard_map` in it is on other devices.
+    """
+    traced, lowered = function.as_jaxpr(), None  # each change of the function is traced, and the last one is lowered
+    refuse_other_devices(traced.jaxpr, hardware, function.callee.name)
+    if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
+        fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",
+             why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
+             fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
+                 "device=jax.devices()[:1]")  # fmt: skip
+    if hardware.count > 1 and (shifted := function.with_shifts(traced)) is not function:
+        function, traced = shifted, shifted.as_jaxpr()
+    if hardware.count > 1 and has_windows(traced.jaxpr):
+        lowered = function.lowered(traced, hardware.platform)
+        if windows_clash(lowered.graph):
+            function = dataclasses.replace(function, separates_windows=True)
+            traced, lowered = function.as_jaxpr(), None
+    if layout is not None and layout.activations:
+        axes = mesh_axes(layout, hardware.count, [])
+        tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems)
+        if tags and hardware.count > 1 and not problems:
+            function = dataclasses.replace(function, tags=tags, tag_axes=axes)
+            traced, lowered = function.as_jaxpr(), None
+    is_binding = function.ambient is not None and function.ambient.is_binding
+    inner = inner_entries(traced.jaxpr, hardware) if hardware.count > 1 and not is_binding else ()
+    if inner:
+        function = dataclasses.replace(function, inner={entry.number: None for entry in inner})
+        traced, lowered = function.as_jaxpr(), None
+    return function, lowered or function.lowered(traced, hardware.platform), inner
+
+
+def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) -> Placement:
+    """Check all entries, of inputs and outputs alike, and put them on one mesh with the strategies inside.
+
+    The specs are those of the inputs and outputs, then those of the inner strategies; the latter are left out where
+    entries name the axes.
+    """
+    leaves, count = (*call.inputs, *call.outputs), call.hardware.count
+    before = len(problems)
+    strategies = [check(leaf, count, problems) for leaf in leaves]
+    values, marked = (*call.traced.inputs, *call.traced.outputs), _inner_values(call)
+    tied = [groups.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
+    inner = [(e.leaf, e.leaf.entry, groups.of[marked[e.number]]) for e in call.inner if _is_inferred(e, marked)]
+    leaves = (*leaves, *(leaf for leaf, _, _ in inner))
+    strategies += [strategy for _, strategy, _ in inner]
+    tied += [own for _, _, own in inner]
+    sizes = [math.prod(v.shape) for v in call.traced.graph.values]
+    if call.hardware.mesh is not None or any(map(names_axes, leaves)):
+        mesh, used = call.hardware.mesh, call.hardware.devices
+        instead = _without_mesh(call) if mesh is not None else ""
+        return place_named(leaves, strategies, count, mesh, problems, used, tied, groups.of, sizes, instead)
+    if len(problems) > before:
+        return Placement((), (None,) * len(leaves))
+    calls = operands_of_calls([e for e in call.inner if _is_inferred(e, marked)], len(values))
+    return place(leaves, strategies, tied, count, problems, groups.of, sizes, calls)
+
+
+def _inner_values(call: TracedCall) -> dict[int, int]:
+    """The value in the graph of each inner entry, by number; the first where a loop is unrolled."""
+    return {number: value for value, number in reversed([*call.traced.graph.inner.items()])}
+
+
+def _is_inferred(entry: InnerEntry, values: Mapping[int, int]) -> bool:
+    return entry.is_strategy and entry.number in values
+
+
+def _without_mesh(call: TracedCall) -> str:
+    """How to let the plan choose its mesh, as the end of an error; "" where the mesh around the call is the only one."""
+    ambient, count, here = call.ambient_mesh, call.hardware.count, len(jax.devices())
+    if ambient is not None and ambient.is_binding:
+        return ""
+    devices = "jax.devices()" if count == here else f"jax.devices()[:{count}]"
+    return f"; or pass devices without a mesh, and the plan chooses one: device={devices}"
+
+
+def _on_mesh(call: TracedCall, placed: Placement, problems: list[Problem]) -> OnMesh:
+    """The mesh axes that the user, the entries or the layout file asks for, () if none does, and all shardings on them."""
+    leaves, values = (*call.inputs, *call.outputs), _inner_values(call)
+    is_given = call.hardware.mesh is not None or any(map(names_axes, leaves))
+    axes: Axes = placed.axes if is_given or any(dim for spec in placed.specs if spec for dim in spec) else ()
+    count = call.hardware.count
+    if call.layout is not None and count > 1 and not axes:
+        axes = mesh_axes(call.layout, count, [])
+    meshes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.meshes
+    inferred = [e.number for e in call.inner if _is_inferred(e, values)]
+    inner = {n: spec for n, spec in zip(inferred, placed.specs[len(leaves) :], strict=True) if spec is not None}
+    given = OnMesh(axes, tuple(placed.specs[: len(leaves)]), {}, placed.order)
+    if not is_given and call.layout is None:
+        given, inner = on_mesh_of_function(given, inner, meshes, count)
+    return place_inner(call.inner, inner, given, meshes, count, problems)
+
+
+def _with_ambient(call: TracedCall, axes: Axes) -> TracedCall:
+    """The call with the mesh around it only if its plan is on that mesh.
+
+    Raises:
+      StrategyError: the entries name axes of another mesh, and no other can be used.
+    """
+    ambient = call.ambient_mesh
+    if ambient is None or call.hardware.count == 1 or axes == ambient.axes:
+        return call
+    if ambient.is_binding:
+        fail(StrategyError, f"the entries of `{call.name}` are on another mesh than the call", where=mesh_text(axes),
+             why=f"the mesh around the call, or of its arguments' types, has Explicit or Manual axes: {mesh_text(ambient.axes)}",
+             fix="name the axes of that mesh, or give integers")  # fmt: skip
+    return dataclasses.replace(call, function=dataclasses.replace(call.function, ambient=None))
+
+
+def _problem(
+    call: TracedCall, groups: DimensionGroups, axes: Axes, entries: tuple[Spec | None, ...], propagation: Propagation,
+    anchored: Collection[int],
+) -> SearchProblem:  # fmt: skip
+    traced, hardware, bounds = call.traced, call.hardware, call.search
+    graph = with_hoisted_trips(traced.graph, hardware.platform, lambda v: int(array_bytes(traced.graph.values[v])))
+    graph = with_counted_rows(graph, hardware.platform)
+    outputs = list(zip(traced.outputs, call.outputs, propagation.given, strict=True))
+    inner = {value: propagation.inner[number] for value, number in graph.inner.items()}
+    of_calls = {entry.number for entry in call.inner if entry.is_operand}
+    marked = {value: spec for value, spec in inner.items() if graph.inner[value] in of_calls}
+    return SearchProblem(
+        names=tuple(leaf.path for leaf in call.inputs),
+        shapes=tuple(leaf.shape for leaf in call.inputs),
+        groups=tuple(groups.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, call.inputs, strict=True)),
+        group_bytes=_group_bytes(graph, groups),
+        axes=axes,
+        specs=entries if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in call.inputs),
+        hardware=hardware,
+        level=bounds.level,
+        partition=memoized(propagation),
+        graph=graph,
+        inputs=traced.inputs,
+        results={v: padded(spec, graph, v) or () for v, _, spec in outputs if spec is not None},
+        same_as={v: traced.inputs[call.same_as[i]] for i, (v, _, spec) in enumerate(outputs)
+                 if spec is None and i in call.same_as},
+        donated=frozenset(traced.inputs[i] for i in call.donated),
+        can_constrain=_constrainable(anchored, graph),
+        memory_limit=hardware.chip.memory_bytes if bounds.memory_limit is None else bounds.memory_limit,
+        algorithm=bounds.algorithm,
+        search_ops=bounds.search_ops,
+        open_results={} if hardware.count == 1 else {
+            i: OpenResult(leaf.path, v, leaf.shape, i - len(outputs))
+            for i, (v, leaf, spec) in enumerate(outputs)
+            if spec is None and i not in call.same_as and leaf.shape},
+        results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
+        budget=bounds.budget,
+        seconds=bounds.time_limit_s,
+        inner=inner,
+        operands=operands_as_read(graph, marked, dict(axes)),
+        memo=Memo(value_groups=groups.of),
+    )  # fmt: skip
+
+
+def _constrainable(anchored: Collection[int], graph: Graph) -> frozenset[int]:
+    """The ops, by index, that may get a constraint."""
+    return frozenset(i for i in anchored if not aborts_if_constrained(graph.ops[i]))
+
+
+def _group_bytes(graph: Graph, groups: DimensionGroups) -> dict[int, int]:
+    """For each dimension group the bytes of all values that have a dimension in it."""
+    found: dict[int, int] = {}
+    for value, of in zip(graph.values, groups.of, strict=True):
+        for group in set(of):
+            found[group] = found.get(group, 0) + int(array_bytes(value))
+    return found

@@ -1,0 +1,16 @@
+"""What a plan says of itself: where it costs more than necessary, and what the model does not cover.
+
+| module | holds |
+|---|---|
+| `rules` | the diagnostics, one function each, listed in `RULES`; what the model does not cover at its end |
+| `expert_einsums` | mixtures of experts that are written in einsums |
+| `field_lookups` | lookups of several fields in one table |
+| `entries_note` | the headline's line on the user's entries |
+
+`planning.answers.finish` writes them into the plan. What is asked of a plan later is in `planning.questions`.
+"""
+
+from shardfn.planning.diagnostics.entries_note import entries_note
+from shardfn.planning.diagnostics.rules import advice, not_fully_used, not_predicted, of_program
+
+__all__ = ["advice", "entries_note", "not_fully_used", "not_predicted", "of_program"]

@@ -1,0 +1,37 @@
+"""The plan as data: what it holds, its names, its text, and what differs between two.
+
+| module | holds |
+|---|---|
+| `plan` | `Plan` |
+| `decisions` | its parts: decisions on arrays, tied dimensions, candidates, alternatives, changes |
+| `plan_kind` | the textbook name: FSDP, tensor parallel, … |
+| `summary` | the lines of `print(plan)` and of a report's headline |
+| `plan_diff` | what differs between two plans of one function |
+
+Methods of `Plan` that ask for more than the plan holds are in the folders and packages above.
+"""
+
+from shardfn.planning.plan.decisions import (
+    Alternative,
+    Alternatives,
+    Candidate,
+    Change,
+    Decision,
+    DimensionGroup,
+    Figures,
+)
+from shardfn.planning.plan.plan import (
+    Plan,
+    answered_call,
+    argument_names,
+    op_strategies,
+    shardings_on,
+)
+from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
+from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
+
+__all__ = [
+    "FIX", "Alternative", "Alternatives", "Candidate", "Change", "Decision", "DimensionGroup", "Figures", "Layouts", "Plan",
+    "answered_call", "argument_names", "devices_text", "fit_text", "headline", "kind_of", "layouts_of", "op_strategies",
+    "shardings_on",
+]  # fmt: skip

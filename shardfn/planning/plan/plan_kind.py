@@ -1,0 +1,284 @@
+"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor or expert parallel, a product of them, or `mixed`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+
+from shardfn.ir.model import Graph
+from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.planning.plan.decisions import Decision, DimensionGroup
+
+MOST, HALF, FEW = 0.9, 0.5, 0.1
+"""Shares of the bytes of parameters or optimizer state: what is sharded above `MOST` counts as all, below `FEW` as nothing."""
+
+WEIGHT_DTYPES = ("float", "bfloat", "complex", "int8", "uint8", "int4", "uint4")
+"""What parameters are made of; wider integers are indices."""
+
+Sharded = tuple[int, frozenset[str]]
+"""Bytes of an array, and the mesh axes over which it is sharded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The facts about a plan that give it its name; `axes` is the mesh, as (name, size)."""
+
+    axes: tuple[tuple[str, int], ...]
+    batch: frozenset[str] = frozenset()
+    """Mesh axes that shard the batch dimension."""
+    inputs: frozenset[str] = frozenset()
+    """Mesh axes that shard other dimensions of the arrays with a batch dimension."""
+    parameters: tuple[Sharded, ...] = ()
+    gathered: tuple[Sharded, ...] = ()
+    """The parameters with the axes over which XLA gathers them."""
+    optimizer_state: tuple[Sharded, ...] = ()
+    experts: frozenset[str] = frozenset()
+    """Mesh axes that shard a batch dimension of the matmuls with most parameters that they shard."""
+    stacked: frozenset[str] = frozenset()
+    """Mesh axes that shard the dimension along which a loop takes its layers."""
+    results: frozenset[str] = frozenset()
+    """Mesh axes that shard a result."""
+    inside: frozenset[str] = frozenset()
+    """Mesh axes that shard the rows, such as the batch, of most matmuls with a parameter."""
+    used: frozenset[str] = frozenset()
+    """Mesh axes that shard an array of the function, one inside or of a call."""
+
+
+def kind_of(layouts: Layouts) -> str:
+    """The name of a plan.
+
+    >>> kind_of(Layouts((("a", 2), ("b", 4)), frozenset("a"), parameters=((64, frozenset("b")),)))
+    'tensor parallel over 4 × data parallel over 2'
+    """
+    sizes: dict[str, int] = {}
+    for axis, size in layouts.axes:
+        role = _role(layouts, axis)
+        sizes[role] = sizes.get(role, 1) * size
+    if math.prod(sizes.values()) == 1:
+        return "one device"
+    if list(sizes) == ["replicated"]:
+        return f"replicated on {sizes['replicated']} devices"
+    ordered = sorted(sizes, key=lambda role: TEXTBOOK.index(role) if role in TEXTBOOK else len(TEXTBOOK))
+    parts = [f"{role} over {sizes[role]}" for role in ordered]
+    if not set(sizes) <= set(TEXTBOOK):
+        return f"mixed: {', '.join(parts)} devices"
+    return f"{parts[0]} devices" if len(parts) == 1 else " × ".join(parts)
+
+
+TEXTBOOK = ("FSDP", "ZeRO-1", "expert parallel", "tensor parallel", "data parallel", "replicated")
+
+
+def _role(layouts: Layouts, axis: str) -> str:
+    """What is sharded over one mesh axis, in the terms of a plan's name."""
+    parameters, state = _share(layouts.parameters, axis), _share(layouts.optimizer_state, axis)
+    if axis in layouts.experts:
+        return "expert parallel"
+    if axis in layouts.batch:
+        if parameters >= MOST and (state >= MOST or not layouts.optimizer_state):
+            is_gathered = _share(layouts.gathered, axis) >= HALF  # else maybe the batch is
+            return "FSDP" if is_gathered else "batch and weights sharded together"
+        if parameters > FEW:
+            return f"batch and {parameters:.0%} of the weights sharded"
+        if state > FEW:
+            return "ZeRO-1" if state >= MOST else f"batch and {state:.0%} of the optimizer state sharded"
+        return "data parallel"
+    if axis in layouts.stacked:
+        return "layers of a loop sharded"
+    if parameters >= HALF:
+        is_gathered = axis in layouts.inside and _share(layouts.gathered, axis) >= HALF
+        return "FSDP" if is_gathered else "tensor parallel"
+    if parameters > FEW:
+        return f"{parameters:.0%} of the weights sharded"
+    if state > FEW:
+        return "optimizer state alone sharded"
+    if axis in layouts.inside:
+        return "data parallel"
+    if axis in layouts.inputs:
+        return "inputs sharded along other dimensions than the batch"
+    if axis in layouts.results:
+        return "results alone sharded"
+    return "operations inside sharded" if axis in layouts.used else "replicated"
+
+
+def _share(arrays: Sequence[Sharded], axis: str) -> float:
+    """The share of the bytes of some arrays that is sharded over an axis."""
+    total = sum(size for size, _ in arrays)
+    return sum(size for size, axes in arrays if axis in axes) / total if total else 0.0
+
+
+# ---- the facts about a plan
+
+
+def layouts_of(
+    axes: tuple[tuple[str, int], ...],
+    arguments: Sequence[Decision],
+    results: Sequence[Decision],
+    groups: Sequence[DimensionGroup],
+    partitioned: PartitionedProgram,
+) -> Layouts:
+    """Sort the arguments of a function into arrays with a batch dimension, parameters and optimizer state.
+
+    Parameters come back as results (or their gradients do) and feed a matmul or a lookup; optimizer state comes back too and
+    feeds neither.
+
+    Args:
+      axes: the mesh.
+      arguments: the decisions on the arguments.
+      results: the decisions on the results.
+      groups: the dimension groups of both.
+      partitioned: the partitioned program, whose last inputs are the arguments.
+    """
+    graph = partitioned.graph
+    returned = {(end, d.shape) for d in results for end in _ends(d.path)}
+    mirrored = {d.path for d in arguments if (_without_argument(d.path), d.shape) in returned}
+    batch = _batch_dimensions(arguments, results, groups, mirrored, graph.trip_counts)
+    with_batch = {path for path, _ in batch}
+    weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
+    sources = _sources(graph, len(arguments))
+    feeds = functools.reduce(
+        operator.or_, (sources.get(v, 0) for op in graph.ops if op.name in READ_WEIGHTS for v in op.inputs), 0
+    )
+    bit = {d.path: 1 << i for i, d in enumerate(arguments)}
+    state = [d for d in weights if d.path in mirrored and not bit[d.path] & feeds]
+    parameters = [d for d in weights if d not in state]
+    gathers = [c for c in partitioned.communications if partitioned.gathered_shards(c) is not None]
+    return Layouts(
+        axes,
+        frozenset(axis for d in arguments for i, dim in enumerate(d.spec) if (d.path, i) in batch for axis in dim),
+        frozenset(axis for d in arguments if d.path in with_batch
+                  for i, dim in enumerate(d.spec) if (d.path, i) not in batch for axis in dim),
+        tuple(map(_sharded, parameters)),
+        tuple(
+            (_sharded(d)[0], frozenset(axis for c in gathers if sources.get(c.operand) == bit[d.path] for axis in c.axes))
+            for d in parameters
+        ),
+        tuple(map(_sharded, state)),
+        _expert_axes(partitioned, sources, {bit[d.path]: _sharded(d) for d in parameters}),
+        frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in graph.trip_counts for axis in d.spec[0]),
+        frozenset(axis for d in results for dim in d.spec for axis in dim),
+        _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
+        partitioned.used_axes,
+    )  # fmt: skip
+
+
+def _without_argument(path: str) -> str:
+    """The path of an array within its argument; empty for an argument that is one array."""
+    return path.partition("/")[2]
+
+
+def _ends(path: str) -> list[str]:
+    """The ends of a result's path: a result may be a tuple, a dict or a module's changed state, at any depth.
+
+    >>> _ends("result/0/params/up"), _ends("state/optimizer/mu/up")
+    (['0/params/up', 'params/up', 'up'], ['optimizer/mu/up', 'mu/up', 'up'])
+    """
+    parts = path.split("/")
+    return ["/".join(parts[i:]) for i in range(1, len(parts))]
+
+
+def _sharded(d: Decision) -> Sharded:
+    axes = frozenset(axis for dim in d.spec for axis in dim)
+    return d.local_bytes * math.prod(n // k for n, k in zip(d.shape, d.local_shape, strict=True) if k), axes
+
+
+def _batch_dimensions(
+    arguments: Sequence[Decision],
+    results: Sequence[Decision],
+    groups: Sequence[DimensionGroup],
+    mirrored: Collection[str],
+    stacks: Collection[int],
+) -> set[tuple[str, int]]:
+    """The dimensions, as (path, number), of the groups that look most like a batch.
+
+    A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates, and
+    which no result has in another dimension. Of these, those of arguments whose shape no result has. Of these, those that a
+    result has too.
+
+    `search.generators.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where
+    here a gradient of the same path counts too. It chooses one batch, where a plan may shard several.
+    """
+    own = {d.path: d.shape for d in arguments}
+    shapes = {d.shape for d in results}
+    ranked: dict[tuple[bool, bool, bool], set[tuple[str, int]]] = {}
+    for group in groups:
+        members = [(path, int(number)) for path, _, number in (member.rpartition(".") for member in group.members)]
+        mine = {(path, number) for path, number in members if path in own}
+        if not mine or any(number or path in mirrored for path, number in mine):
+            continue
+        is_returned = any(own[path] in shapes for path, _ in mine)
+        is_elsewhere = any(number for path, number in members if path not in own)
+        ranked.setdefault((group.size in stacks or is_elsewhere, is_returned, len(mine) == len(members)), set()).update(
+            mine
+        )
+    return ranked[min(ranked)] if ranked else set()
+
+
+READ_WEIGHTS = ("dot_general", "convolution", "gather")
+"""Ops that read parameters but not optimizer state: matmuls, convolutions and lookups."""
+
+
+def _sources(graph: Graph, count: int) -> dict[int, int]:
+    """The arguments from which each value is computed, a bit each."""
+    reached = {v: 1 << i for i, v in enumerate(graph.arguments(count))}
+    ties = [pair for one, other in (*graph.ties, *graph.manual) for pair in ((one, other), (other, one))]
+    before = dict[int, int]()
+    while reached != before:  # more than once where a loop carries values round
+        before = dict(reached)
+        for op in graph.ops:
+            for i, out in enumerate(op.outputs):
+                for v in op.inputs[i :: len(op.outputs)] if op.name == "while" else op.inputs:
+                    reached[out] = reached.get(out, 0) | reached.get(v, 0)
+        for one, other in ties:
+            reached[one] = reached.get(one, 0) | reached.get(other, 0)
+    return reached
+
+
+def _expert_axes(
+    partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: Mapping[int, Sharded]
+) -> frozenset[str]:
+    """The mesh axes over which half of the parameters' bytes that they shard are a batch dimension of a matmul.
+
+    The heads of an attention are one too, in one of its four matmuls with weights.
+    """
+    found: dict[str, set[int]] = {}
+    for op in partitioned.graph.ops:
+        if op.name == "dot_general" and op.rule is not None:
+            in_both = [{factor for dim in dims for factor in dim} for dims in op.rule.operands]
+            batch = set.intersection(*in_both) - op.rule.reduction
+            for v, dims in zip(op.inputs, op.rule.operands, strict=True):
+                if sources.get(v) in parameters:
+                    for dim, axes in zip(dims, partitioned.specs[v], strict=True):
+                        for axis in axes if batch & set(dim) else ():
+                            found.setdefault(axis, set()).add(sources[v])
+
+    def is_most(axis: str) -> bool:
+        sharded = {source: size for source, (size, axes) in parameters.items() if axis in axes}
+        return sum(sharded.get(source, 0) for source in found[axis]) >= HALF * sum(sharded.values())
+
+    return frozenset(filter(is_most, found))
+
+
+def _row_axes(partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: int) -> frozenset[str]:
+    """The mesh axes that shard the rows of matmuls with a parameter: dimensions of the other operand alone.
+
+    Of an axis, these matmuls make at least half of the elements that all matmuls with a parameter make.
+    """
+    total, by_axis = 0, dict[str, int]()
+    for op in partitioned.graph.ops:
+        if op.name == "dot_general" and op.rule is not None:
+            of_weights = [not sources.get(v, 0) & ~parameters for v in op.inputs]
+            if sum(of_weights) != 1:
+                continue
+            at = of_weights.index(False)
+            own, other = (
+                {factor for dim in dims for factor in dim} for dims in (op.rule.operands[at], op.rule.operands[1 - at])
+            )
+            made = op.trips * math.prod(partitioned.graph.values[op.outputs[0]].shape)
+            total += made
+            rows = zip(op.rule.results[0], partitioned.specs[op.outputs[0]], strict=True)
+            for axis in {axis for dim, axes in rows if set(dim) & (own - other) for axis in axes}:
+                by_axis[axis] = by_axis.get(axis, 0) + made
+    return frozenset(axis for axis, made in by_axis.items() if made >= HALF * total)

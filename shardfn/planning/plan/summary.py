@@ -1,0 +1,133 @@
+"""A plan in words: the headline of every report, and the text of `print(plan)`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from shardfn.cost.devices.hardware import Hardware, used_here
+from shardfn.cost.estimate import collective_s
+from shardfn.cost.platforms import backend_of
+from shardfn.frontend.paths import alike, layer, starred
+from shardfn.ir.model import mesh_text
+from shardfn.ir.source_lines import file_line
+from shardfn.planning.plan.plan import Decision, Plan
+from shardfn.render.cells import shape_text, table, times
+from shardfn.render.parts import Table, Text
+from shardfn.render.text import terminal_width, to_text
+from shardfn.search.problem import OBJECTIVES
+from shardfn.units import bytes_text, flops_text, time_text
+
+MOST_ARRAYS = 10
+"""Kinds of arrays in the text of a plan."""
+
+FIX = " fix: "
+"""In a diagnostic the words before what the user should do."""
+
+
+def headline(plan: Plan) -> list[str]:
+    """What kind of plan it is, whether it fits, how long a call takes and why, how it was chosen, and one next step."""
+    cost = plan.cost
+    lines = [
+        f"{plan.function}: {plan.kind}",
+        f"devices: {devices_text(plan.hardware)}, mesh {mesh_text(plan.axes)}",
+        f"memory: {fit_text(plan)}",
+        f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}",
+        f"work: {flops_text(cost.flops)} and {bytes_text(cost.bytes_sent)} sent per device; compute "
+        f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
+        *_overlap_line(plan),
+        f"objective: least {OBJECTIVES[plan.level]} (level {plan.level}); {plan.policy}",
+    ]
+    if plan.entries:
+        lines.append(f"entries: {plan.entries}")
+    if any(d.source == "searched" for d in plan.inputs):
+        lines.append(f"optimality: {proof(plan.gap)}")
+    steps = [text.rpartition(FIX)[2] for text in plan.diagnostics if FIX in text]
+    return [*lines, *(f"next step: {step}" for step in steps[:1])]
+
+
+def devices_text(hardware: Hardware) -> str:
+    """The devices of a plan, and whether they are here."""
+    many = f"{hardware.count} device{'s'[: hardware.count != 1]}"
+    name = hardware.name or hardware.chip.name
+    if hardware.is_here:
+        return name if name.startswith(f"{hardware.count} x") else f"{name} ({many})"
+    return f"{name} ({many}, {'a target' if used_here(hardware) else 'not here'})"
+
+
+def fit_text(plan: Plan) -> str:
+    """Whether a plan fits its memory limit by the estimate, and with how much to spare; and whether it exceeds the device."""
+    peak, device = plan.cost.memory.peak, plan.hardware.chip.memory_bytes
+    limit = device if plan.memory_limit is None else plan.memory_limit
+    name = plan.hardware.chip.name if plan.memory_limit is None else "memory limit"
+    used = f"{bytes_text(peak)} per device at the peak (estimate), {name} {bytes_text(limit)}"
+    if peak > limit:
+        return f"does not fit, {bytes_text(peak - limit)} too much: {used}"
+    if peak > device:
+        return f"fits the limit but not the device, {bytes_text(peak - device)} too much for {plan.hardware.chip.name}: {used}"
+    return f"fits with {bytes_text(limit - peak)} to spare: {used}"
+
+
+def _overlap_line(plan: Plan) -> list[str]:
+    """How long a call takes if collectives overlap with compute; nothing where XLA overlaps none of them."""
+    if not any(c.kind in backend_of(plan.hardware.platform).asynchronous for c in plan.collectives):
+        return []
+    times = plan.overlap
+    return [
+        f"overlap: {time_text(times.expected_s)} if XLA overlaps the kinds of collectives that it can with compute, "
+        f"{time_text(times.full_s)} if it overlapped all of them (modelled)"
+    ]
+
+
+def _largest_part(plan: Plan) -> str:
+    """Compute, or the line whose collectives take longest."""
+    parts: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for c in plan.collectives:
+        parts[c.kind, c.where] += collective_s(c, plan.hardware, plan.axes)
+    key = max(parts, key=parts.__getitem__, default=None)
+    if key is None or parts[key] <= plan.cost.compute_s:
+        return f"largest part: compute, {time_text(plan.cost.compute_s)}"
+    where = f" at {file_line(key[1])}" if key[1] else ""
+    return f"largest part: {key[0]}{where}, {time_text(parts[key])}"
+
+
+def proof(gap: float | None) -> str:
+    """How far a plan may be from the optimum of the cost model.
+
+    The bound holds for the sum over single ops, on the meshes tried. The estimate of a whole
+    partitioned program, by which plans are compared, may rank another plan first.
+
+    >>> proof(0.032)
+    'within 3.2% of the optimum of the cost model summed over ops, on the meshes tried'
+    """
+    if gap is None:
+        return "no bound known"
+    bound = f"within {max(gap, 0.001):.1%} of the optimum" if gap > 5e-5 else "proved the optimum"
+    return f"{bound} of the cost model summed over ops, on the meshes tried"
+
+
+def summary(plan: Plan) -> str:
+    """A plan in less than 30 lines: arrays that differ only in the number of a layer are one row."""
+    lines = [*headline(plan)]
+    if plan.constraints:
+        lines.append(f"constraints: {len(plan.constraints)} ops inside get sharding constraints")
+    tables = [_arrays("arguments", plan.inputs, MOST_ARRAYS), _arrays("results", plan.outputs, 4)]
+    if plan.diagnostics:
+        many = f"{len(plan.diagnostics)} diagnostics, the first" if len(plan.diagnostics) > 1 else "1 diagnostic"
+        lines.append(f"{many}: {next(iter(plan.diagnostics))}")
+    end = "report: shardfn.explain(plan)"
+    return to_text([Text("", tuple(lines)), *(t for t in tables if t.rows), Text("", (end,))], terminal_width())
+
+
+def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
+    """The largest arrays, equal ones as one row."""
+    ordered = sorted(decisions, key=lambda d: -math.prod(d.shape))
+    groups = alike(ordered, lambda d: dataclasses.replace(d, path=layer(d.path), reason="", runner_up=""), least=2)
+    rows = [
+        (starred([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
+         str(same[0].strategy), same[0].source)
+        for same in groups
+    ]  # fmt: skip
+    return table("", (title, "count", "shape", "strategy", "chosen by"), rows, most=most)

@@ -1,0 +1,13 @@
+"""What is asked of a finished plan: other shardings, and the causes of a collective.
+
+| module | holds |
+|---|---|
+| `what_if` | the costs of other shardings of an array; the plan with other entries |
+| `attribution` | which sharded dimensions of arguments cause a collective |
+| `tested_attribution` | a minimal set of shardings without which it is gone |
+"""
+
+from shardfn.planning.questions.tested_attribution import Cause, causes
+from shardfn.planning.questions.what_if import with_runners_up
+
+__all__ = ["Cause", "causes", "with_runners_up"]

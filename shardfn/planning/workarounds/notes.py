@@ -1,0 +1,62 @@
+"""What a plan says of its workarounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardfn.planning.workarounds.uneven_movement import Movement
+from shardfn.planning.workarounds.wrong_ops import WrongOp
+
+
+def workaround_note(wrong: Sequence[WrongOp]) -> str:
+    """The diagnostic of the workarounds in a plan."""
+    said = []
+    for kind, note in _NOTES.items():
+        lines: dict[str, dict[str, None]] = {}
+        for one in wrong:
+            if one.kind == kind:
+                lines.setdefault(one.where, {})[_shapes(one.movement)] = None
+        if lines:
+            said.append(note.format(", ".join(_place(line, [*filter(None, of)]) for line, of in lines.items())))
+    return "; ".join(said)
+
+
+def _place(line: str, shapes: Sequence[str]) -> str:
+    """A line with the shapes of what is moved there."""
+    return (line or "a line that is not known") + (f" ({', '.join(shapes)})" if shapes else "")
+
+
+def _shapes(movement: Movement | None) -> str:
+    return "" if movement is None else f"{movement.op} of {movement.operands[0]} to {movement.result}"
+
+
+_NOTES = {
+    "window": (
+        "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}, and all dimensions of "
+        "grouped convolutions: for this sharding XLA computes wrong values or gradients. To avoid it, shard one spatial "
+        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself"
+    ),
+    "transform": (
+        "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "
+        "a program that may stop when it runs. To avoid it, shard the first dimension only"
+    ),
+    "padding": (
+        "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
+        "wrong values or does not compile"
+    ),
+    "scatter": "shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0",
+    "movement": (
+        "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
+        "values. To avoid it, use sizes that the number of shards divides, or apply the op that reads these rows to all rows"
+    ),
+    "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
+    "bounds": "shardfn clamps the places of the dynamic slices and updates at {}: XLA forgets to, if their results are sharded",
+    "product": (
+        "shardfn gathers the batch dimensions of the results of the matmuls at {}: for this sharding XLA computes wrong values"
+    ),
+    "reduction": (
+        "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
+        "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
+    ),
+}
+"""The diagnostic of a plan by kind, with the lines of the ops."""

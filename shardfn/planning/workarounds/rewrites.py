@@ -1,0 +1,186 @@
+"""Functions without the ops that XLA gets wrong: dimensions are gathered, places clamped, barriers put in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardfn.errors import StrategyError, fail
+from shardfn.ir.rewrite import bind_one, equations, inner, rebind
+from shardfn.movement import is_rotation
+from shardfn.planning.workarounds.even_scatters import NEUTRAL, even_scatter
+from shardfn.planning.workarounds.uneven_movement import Dims, Movement, gathered_dims, movements_of_equation
+from shardfn.planning.workarounds.wrong_ops import WrongOp
+
+
+def replicate_wrong_ops(
+    function: Callable[..., Any], mesh: Any, wrong: Sequence[WrongOp], static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
+    grouped convolutions, the transformed ones of Fourier transforms, the reduced ones of reductions without an all-reduce, and
+    the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier,
+    and dynamic slices a clamped place.
+
+    Args:
+      function: the function.
+      mesh: the mesh of the constraints.
+      wrong: the ops that `wrong_ops` found in it.
+      static_argnums: as in `jax.jit`.
+
+    Raises:
+      StrategyError: when traced, such an op is inside an equation that is not opened.
+    """
+
+    kinds = {w.kind for w in wrong}
+    multiple = math.lcm(*(w.multiple for w in wrong))
+    moved: dict[Movement, list[Dims]] = {}
+    for w in wrong:
+        if w.movement and w.kind == "movement":
+            moved.setdefault(w.movement, []).append(w.dims)
+    at_places = {w.movement for w in wrong if w.kind == "bounds"}
+    is_one = {
+        **_IS_ONE,
+        "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn)),
+        "bounds": lambda eqn: not at_places.isdisjoint(movements_of_equation(eqn)),
+    }
+
+    def kinds_of(eqn: Any) -> list[str]:
+        return [kind for kind in kinds if kind in is_one and is_one[kind](eqn)]
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if is_rotation(eqn):  # whose shards are even
+            return bind_one(eqn, inputs)
+        own = kinds_of(eqn)
+        dims = gathered_dims(eqn, moved) if "movement" in own else _gathered(eqn, own)
+        if "bounds" in own:
+            inputs = clamped(eqn, inputs)
+        if "update" in own and "movement" not in own:
+            inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
+        inputs = [unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
+        if "scatter" in own:
+            outputs = even_scatter(eqn, inputs, multiple)
+        else:
+            outputs = [transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
+        if "pair" in own:
+            outputs = jax.lax.optimization_barrier(outputs)
+        return [unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
+
+    def refuse(eqn: Any) -> None:
+        found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
+        if found - {"bounds", "layout", "pair"}:
+            fail(
+                StrategyError,
+                f"an op inside a `{eqn.primitive.name}` might be computed wrongly by XLA, or not compile",
+                why=f"shardfn does not rewrite what is inside a `{eqn.primitive.name}`",
+                fix="leave the dimensions along which the op works unsharded, or take it out",
+            )
+
+    return rebind(function, lambda eqn, number: is_rotation(eqn) or bool(kinds_of(eqn)), bind, static_argnums, refuse)
+
+
+def clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a `dynamic_slice` or `dynamic_update_slice` with its place within the array."""
+    count = len(inputs) - np.ndim(inputs[0])
+    sizes = np.shape(inputs[1]) if count == 2 else eqn.params["slice_sizes"]
+    last = [n - rows for n, rows in zip(np.shape(inputs[0]), sizes, strict=True)]
+    return [*inputs[:count], *(jnp.clip(start, 0, most) for start, most in zip(inputs[count:], last, strict=True))]
+
+
+def unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
+    """An array with a constraint that unshards some of its dimensions; a scalar as it is."""
+    if not dims or not np.ndim(x):
+        return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    for dim in dims:
+        spec[dim] = None
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _reduced(eqn: Any) -> tuple[int, ...]:
+    """The dims that an equation reduces, if XLA may have no all-reduce for it."""
+    name = eqn.primitive.name
+    if name not in _REDUCTIONS or len(eqn.outvars) > 1:
+        return ()
+    is_known = name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype == bool
+    return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
+
+
+def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
+    """By operand and result of an equation of some kinds of wrong ops, the dimensions to gather."""
+    name, params, values = eqn.primitive.name, eqn.params, (*eqn.invars, *eqn.outvars)
+    if "padding" in kinds:
+        return [_padded(eqn)] * len(values)
+    if "product" in kinds:
+        return [(), (), range(len(params["dimension_numbers"][1][0]))]
+    if "reduction" in kinds:
+        return [*[_reduced(eqn)] * len(eqn.invars), ()]
+    if name == _POOLING:
+        return [[d for d, size in enumerate(params["window_dimensions"]) if size > 1]] * len(values)
+    if name == _TRANSFORM:
+        return [transformed_dims(eqn)] * len(values)
+    if "window" in kinds and max(map(params.__getitem__, _GROUPS)) > 1:
+        return [range(len(v.aval.shape)) for v in values]
+    if "window" in kinds:
+        numbers = params["dimension_numbers"]
+        kernel = (eqn.invars[1].aval.shape[d] for d in numbers.rhs_spec[2:])
+        if max((*kernel, *itertools.chain.from_iterable(params[step] for step in _STEPS)), default=1) > 1:
+            return [spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)]
+    return [()] * len(values)
+
+
+def transformed_dims(eqn: Any) -> range:
+    """The dimensions of a Fourier transform."""
+    rank = len(eqn.outvars[0].aval.shape)
+    return range(rank - len(eqn.params["fft_lengths"]), rank)
+
+
+def transformed(eqn: Any, x: Any) -> Any:
+    """A Fourier transform of an array with one dimension more, which XLA on CPU does not hand over transposed."""
+    before = transformed_dims(eqn).start
+    return jnp.squeeze(bind_one(eqn, [jnp.expand_dims(x, before)])[0], before)
+
+
+def _padded(eqn: Any) -> list[int]:
+    """The dimensions that a pad or the padding of windows fills between elements, crops in front, or moves backwards."""
+    params = eqn.params
+    if eqn.primitive.name == "pad":
+        config = list(params["padding_config"])
+    elif eqn.primitive.name in _REDUCED_WINDOWS:
+        config = [(*edges, base - 1) for edges, base in zip(params["padding"], params["base_dilation"], strict=True)]
+    else:
+        return []
+    return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
+
+
+def updates_window(eqn: Any) -> bool:
+    """Whether an equation is a scatter of one window."""
+    return eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+
+
+_REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
+_POOLING = "select_and_scatter_add"
+_TRANSFORM = "fft"
+_STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
+_GROUPS = ("feature_group_count", "batch_group_count")
+_REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes", "reduce_or": "axes"}
+"""With the name of the parameter that holds the dims."""
+
+_IS_ONE: dict[str, Callable[[Any], Any]] = {
+    "window": lambda eqn: eqn.primitive.name in ("conv_general_dilated", _POOLING),
+    "transform": lambda eqn: eqn.primitive.name == _TRANSFORM,
+    "layout": lambda eqn: eqn.primitive.name == _TRANSFORM,
+    "pair": lambda eqn: eqn.primitive.name in ("reduce_window", "select_and_gather_add") and len(eqn.invars) > 1,
+    "padding": _padded,
+    "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
+    "update": updates_window,
+    "reduction": _reduced,
+    "product": lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
+}
+"""Whether an equation may be a wrong op of a kind; of a movement and of places its shapes tell."""

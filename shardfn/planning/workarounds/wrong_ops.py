@@ -1,0 +1,247 @@
+"""Which ops of a partitioned program XLA computes wrongly, or does not compile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from shardfn.errors import StrategyError, fail
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.model import Graph, Op, Spec, axes_of, axis_size
+from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.partition.xla_bugs import ends_process, is_miscompiled
+from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple
+from shardfn.planning.workarounds.uneven_movement import (
+    Dims,
+    Movement,
+    before_resharding,
+    indexed_dims,
+    is_uneven,
+    moved_dims,
+    movement_of,
+    reshardings,
+)
+
+REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
+"""What XLA has all-reduces for; of bools `and` and `or` as well."""
+
+
+class WrongOp(NamedTuple):
+    """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a windowed op with
+    two results (a `pair`), a Fourier `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a
+    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`) or a `movement`; or a resharding (`reshard`),
+    which has no workaround."""
+
+    where: str
+    kind: str = "window"
+    multiple: int = 1
+    """Of what the number of a scatter's updates must be a multiple."""
+    movement: Movement | None = None
+    """What a `movement` or `bounds` moves."""
+    dims: Dims = ()
+    """The dimensions along which it moves."""
+
+
+def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
+    """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
+    Fourier transforms that may not run, reductions that do not compile, pads that may do either, and reshardings that end the
+    process.
+
+    Args:
+      partitioned: the program with its shardings.
+      known: the ops that the program has a workaround for already.
+    """
+    done = {(w.movement, w.dims) for w in known}
+    moved_from, moved_to = _moves(partitioned.graph)
+    found: dict[WrongOp, None] = {}
+    if any(ends_process(before, after, partitioned.axes) for before, after in _may_end(partitioned)):
+        found.setdefault(WrongOp("", "reshard"))
+    for op in partitioned.graph.ops:
+        if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
+            found.setdefault(WrongOp(op.where))
+        if op.name == "reduce" and partitioned.platform != "tpu" and _lacks_all_reduce(op, partitioned):
+            found.setdefault(WrongOp(op.where, "reduction"))
+        if op.name == "dot_general" and _is_wrong_product(op, partitioned, moved_to):
+            found.setdefault(WrongOp(op.where, "product"))
+        if (
+            op.name == "reduce_window"
+            and len(op.outputs) > 1
+            and any(map(any, map(partitioned.specs.__getitem__, op.outputs)))
+        ):
+            found.setdefault(WrongOp(op.where, "pair"))
+        if op.name in ("pad", "reduce_window") and _is_wrong_pad(
+            op, moved_from.get(op.inputs[0], op.inputs[0]), partitioned
+        ):
+            found.setdefault(WrongOp(op.where, "padding"))
+        if op.name == "scatter" and op.combines:
+            multiple = rows_multiple(op, partitioned, moved_from)
+            if multiple > 1 or is_unsigned(op, partitioned):
+                found.setdefault(WrongOp(op.where, "scatter", multiple))
+        if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
+            found.setdefault(WrongOp(op.where, "update"))
+        if op.name in AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
+            found.setdefault(WrongOp(op.where, "bounds", movement=movement_of(op, partitioned, moved_from)))
+        if is_uneven(op, partitioned, moved_from):
+            movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
+            if (movement, dims) not in done:
+                found.setdefault(WrongOp(op.where, "movement", movement=movement, dims=dims))
+        if op.name == "fft" and partitioned.platform == "cpu" and partitioned.axes:
+            own = op.inputs[0]
+            is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
+            found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
+        if _is_wrong_convolution(op, partitioned, moved_from, moved_to):
+            found.setdefault(WrongOp(op.where))
+    return tuple(found)
+
+
+def _may_end(partitioned: PartitionedProgram) -> list[tuple[Spec, Spec]]:
+    """The shardings before and after each resharding on a mesh of several axes; none before JAX 0.12, which none ends."""
+    if IS_BEFORE_JAX_0_12 or len(partitioned.axes) == 1:
+        return []
+    moved = before_resharding(partitioned.graph).items()
+    return [(partitioned.specs[before], partitioned.specs[after]) for after, before in moved]
+
+
+def ends_process_backwards(partitioned: PartitionedProgram) -> bool:
+    """Whether a resharding of the program, in the other direction, ends the process (`xla_bugs.ends_process`)."""
+    return any(ends_process(after, before, partitioned.axes) for before, after in _may_end(partitioned))
+
+
+def _moves(graph: Graph) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """For values that are resharded, what they were before, and what they are in the end."""
+    after: dict[int, int] = {}
+    for before, made in reversed(reshardings(graph)):
+        after[before] = after.get(made, made)
+    return before_resharding(graph), after
+
+
+def _is_wrong_convolution(
+    op: Op,
+    partitioned: PartitionedProgram,
+    before: Mapping[int, int],
+    after: Mapping[int, int],
+    transposed: bool = False,
+) -> bool:
+    """Whether an op is a convolution that XLA may get wrong, or the one that makes the image's gradient of the result's; `before`
+    and `after` are those of `_moves`."""
+    if op.convolution is None:
+        return False
+    image, kernel = (partitioned.specs[before.get(v, v)] for v in op.inputs[:2])
+    result = partitioned.specs[after.get(op.outputs[0], op.outputs[0])]
+    window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
+    if transposed:
+        return is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes)
+    return is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the operands of an op and its result."""
+
+
+def transposed_wrongly(partitioned: PartitionedProgram) -> frozenset[Shapes]:
+    """The convolutions, by the shapes of image, kernel and result, of which XLA may get the image's gradient wrong if it is taken
+    outside of the plan: it makes the image's sharding of the result's."""
+    before, after = _moves(partitioned.graph)
+    return frozenset(
+        tuple(partitioned.graph.values[v].shape for v in (*op.inputs[:2], op.outputs[0]))
+        for op in partitioned.graph.ops
+        if _is_wrong_convolution(op, partitioned, before, after, transposed=True)
+    )
+
+
+def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether a scatter of one window is into a sharded array that other ops make."""
+    maker = partitioned.graph.maker(op.inputs[0])
+    is_made = maker is not None and not maker.seen and maker.name != "optimization_barrier"
+    return (
+        is_made
+        and math.prod(partitioned.graph.values[op.inputs[1]].shape[:-1]) == 1
+        and any(partitioned.shards(op.inputs[0])[d] > 1 for d in indexed_dims(op))
+    )
+
+
+def _forgets_bounds(op: Op, after: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
+    """Whether the result of a dynamic slice, or of an update at a dynamic place, is sharded along a dimension of which the op
+    reads or writes a part; `after` are resharded values."""
+    table, part = (partitioned.graph.values[v].shape for v in (op.inputs[0], AT_PLACES[op.name](op)))
+    shards = [partitioned.shards(v) for v in {op.outputs[0], after.get(op.outputs[0], op.outputs[0])}]
+    shortened = [d for d, (before, rows) in enumerate(zip(table, part, strict=True)) if before != rows]
+    return op.rule is not None and any(each[d] > 1 for each in shards for d in shortened)
+
+
+AT_PLACES: dict[str, Callable[[Op], int]] = {
+    "dynamic_slice": lambda op: op.outputs[0],
+    "dynamic_update_slice": lambda op: op.inputs[1],
+}
+"""What these ops read or write at a place."""
+
+
+def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether the op reduces over a sharded dimension in a way that XLA has no all-reduce for."""
+    is_known = op.combines in REDUCTIONS_OF_XLA or (
+        op.combines in ("and", "or") and partitioned.graph.values[op.inputs[0]].dtype == "i1"
+    )
+    return len(op.outputs) == 1 and not is_known and any(partitioned.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
+
+
+def _is_wrong_product(op: Op, partitioned: PartitionedProgram, after: Mapping[int, int]) -> bool:
+    """Whether a matmul leaves partial sums over several axes that its result's batch dimensions are then sharded over as many
+    ways, and not just over these axes; `after` are resharded values.
+
+    Found by trying all shardings of the batch and the contracted dimension of a matmul over 2 x 2 x 2 devices.
+    """
+    assert op.rule is not None
+    roles, operand = op.rule.matmul_roles(0), partitioned.specs[op.inputs[0]]
+    batch, summed = ([d for d, role in enumerate(roles) if role == which] for which in (0, 2))
+    before, parts = (axes_of(operand[d] for d in dims) for dims in (batch, summed))
+    result = partitioned.specs[after.get(op.outputs[0], op.outputs[0])]
+    rows = axes_of(result[: len(batch)])
+    size = lambda axes: math.prod(axis_size(axis, partitioned.axes) for axis in axes)  # noqa: E731
+    return len(parts) > 1 and size(before) > 1 and rows not in (before, parts) and size(rows) == size(parts)
+
+
+def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether windows that overlap by half or more run along a sharded dimension; True in doubt, as padding may hide it."""
+    operand, source = (partitioned.graph.values[v].shape for v in op.inputs[:2])
+    for window in op.window_dims:
+        overlap = -window.low
+        least_stride = (operand[window.dim] - overlap) // (source[window.dim] + 1) + 1
+        if overlap >= least_stride and (
+            partitioned.specs[op.inputs[0]][window.dim] or partitioned.specs[op.outputs[0]][window.dim]
+        ):
+            return True
+    return False
+
+
+def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool:
+    """Whether a dimension is made of shards by a pad, or the padding of windows, that XLA gets wrong.
+
+    A replicated one is padded between elements, by a negative number in front, or in front and by a negative number behind.
+    Any dimension is padded between elements and by a negative number in front.
+    """
+    before, after = (partitioned.graph.values[v].shape for v in (operand, op.outputs[0]))
+    for window in op.window_dims:
+        if not partitioned.specs[op.outputs[0]][window.out_dim]:
+            continue
+        stop = (after[window.out_dim] - 1) * window.stride + window.low + window.extent
+        high = stop - (before[window.dim] - 1) * window.spacing - 1
+        is_wrong = window.spacing > 1 or window.low > 0 or (window.low < 0 and high < 0)
+        if (window.spacing > 1 and window.low > 0) or (is_wrong and not partitioned.specs[operand][window.dim]):
+            return True
+    return False
+
+
+def refuse_reshardings(wrong: Sequence[WrongOp]) -> None:
+    """Refuse a plan whose resharding ends the process.
+
+    Raises:
+      StrategyError: there is one.
+    """
+    if any(w.kind == "reshard" for w in wrong):
+        fail(
+            StrategyError,
+            "this plan moves shards of one dimension to another in a way that ends the process in JAX 0.12",
+            why="the axes have sizes of which none divides the other, as 2 and 3 on 6 devices",
+            fix="use a number of devices that is a power of two, or leave one of the two dimensions unsharded",
+        )

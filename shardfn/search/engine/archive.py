@@ -1,0 +1,164 @@
+"""The archive of a search: every candidate that it evaluated, for all objectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from shardfn.ir.model import Axes
+from shardfn.search.engine.meshes import meshes
+from shardfn.search.labels import LabelSpace, MeshSolution, Objective, SolvedProposal, keeps_rules
+from shardfn.search.problem import (
+    FIXED_VISITS,
+    LEVELS,
+    VISIT,
+    Proposal,
+    Rank,
+    SearchCandidate,
+    SearchProblem,
+    visits_of,
+    work_of,
+)
+
+
+def visits(problem: SearchProblem) -> float:
+    """The ops that the search of a problem may visit."""
+    return visits_of(problem.budget, len(problem.graph.ops), len(meshes(problem)))
+
+
+class Archive:
+    """The evaluated candidates of one search, and the budget that evaluations and solver steps spend.
+
+    The best of equals is the one with the fewest constraints, then the one that was evaluated first.
+    """
+
+    def __init__(self, problem: SearchProblem, known: Archive | None = None) -> None:
+        """The archive of a problem; empty, or with what is `known` of the same problem within another memory limit."""
+        self.problem = problem
+        self._at = {level: problem.at(level) for level in LEVELS}
+        self.budget = work_of(visits(problem), problem.seconds_left)
+        self.evaluation_work = VISIT * (FIXED_VISITS + len(problem.graph.ops))
+        """Work of evaluating one candidate, in the solver's units."""
+        self.was_interrupted = known is not None and known.was_interrupted
+        self.solutions: list[MeshSolution] = [] if known is None else known.solutions
+        """What the solver found, for all objectives."""
+        self.spaces: dict[Axes, LabelSpace] = {} if known is None else known.spaces
+        """The choices on each mesh, which the objectives share."""
+        self._candidates: dict[object, SearchCandidate] = {} if known is None else known._candidates
+        self._facts: dict[object, _Facts] = {} if known is None else known._facts
+        self._solved: dict[object, dict[Objective, MeshSolution]] = {} if known is None else known._solved
+        """What the solver found, by shardings and objective."""
+        self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
+        """The best candidate by level and mesh sizes."""
+        self._least: dict[tuple[int, tuple[int, ...]], float] = {}
+        """The least first figure of the level's aim by level and mesh sizes, also of candidates that exceed the memory limit."""
+        self._best_of_all: dict[int, SearchCandidate] = {}
+        """The best candidate by level."""
+        for candidate in self._candidates.values():
+            self._keep_best(candidate)
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __iter__(self) -> Iterator[SearchCandidate]:
+        """The candidates in the order of their evaluation."""
+        return iter({candidate.key: candidate for candidate in self._candidates.values()}.values())
+
+    def evaluate(self, proposal: Proposal, generator: str = "") -> SearchCandidate:
+        """The evaluated candidate of a proposal. To evaluate it again costs nothing.
+
+        Args:
+          proposal: the choice.
+          generator: the name of the generator that proposes it.
+        """
+        if isinstance(proposal, SolvedProposal):
+            solution, known = proposal.solution, self._solved.setdefault(_shardings(proposal), {})
+            if solution.objective not in known or solution.is_exact > known[solution.objective].is_exact:
+                known[solution.objective] = solution
+        if proposal.key not in self._candidates:
+            self.budget.spend(self.evaluation_work)
+            candidate = self.problem.candidate(proposal, generator)
+            is_new = candidate.key not in self._facts
+            if is_new:
+                keeps = keeps_rules(self.problem.partitioned_of(candidate), self.problem.algorithm)
+                self._facts[candidate.key] = _Facts(len(self._facts), keeps)
+            self._candidates[proposal.key] = candidate  # with facts: Ctrl-C can come between any two lines
+            if is_new:
+                self._keep_best(candidate)
+        return self._candidates[proposal.key]
+
+    def of(self, proposal: Proposal) -> SearchCandidate:
+        """The candidate of a proposal that was evaluated."""
+        return self._candidates[proposal.key]
+
+    def _keep_best(self, candidate: SearchCandidate) -> None:
+        for level in LEVELS:
+            mesh = level, _sizes(candidate.axes)
+            self._least[mesh] = min(self._at[level].rank(candidate).aim[0], self._least.get(mesh, math.inf))
+            known = self._best.get(mesh)
+            if known is None or self._order(level, candidate) < self._order(level, known):
+                self._best[mesh] = candidate
+                first = self._best_of_all.get(level)
+                if first is None or self._order(level, candidate) < self._order(level, first):
+                    self._best_of_all[level] = candidate
+
+    def _order(self, level: int, candidate: SearchCandidate) -> tuple[object, ...]:
+        facts = self._facts[candidate.key]
+        return not facts.keeps_rules, self._at[level].rank(candidate), len(candidate.constraints), facts.number
+
+    def ranked(self, level: int) -> list[SearchCandidate]:
+        """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
+        return sorted(self, key=lambda candidate: self._order(level, candidate))
+
+    def best_of_each_mesh(self, level: int) -> list[SearchCandidate]:
+        """The best candidate on each mesh at a level, the best of all first."""
+        best = (candidate for (of, _), candidate in self._best.items() if of == level)
+        return sorted(best, key=lambda candidate: self._order(level, candidate))
+
+    def least_aim(self, level: int, axes: Axes) -> float:
+        """The least first figure of a level's aim among the candidates on a mesh, also of those beyond the memory limit;
+        infinite where there is none.
+        """
+        return self._least.get((level, _sizes(axes)), math.inf)
+
+    def best(self, level: int) -> SearchCandidate:
+        """The best candidate at a level."""
+        return self._best_of_all[level]
+
+    def best_rank(self) -> Rank | None:
+        """The rank of the best candidate at the problem's level; None while the archive is empty."""
+        best = self._best_of_all.get(self.problem.level)
+        return None if best is None else self.problem.rank(best)
+
+    def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
+        """The best candidate that comes from a solution; None where there is none."""
+        return next(
+            (each for each in self.ranked(level) if self._solutions_of(each).get(solution.objective) is solution), None
+        )
+
+    def solution_of(self, candidate: SearchCandidate, level: int) -> MeshSolution | None:
+        """The solver's solution with the shardings of a candidate, whatever its constraints, for a level, or else for another;
+        None where there is none."""
+        every = self._solutions_of(candidate).values()
+        return next((each for each in every if each.objective.level == level), next(iter(every), None))
+
+    def _solutions_of(self, candidate: SearchCandidate) -> Mapping[Objective, MeshSolution]:
+        return self._solved.get(_shardings(candidate), {})
+
+
+def _sizes(axes: Axes) -> tuple[int, ...]:
+    return tuple(size for _, size in axes)
+
+
+def _shardings(proposal: Proposal) -> object:
+    return proposal.axes, proposal.specs, tuple(sorted(proposal.result_specs.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What an archive knows of a candidate in addition to its cost."""
+
+    number: int
+    """Its place in the order of evaluation."""
+    keeps_rules: bool

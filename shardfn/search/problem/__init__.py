@@ -1,0 +1,52 @@
+"""The question and the answer of a search: one signature for every search.
+
+| module | holds |
+|---|---|
+| `search_problem` | `SearchProblem`, `Proposal`, `SearchCandidate`, `Answer` |
+| `objectives` | what each level compares |
+| `budget` | how much work a search may do |
+| `graph_facts` | facts of a graph that depend on no mesh: trip counts, readers, live ranges |
+| `kernel_costs` | an op as a part of the kernels that XLA computes it in |
+| `read_as_given` | constraints that keep the shardings of functions inside |
+| `memory_limit` | notes and errors on memory limits |
+"""
+
+from shardfn.search.problem.budget import BUDGETS, DEFAULT, FIXED_VISITS, VISIT, affordable_compiles, visits_of, work_of
+from shardfn.search.problem.graph_facts import SLICED, GraphFacts, array_bytes
+from shardfn.search.problem.memory_limit import near_limit_note, refuse_implausible_limit, refuse_limit, unit_slip
+from shardfn.search.problem.objectives import (
+    COMMUNICATION,
+    LEVELS,
+    MEMORY,
+    OBJECTIVES,
+    TIME,
+    Figures,
+    Rank,
+    is_no_worse,
+    rank,
+)
+from shardfn.search.problem.search_problem import (
+    NO_RESULT_SPECS,
+    Algorithm,
+    Answer,
+    Memo,
+    OpConstraints,
+    OpenResult,
+    Partitioner,
+    Proposal,
+    ResultSpecs,
+    Search,
+    SearchCandidate,
+    SearchProblem,
+    figures,
+    objective,
+    runner_up,
+)
+
+__all__ = [
+    "BUDGETS", "COMMUNICATION", "DEFAULT", "FIXED_VISITS", "LEVELS", "MEMORY", "NO_RESULT_SPECS", "OBJECTIVES", "SLICED",
+    "TIME", "VISIT", "Algorithm", "Answer", "Figures", "GraphFacts", "Memo", "OpConstraints", "OpenResult", "Partitioner",
+    "Proposal", "Rank", "ResultSpecs", "Search", "SearchCandidate", "SearchProblem", "affordable_compiles", "array_bytes",
+    "figures", "is_no_worse", "near_limit_note", "objective", "rank", "refuse_implausible_limit", "refuse_limit", "runner_up",
+    "unit_slip", "visits_of", "work_of",
+]  # fmt: skip
