@@ -23,7 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail, raise_problems
 from shardfn.regular_files import check_regular
 from shardfn.runtime.extras import need
 
@@ -139,11 +139,15 @@ def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
 
     def finish(want: ArrayRead, store: Any) -> Any:
         try:
-            opened = _cast(store.result(), want.entry, want.dtype)
+            is_narrowed = not _holds(want.dtype, want.entry.numpy_dtype)
+            opened = _cast(store.result(), want.entry, None if is_narrowed else want.dtype)
             reads = [np.zeros(box_shape(box), want.dtype) if 0 in want.entry.shape else opened[box].read()
                      for box, _ in want.boxes]  # fmt: skip
-            return assemble(want, [x if isinstance(x, np.ndarray) else x.result() for x in reads])
+            values = [x if isinstance(x, np.ndarray) else x.result() for x in reads]
+            return assemble(want, [_narrowed(want, x) for x in values] if is_narrowed else values)
         except (ValueError, OSError) as error:
+            if isinstance(error, ShardError):
+                raise
             return damage(folder, want.entry, error)
         finally:
             limit.release(want.entry.nbytes)
@@ -156,6 +160,26 @@ def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
         done = [task.result() for task in tasks]
     raise_problems([value for value in done if isinstance(value, Problem)], CheckpointFileError)
     return done
+
+
+def _holds(dtype: Any, of: np.dtype) -> bool:
+    """Whether a dtype of integers has all values of another one; True for other dtypes."""
+    integers = jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(of, jnp.integer)
+    return not integers or (jnp.iinfo(dtype).min <= jnp.iinfo(of).min and jnp.iinfo(dtype).max >= jnp.iinfo(of).max)
+
+
+def _narrowed(want: ArrayRead, value: np.ndarray) -> np.ndarray:
+    """Integers as a dtype that does not have all of their values.
+
+    Raises:
+      CheckpointError: it has not these.
+    """
+    cast = value.astype(want.dtype)
+    if (cast.astype(value.dtype) != value).any():
+        fail(CheckpointError, f"`{want.entry.path}` has integers that {jnp.dtype(want.dtype).name} has not",
+             where=want.entry.text, why=f"they go from {value.min()} to {value.max()}",
+             fix=f"give it the dtype {want.entry.dtype} in `like`")  # fmt: skip
+    return cast
 
 
 class _ByteLimit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import json
 import math
 import pathlib
@@ -15,7 +16,7 @@ from jax import tree_util
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, Contents, StoredArray, StoredMesh
-from shardfn.errors import CheckpointFileError, fail, raise_problems
+from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
 from shardfn.ir.model import Spec
 from shardfn.regular_files import read_bytes
 
@@ -29,6 +30,9 @@ MANIFEST = "manifest.ocdbt"
 """The file that begins an OCDBT database."""
 MAX_BYTES = 1 << 30
 """The largest of these files that is read."""
+
+SUMS = "SHA256SUMS"
+"""The checksums of the files that describe the arrays, as `sha256sum -c` reads them. Only `save` writes it."""
 
 KINDS = {"np.ndarray": HOST, "scalar": NUMBER}
 SEQUENCE = 1
@@ -44,11 +48,14 @@ def read_contents(folder: pathlib.Path) -> Contents:
     file = folder / METADATA
     try:
         arrays.check_files(folder)
+        _check_sums(folder)
         rows = _tree(json.loads(read_bytes(file, MAX_BYTES)), (folder / MANIFEST).exists())
         shardings, implementations = _shardings(folder), _key_implementations(folder)
     except (FileNotFoundError, NotADirectoryError):
         _damaged(file, "every complete step has one", "is missing")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, ShardError):
+            raise
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         _damaged(file, why)
     entries, problems = [], []
@@ -60,6 +67,37 @@ def read_contents(folder: pathlib.Path) -> Contents:
     raise_problems(problems, CheckpointFileError)
     devices = max((entry.mesh.devices for entry in entries), default=1)
     return Contents(tuple(entries), devices, max(1, len(list(folder.glob("ocdbt.process_*")))))
+
+
+def _sums(folder: pathlib.Path) -> dict[str, str]:
+    """The SHA-256 of each file that describes arrays; the values themselves have checksums of their own."""
+    names = [METADATA, SHARDINGS, MANIFEST, f"{EXTENSIONS}/*", f"ocdbt.process_*/{MANIFEST}"]
+    files = sorted(file for name in names for file in folder.glob(name) if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(read_bytes(file, MAX_BYTES)).hexdigest() for file in files}
+
+
+def write_sums(folder: pathlib.Path) -> None:
+    """Write `SUMS`."""
+    (folder / SUMS).write_text("".join(f"{total}  {name}\n" for name, total in _sums(folder).items()))
+
+
+def _check_sums(folder: pathlib.Path) -> None:
+    """Compare the files with `SUMS`, if it is there.
+
+    Raises:
+      CheckpointFileError: files that are missing or changed, all of them, by name.
+    """
+    try:
+        lines = read_bytes(folder / SUMS, MAX_BYTES).decode().splitlines()
+    except FileNotFoundError:
+        return
+    found, problems = _sums(folder), []
+    for total, _, name in (line.partition("  ") for line in lines):
+        if found.get(name) != total:
+            problems.append(Problem(f"{folder / name} {'is not the file that was saved' if name in found else 'is missing'}",
+                                    where=str(folder / SUMS), why="its SHA-256 is another one" if name in found else "every step of `save` has it",
+                                    fix="restore another step: checkpoint.steps(path) lists them"))  # fmt: skip
+    raise_problems(problems, CheckpointFileError)
 
 
 def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import os
 import pathlib
 import shutil
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +23,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from shardfn.checkpoint import arrays
-from shardfn.checkpoint.catalogue import MAX_BYTES
+from shardfn.checkpoint.catalogue import MAX_BYTES, write_sums
 from shardfn.checkpoint.failure import Failure
 from shardfn.checkpoint.orbax_arrays import registry
 from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
@@ -45,6 +48,15 @@ class Saved:
     layout: LayoutFile | None
     devices: int
     in_flight: int | None = None
+
+
+class StateHandler(ocp.BasePyTreeCheckpointHandler):
+    """What Orbax's handler of pytrees does; when all files are there, it writes the checksums of those that describe the arrays."""
+
+    def finalize(self, directory: Any) -> None:
+        """Finish the item, in the first process."""
+        super().finalize(directory)
+        write_sums(pathlib.Path(directory))
 
 
 class LayoutHandler(ocp.AsyncCheckpointHandler):
@@ -105,8 +117,8 @@ class Saving:
             except CheckpointFileError as error:
                 self._failed = error
             finally:
-                if UNDER_WAY.get(self.path) is self:
-                    del UNDER_WAY[self.path]
+                if UNDER_WAY.get(self.path.resolve()) is self:
+                    del UNDER_WAY[self.path.resolve()]
         if self._failed is not None:
             raise self._failed
 
@@ -121,14 +133,25 @@ UNDER_WAY: dict[pathlib.Path, Saving] = {}
 
 def wait_for_save(path: pathlib.Path) -> None:
     """Wait for a background save of this process into the folder, if there is one."""
-    saving = UNDER_WAY.get(path)
+    saving = UNDER_WAY.get(path.resolve())
     if saving is not None:
         saving.wait()
 
 
 def _settle_all() -> None:
     for saving in list(UNDER_WAY.values()):
-        saving.wait()
+        try:
+            saving.wait()
+        except CheckpointFileError:
+            traceback.print_exc()
+            atexit.register(_end_with_an_error)
+
+
+def _end_with_an_error() -> None:
+    """End the process with the exit status 1, which no other function of `atexit` can give it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 # Python refuses new work for threads when it shuts them down, before `atexit`. The handler of concurrent.futures must run after
@@ -160,7 +183,8 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=failure.barrier()),
         save_root_metadata=False,
     )
-    state = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry(failure, saved.in_flight))
+    files = StateHandler(use_zarr3=True, type_handler_registry=registry(failure, saved.in_flight))
+    state = ocp.PyTreeCheckpointHandler(handler_impl=files)
     items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
     if saved.layout is not None:
         items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
@@ -171,7 +195,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
         saving = Saving(path, step, manager, failure)
         told = {"devices": saved.devices, "processes": jax.process_count()}
         manager.save(step, args=ocp.args.Composite(**items), custom_metadata=told, force=True)
-    UNDER_WAY[path] = saving
+    UNDER_WAY[path.resolve()] = saving
     return saving
 
 

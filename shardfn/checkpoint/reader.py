@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
-from shardfn.errors import CheckpointError, Problem, fail, raise_problems
+from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal
 
 Globs = str | Sequence[str] | None
@@ -194,6 +194,9 @@ def rename_arrays(entries: Sequence[StoredArray], name_map: Mapping[str, str]) -
     Raises:
       CheckpointError: names that no array has, two arrays with one name.
     """
+    if not isinstance(name_map, Mapping):
+        fail(CheckpointError, f"`name_map` is {a(name_map)}", where=f"name_map = {name_map!r:.60}",
+             why="it gives new paths by stored ones", fix='write {"encoder": "model/encoder"}')  # fmt: skip
     problems: list[Problem] = []
     found: dict[str, Renamed] = {}
     used = set()
@@ -243,6 +246,9 @@ def _selected(
     """The paths that globs match, as renamed or, where none matches, as stored."""
     if globs is None:
         return set(paths)
+    if not isinstance(globs, str | Sequence):
+        fail(CheckpointError, f"`{name}` is {a(globs)}", where=f"{name} = {globs!r:.60}",
+             why="it is a glob of paths, or several", fix='write "params/*"')  # fmt: skip
     found: set[str] = set()
     spellings = [[normal(path) for path in names] for names in (paths, stored)]
     for glob in (globs,) if isinstance(globs, str) else tuple(globs):
@@ -265,7 +271,12 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
                                     fix=_near(path, surplus)))  # fmt: skip
             continue
         entry = chosen[path].stored
-        if entry.shape != leaf.shape:
+        if KEY in entry.kind and KEY in leaf.kind and entry.kind != leaf.kind:
+            problems.append(Problem(f"`{path}` is a PRNG key of {entry.kind.removeprefix(KEY)} in the checkpoint, and of "
+                                    f"{leaf.kind.removeprefix(KEY)} in `like`", where=entry.text,
+                                    why="a key belongs to its implementation",
+                                    fix=f"jax.random.key(..., impl={entry.kind.removeprefix(KEY)!r}) in `like`"))  # fmt: skip
+        elif entry.shape != leaf.shape:
             problems.append(Problem(f"`{path}` has the shape {entry.shape} in the checkpoint, and {leaf.shape} in `like`",
                                     where=entry.text, why="restore does not change shapes",
                                     fix="restore it without `like`, then pad or slice it"))  # fmt: skip

@@ -120,7 +120,7 @@ def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int
         return held[0], 0, _contents(folder, held)
     if step is None and known:
         step = known[-1]
-    if step is None or step not in known:
+    if step is None or isinstance(step, float) or step not in known:
         shown = ", ".join(map(str, known[-8:]))
         if known:
             fail(CheckpointError, f"there is no step {step!r:.40} in {folder}", why=f"the steps are {shown}",

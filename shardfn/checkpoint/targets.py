@@ -62,6 +62,9 @@ def _shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, Shardin
     if isinstance(target, jax.Device):
         target = SingleDeviceSharding(target)
     if is_device_list(target):
+        if len(set(target)) < len(target):
+            fail(CheckpointError, "the target has a device twice", where=f"target = {target!r:.80}",
+                 why="a list of devices holds the replicas of each array", fix="give each device once")  # fmt: skip
         target = NamedSharding(mesh_on(target, [("all", len(target))]), PartitionSpec())
     if isinstance(target, Sharding):
         return {entry.path: target for entry in entries}

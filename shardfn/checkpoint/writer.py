@@ -18,6 +18,7 @@ from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, jax_shard
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
+from shardfn.frontend.paths import listed
 from shardfn.ir.model import Spec
 from shardfn.runtime.extras import need
 
@@ -45,7 +46,7 @@ def save(
       state: a pytree, such as parameters and optimizer state; `restore` finds an array by its path in the tree.
       plan: the plan or layout file that the state is trained with, stored as `layout.toml`. None stores the shardings of
         the arrays.
-      step: the number of the step, from 0; one more than the last if None.
+      step: the number of the step, from 0; one more than the last if None. With `keep` it must be later than the last.
       keep: how many steps to keep, this one included; older ones are deleted when this one is complete. All if None.
       keep_every: also keep the steps that this number divides.
       background: return when everything is in host memory, and write in the background.
@@ -70,11 +71,16 @@ def save(
     from shardfn.checkpoint import orbax_store
 
     folder = absolute_path(path)
+    step = int(step) if isinstance(step, np.integer) else step
     for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             fail(CheckpointError, f"`{name}` is {value!r:.40}", where=f"save({str(path)!r}, …, {name}={value!r:.40})",
                  fix=f"write an int of {least} or more")  # fmt: skip
     flat = state_tree.flatten(state)
+    shapes = [leaf.path for leaf in flat if isinstance(leaf.value, jax.ShapeDtypeStruct)]
+    if shapes:
+        fail(CheckpointError, f"`{shapes[0]}` is a shape, and no array", where=f"state at {listed(shapes)}",
+             why="a ShapeDtypeStruct has no values", fix="give the array")  # fmt: skip
     if not flat:
         fail(CheckpointError, "the state has no arrays", fix="pass a pytree of arrays, numbers or PRNG keys")
     orbax_store.wait_for_save(folder)
@@ -89,6 +95,13 @@ def save(
              fix="move it, or choose another folder")  # fmt: skip
     if step is None:
         step = max(known, default=-1) + 1
+    elif keep is not None and known and step < max(known):
+        fail(CheckpointError, f"step {step} is before the last one, {max(known)}", where=f"save({str(path)!r}, …, keep={keep})",
+             why="Orbax keeps the steps that were written last, and would delete later ones",
+             fix=f"write a later step, {max(known) + 1}, or leave `keep` out")  # fmt: skip
+    elif (folder / str(step)).exists() and step not in known:
+        fail(CheckpointError, f"there are remains of a step {step}", where=str(folder / str(step)),
+             why="its removal was interrupted", fix="delete the folder, or write another step")  # fmt: skip
     elif step in known:
         fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
              why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip

@@ -1,5 +1,6 @@
 """Processes that are killed, files that are cut short or changed, disks that are full."""
 
+import json
 import os
 import pathlib
 import random
@@ -131,6 +132,7 @@ def test_only_what_is_read_is_checked(tmp_path, small):
 def test_a_description_of_nonsense(tmp_path, small, text):
     checkpoint.save(tmp_path, small)
     (tmp_path / "0" / "state" / "_METADATA").write_text(text)
+    (tmp_path / "0" / "state" / "SHA256SUMS").unlink()  # as another program leaves it
     with pytest.raises(CheckpointFileError, match=r"_METADATA cannot be read"):
         checkpoint.restore(tmp_path)
 
@@ -312,3 +314,67 @@ def test_a_folder_that_is_no_step_is_refused_before_it_could_be_deleted(tmp_path
         with pytest.raises(CheckpointError, match="20261128 is no checkpoint"):
             checkpoint.save(tmp_path, {"x": np.zeros(4)}, step=step, keep=1)
     assert plots.exists() and checkpoint.steps(tmp_path) == (1,)
+
+
+def without_a_row(folder):
+    file = folder / "_METADATA"
+    data = json.loads(file.read_text())
+    del data["tree_metadata"]["('w',)"]
+    file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (without_a_row, "_METADATA is not the file that was saved"),
+        (lambda folder: shutil.rmtree(folder / "array_metadatas"), "array_metadatas/process_0 is missing"),
+        (lambda folder: (folder / "_sharding").unlink(), "_sharding is missing"),
+    ],
+)
+def test_a_description_that_is_not_the_one_saved_is_told(tmp_path, damage, told):
+    checkpoint.save(tmp_path, {"w": jnp.arange(4.0), "key": jax.random.key(1)})
+    damage(tmp_path / "0" / "state")
+    for call in (checkpoint.restore, checkpoint.verify, checkpoint.inspect):
+        with pytest.raises(CheckpointFileError, match=told):
+            call(tmp_path)
+
+
+def test_an_earlier_step_does_not_delete_later_ones(tmp_path):
+    for step in (5, 10):
+        checkpoint.save(tmp_path, {"x": jnp.ones(2)}, step=step)
+    with pytest.raises(CheckpointError, match="step 6 is before the last one, 10"):
+        checkpoint.save(tmp_path, {"x": jnp.ones(2)}, step=6, keep=1)
+    assert checkpoint.steps(tmp_path) == (5, 10)
+
+
+def test_remains_of_a_step_are_not_written_over(tmp_path):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"x": jnp.ones(2)}, step=step)
+    (tmp_path / "1" / "state" / "_METADATA").unlink()
+    with pytest.raises(CheckpointError, match="there are remains of a step 1"):
+        checkpoint.save(tmp_path, {"x": jnp.ones(2)}, step=1)
+
+
+def test_a_folder_by_another_name_is_the_same(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    saving = checkpoint.save(tmp_path / "run", {"x": jnp.ones(1 << 20)}, background=True)
+    assert checkpoint.save(tmp_path / "link", {"x": jnp.ones(2)}).step == 1
+    saving.wait()
+    assert checkpoint.steps(tmp_path / "link") == (0, 1)
+
+
+FAILS = """
+import resource, sys
+import numpy as np
+from shardfn import checkpoint
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+checkpoint.save(sys.argv[1], {"w": np.random.default_rng(0).normal(size=(512, 512))}, background=True)
+print("ends", flush=True)
+"""
+
+
+def test_a_program_whose_last_save_fails_ends_with_an_error(tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", FAILS, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "ends" in done.stdout and "is full" in done.stderr, done.stderr
+    assert checkpoint.steps(tmp_path) == ()

@@ -256,3 +256,31 @@ def test_a_typed_key_lies_as_its_plan_says(tmp_path):
         found = checkpoint.restore(path, target)
         assert found["keys"].sharding.shard_shape((8,)) == (4,)
         np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(shape[1]))
+
+
+def test_integers_that_do_not_fit_are_refused(tmp_path):
+    checkpoint.save(tmp_path, {"i": jnp.arange(300), "j": jnp.arange(100)})
+    like = {name: jax.ShapeDtypeStruct((n,), "int8") for name, n in (("i", 300), ("j", 100))}
+    with pytest.raises(CheckpointError, match="`i` has integers that int8 has not"):
+        checkpoint.restore(tmp_path, like=like)
+    assert checkpoint.restore(tmp_path, like=like, only="j")["j"].dtype == "int8"
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ("`name_map` is a list", {"name_map": ["enc"]}),
+        ("`only` is an int", {"only": 3}),
+        ("the target has a device twice", {"target": jax.devices()[:1] * 2}),
+        ("there is no step 0.0", {"step": 0.0}),
+        ("PRNG key of threefry2x32 in the checkpoint, and of rbg", {"like": {"key": jax.random.key(0, impl="rbg")}}),
+    ],
+)
+def test_wrong_arguments_say_what_is_wrong(tmp_path, told, options):
+    checkpoint.save(tmp_path, {"key": jax.random.key(1)})
+    assert told in refusal(lambda: checkpoint.restore(tmp_path, **options)).problems[0].what
+
+
+def test_a_shape_cannot_be_saved(tmp_path):
+    error = refusal(checkpoint.save, tmp_path, {"a": jax.ShapeDtypeStruct((2,), "float32")})
+    assert error.problems[0].what == "`a` is a shape, and no array"
