@@ -15,9 +15,9 @@ from shardfn.checkpoint.catalogue import METADATA, read_contents
 from shardfn.checkpoint.safetensors_files import read_tensors
 from shardfn.cluster.jobs import read_rank_table
 from shardfn.cluster.kubernetes import files
-from shardfn.cluster.parameter_server import journal
 from shardfn.cost.devices.chips import load_chip
 from shardfn.data import Tiff
+from shardfn.durable import Database, new_database
 from shardfn.layoutfile import read_layout
 from shardfn.mindspore.ckpt_files import tensors_of
 from shardfn.regular_files import check_regular, read_bytes
@@ -57,10 +57,11 @@ def _table(folder):
     return lambda: embedding.Table(64, 4, init=np.ones((64, 4), "float32")).restore(folder)
 
 
-def _journal(folder):
-    journal.write_first(folder, [])
-    journal.Journal(folder).close()
-    return lambda: journal.Journal(folder)
+def _database(folder):
+    with new_database(folder / "a.db", {"a": "b TEXT PRIMARY KEY"}):
+        pass
+    (folder / "a.db-wal").touch()
+    return lambda: Database(folder / "a.db").close()
 
 
 def _tensors(folder):
@@ -71,15 +72,13 @@ def _tensors(folder):
 
 
 SAVES = {
-    "a database": (_checkpoint, "0/state/manifest.ocdbt"),
+    "arrays": (_checkpoint, "0/state/manifest.ocdbt"),
     "shardings": (_checkpoint, "0/state/_sharding"),
-    "a database that is verified": (_verified, "0/state/manifest.ocdbt"),
-    "a process's database that is merged": (_merged, "0/state/ocdbt.process_0/manifest.ocdbt"),
-    "rows": (_table, "000001.rows"),
-    "a manifest": (_table, "manifest.json"),
-    "a log": (_journal, "log-000001"),
-    "a snapshot": (_journal, "snapshot-000001"),
-    "a lock": (_journal, "lock"),
+    "arrays that are verified": (_verified, "0/state/manifest.ocdbt"),
+    "a process's arrays that are merged": (_merged, "0/state/ocdbt.process_0/manifest.ocdbt"),
+    "a table": (_table, "table.db"),
+    "a database": (_database, "a.db"),
+    "a database's log": (_database, "a.db-wal"),
     "an open safetensors file": (_tensors, "w.safetensors"),
 }
 

@@ -7,7 +7,7 @@
 | `table` | `Table`: fetch, update, save, restore |
 | `store`, `cache`, `devices` | rows on the host, in files, on devices; a device cache of hot rows; their sharding |
 | `rowwise` | `sgd`, `adagrad`, `adam`, `lamb` of the rows of a batch |
-| `journal` | the files of incremental saves |
+| `saves` | incremental saves, in a database |
 | `processes` | a table of several processes: each has a share of the rows |
 | `checks` | what is wrong with options and ids |
 

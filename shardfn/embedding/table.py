@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
-from shardfn.embedding import journal, rowwise
+from shardfn.embedding import rowwise, saves
 from shardfn.embedding.cache import CacheCounts, CachedStore
 from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems
 from shardfn.embedding.devices import sharding_of
@@ -133,7 +133,7 @@ class Table:
         )
         is_given = not isinstance(init, int | float)
         self._first = np.asarray(init) if is_given else Normal(float(init), seed, width)
-        self._saved: dict[pathlib.Path, journal.Manifest] = {}  # the last save of each folder, the newest last
+        self._saved: dict[pathlib.Path, saves.Saves] = {}  # the last save of each folder, the newest last
         first = "given" if is_given else ["normal", float(init), seed]
         self._kind = {
             "rows": rows,
@@ -307,8 +307,8 @@ class Table:
     def save(self, folder: str | os.PathLike[str]) -> int:
         """Save what changed since the last save if that was in the same folder, else all rows that ever changed.
 
-        A save is complete or absent, also if the process is killed in it. Earlier files are rewritten as one when they hold
-        more than twice the rows that ever changed, or when one of them is gone or truncated.
+        A save is complete or absent, also if the process is killed in it. Earlier saves are rewritten as one when they hold
+        more than twice the rows that ever changed, or when a file of them is gone or truncated.
 
         Args:
           folder: the folder of the saves of this table. Of several processes the first writes it.
@@ -319,23 +319,24 @@ class Table:
         Raises:
           CheckpointError: the folder holds the saves of another table or run.
           CheckpointFileError: the disk is full, or the folder cannot be written. Earlier saves are complete.
+          ClusterError: another process saves there.
         """
         path = folder_of(folder, "save")
         there = from_first(lambda: self._own_save(path))
         is_newest = there is not None and path == next(reversed(self._saved))
         is_changed = self._is_changed if is_newest else self._is_touched
-        before = there or journal.Manifest(self._kind)
+        before = there or saves.Saves(self._kind)
         is_full = before.rows + int(is_changed.sum()) > 2 * int(self._is_touched.sum())
-        is_full = is_full or from_first(lambda: not journal.are_there(path, before))
+        is_full = is_full or from_first(lambda: not saves.are_there(path))
         ids = np.flatnonzero(self._is_touched if is_full else is_changed)
         chunks = self._dumped(ids)
 
         def rest() -> None:  # every process sends its rows, whether or not they are written
             collections.deque(chunks, maxlen=0)
 
-        def write() -> journal.Manifest:
+        def write() -> saves.Saves:
             try:
-                return journal.append(path, before, chunks, self.count, replace=is_full)
+                return saves.append(path, before, chunks, self.count, replace=is_full)
             finally:
                 rest()
 
@@ -356,18 +357,18 @@ class Table:
           CheckpointFileError: files that are missing, truncated or changed, by name. The table is as it was then.
         """
         path = folder_of(folder, "restore")
-        manifest = journal.read_manifest(path)
-        if other := first_other(np.array([manifest.saves, manifest.count] if manifest else [0, 0])):
+        saved = saves.read_saves(path)
+        if other := first_other(np.array([saved.saves, saved.count] if saved else [0, 0])):
             process, theirs, first = other
             fail(CheckpointError, f"process {process} finds {theirs[0]} saves, and process 0 {first[0]}",
                  where=f"restore({str(folder)!r})", why="every process reads the saves of all",
                  fix="give a folder that all processes see")  # fmt: skip
-        if manifest is None:
+        if saved is None:
             fail(CheckpointError, f"{path} holds no saved table", where=f"restore({str(folder)!r})",
-                 why=f"there is no {journal.MANIFEST}", fix="give the folder that `save` was called with")  # fmt: skip
-        journal.same_table(path, manifest, self._kind)
-        chunks = journal.replay(path, manifest)
-        first = next(chunks, None)  # the files are checked here, before anything changes
+                 why=f"there is no save in a {saves.FILE}", fix="give the folder that `save` was called with")  # fmt: skip
+        saves.same_table(path, saved, self._kind)
+        chunks = saves.replay(path)
+        first = next(chunks, None)  # what was saved is checked here, before anything changes
         if isinstance(self._first, Normal):
             touched = np.flatnonzero(self._is_touched)
             for ids in np.split(touched, range(CHUNK, len(touched), CHUNK)) if len(touched) else ():
@@ -379,7 +380,7 @@ class Table:
             self._store.load(ids, {**fields, ROWS: fields[ROWS].view(self.dtype)})
             self._is_touched[ids] = True
             first = next(chunks, None)
-        self.count, self._saved = manifest.count, {path: manifest}
+        self.count, self._saved = saved.count, {path: saved}
         if self._opened is not None:
             self._opened.set_count(self.count)
 
@@ -492,13 +493,9 @@ class Table:
         count = bucket(len(prepared.ids)) if capacity is None else capacity
         return Fetched(self.rows_of(prepared, count), prepared.positions, prepared.ids, self)
 
-    def _own_save(self, path: pathlib.Path) -> journal.Manifest | None:
+    def _own_save(self, path: pathlib.Path) -> saves.Saves | None:
         """The last save in a folder, which must be of this table."""
-        there = journal.read_manifest(path)
-        if there is None and (lost := journal.later_files(path)):
-            fail(CheckpointError, f"{path} holds rows of {lost[0].name}, and no {journal.MANIFEST}", where=f"save({str(path)!r})",
-                 why="they are of saves that were complete, and a new save would delete them",
-                 fix="put the manifest back, or save in another folder")  # fmt: skip
+        there = saves.read_saves(path)
         if there is not None and there != self._saved.get(path):
             fail(CheckpointError, f"{path} holds saves that this table did not make", where=f"save({str(path)!r})",
                  why=f"it was saved {there.saves} times, last after {there.count} updates",

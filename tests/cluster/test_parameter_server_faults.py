@@ -1,21 +1,28 @@
-"""Crashes at any point of a log, lost and doubled messages, damaged files, a full disk: no push is lost, none counts twice.
+"""Crashes at any point of a write, lost and doubled messages, damage, a full disk: no push is lost, and none counts twice.
 
 The push of step s of worker w adds 1 to element w * STEPS + s, so the parameters say how often each push was applied.
 """
 
 import contextlib
-import errno
-import io
+import os
 import random
 import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
 
 import numpy as np
 import optax
 import pytest
 
-from shardfn.cluster.parameter_server import InProcess, ParameterServer, RowGradient, folders, journal
+from shardfn.cluster.parameter_server import InProcess, ParameterServer, RowGradient, folders
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable, targets_of
+from shardfn.durable import arrays
 from shardfn.errors import CheckpointFileError, ClusterError
+from tests.durable.faults import error, path_of, watch
+from tests.processes import bare_environment
 
 WORKERS, STEPS = 2, 6
 OPTIMIZER = optax.sgd(1.0)
@@ -82,26 +89,29 @@ def test_messages_lost_doubled_and_late_and_crashes_change_nothing(tmp_path, see
     assert server.report().accepted == WORKERS * STEPS
 
 
-def test_a_crash_at_any_point_of_a_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch):
-    """A copy of the folder is taken in the middle and at the end of each write, and before each `fsync`; each copy goes on."""
-    copies, acknowledged = [], []
-    whole, sync = journal._write, journal._sync
+@pytest.mark.parametrize("inline", [1, 1 << 20], ids=["files", "rows"])
+def test_a_crash_at_any_point_of_a_write_loses_nothing_that_was_acknowledged(tmp_path, monkeypatch, inline):
+    """The folder is copied before and in each transaction, and in each write and `fsync` of arrays; each copy goes on."""
+    copies, acknowledged, steps = [], [], [0]
+    write, sync = arrays._write, arrays._sync
 
-    def copy():
-        to = tmp_path / f"copy-{len(copies)}"
-        shutil.copytree(tmp_path / "job", to)
-        copies.append((to, list(acknowledged)))
+    def copy(*_):
+        steps[0] += 1
+        if (tmp_path / "job" / "job").is_dir() and steps[0] % 5 == 0:
+            to = tmp_path / f"copy-{len(copies)}"
+            shutil.copytree(tmp_path / "job", to)
+            copies.append((to, list(acknowledged)))
 
-    def write(file, data):
-        half = len(memoryview(data)) // 2
-        whole(file, memoryview(data)[:half])
+    def half(file, data):
+        write(file, data[: len(data) // 2])
         copy()
-        whole(file, memoryview(data)[half:])
-        copy()
+        write(file, data[len(data) // 2 :])
 
+    watch(monkeypatch, copy)
+    monkeypatch.setattr(arrays, "INLINE_BYTES", inline)
+    monkeypatch.setattr(arrays, "_write", half)
+    monkeypatch.setattr(arrays, "_sync", lambda file: (copy(), sync(file)))
     server = start(tmp_path / "job", log_bytes=700)
-    monkeypatch.setattr(journal, "_write", write)
-    monkeypatch.setattr(journal, "_sync", lambda file: (copy(), sync(file)))
     for step in range(3):
         for worker in range(WORKERS):
             push(server, worker, step)
@@ -111,10 +121,8 @@ def test_a_crash_at_any_point_of_a_write_loses_nothing_that_was_acknowledged(tmp
             server.save()
     server.close()
     monkeypatch.undo()
-    assert len(copies) > 100
-    for at, (folder, done) in enumerate(copies):
-        if at % 3:
-            continue
+    assert len(copies) > 30
+    for at, (folder, done) in enumerate(copies[:: len(copies) // 30]):
         again = start(folder)
         found = counts(again)
         assert found.max() <= 1 and all(found[key] == 1 for key in done), f"copy {at}"
@@ -124,6 +132,65 @@ def test_a_crash_at_any_point_of_a_write_loses_nothing_that_was_acknowledged(tmp
         assert counts(again).sum() == found.sum() + WORKERS
         again.close()
         shutil.rmtree(folder)
+
+
+CHILD = """
+import os, sys, threading
+sys.path[:0] = sys.argv[2:]
+from tests.cluster.test_parameter_server_faults import KILLED, drilled
+def work(worker):
+    client = type(server)(server.engine, server.setup, server.job, server.names, server.options)
+    for step in range(client.next_step(worker), KILLED):
+        client.push(gradient(worker, step), worker, step)
+        os.write(1, b"%d %d\\n" % (worker, step))
+server, gradient = drilled(sys.argv[1])
+threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+KILLED = 2000
+
+
+def drilled(folder):
+    """Servers whose pushes are small or, each fourth one, in files; and their gradients."""
+    first = np.zeros((2 * KILLED, 1), "float32")
+    server = ParameterServer.create(first, OPTIMIZER, folder=folder, servers=2, synchronous=False, staleness=10**6,
+                                    log_bytes=100_000)  # fmt: skip
+
+    def gradient(worker, step):
+        own = worker * KILLED + step
+        if step % 4:
+            return RowGradient([own], [[-1.0]])
+        found = np.zeros_like(first)
+        found[own] = -1
+        return found
+
+    arrays.INLINE_BYTES = 2000
+    return server, gradient
+
+
+@pytest.mark.processes
+def test_kills_at_random_moments_lose_nothing_that_was_acknowledged_and_apply_nothing_twice(tmp_path):
+    draw, done = random.Random(0), set()
+    for _ in range(6):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), os.getcwd()], stdout=subprocess.PIPE, text=True,
+                                 env=bare_environment() | {"PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"})  # fmt: skip
+        done.add(tuple(map(int, child.stdout.readline().split())))
+        time.sleep(draw.random())
+        child.send_signal(signal.SIGKILL)
+        done |= {
+            tuple(map(int, line.split()))
+            for line in child.stdout.read().splitlines(keepends=True)
+            if line.endswith("\n")
+        }
+        child.wait()
+    inline = arrays.INLINE_BYTES
+    server, _ = drilled(tmp_path)
+    arrays.INLINE_BYTES = inline
+    found = server.pull().values.astype(int).reshape(2, KILLED)
+    assert len(done) > 20 and found.max() == 1 and all(found[key] == 1 for key in done)
+    assert found.sum() == server.report().accepted <= len(done) + 16, "those whose answers did not come"
+    server.close()
 
 
 def finished(folder):
@@ -145,14 +212,14 @@ def outcome(folder):
         return error
 
 
-def test_a_damaged_file_is_an_error_or_without_effect(tmp_path):
+@pytest.mark.parametrize("inline", [1, 1 << 20], ids=["files", "rows"])
+def test_a_damaged_file_is_an_error_or_without_effect(tmp_path, monkeypatch, inline):
+    monkeypatch.setattr(arrays, "INLINE_BYTES", inline)
     finished(tmp_path / "job")
     wanted = np.repeat([[1, 1, 1, 1, 0, 0]], WORKERS, 0)
-    draw, errors, right = random.Random(0), 0, 0
-    for file in sorted((tmp_path / "job").rglob("*-0*")):
-        if not file.is_file() or not file.stat().st_size:
-            continue
-        for damage in ("cut", "flip", "gone"):
+    draw, errors = random.Random(0), 0
+    for file in sorted(path for path in (tmp_path / "job").rglob("*") if path.is_file()):
+        for damage in ("cut", "flip", "flip", "flip", "gone"):
             shutil.rmtree(tmp_path / "again", ignore_errors=True)
             shutil.copytree(tmp_path / "job", tmp_path / "again")
             path = tmp_path / "again" / file.relative_to(tmp_path / "job")
@@ -165,134 +232,89 @@ def test_a_damaged_file_is_an_error_or_without_effect(tmp_path):
             found = outcome(tmp_path / "again")
             if isinstance(found, CheckpointFileError):
                 errors += 1
-                assert "restore the folder from a copy" in str(found)
-            elif (found == wanted).all():
-                right += 1
-            else:  # a cut end of the newest log cannot be told from a crash in a write: the worker's next push tells it
-                assert damage == "cut" and "coordinator/log-" in str(path), (path, damage)
-                assert (found <= wanted).all() and found.max() == 1
-    assert errors and right, "a damaged newest snapshot has one before it"
+                assert path.name in str(found) and " a copy" in str(found)
+            else:
+                np.testing.assert_array_equal(found, wanted)
+                assert damage == "flip", "in bytes that a database does not use"
+    assert errors >= 6
 
 
-def test_every_flipped_bit_of_a_newest_log_is_an_error_and_every_end_of_it_a_write_that_was_interrupted(tmp_path):
-    server = start(tmp_path)
-    for step in range(3):
-        push(server, 0, step)
-    server.close()
-    for log in sorted(tmp_path.rglob("log-000001")):
-        data = log.read_bytes()
-        ends = [end for end in range(len(data) + 1) if journal.read_records(io.BytesIO(data[:end])).is_complete]
-        assert len(ends) == 4, "before each record, and at the end"
-        for at in range(len(data)):
-            for bit in range(8):
-                flipped = data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
-                found = journal.read_records(io.BytesIO(flipped))
-                if at + 1 in ends:  # the last byte of a record: what the record says has its checksum
-                    assert found.is_complete and len(found.records) == 3
-                else:
-                    assert found.is_damaged
-            found = journal.read_records(io.BytesIO(data[:at]))
-            assert not found.is_damaged and found.end == max(end for end in ends if end <= at)
-        log.write_bytes(data[:20] + bytes([data[20] ^ 1]) + data[21:])
-        with pytest.raises(CheckpointFileError, match=f"{log.name} is damaged"):
-            journal.Journal(log.parent)
-        log.write_bytes(data)
-    assert start(tmp_path).next_step(0) == 3
-
-
-def test_zeros_from_a_sector_on_are_a_write_that_was_interrupted_and_other_zeros_are_damage(tmp_path):
-    journal.write_first(tmp_path, [])
-    own = journal.Journal(tmp_path)
-    for size in (100, 3000, 100):
-        own.append(journal.Record("part", {}, [np.full(size, 7, np.uint8)]))
-    own.close()
-    data = (tmp_path / "log-000001").read_bytes()
-    ends = [end for end in range(len(data) + 1) if journal.read_records(io.BytesIO(data[:end])).is_complete]
-    for at in range(len(data)):
-        begin = max(end for end in ends if end <= at)
-        stop = min(end for end in ends if end > at)
-        found = journal.read_records(io.BytesIO(data[:at] + bytes(len(data) - at)))
-        if at == stop - 1:
-            assert found.end == stop, "the last byte is lost, and nothing that the record says"
-            continue
-        assert found.end == begin
-        if at == begin or at % journal.SECTOR == 0:
-            assert not found.is_damaged
-        elif data[at - 1] and at // journal.SECTOR == (stop - 1) // journal.SECTOR:
-            assert found.is_damaged, "no sector of this record is all zero"
-    damaged = bytearray(data)
-    damaged[ends[1] + 200] ^= 1  # in the second record, while the third one was not written
-    assert journal.read_records(io.BytesIO(damaged[: ends[2]] + bytes(5000))).is_damaged
-
-
-def test_zeros_at_the_end_of_a_log_are_cut_off_and_a_lost_folder_is_an_error(tmp_path):
-    server = start(tmp_path)
-    push(server, 0, 0)
-    server.close()
-    for log in tmp_path.rglob("log-*"):  # a file can grow before its bytes are on disk
-        log.write_bytes(log.read_bytes() + bytes(4096))
-    server = start(tmp_path)
-    assert server.next_step(0) == 1
-    server.close()
+def test_a_lost_folder_is_an_error(tmp_path):
+    finished(tmp_path)
     shutil.rmtree(next(tmp_path.rglob("server-0")))
     with pytest.raises(CheckpointFileError, match="server-0 cannot be opened"):
         start(tmp_path)
 
 
-def test_a_snapshot_whose_folder_could_not_be_synced_is_taken_back(tmp_path, monkeypatch):
-    """It would be read without what the log before it holds from then on."""
-    journal.write_first(tmp_path, [journal.Record("first")])
-    own, whole, calls = journal.Journal(tmp_path), journal.sync_folder, []
-
-    def second_fails(folder):
-        calls.append(folder)
-        if len(calls) == 2:  # after the snapshot was renamed
-            raise OSError(errno.EIO, "no answer of the disk")
-        whole(folder)
-
-    monkeypatch.setattr(journal, "sync_folder", second_fails)
-    with pytest.raises(CheckpointFileError, match="no answer"):
-        own.rotate([journal.Record("second")])
-    monkeypatch.setattr(journal, "sync_folder", whole)
-    assert len(calls) == 2 and {path.name for path in tmp_path.glob("*-*")} == {"log-000001", "snapshot-000001"}
-    own.append(journal.Record("third"))
-    own.close()
-    assert [record.kind for record in journal.Journal(tmp_path).records] == ["first", "third"]
+def test_a_job_of_an_earlier_version_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "job/coordinator").mkdir(parents=True)
+    old = tmp_path / "job/coordinator/snapshot-000001"
+    old.touch()
+    with pytest.raises(
+        CheckpointFileError, match=r"(?s)earlier version of shardfn.*snapshot-000001.*choose another folder"
+    ):
+        start(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [old]
 
 
-def test_a_closed_journal_is_on_disk(tmp_path, monkeypatch):
-    journal.write_first(tmp_path, [])
-    own, synced = journal.Journal(tmp_path), []
-    monkeypatch.setattr(journal, "_sync", lambda file: synced.append(file.name))
-    own.append(journal.Record("last"))
-    own.close()
-    assert len(synced) == 1
-
-
-def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, monkeypatch):
+def test_a_person_reads_the_ledger_and_the_servers_with_sqlite(tmp_path):
     server = start(tmp_path)
     push(server, 0, 0)
-    whole, left = journal._write, [60]
+    push(server, 1, 0)
+    server.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "job/coordinator/ledger.db")) as db:
+        assert db.execute("SELECT version, epoch, servers, workers, accepted FROM ledger").fetchall() == [
+            (2, 0, 2, 2, 2)
+        ]
+        assert db.execute("SELECT worker, step, in_update FROM pushes ORDER BY in_update").fetchall() == [
+            ("0", 0, 1),
+            ("1", 0, 2),
+        ]
+        assert not db.execute("SELECT * FROM lease").fetchall()
+    with contextlib.closing(sqlite3.connect(tmp_path / "job/epoch-0/server-0/server.db")) as db:
+        assert db.execute("SELECT version, arrays FROM snapshot").fetchall() == [(0, 1)]
+        dtype, shape, data = db.execute("SELECT dtype, shape, data FROM slots").fetchone()
+        assert shape == "[6]" and not np.frombuffer(data, dtype).any()
+        assert db.execute("SELECT worker, kind, shape FROM parts JOIN part_arrays USING (token) ORDER BY worker, place").fetchall() == [
+            ("0", "ids", "[1]"), ("0", "values", "[1]")], "the part of worker 1 here has no rows"  # fmt: skip
 
-    def write(file, data):
-        part = memoryview(data)[: left[0]]
-        whole(file, part)
-        left[0] -= len(part)
-        if len(part) < len(memoryview(data)):
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    for room in range(0, 700, 60):
-        monkeypatch.setattr(journal, "_write", write)
-        left[0] = room
-        for action in (lambda: push(server, 1, 0), lambda: server.resize(servers=3), server.save):
+class Disk:
+    """A disk on which so many statements succeed; then it is full."""
+
+    left = 10**9
+    where = ""
+
+    def before(self, db, sql):
+        if self.where in path_of(db) and not sql.startswith(("PRAGMA", "SELECT", "ROLLBACK")):
+            self.left -= 1
+            if self.left < 0:
+                raise error("database or disk is full")
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    found = Disk()
+    watch(monkeypatch, found.before)
+    return found
+
+
+def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, disk):
+    server = start(tmp_path)
+    push(server, 0, 0)
+    for room in range(0, 60, 6):
+        for action in (lambda: push(server, 1, server.next_step(1)), lambda: server.resize(servers=3), server.save):
+            disk.left = room
             try:
                 action()
-            except CheckpointFileError as error:
-                assert "No space left" in str(error)
-        monkeypatch.setattr(journal, "_write", whole)
+            except CheckpointFileError as told:
+                assert "disk is full" in str(told)
+        disk.left = 10**9
+        server.resize(servers=2)
         found = counts(server)
         assert found.max() == 1 and found[0, 0] == 1 and found.sum() == 1 + server.next_step(1)
-    push(server, 1, server.next_step(1))
+        if server.next_step(1) == STEPS:
+            break
     for step in range(1, 3):
         push(server, 0, step)
     wanted = counts(server)
@@ -302,73 +324,60 @@ def test_a_full_disk_refuses_pushes_and_goes_on_when_there_is_space(tmp_path, mo
     np.testing.assert_array_equal(counts(server), wanted)
 
 
-def test_a_failed_sync_is_told_and_a_restart_decides(tmp_path, monkeypatch):
-    server = start(tmp_path)
+@pytest.mark.parametrize("failing", ["_write", "_sync", "sync_folder"])
+def test_arrays_that_cannot_be_written_are_told_and_sent_again(tmp_path, monkeypatch, failing):
+    monkeypatch.setattr(arrays, "INLINE_BYTES", 1)
+    server = start(tmp_path, log_bytes=1)
 
-    def fail(file):
-        raise OSError(errno.EIO, "Input/output error")
+    def fail(*_):
+        raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "_sync", fail)
-        with pytest.raises(CheckpointFileError, match="Input/output error"):
-            push(server, 0, 0)
-    with pytest.raises(CheckpointFileError, match="Input/output error"):
-        push(server, 0, 0)
-    for target in list(server.engine.running):
-        server.engine.restart(target)
-    assert push(server, 0, 0).is_kept and counts(server).sum() == 1
-
-
-def fill_the_disk_of_the_coordinator(monkeypatch):
-    sync = journal._sync
-
-    def fail(file):
-        if "/coordinator/" in file.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(file)
-
-    monkeypatch.setattr(journal, "_sync", fail)
+        patch.setattr(arrays, failing, fail)
+        for call in (lambda: push(server, 0, 0), lambda: server.resize(servers=3)):
+            with pytest.raises(CheckpointFileError, match="Input/output error"):
+                call()
+    assert server.next_step(0) == 0
+    push(server, 0, 0)
+    server.resize(servers=3)
+    push(server, 0, 1)
+    server.close()
+    assert counts(start(tmp_path)).sum() == 2
 
 
 @pytest.mark.parametrize(
     "call",
-    [lambda s: push(s, 0, 0), lambda s: s.pull(), lambda s: s.next_step(0), lambda s: s.resize(workers=3), lambda s: s.resize(servers=3)],
-    ids=["push", "pull", "next_step", "workers", "servers"],
-)  # fmt: skip
-def test_a_coordinator_whose_sync_fails_tells_nobody_what_is_not_on_disk(tmp_path, monkeypatch, call):
-    server = start(tmp_path)
-    fill_the_disk_of_the_coordinator(monkeypatch)
-    with pytest.raises(CheckpointFileError, match="No space left"):
-        push(server, 1, 0)
-    with pytest.raises(CheckpointFileError, match="No space left"):
-        call(server)
-    monkeypatch.undo()
-    server.engine.restart(COORDINATOR)
-    assert server.next_step(1) == 0, "what was not synced is gone"
-    call(server)
-
-
-def test_close_and_create_bring_back_a_coordinator_whose_disk_was_full(tmp_path, monkeypatch):
+    [lambda s: push(s, 0, 0), lambda s: s.resize(workers=3), lambda s: s.resize(servers=3)],
+    ids=["push", "workers", "servers"],
+)
+def test_a_coordinator_whose_disk_is_full_accepts_nothing_and_tells_what_is_on_disk(tmp_path, disk, call):
     server = start(tmp_path)
     push(server, 1, 0)
-    fill_the_disk_of_the_coordinator(monkeypatch)
-    with pytest.raises(CheckpointFileError, match="No space left"):
+    disk.where, disk.left = "/coordinator/", 0
+    for refused in (lambda: push(server, 1, 1), lambda: call(server)):
+        with pytest.raises(CheckpointFileError, match="disk is full"):
+            refused()
+    report = server.report()
+    assert server.next_step(1) == 1 and counts(server).sum() == 1 and (report.workers, report.servers) == (2, 2)
+    disk.left = 10**9
+    call(server)
+    assert push(server, 1, 1).is_kept
+    before = server.report()
+    server.engine.restart(COORDINATOR)
+    assert server.report()[:2] == before[:2]
+
+
+def test_close_and_create_bring_back_a_coordinator_whose_disk_was_full(tmp_path, disk):
+    server = start(tmp_path)
+    push(server, 1, 0)
+    disk.where, disk.left = "/coordinator/", 0
+    with pytest.raises(CheckpointFileError, match="disk is full"):
         push(server, 1, 1)
-    monkeypatch.undo()
     server.close()
+    disk.left = 10**9
     again = start(tmp_path)
-    assert again.next_step(1) in (1, 2), "the disk decides whether the push counts"
-    push(again, 1, again.next_step(1))
-
-
-def test_a_restart_loses_what_was_not_synced(tmp_path):
-    journal.write_first(tmp_path, [])
-    own = journal.Journal(tmp_path)
-    own.append(journal.Record("synced"))
-    own.sync(own.position())
-    own.append(journal.Record("not synced"))
-    own.lose_power()
-    assert [record.kind for record in journal.Journal(tmp_path).records] == ["synced"]
+    assert again.next_step(1) == 1
+    push(again, 1, 1)
 
 
 class Closing(InProcess):
@@ -396,53 +405,22 @@ def test_a_server_that_is_closed_under_a_call_is_asked_again(tmp_path, method):
     assert not engine.methods and counts(server)[0].tolist() == [1, 1, 0, 0, 0, 0]
 
 
-def test_a_closed_journal_writes_nothing_into_a_folder_that_another_may_have_open(tmp_path):
-    journal.write_first(tmp_path, [])
-    own = journal.Journal(tmp_path)
-    own.close()
-    own.close()
-    other, files = journal.Journal(tmp_path), sorted(tmp_path.iterdir())
-    for call in (lambda: own.append(journal.Record("x")), lambda: own.rotate([])):
-        with pytest.raises(journal.JournalClosed):
-            call()
-    assert sorted(tmp_path.iterdir()) == files
-    other.close()
-
-
-def test_two_snapshots_are_kept_also_after_a_kill_in_a_rotation(tmp_path, monkeypatch):
-    job, killed = tmp_path / "job", tmp_path / "killed"
-    journal.write_first(job, [journal.Record("1")])
-    own = journal.Journal(job)
-    own.append(journal.Record("x"))
-    own.rotate([journal.Record("1"), journal.Record("x")])
-    own.append(journal.Record("y"))
-    with monkeypatch.context() as patch:
-        patch.setattr(journal, "write_snapshot", lambda *_: shutil.copytree(job, killed))
-        own.rotate([])
-    own = journal.Journal(killed)
-    assert [record.kind for record in own.records] == ["1", "x", "y"] and own.generation == 3
-    own.append(journal.Record("z"))
-    own.rotate([journal.Record("4")])
-    own.close()
-    newest = killed / "snapshot-000004"
-    newest.write_bytes(newest.read_bytes()[:-2] + b"??")
-    assert [record.kind for record in journal.Journal(killed).records] == ["1", "x", "y", "z"]
-
-
 def test_new_folders_are_on_disk_before_a_push_counts_there(tmp_path, monkeypatch):
-    whole, seen = journal.sync_folder, {}
+    whole, seen = folders.sync_folder, {}
 
     def sync_folder(folder):
         seen[folder] = {path.name for path in folder.iterdir()}
         whole(folder)
 
-    monkeypatch.setattr(journal, "sync_folder", sync_folder)
+    monkeypatch.setattr(arrays, "INLINE_BYTES", 1)
     monkeypatch.setattr(folders, "sync_folder", sync_folder)
-    monkeypatch.setattr("shardfn.layoutfile.files.sync_folder", sync_folder)
+    for place in ("durable.arrays", "durable.database", "layoutfile.files"):
+        monkeypatch.setattr(f"shardfn.{place}.sync_folder", sync_folder)
     server = start(tmp_path / "jobs/one")
     server.resize(servers=3)
-    for folder in (folder for folder in tmp_path.rglob("*") if folder.is_dir()):
-        assert folder.name in seen[folder.parent], folder
+    server.push(np.ones(WORKERS * STEPS), 0, 0)
+    for path in (path for path in tmp_path.rglob("*") if path.is_dir() or path.parent.name == "arrays"):
+        assert path.name in seen[path.parent], path
 
 
 def test_servers_that_do_not_answer_are_told_by_name(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn.cluster.parameter_server import InProcess, ParameterServer, coordinator, resize, train
+from shardfn.cluster.parameter_server import InProcess, ParameterServer, coordinator, line, resize, train
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Target, Unreachable, ask, targets_of
 from shardfn.errors import ClusterError
 
@@ -176,7 +176,9 @@ def test_a_client_that_is_killed_leaves_a_folder_that_the_next_change_deletes(tm
     assert len(list((tmp_path / "job").glob("epoch-*"))) == 2
     with pytest.raises(ClusterError, match="the servers change"):
         push(other(first, timeout_s=0), 0)
-    first.engine.running[COORDINATOR]._lease = first.engine.running[COORDINATOR]._lease._replace(until=0)
+    first.engine.running[COORDINATOR]._state.next_lease = first.engine.running[COORDINATOR]._state.lease._replace(
+        until=0
+    )
     push(first, 0)
     first.resize(servers=3)
     check(first, tmp_path, 3, 1)
@@ -205,8 +207,8 @@ def test_a_change_may_take_longer_than_a_lease(tmp_path, monkeypatch):
     first = start(tmp_path)
 
     def stall():
-        begin, deadline = first.engine.running[COORDINATOR]._lease.until, time.monotonic() + 20
-        while first.engine.running[COORDINATOR]._lease.until < begin + 0.2 and time.monotonic() < deadline:
+        begin, deadline = first.engine.running[COORDINATOR]._state.lease.until, time.monotonic() + 20
+        while first.engine.running[COORDINATOR]._state.lease.until < begin + 0.2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert time.monotonic() < deadline
 
@@ -301,3 +303,75 @@ def test_workers_push_while_clients_change_the_servers(tmp_path):
     assert not any(thread.is_alive() for thread in threads + movers)
     assert not errors and server.report().accepted == sum(pushes) and min(pushes) > 0
     check(server, tmp_path, server.report().servers, sum(pushes))
+
+
+def test_changes_without_pause_hold_up_no_push(tmp_path):
+    """A client that changes the servers again and again, and two that push: each push gets its turn before the next change."""
+    server = start(tmp_path, InProcess(), workers=2, synchronous=False, staleness=10**6)
+    done, errors, changes = threading.Event(), [], []
+
+    def guarded(work, *args):
+        try:
+            work(other(server), *args)
+        except BaseException as error:
+            errors.append(error)
+
+    def change(client):
+        while not done.is_set():
+            client.resize(servers=2 + len(changes) % 2)
+            changes.append(time.monotonic())
+
+    def work(client, worker):
+        for step in range(3):
+            before = len(changes)
+            push(client, step, worker)
+            waits.append(len(changes) - before)
+
+    waits = []
+    mover = threading.Thread(target=guarded, args=(change,))
+    workers = [threading.Thread(target=guarded, args=(work, worker)) for worker in range(2)]
+    mover.start()
+    while not changes:
+        time.sleep(0.01)
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join(100)
+    done.set()
+    mover.join(100)
+    assert not errors and not any(thread.is_alive() for thread in [mover, *workers])
+    assert len(waits) == 6 and max(waits) <= 3, "changes that a push waited for"
+    check(server, tmp_path, server.report().servers, 6)
+
+
+def test_whoever_waits_goes_before_a_change_that_comes_later_and_one_that_died_holds_it_up_for_a_while(
+    tmp_path, monkeypatch
+):
+    first = start(tmp_path)
+    second = other(first, timeout_s=0)
+    ask(first.engine, "join_line", "somebody")
+    with pytest.raises(ClusterError, match="calls that came before wait for their turn"):
+        second.resize(servers=2)
+    push(second, 0)
+    ask(first.engine, "leave_line", "somebody")
+    second.resize(servers=2)
+    ask(first.engine, "join_line", "who died")
+    monkeypatch.setattr(line, "TURN_S", 0)
+    second.resize(servers=3)
+    check(second, tmp_path, 3, 1)
+
+
+def test_a_lease_outlives_a_restart_of_the_coordinator(tmp_path):
+    first = start(tmp_path)
+    second = other(first, timeout_s=0)
+
+    def restart():
+        first.engine.restart(COORDINATOR)
+        with pytest.raises(ClusterError, match="the servers change"):
+            push(second, 0)
+
+    first.engine.after["portion"] = restart
+    first.resize(servers=2)
+    assert first._place.epoch == 1
+    push(first, 0)
+    check(first, tmp_path, 2, 1)

@@ -4,6 +4,7 @@ import os
 import pathlib
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ import pytest
 
 from shardfn import ShardError, embedding
 from shardfn.cluster import TableServers
-from shardfn.embedding import Table, journal
+from shardfn.durable import arrays as durable_arrays
+from shardfn.embedding import Table
 from shardfn.embedding.cache import LfuIndex
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.processes import bare_environment
@@ -199,7 +201,7 @@ def test_saves_are_incremental_and_go_to_any_store(tmp_path):
     for _ in range(4):
         trained(table, [np.arange(20)[:, None], np.arange(20, 40)[:, None]])
         table.save(folder)
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 2.2 * 60 * WIDTH * 4 * 2 + 3000
+    assert sum(path.stat().st_size for path in folder.rglob("*")) < 2.2 * 60 * WIDTH * 4 * 2 + 80_000
 
 
 def test_save_refuses_the_folder_of_another_run(tmp_path):
@@ -214,23 +216,56 @@ def test_save_refuses_the_folder_of_another_run(tmp_path):
         two.restore(tmp_path / "b")
 
 
-@pytest.mark.parametrize("fault", ["truncated", "damaged", "missing", "manifest"])
-def test_restore_of_damaged_files_changes_nothing(fault, tmp_path):
-    table, folder = make("host", tmp_path), tmp_path / "saves"
-    for _ in range(2):
-        trained(table, batches(1))
-        table.save(folder)
-    path = folder / ("manifest.json" if fault == "manifest" else "000002.rows")
+@pytest.fixture
+def in_files(monkeypatch):
+    """Arrays in files, however small they are."""
+    monkeypatch.setattr(durable_arrays, "INLINE_BYTES", 1)
+
+
+def damage(path, fault):
     data = path.read_bytes()
     if fault == "missing":
         path.unlink()
     else:
-        path.write_bytes(data[:-40] if fault != "damaged" else data[:-40] + bytes(40))
+        path.write_bytes(data[:-40] if fault == "truncated" else data[:-40] + bytes(40))
+
+
+@pytest.mark.parametrize(("fault", "text"), [("truncated", "is truncated"), ("damaged", "do not have their checksum"),
+                                             ("missing", "cannot be read")])  # fmt: skip
+def test_restore_of_damaged_files_changes_nothing(fault, text, tmp_path, in_files):
+    table, folder = make("host", tmp_path), tmp_path / "saves"
+    for _ in range(2):
+        trained(table, batches(1))
+        table.save(folder)
+    path = max((folder / "arrays").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    damage(path, fault)
     other = make("host", tmp_path)
     before = other.values()
-    with pytest.raises(CheckpointFileError, match=path.name):
+    with pytest.raises(CheckpointFileError, match=f"(?s){path.name}.*{text}"):
         other.restore(folder)
     np.testing.assert_array_equal(other.values(), before)
+
+
+def test_every_damage_of_a_saved_table_is_told_or_without_effect(tmp_path):
+    table, folder = make("host", tmp_path), tmp_path / "saves"
+    for _ in range(2):
+        trained(table, batches(1))
+        table.save(folder)
+    data, told = (folder / "table.db").read_bytes(), 0
+    for at in range(0, len(data), 101):
+        (folder / "table.db").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        other = make("host", tmp_path)
+        before = other.values()
+        try:
+            other.restore(folder)
+            np.testing.assert_array_equal(other.values(), table.values())
+        except (CheckpointFileError, CheckpointError) as error:
+            told += "table.db" in str(error)
+            np.testing.assert_array_equal(other.values(), before)
+    assert told > 10
+    (folder / "table.db").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointFileError, match=r"table.db is damaged"):
+        make("host", tmp_path).restore(folder)
 
 
 def test_full_disk_keeps_earlier_saves(tmp_path):
@@ -327,25 +362,22 @@ def test_adagrad_without_accumulator_leaves_elements_without_gradient():
         np.testing.assert_allclose(found, [[1.0, 0.9]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_a_save_that_could_not_be_synced_is_taken_back(failing, tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", ["_sync", "sync_folder"])
+def test_a_save_whose_arrays_could_not_be_synced_is_none(failing, tmp_path, monkeypatch, in_files):
     table, folder = make("host", tmp_path), tmp_path / "saves"
     trained(table, batches(1))
     table.save(folder)
-    saved, calls, sync = table.values(), [], journal.sync_folder
+    saved, files = table.values(), list((folder / "arrays").iterdir())
 
-    def fails(path):
-        calls.append(path)
-        if len(calls) == failing:
-            raise OSError("the disk is gone")
-        sync(path)
+    def fails(file):
+        raise OSError("the disk is gone")
 
     trained(table, [np.arange(ROWS)[:, None]])
-    monkeypatch.setattr(journal, "sync_folder", fails)
-    with pytest.raises(
-        CheckpointFileError, match="what was saved before is complete"
-    ):  # after the rows, or the manifest
-        table.save(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_arrays, failing, fails)
+        with pytest.raises(CheckpointFileError, match="what was saved before is complete"):
+            table.save(folder)
+    assert list((folder / "arrays").iterdir()) == files
     again = make("host", tmp_path)
     again.restore(folder)
     np.testing.assert_array_equal(again.values(), saved)
@@ -354,12 +386,13 @@ def test_a_save_that_could_not_be_synced_is_taken_back(failing, tmp_path, monkey
     np.testing.assert_array_equal(again.values(), table.values())
 
 
-def test_the_folders_of_a_first_save_are_on_disk(tmp_path, monkeypatch):
+def test_the_folders_of_a_first_save_are_on_disk(tmp_path, monkeypatch, in_files):
     table, synced = make("host", tmp_path), []
-    monkeypatch.setattr(journal, "sync_folder", synced.append)
-    monkeypatch.setattr("shardfn.layoutfile.files.sync_folder", synced.append)
+    trained(table, batches(1))
+    for place in ("durable.arrays", "durable.database", "layoutfile.files"):
+        monkeypatch.setattr(f"shardfn.{place}.sync_folder", synced.append)
     table.save(tmp_path / "a" / "b")
-    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "arrays"} <= set(synced)
 
 
 @pytest.mark.parametrize(
@@ -382,31 +415,52 @@ def test_usual_mistakes_are_named(call, text):
         call()
 
 
-def test_save_refuses_a_folder_whose_manifest_is_gone(tmp_path):
+def test_save_refuses_a_folder_whose_database_is_gone(tmp_path, in_files):
     table, folder = make("host", tmp_path), tmp_path / "saves"
-    for _ in range(2):
-        trained(table, batches(1))
-        table.save(folder)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"holds rows of 000002\.rows, and no manifest"):
+    trained(table, batches(1))
+    table.save(folder)
+    files = list((folder / "arrays").iterdir())
+    (folder / "table.db").unlink()
+    with pytest.raises(CheckpointFileError, match=r"holds arrays, and no table\.db"):
         make("host", tmp_path).save(folder)
-    (folder / "000002.rows").unlink()  # as a first save leaves it that was killed before its manifest
-    make("host", tmp_path).save(folder)
+    assert list((folder / "arrays").iterdir()) == files
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "000001.rows"])
+def test_a_folder_of_an_earlier_version_is_refused_and_left_as_it_is(name, tmp_path):
+    table = make("host", tmp_path)
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "saves" / name).write_text("{}")
+    for call in (table.save, table.restore):
+        with pytest.raises(
+            CheckpointFileError, match=f"(?s)an earlier version of shardfn.*holds {name}, and no table.db"
+        ):
+            call(tmp_path / "saves")
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == [name]
 
 
 @pytest.mark.parametrize("fault", ["truncated", "missing"])
-def test_a_save_writes_again_what_earlier_files_lost(fault, tmp_path):
+def test_a_save_writes_again_what_earlier_files_lost(fault, tmp_path, in_files):
     table, folder = make("host", tmp_path), tmp_path / "saves"
     for _ in range(2):
         trained(table, batches(1))
         table.save(folder)
-    path = folder / "000001.rows"
-    path.write_bytes(path.read_bytes()[:-9]) if fault == "truncated" else path.unlink()
+    damage(min((folder / "arrays").iterdir(), key=lambda path: path.stat().st_mtime_ns), fault)
     trained(table, [np.array([[1, 2]])])
     assert table.save(folder) > 2, "all rows that ever changed"
     again = make("host", tmp_path)
     again.restore(folder)
     np.testing.assert_array_equal(again.values(), table.values())
+
+
+def test_a_person_reads_a_saved_table_with_sqlite(tmp_path):
+    table = Table(10, 2, init=np.ones((10, 2), "float32"), optimizer=embedding.sgd(0.5))
+    table.save(tmp_path)
+    db = sqlite3.connect(tmp_path / "table.db")
+    name, dtype, shape, data = db.execute("SELECT name, dtype, shape, data FROM arrays WHERE name = 'rows'").fetchone()
+    assert (name, shape) == ("rows", "[10, 2]") and (np.frombuffer(data, dtype) == 1).all()
+    assert db.execute("SELECT updates, rows_saved FROM saves").fetchall() == [(0, 10)]
+    db.close()
 
 
 def test_options_of_an_optimizer_may_be_of_numpy():

@@ -17,12 +17,10 @@ from shardfn.cluster.parameter_server.checks import check_elementwise, check_opt
 from shardfn.cluster.parameter_server.coordinator import (
     BUSY,
     MOVED,
-    Job,
     LedgerStatus,
     Pulled,
     Receipt,
     Report,
-    check_job,
 )
 from shardfn.cluster.parameter_server.engine import (
     COORDINATOR,
@@ -37,8 +35,8 @@ from shardfn.cluster.parameter_server.engine import (
     targets_of,
 )
 from shardfn.cluster.parameter_server.folders import job_folder
-from shardfn.cluster.parameter_server.journal import FolderInUse, JournalClosed
 from shardfn.cluster.parameter_server.ledger import Place, Push, Rules, Update
+from shardfn.cluster.parameter_server.ledger_rows import Job, check_job
 from shardfn.cluster.parameter_server.live_servers import advance_all, enter, retire, updates_after
 from shardfn.cluster.parameter_server.partition import (
     CHUNK_BYTES,
@@ -53,6 +51,7 @@ from shardfn.cluster.parameter_server.partition import (
 from shardfn.cluster.parameter_server.resize import change_servers
 from shardfn.cluster.parameter_server.server import Behind
 from shardfn.cluster.parameter_server.server_state import Part, RowStep
+from shardfn.durable import DatabaseClosed, FolderInUse
 from shardfn.errors import CheckpointFileError, ClusterError, StrategyError, fail, nearest
 from shardfn.frontend.paths import array_paths
 
@@ -110,7 +109,7 @@ class ParameterServer:
           params: the first parameters, a pytree of arrays.
           optimizer: an optax optimizer that treats each element alone, such as SGD, Adam or Adagrad. Servers hold ranges
             of rows, so a norm of all gradients is not known to them.
-          folder: where logs and snapshots are. None for a temporary folder, which ends with the process.
+          folder: where the databases are. None for a temporary folder, which ends with the process.
           servers: the number of servers.
           workers: the number of workers whose gradients an update sums, in synchronous training.
           synchronous: sum the gradients of all workers for each step. Otherwise each push is an update.
@@ -121,7 +120,7 @@ class ParameterServer:
           chunk_bytes: the most bytes of rows in a message.
           compress: whether float32 gradients and parameters travel as bfloat16. Servers keep float32.
           timeout_s: seconds until a call gives up: on servers that do not answer, and on other workers.
-          log_bytes: bytes of a server's log that make it start anew with a snapshot; by default four times its state.
+          log_bytes: bytes of pushes after which a server saves its state and forgets them; by default four times its state.
 
         Returns:
           The parameter server.
@@ -235,7 +234,7 @@ class ParameterServer:
         return self._retried("next_step", lambda: self._ask("next_step", str(worker)))
 
     def save(self) -> int:
-        """Make snapshots, so that the next start has no log to read.
+        """Save the state of the servers, so that the next start has no pushes to apply.
 
         Returns:
           The version.
@@ -249,7 +248,7 @@ class ParameterServer:
     def resize(self, *, servers: int | None = None, workers: int | None = None) -> None:
         """Change the number of servers or of workers during training. Any client may call it, also several at the same time.
 
-        While the servers change, pushes wait. The client holds one of the new servers in its memory at a time.
+        While the servers change, pushes wait; they go before the next change. The client holds one new server at a time.
 
         Args:
           servers: the number of servers; None for as many as there are.
@@ -271,7 +270,7 @@ class ParameterServer:
                 self._spread(update)
         if servers is not None:
             client = secrets.token_hex(8)
-            self._retried("resize", lambda: self._move(servers, client))
+            self._retried("resize", lambda: self._move(servers, client), client)
 
     def report(self) -> Report:
         """What happened so far: updates, pushes that count, pushes that were late or stale, and the staleness of each.
@@ -301,33 +300,37 @@ class ParameterServer:
     def _ask(self, method: str, *args: Any) -> Any:
         return ask(self.engine, method, *args)
 
-    def _retried(self, what: str, attempt: Callable[[], _T]) -> _T:
-        """The result of the first attempt that is answered."""
+    def _retried(self, what: str, attempt: Callable[[], _T], name: str = "") -> _T:
+        """The result of the first attempt that is answered. After the first one the call stands in line, under a name."""
         if self._is_closed:
             fail(ClusterError, "the parameter server is closed", where=what, why="`close` stopped its servers",
                  fix="call `create` with the same folder")  # fmt: skip
-        deadline, pause = time.monotonic() + self.options.timeout_s, PAUSES_S[0]
-        while True:
-            try:
-                return attempt()
-            except (Unreachable, FolderInUse, JournalClosed, CheckpointFileError) as error:
-                if isinstance(error, CheckpointFileError) and not self._is_retired():
-                    raise
-                self._is_running = False
-                if time.monotonic() > deadline and isinstance(error, FolderInUse | CheckpointFileError):
-                    raise
-                if time.monotonic() > deadline:
-                    fail(ClusterError, "the parameter servers do not answer", where=what,
-                         fix="look at the servers' logs; call again",
-                         why=f"after {self.options.timeout_s:g} s: {error}")  # fmt: skip
-            self.engine.pause(pause)
-            pause = min(2 * pause, PAUSES_S[1])
+        deadline, pause, name = time.monotonic() + self.options.timeout_s, PAUSES_S[0], name or secrets.token_hex(8)
+        with contextlib.ExitStack() as at_end:
+            while True:
+                try:
+                    return attempt()
+                except (Unreachable, FolderInUse, DatabaseClosed, CheckpointFileError) as error:
+                    if isinstance(error, CheckpointFileError) and not self._is_retired():
+                        raise
+                    self._is_running = False
+                    if time.monotonic() > deadline and isinstance(error, FolderInUse | CheckpointFileError):
+                        raise
+                    if time.monotonic() > deadline:
+                        fail(ClusterError, "the parameter servers do not answer", where=what,
+                             fix="look at the servers' logs; call again",
+                             why=f"after {self.options.timeout_s:g} s: {error}")  # fmt: skip
+                if pause == PAUSES_S[0]:
+                    at_end.callback(self.engine.notify, [Call(COORDINATOR, "leave_line", (name,))])
+                self.engine.notify([Call(COORDINATOR, "join_line", (name,))])
+                self.engine.pause(pause)
+                pause = min(2 * pause, PAUSES_S[1])
 
     def _is_retired(self) -> bool:
         """Whether the servers that this client knows are not live any more, so that their errors say nothing."""
         try:
             return self._place is not None and self._ask("status").place != self._place
-        except (Unreachable, FolderInUse, JournalClosed):
+        except (Unreachable, FolderInUse, DatabaseClosed):
             return True  # not known: the call is tried again
 
     def _live(self, status: LedgerStatus | None = None) -> Place:
@@ -408,7 +411,7 @@ class ParameterServer:
     def _spread(self, update: Update) -> None:
         """Tell the servers of an update, so that they work on it before somebody pulls. If it gets lost, a pull tells them."""
         with contextlib.suppress(
-            Unreachable, FolderInUse, JournalClosed, CheckpointFileError
+            Unreachable, FolderInUse, DatabaseClosed, CheckpointFileError
         ):  # the push counts already
             place = self._live()
             targets = targets_of(place)

@@ -1,47 +1,34 @@
-"""The coordinator: the one log that says which pushes count, and which servers are live. It holds no gradients.
+"""The coordinator: the one database that says which pushes count, and which servers are live. It holds no gradients.
 
-A push counts from the moment that its record is on disk. All answers wait for the log, so no client learns of a record before.
+A push counts from the moment that its row is on disk (`ledger_rows`). Answers tell what is on disk, so no client learns of a
+push before.
 
-A change of servers holds a lease, which keeps pushes back. Any record ends the lease: so the client that still has it knows
-that nothing changed since it began.
+A change of servers holds a lease, which keeps pushes back. Whatever changes the ledger ends the lease: so the client that still
+has it knows that nothing changed since it began. Calls that had to wait stand in line (`Line`): a lease is given when nobody
+waits that came before, so changes without pause hold up nobody for ever.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.cluster.parameter_server import ledger as ledgers
-from shardfn.cluster.parameter_server.journal import Journal, Record, write_first
-from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Place, Push, Rules, Update
-from shardfn.cluster.parameter_server.partition import ArraySpec
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
+from shardfn.cluster.parameter_server import ledger_rows
+from shardfn.cluster.parameter_server.ledger import STALE, WAITING, Ledger, Place, Push, Update
+from shardfn.cluster.parameter_server.ledger_rows import Holder, Job
+from shardfn.cluster.parameter_server.line import Line
+from shardfn.durable import Database
+from shardfn.errors import CheckpointFileError, fail
 
 MOVED, BUSY = "moved", "busy"
 """What becomes of a push while the servers change: to be sent to the new servers; to be sent again in a moment."""
 
 LEASE_S = 10
 """Seconds for which a client that died, or stalls, keeps back pushes and other changes of the servers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What does not change.
-
-    Attributes:
-      arrays: the arrays of the parameters.
-      rules: the rules.
-      about: of a table, what it is, as JSON values.
-    """
-
-    arrays: tuple[ArraySpec, ...]
-    rules: Rules
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class LedgerStatus(NamedTuple):
@@ -72,12 +59,6 @@ class Lease(NamedTuple):
 
     token: str
     status: LedgerStatus
-
-
-class _Holder(NamedTuple):
-    client: str
-    token: str
-    until: float  # of time.monotonic
 
 
 class Pulled(NamedTuple):
@@ -116,7 +97,7 @@ class Report(NamedTuple):
       late: pushes that came after their step's update, since the coordinator started.
       stale: pushes that were refused as too old, since the coordinator started.
       staleness: how many pushes had which staleness.
-      syncs: `fsync` calls of the coordinator since it started.
+      syncs: transactions of the coordinator since it started.
       servers: the number of servers.
       workers: the number of workers.
     """
@@ -136,31 +117,61 @@ class Report(NamedTuple):
         return max(self.staleness, default=0)
 
 
+class _State:
+    """What is on disk, and what the transaction that runs makes of it: `next`, `next_lease` and the updates `made`.
+
+    Changes, of which one runs at a time, read and set the latter. `changed` guards the former.
+    """
+
+    def __init__(self, ledger: Ledger, history: list[Update], lease: Holder | None):
+        self.changed = threading.Condition()
+        self.ledger, self.history, self.lease, self.free_since = ledger, history, lease, 0.0
+        self.undone()
+
+    def committed(self) -> None:
+        """The transaction is on disk."""
+        with self.changed:
+            if self.lease is not None and self.next_lease is None:
+                self.free_since = time.time()
+            self.history += self.made
+            self.ledger, self.lease = self.next, self.next_lease
+            self.made.clear()
+            self.changed.notify_all()
+
+    def undone(self) -> None:
+        """There is no transaction."""
+        self.next, self.next_lease, self.made = self.ledger, self.lease, list[Update]()
+
+
 class Coordinator:
-    """The coordinator, with its journal.
+    """The coordinator, with its database.
 
     Args:
-      folder: the folder of its journal, which has a snapshot.
+      folder: the folder of its database.
 
     Raises:
-      ClusterError, CheckpointFileError: as `Journal`.
+      ClusterError, CheckpointFileError: as `Database`.
     """
 
     def __init__(self, folder: pathlib.Path):
-        self._journal = Journal(pathlib.Path(folder))
-        self.job, self._ledger, self._history = _replayed(self._journal.records)
-        self._journal.records = []
+        self._db = Database(pathlib.Path(folder) / ledger_rows.FILE)
+        try:
+            self.job = ledger_rows.read_job(self._db)
+            self._state = _State(*ledger_rows.read_ledger(self._db))
+        except BaseException:
+            self._db.close()
+            raise
         self._refused = {ledgers.LATE: 0, STALE: 0}
-        self._lease: _Holder | None = None
-        self._changed = threading.Condition()
+        self._line, self._ended = Line(), ""
+        self._db.committed, self._db.undone = self._state.committed, self._state.undone
 
     def job_of(self) -> Job:
         """The arrays and the rules."""
         return self.job
 
     def folder(self) -> pathlib.Path:
-        """That of the journal."""
-        return self._journal.folder
+        """That of the database."""
+        return self._db.path.parent
 
     def commit(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:
         """Accept a push whose parts all servers hold. The same push again gets the same answer.
@@ -174,23 +185,27 @@ class Coordinator:
 
         Raises:
           ClusterError: a push of this worker is missing before it.
-          CheckpointFileError: the log could not be written, and the push does not count; or it could not be synced, and a
-            restart decides whether it counts.
+          CheckpointFileError: the disk is full, and the push does not count; or it could not be synced, and a restart decides
+            whether it counts.
         """
-        update = None
-        with self._changed:
-            if epoch != self._ledger.epoch:
-                return Receipt(MOVED, self._ledger.version), None
-            if ledgers.is_new(self._ledger, self.job.rules, push):
+
+        def change() -> tuple[Receipt, Update | None]:
+            update = None
+            if epoch != self._state.next.epoch:
+                return Receipt(MOVED, self._state.next.version), None
+            if ledgers.is_new(self._state.next, self.job.rules, push):
                 if self._is_leased():
-                    return Receipt(BUSY, self._ledger.version), None
-                update = self._add("push", {"push": push})
-            staleness = self._ledger.version - (update is not None) - push.version
-            status = ledgers.APPLIED if update else ledgers.status_of(self._ledger, self.job.rules, push)
-            if status in self._refused:
-                self._refused[status] += 1
-            receipt = Receipt(status, self._ledger.version, staleness)
-        self._flush()
+                    return Receipt(BUSY, self._state.next.version), None
+                ledger, update = ledgers.accept(self._state.next, self.job.rules, push)
+                self._set(ledger, update, push)
+            staleness = self._state.next.version - (update is not None) - push.version
+            status = ledgers.APPLIED if update else ledgers.status_of(self._state.next, self.job.rules, push)
+            return Receipt(status, self._state.next.version, staleness), update
+
+        receipt, update = self._db.write(change)
+        with self._state.changed:
+            if receipt.status in self._refused:
+                self._refused[receipt.status] += 1
         return receipt, update
 
     def status(self, since: int | None = None, version: int | None = None, timeout_s: float = 0) -> LedgerStatus:
@@ -207,18 +222,16 @@ class Coordinator:
         Raises:
           CheckpointFileError: there never was an update `since`.
         """
-        with self._changed:
+        with self._state.changed:
             if version is not None:
-                self._changed.wait_for(lambda: self._ledger.version >= version, timeout_s)
-            found = self._status()
-            first = found.version - len(self._history)
+                self._state.changed.wait_for(lambda: self._state.ledger.version >= version, timeout_s)
+            found = _status(self._state.ledger)
+            first = found.version - len(self._state.history)
             if since is not None and since > found.version:
-                fail(CheckpointFileError, f"update {since} is not in the ledger", where=str(self._journal.folder),
-                     why=f"a server has applied it, and the ledger ends with {found.version}, so its log is damaged",
+                fail(CheckpointFileError, f"update {since} is not in the ledger", where=str(self._db.path),
+                     why=f"a server has applied it, and the ledger ends with {found.version}, so it is damaged",
                      fix="restore the folder from a copy")  # fmt: skip
-            updates = () if since is None else tuple(self._history[max(since - first, 0) :])
-        self._flush()
-        return found._replace(updates=updates)
+            return found._replace(updates=() if since is None else tuple(self._state.history[max(since - first, 0) :]))
 
     def next_step(self, worker: str) -> int:
         """The step that a worker pushes next, also after it was restarted.
@@ -226,10 +239,8 @@ class Coordinator:
         Args:
           worker: the worker.
         """
-        with self._changed:
-            step = self._ledger.next_step(self.job.rules, worker)
-        self._flush()
-        return step
+        with self._state.changed:
+            return self._state.ledger.next_step(self.job.rules, worker)
 
     def set_workers(self, workers: int) -> Update | None:
         """Change the number of workers.
@@ -241,32 +252,56 @@ class Coordinator:
           The update for which now enough workers pushed.
 
         Raises:
-          CheckpointFileError: the log could not be written, and the number is the former one; or it could not be synced, and
-            a restart decides which number it is.
+          CheckpointFileError: the disk is full, and the number is the former one; or it could not be synced, and a restart
+            decides which number it is.
         """
-        with self._changed:
-            update = self._add("workers", {"workers": workers})
-        self._flush()
-        return update
+
+        def change() -> Update | None:
+            ledger, update = ledgers.resize_workers(self._state.next, self.job.rules, workers)
+            self._set(ledger, update)
+            return update
+
+        return self._db.write(change)
+
+    def join_line(self, name: str) -> None:
+        """Stand in line for a turn between two changes of the servers.
+
+        Args:
+          name: names the call that waits.
+        """
+        with self._state.changed:
+            self._line.join(name, time.time())
+
+    def leave_line(self, name: str) -> None:
+        """Leave the line."""
+        with self._state.changed:
+            self._line.leave(name)
 
     def lease(self, client: str, epoch: int) -> Lease | None:
         """Give a client the right to change the servers, and keep pushes back while it has it. A former lease of it ends.
 
         Args:
-          client: names the client.
+          client: names the client, also in the line.
           epoch: the epoch of the servers that it wants to change.
 
         Returns:
-          The lease, for `LEASE_S`; None while another client has one, or where the epoch is another.
+          The lease, for `LEASE_S`; None while another client has one, or somebody waits that came before, or where the epoch
+          is another.
         """
-        with self._changed:
-            is_taken = self._lease is not None and self._lease.client != client and self._is_leased()
-            if is_taken or epoch != self._ledger.epoch:
+
+        def change() -> Lease | None:
+            held = self._state.next_lease
+            is_taken = held is not None and held.client != client and self._is_leased()
+            ended = held.until if held is not None else 0.0  # unless it is taken
+            with self._state.changed:
+                is_first = self._line.is_first(client, time.time(), max(ended, self._state.free_since))
+            if is_taken or not is_first or epoch != self._state.next.epoch:
                 return None
-            self._lease = _Holder(client, secrets.token_hex(8), time.monotonic() + LEASE_S)
-            lease = Lease(self._lease.token, self._status())
-        self._flush()
-        return lease
+            lease = Holder(client, secrets.token_hex(8), time.time() + LEASE_S)
+            self._set_lease(lease)
+            return Lease(lease.token, _status(self._state.next))
+
+        return self._db.write(change)
 
     def renew(self, token: str) -> bool:
         """Extend a lease to `LEASE_S` from now.
@@ -274,11 +309,14 @@ class Coordinator:
         Returns:
           Whether the client has it; False if it ran out, and something changed since.
         """
-        with self._changed:
-            if self._lease is None or self._lease.token != token:
+
+        def change() -> bool:
+            if (lease := self._lease_of(token)) is None:
                 return False
-            self._lease = self._lease._replace(until=time.monotonic() + LEASE_S)
+            self._set_lease(lease._replace(until=time.time() + LEASE_S))
             return True
+
+        return self._db.write(change)
 
     def release(self, token: str) -> bool:
         """End a lease.
@@ -286,15 +324,18 @@ class Coordinator:
         Returns:
           Whether the servers of this change will never be live: they are not, and there is no such lease any more.
         """
-        with self._changed:
-            if self._lease is not None and self._lease.token == token:
-                self._lease = None
-            is_unused = self._ledger.token != token
-        self._flush()
-        return is_unused
+
+        def change() -> bool:
+            lease = self._state.next_lease
+            if lease is not None and lease.token == token:
+                self._set_lease(None)
+            return self._state.next.token != token
+
+        self._ended = token  # also where the disk is full, and it stays in the table
+        return self._db.write(change)
 
     def switch(self, token: str, servers: int) -> bool:
-        """Make the servers of a change live, whose first snapshots are on disk.
+        """Make the servers of a change live, whose first state is on disk.
 
         Args:
           token: that of the lease.
@@ -304,18 +345,19 @@ class Coordinator:
           Whether they are live; False if the client has no lease any more.
 
         Raises:
-          CheckpointFileError: the log could not be written, and the servers are the former ones; or it could not be synced,
-            and a restart decides which are live.
+          CheckpointFileError: the disk is full, and the servers are the former ones; or it could not be synced, and a restart
+            decides which are live.
         """
-        with self._changed:
-            if self._lease is not None and self._lease.token == token:
-                self._add("servers", {"servers": servers, "token": token})
-            is_live = self._ledger.token == token
-        self._flush()
-        return is_live
+
+        def change() -> bool:
+            if self._lease_of(token) is not None:
+                self._set(ledgers.resize_servers(self._state.next, servers, token))
+            return self._state.next.token == token
+
+        return self._db.write(change)
 
     def compact(self, oldest: int, epoch: int) -> None:
-        """Forget updates that no server needs any more, and start the log anew.
+        """Forget updates that no server needs any more.
 
         Args:
           oldest: the oldest version that a server may fall back to.
@@ -324,112 +366,53 @@ class Coordinator:
         Raises:
           CheckpointFileError: the disk is full.
         """
-        with self._changed:
-            if self._journal.bytes and epoch == self._ledger.epoch:
-                self._history = [update for update in self._history if update.number > oldest]
-                self._journal.rotate([_ledger_record(self.job, self._ledger, self._history)])
+
+        def change() -> bool:
+            if is_same := epoch == self._state.next.epoch:
+                self._db.delete("pushes", "in_update <= ?", oldest)
+            return is_same
+
+        if self._db.write(change):
+            with self._state.changed:
+                self._state.history = [update for update in self._state.history if update.number > oldest]
 
     def report(self) -> Report:
         """What happened so far."""
-        with self._changed:
-            found, refused = self._ledger, self._refused
+        with self._state.changed:
+            found, refused = self._state.ledger, self._refused
             return Report(found.version, found.accepted, refused[ledgers.LATE], refused[STALE], dict(found.staleness),
-                          self._journal.syncs, found.servers, found.workers)  # fmt: skip
+                          self._db.commits, found.servers, found.workers)  # fmt: skip
 
     def close(self) -> None:
-        """Close the journal, for another process to open it."""
-        self._journal.close()
+        """Close the database, for another process to open it."""
+        self._db.close()
 
-    def lose_power(self) -> None:
-        """End as with the machine, for drills."""
-        self._journal.lose_power()
+    # ---- within a change
 
-    def _add(self, kind: str, fields: dict[str, Any]) -> Update | None:
-        self._journal.append(Record(kind, fields))
-        self._lease = None
-        self._ledger, update = _CHANGES[kind](self._ledger, self.job.rules, fields)
+    def _set(self, ledger: Ledger, update: Update | None = None, push: Push | None = None) -> None:
+        if push is not None:
+            ledger_rows.put_push(self._db, ledger, push)
         if update is not None:
-            self._history.append(update)
-        self._changed.notify_all()
-        return update
+            ledger_rows.put_update(self._db, update)
+            self._state.made.append(update)
+        ledger_rows.put_ledger(self._db, ledger)
+        self._state.next = ledger
+        if self._state.next_lease is not None:
+            self._set_lease(None)
 
-    def _status(self) -> LedgerStatus:
-        found = self._ledger
-        return LedgerStatus(found.version, found.place, found.workers, found.waiting)
+    def _set_lease(self, lease: Holder | None) -> None:
+        ledger_rows.put_lease(self._db, lease)
+        self._state.next_lease = lease
+
+    def _lease_of(self, token: str) -> Holder | None:
+        lease = self._state.next_lease
+        return lease if lease is not None and lease.token == token != self._ended else None
 
     def _is_leased(self) -> bool:
-        return self._lease is not None and time.monotonic() < self._lease.until
-
-    def _flush(self) -> None:
-        """Wait until all that was decided so far is on disk."""
-        self._journal.sync(self._journal.position())
+        lease = self._state.next_lease
+        # A lease that is longer than any is of a clock that was wrong.
+        return lease is not None and lease.token != self._ended and 0 < lease.until - time.time() <= LEASE_S
 
 
-_CHANGES = {
-    "push": lambda ledger, rules, fields: ledgers.accept(ledger, rules, Push(*fields["push"])),
-    "workers": lambda ledger, rules, fields: ledgers.resize_workers(ledger, rules, fields["workers"]),
-    "servers": lambda ledger, rules, fields: (ledgers.resize_servers(ledger, **fields), None),
-}
-"""What a record of the log does."""
-
-
-def write_coordinator(folder: pathlib.Path, job: Job, servers: int, workers: int) -> None:
-    """Write the first snapshot of a coordinator.
-
-    Raises:
-      OSError: the disk is full.
-    """
-    write_first(folder, [_ledger_record(job, Ledger(servers, workers), [])])
-
-
-def check_job(job: Job, given: Job, where: str) -> None:
-    """Refuse to resume with a folder of another job.
-
-    Args:
-      job: that of the folder.
-      given: that of the caller.
-      where: the call, for messages.
-
-    Raises:
-      CheckpointError: what differs.
-    """
-    if job.arrays != given.arrays:
-        fail(CheckpointError, "the folder holds other parameters", where=where, why=f"it has {_names(job)}, not {_names(given)}",
-             fix="choose another folder")  # fmt: skip
-    if job.rules != given.rules:
-        fail(CheckpointError, "the folder holds a job with other rules", where=where, why=f"it has {job.rules}",
-             fix="create it with the same rules, or choose another folder")  # fmt: skip
-    raise_problems([
-        Problem(f"the folder holds a table with another {key}", where=where, why=f"it has {job.about.get(key)!r}, not {value!r}",
-                fix="make the table in the same way, or choose another folder")
-        for key, value in given.about.items() if job.about.get(key) != value
-    ], CheckpointError)  # fmt: skip
-
-
-def _names(job: Job) -> str:
-    shown = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in job.arrays[:5]]
-    return ", ".join(shown) + (f" and {len(job.arrays) - 5} more" if len(job.arrays) > 5 else "")
-
-
-def _ledger_record(job: Job, ledger: Ledger, history: Sequence[Update]) -> Record:
-    fields = {
-        "arrays": [dataclasses.astuple(spec) for spec in job.arrays],
-        "rules": dataclasses.asdict(job.rules),
-        "about": dict(job.about),
-        "ledger": ledgers.to_json(ledger),
-        "history": list(history),
-    }
-    return Record("ledger", fields)
-
-
-def _replayed(records: Sequence[Record]) -> tuple[Job, Ledger, list[Update]]:
-    first, *rest = records
-    arrays = tuple(ArraySpec(name, tuple(shape), *more) for name, shape, *more in first.fields["arrays"])
-    job = Job(arrays, Rules(**first.fields["rules"]), first.fields["about"])
-    ledger = ledgers.from_json(first.fields["ledger"])
-    history = [Update(number, tuple(Push(*push) for push in pushes)) for number, pushes in first.fields["history"]]
-    for record in rest:
-        ledger, update = _CHANGES[record.kind](ledger, job.rules, record.fields)
-        if update is not None:
-            history.append(update)
-    return job, ledger, history
+def _status(ledger: Ledger) -> LedgerStatus:
+    return LedgerStatus(ledger.version, ledger.place, ledger.workers, ledger.waiting)

@@ -76,11 +76,11 @@ class Setup:
     log_bytes: int | None = None
 
     def path(self, to: Target) -> pathlib.Path:
-        """The folder of a journal."""
+        """The folder of a database."""
         return self.folder / to.name
 
     def make(self, to: Target) -> Coordinator | Server:
-        """Start the coordinator or a server from its journal."""
+        """Start the coordinator or a server from its database."""
         if to.server is None:
             return Coordinator(self.path(to))
         return Server(self.path(to), self.optimizer, self.is_synchronous, self.log_bytes)
@@ -103,7 +103,7 @@ class Engine(Protocol):
         ...
 
     def stop(self, targets: Sequence[Target]) -> None:
-        """Stop servers. Their journals are closed."""
+        """Stop servers. Their databases are closed."""
         ...
 
     def call(self, calls: Sequence[Call]) -> list[Any]:
@@ -156,11 +156,11 @@ class InProcess:
                     self.running.pop(target).close()
 
     def restart(self, target: Target) -> None:
-        """Start the coordinator or a server from its journal, as after its machine lost power: what was not synced is gone."""
+        """Start the coordinator or a server from its database, as after its machine lost power: what was not on disk is gone."""
         with self._starting:
             assert self._setup is not None
             if target in self.running:
-                self.running.pop(target).lose_power()
+                self.running.pop(target).close()
             self.running[target] = self._setup.make(target)
 
     def call(self, calls: Sequence[Call]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The folder of a job: its first snapshots, written all or none, and temporary folders."""
+"""The folder of a job: its first state, written all or none, and temporary folders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardfn.cluster.parameter_server.coordinator import Job, write_coordinator
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Setup, Target
+from shardfn.cluster.parameter_server.ledger_rows import Job, write_coordinator
 from shardfn.cluster.parameter_server.partition import Partition
-from shardfn.cluster.parameter_server.server import new_servers, write_server
+from shardfn.cluster.parameter_server.server import new_servers
+from shardfn.cluster.parameter_server.server_rows import write_new_server
 from shardfn.errors import CheckpointFileError, fail
 from shardfn.layoutfile.files import make_folder, sync_folder
 
@@ -29,7 +30,7 @@ def job_folder(
     workers: int,
     log_bytes: int | None,
 ) -> Setup:
-    """Write the first snapshots of a job, unless its folder holds one.
+    """Write the first state of a job, unless its folder holds one.
 
     Args:
       folder: the folder; None for a temporary one, which ends with the process.
@@ -59,7 +60,7 @@ def _write_job(setup: Setup, job: Job, arrays: Mapping[str, Any], servers: int, 
     try:
         with writing(part.folder):
             for index, saved in enumerate(new_servers(Partition(job.arrays, servers), arrays, setup.optimizer)):
-                write_server(part.path(Target(0, index)), saved)
+                write_new_server(part.path(Target(0, index)), saved)
             write_coordinator(part.path(COORDINATOR), job, servers, workers)
             try:
                 part.folder.rename(setup.folder)
@@ -90,6 +91,8 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
     try:
         make_folder(folder)
         yield
+    except CheckpointFileError:
+        raise
     except OSError as error:
         fail(CheckpointFileError, f"{folder} cannot be written", where=str(folder), why=str(error),
              fix="free space, or choose another folder")  # fmt: skip

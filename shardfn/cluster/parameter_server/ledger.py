@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardfn.errors import ClusterError, fail
 
@@ -134,7 +134,7 @@ def status_of(ledger: Ledger, rules: Rules, push: Push) -> str:
         fail(ClusterError, f"worker {push.worker} is ahead of the servers",
              where=f"push(step={push.step}, version={push.version})",
              why=f"the next step is {wanted}, the version {ledger.version}",
-             fix=f"push step {wanted}; if it was pushed before, a log is damaged: restore the folder from a copy")  # fmt: skip
+             fix=f"push step {wanted}; if it was pushed before, restore the folder from a copy")  # fmt: skip
     if rules.synchronous:
         return WAITING if push.step == ledger.version else LATE
     return WAITING if ledger.version - push.version <= rules.staleness else STALE
@@ -173,22 +173,6 @@ def resize_workers(ledger: Ledger, rules: Rules, workers: int) -> tuple[Ledger, 
 def resize_servers(ledger: Ledger, servers: int, token: str) -> Ledger:
     """The ledger with other servers, in a new epoch. The token names the change that made them."""
     return dataclasses.replace(ledger, servers=servers, epoch=ledger.epoch + 1, token=token)
-
-
-def to_json(ledger: Ledger) -> dict[str, Any]:
-    """The ledger as JSON values."""
-    data = {field.name: getattr(ledger, field.name) for field in dataclasses.fields(ledger)}
-    return {**data, "steps": dict(ledger.steps), "staleness": list(ledger.staleness.items())}
-
-
-def from_json(data: Mapping[str, Any]) -> Ledger:
-    """The ledger of JSON values.
-
-    >>> from_json(to_json(Ledger(servers=2, workers=3))) == Ledger(servers=2, workers=3)
-    True
-    """
-    waiting = tuple(Push(*push) for push in data["waiting"])
-    return Ledger(**{**data, "waiting": waiting, "staleness": dict(map(tuple, data["staleness"]))})
 
 
 def _with_update(ledger: Ledger, rules: Rules) -> tuple[Ledger, Update | None]:

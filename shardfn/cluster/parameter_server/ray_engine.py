@@ -1,6 +1,6 @@
 """The engine on Ray: the coordinator and each server is an actor, which Ray starts again when its process ends.
 
-Ray restarts a process without its state; the state comes from the journal. Ray's own retries of calls are off: clients
+Ray restarts a process without its state; the state comes from the database. Ray's own retries of calls are off: clients
 try again themselves. Only messages of this package travel, which are tuples of NumPy arrays, numbers and names; the optimizer is
 pickled once, when an actor is made.
 """
@@ -73,7 +73,7 @@ class OnRay:
                 raise Unreachable(_first_line(error)) from error
 
     def stop(self, targets: Sequence[Target]) -> None:
-        """Close journals and end the actors."""
+        """Close databases and end the actors."""
         for target in targets:
             with contextlib.suppress(Unreachable, RayError):
                 handle = self._handle(target)
@@ -145,7 +145,7 @@ class Host:
         return getattr(self.hosted, method)(*args)
 
     def end(self) -> None:
-        """Close the journal."""
+        """Close the database."""
         with self.lock:
             self.has_ended = True
             if self.hosted is not None:

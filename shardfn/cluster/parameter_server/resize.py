@@ -1,8 +1,8 @@
 """A change of the number of servers. Nothing that is live is written to.
 
 1. The client takes a lease of the coordinator. Other changes and new pushes wait meanwhile.
-2. It writes the first snapshots of the new servers, one after the other, into a folder that the lease names.
-3. One record of the coordinator makes the new servers live, if the client still has its lease.
+2. It writes the first state of the new servers, one after the other, into a folder that the lease names.
+3. One transaction of the coordinator makes the new servers live, if the client still has its lease.
 4. Whoever learns of the new servers starts them and ends the old ones (`live_servers`).
 
 So a client that stalls, or dies at any step, harms nothing: its folder is not live, and nobody else writes there. A thread
@@ -22,7 +22,8 @@ from shardfn.cluster.parameter_server.folders import writing
 from shardfn.cluster.parameter_server.ledger import Place
 from shardfn.cluster.parameter_server.live_servers import advance_all
 from shardfn.cluster.parameter_server.partition import Partition
-from shardfn.cluster.parameter_server.server import joined, write_server
+from shardfn.cluster.parameter_server.server import joined
+from shardfn.cluster.parameter_server.server_rows import write_new_server
 from shardfn.errors import ShardError
 
 
@@ -37,12 +38,13 @@ def change_servers(engine: Engine, setup: Setup, old: Place, partition: Partitio
       client: names the client.
 
     Raises:
-      Unreachable: another client changes the servers, or the lease ran out, or an answer did not come: to be tried again.
-      CheckpointFileError: the disk is full, and the servers are the old ones; or the coordinator's log could not be synced.
+      Unreachable: another client changes the servers, others wait that came before, the lease ran out, or an answer did not
+        come: to be tried again.
+      CheckpointFileError: the disk is full, and the servers are the old ones; or the coordinator's change could not be synced.
     """
     lease: Lease | None = ask(engine, "lease", client, old.epoch)
     if lease is None:
-        raise Unreachable("another client changes the servers")
+        raise Unreachable("another client changes the servers, or calls that came before wait for their turn")
     new = Place(old.epoch + 1, partition.servers, lease.token)
     folder = setup.path(targets_of(new)[0]).parent
     try:
@@ -83,4 +85,4 @@ def _write(engine: Engine, setup: Setup, old: Place, new: Place, partition: Part
         portions = engine.call([Call(source, "portion", (ranges, tokens)) for source in targets_of(old)])
         if any(each.version != lease.status.version for each in portions) or not ask(engine, "renew", lease.token):
             raise Unreachable("a push came while the servers changed")
-        write_server(setup.path(target), joined(portions))
+        write_new_server(setup.path(target), joined(portions))

@@ -1,9 +1,9 @@
 """One server: its rows of the parameters, their optimizer state, and the parts of pushes that it was sent.
 
 A server applies updates in the order of their numbers. It learns them from whoever asks it for something, so it calls
-nobody. What it must not lose is in its journal: each part of a push before it is acknowledged, and now and then a snapshot
-of everything. After a restart it is the server of the last snapshot, with the parts; the updates since then are applied
-again.
+nobody. What it must not lose is in its database (`server_rows`): each part of a push before it is acknowledged, and now and
+then a snapshot of its arrays. After a restart it is the server of the snapshot, with the parts; the updates since then are
+applied again.
 """
 
 from __future__ import annotations
@@ -11,38 +11,25 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardfn.cluster.parameter_server.journal import Journal, Record, write_first
+from shardfn.cluster.parameter_server import server_rows
 from shardfn.cluster.parameter_server.ledger import Push, Update
 from shardfn.cluster.parameter_server.partition import Partition, Request, Rows, compressed
+from shardfn.cluster.parameter_server.server_rows import ServerData
 from shardfn.cluster.parameter_server.server_state import PARAMS, Part, Slot, first_slots, server_state
+from shardfn.durable import Arrays, Database
 from shardfn.errors import CheckpointFileError, fail
 
 LOG_RATIO, MIN_LOG_BYTES = 4, 1 << 20
-"""A snapshot is made when the log has so many times the bytes of the state, so snapshots add a quarter to what is written;
-but of a tiny state not before the log has a mebibyte."""
+"""A snapshot is made when the parts since the last one have so many times the bytes of the state, so snapshots add a quarter to
+what is written; but of a tiny state not before they have a mebibyte."""
 
-
-class ServerData(NamedTuple):
-    """A server as data.
-
-    Attributes:
-      version: its version.
-      previous: the version of the snapshot before.
-      retired_steps: the last step of each worker whose parts are not needed any more.
-      slots: the arrays.
-      parts: the parts of pushes that are in none of its updates.
-    """
-
-    version: int
-    previous: int
-    retired_steps: Mapping[str, int]
-    slots: tuple[Slot, ...]
-    parts: tuple[Part, ...] = ()
+PART_BYTES = 200
+"""What a part has in the database beside its arrays."""
 
 
 class Answer(NamedTuple):
@@ -58,36 +45,46 @@ class Behind(NamedTuple):
     version: int
 
 
+class _Incoming(NamedTuple):
+    """The messages of a push by their numbers, and their rows, where they are not in the database yet."""
+
+    parts: dict[int, Part]
+    rows: list[Callable[[], None]]
+    arrays: Arrays
+
+
 class Server:
-    """A server, with its journal.
+    """A server, with its database.
 
     Args:
-      folder: the folder of its journal, which has a snapshot.
+      folder: the folder of its database.
       optimizer: an optax optimizer, or one of `embedding` for the rows of a table.
       is_synchronous: whether training is synchronous.
-      log_bytes: the length of a log that makes it start anew with a snapshot; by default after the size of the state.
+      log_bytes: the bytes of parts after which it makes a snapshot; by default after the size of the state.
 
     Raises:
-      ClusterError, CheckpointFileError: as `Journal`.
+      ClusterError, CheckpointFileError: as `Database`.
     """
 
     def __init__(self, folder: pathlib.Path, optimizer: Any, is_synchronous: bool, log_bytes: int | None = None):
-        self._journal = Journal(pathlib.Path(folder))
-        saved = _from_records(self._journal.records)
-        self._journal.records = []
-        self._is_synchronous = is_synchronous
-        self._starts = {str(slot.name): slot.start for slot in saved.slots if slot.path == PARAMS}
+        self._db = Database(pathlib.Path(folder) / server_rows.FILE)
         try:
+            self._db.sweep()
+            saved = server_rows.read_server(self._db)
             self._state = server_state(optimizer, saved.slots, folder)
         except BaseException:
-            self._journal.close()
+            self._db.close()
             raise
-        self._version, self._snapshots = saved.version, (saved.previous, saved.version)
+        self._is_synchronous = is_synchronous
+        self._starts = {str(slot.name): slot.start for slot in saved.slots if slot.path == PARAMS}
+        self._version = self._snapshot = saved.version
         self._retired_steps = dict(saved.retired_steps)
-        self._parts: dict[str, dict[int, Part]] = {}
+        self._incoming: dict[str, _Incoming] = {}
+        self._parts: dict[str, dict[int, Part]] = {}  # on disk
         for part in saved.parts:
             if not self._is_retired(part.push):
                 self._parts.setdefault(part.push.token, {})[part.number] = part
+        self._bytes = sum(map(_bytes, saved.parts))
         size = sum(slot.values.nbytes for slot in saved.slots)
         self._log_bytes = max(LOG_RATIO * size, MIN_LOG_BYTES) if log_bytes is None else log_bytes
         self._lock = threading.RLock()
@@ -104,16 +101,32 @@ class Server:
         Raises:
           CheckpointFileError: the disk is full.
         """
+        token = part.push.token
         with self._lock:
-            if self._is_retired(part.push):
+            if self._is_retired(part.push) or token in self._parts:
                 return True
-            if part.number not in self._parts.get(part.push.token, {}):
-                self._journal.append(_part_record(part))
-                self._parts.setdefault(part.push.token, {})[part.number] = part
-            if len(self._parts[part.push.token]) < part.total:
-                return False
-            position = self._journal.position()
-        self._journal.sync(position)
+            if token not in self._incoming:
+                self._incoming[token] = _Incoming({}, [], self._db.arrays())
+            own = self._incoming[token]
+            try:
+                if part.number not in own.parts:
+                    own.rows.append(server_rows.part_rows(self._db, part, own.arrays))
+                    own.parts[part.number] = part
+                if len(own.parts) < part.total:
+                    return False
+            except BaseException:
+                self._drop(token)
+                raise
+        try:
+            self._db.write(lambda: [put() for put in own.rows], own.arrays)
+        except BaseException:
+            with self._lock:
+                self._drop(token)
+            raise
+        with self._lock:
+            if self._incoming.pop(token, None) is not None and not self._is_retired(part.push):
+                self._parts[token] = own.parts
+                self._bytes += sum(map(_bytes, own.parts.values()))
         return True
 
     def pull(self, requests: Sequence[Request], updates: Sequence[Update], compress: bool = False) -> Answer | Behind:
@@ -153,22 +166,22 @@ class Server:
             return self._version
 
     def snapshot(self) -> int:
-        """Write the state to disk, and start the log anew.
+        """Write the state to disk, so that a restart has no part to apply.
 
         Returns:
-          The oldest version that the server may fall back to.
+          The version that the server falls back to.
 
         Raises:
           CheckpointFileError: the disk is full.
         """
         with self._lock:
-            if self._journal.bytes:  # without a part the last snapshot says the same
-                self._rotate()
-            return self._snapshots[0]
+            if self._snapshot != self._version:
+                self._save()
+            return self._snapshot
 
     def oldest(self) -> int:
-        """The oldest version that the server may fall back to, and whose later updates it may need again."""
-        return self._snapshots[0]
+        """The version that the server falls back to, and whose later updates it may need again."""
+        return self._snapshot
 
     def portion(self, ranges: Mapping[str, tuple[int, int]], tokens: Container[str]) -> ServerData:
         """A part of the server as data, for another server.
@@ -184,13 +197,9 @@ class Server:
             return found._replace(slots=tuple(slots))
 
     def close(self) -> None:
-        """Close the journal, for another process to open it."""
+        """Close the database, for another process to open it."""
         with self._lock:
-            self._journal.close()
-
-    def lose_power(self) -> None:
-        """End as with the machine, for drills."""
-        self._journal.lose_power()
+            self._db.close()
 
     def _is_retired(self, push: Push) -> bool:
         return (
@@ -215,9 +224,14 @@ class Server:
                 self._retired_steps |= {push.worker: push.step for push in update.pushes}
                 self._parts = {token: messages for token, messages in self._parts.items()
                                if not self._is_retired(next(iter(messages.values())).push)}  # fmt: skip
-                if self._journal.bytes > self._log_bytes:
-                    with contextlib.suppress(CheckpointFileError):  # the log goes on, and the next update tries again
-                        self._rotate()
+                for token, own in list(self._incoming.items()):
+                    if own.parts and self._is_retired(next(iter(own.parts.values())).push):
+                        self._drop(token)
+                if self._bytes > self._log_bytes:
+                    with contextlib.suppress(
+                        CheckpointFileError
+                    ):  # the parts are kept, and the next update tries again
+                        self._save()
         return True
 
     def _messages(self, update: Update) -> list[list[Part]]:
@@ -227,18 +241,30 @@ class Server:
             messages = self._parts.get(push.token, {})
             if not messages or len(messages) < next(iter(messages.values())).total:
                 fail(CheckpointFileError, f"a part of step {push.step} of worker {push.worker} is missing",
-                     where=str(self._journal.folder),
-                     why="it was acknowledged, so the log is damaged", fix="restore the folder from a copy")  # fmt: skip
+                     where=str(self._db.path),
+                     why="it was acknowledged, so the database is damaged", fix="restore the folder from a copy")  # fmt: skip
             found.append([part for _, part in sorted(messages.items())])
         return found
 
     def _data(self) -> ServerData:
         parts = tuple(part for messages in self._parts.values() for part in messages.values())
-        return ServerData(self._version, self._snapshots[1], self._retired_steps, tuple(self._state.slots()), parts)
+        return ServerData(self._version, self._retired_steps, tuple(self._state.slots()), parts)
 
-    def _rotate(self) -> None:
-        self._journal.rotate(_to_records(self._data()))
-        self._snapshots = (self._snapshots[1], self._version)
+    def _save(self) -> None:
+        server_rows.write_server(self._db, self._data())
+        self._snapshot, self._bytes = (
+            self._version,
+            sum(_bytes(p) for own in self._parts.values() for p in own.values()),
+        )
+
+    def _drop(self, token: str) -> None:
+        """Forget messages that are not on disk."""
+        if (own := self._incoming.pop(token, None)) is not None:
+            self._db.discard(own.arrays)
+
+
+def _bytes(part: Part) -> int:
+    return PART_BYTES + sum(rows.values.nbytes + (0 if rows.ids is None else rows.ids.nbytes) for rows in part.rows)
 
 
 def new_servers(partition: Partition, params: Mapping[str, Any], optimizer: Any) -> Iterator[ServerData]:
@@ -250,7 +276,7 @@ def new_servers(partition: Partition, params: Mapping[str, Any], optimizer: Any)
       optimizer: an optax optimizer, or one of `embedding` for a table.
     """
     for own in partition.ranges:
-        yield ServerData(0, 0, {}, first_slots(optimizer, own, params))
+        yield ServerData(0, {}, first_slots(optimizer, own, params))
 
 
 def portion(saved: ServerData, ranges: Mapping[str, tuple[int, int]], tokens: Container[str]) -> ServerData:
@@ -261,7 +287,7 @@ def portion(saved: ServerData, ranges: Mapping[str, tuple[int, int]], tokens: Co
       ranges: the rows of the other one: first row and the row after the last, by array.
       tokens: the attempts whose messages are needed.
 
-    >>> saved = ServerData(3, 0, {}, (Slot("params", "w", 0, np.arange(4.0)),))
+    >>> saved = ServerData(3, {}, (Slot("params", "w", 0, np.arange(4.0)),))
     >>> [slot.values.tolist() for slot in portion(saved, {"w": (2, 9)}, ()).slots]
     [[2.0, 3.0]]
     """
@@ -289,7 +315,7 @@ def joined(portions: Sequence[ServerData]) -> ServerData:
     Args:
       portions: what each server has of them, all of one version.
 
-    >>> halves = [ServerData(3, 0, {}, (Slot("params", "w", at, np.arange(2.0)),)) for at in (2, 0)]
+    >>> halves = [ServerData(3, {}, (Slot("params", "w", at, np.arange(2.0)),)) for at in (2, 0)]
     >>> joined(halves).slots
     (Slot(path='params', name='w', start=0, values=array([0., 1., 0., 1.])),)
     """
@@ -310,49 +336,4 @@ def joined(portions: Sequence[ServerData]) -> ServerData:
         own[0]._replace(number=0, total=1, rows=tuple(r for part in own for r in part.rows)) for own in parts.values()
     )
     first = portions[0]
-    return ServerData(first.version, first.version, first.retired_steps, (*slots, *shared.values()), tuple(messages))
-
-
-def write_server(folder: pathlib.Path, saved: ServerData) -> None:
-    """Write the first snapshot of a server.
-
-    Raises:
-      OSError: the disk is full.
-    """
-    write_first(folder, _to_records(saved))
-
-
-# ---- a server as records
-
-
-def _to_records(saved: ServerData) -> Iterator[Record]:
-    yield Record(
-        "server", {"version": saved.version, "previous": saved.previous, "retired_steps": dict(saved.retired_steps)}
-    )
-    for slot in saved.slots:
-        yield Record("slot", {"path": slot.path, "name": slot.name, "start": slot.start}, [slot.values])
-    yield from map(_part_record, saved.parts)
-
-
-def _part_record(part: Part) -> Record:
-    rows = [[r.name, r.start, r.ids is not None] for r in part.rows]
-    arrays = [array for r in part.rows for array in (r.ids, r.values) if array is not None]
-    return Record("part", {"push": part.push, "number": part.number, "total": part.total, "rows": rows,
-                           "row_step": part.row_step}, arrays)  # fmt: skip
-
-
-def _from_records(records: Sequence[Record]) -> ServerData:
-    slots, parts = [], []
-    for record in records:
-        fields = record.fields
-        if record.kind == "slot":
-            slots.append(Slot(**fields, values=record.arrays[0]))
-        elif record.kind == "part":
-            arrays = iter(record.arrays)
-            rows = tuple(
-                Rows(name, start, next(arrays) if has_ids else None, next(arrays))
-                for name, start, has_ids in fields["rows"]
-            )
-            step = fields["row_step"]
-            parts.append(Part(Push(*fields["push"]), fields["number"], fields["total"], rows, step and tuple(step)))
-    return ServerData(**records[0].fields, slots=tuple(slots), parts=tuple(parts))
+    return ServerData(first.version, first.retired_steps, (*slots, *shared.values()), tuple(messages))

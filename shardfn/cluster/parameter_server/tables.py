@@ -13,10 +13,10 @@ import numpy as np
 
 from shardfn.cluster.parameter_server.checks import check_options, check_worker, count
 from shardfn.cluster.parameter_server.client import ParameterServer, open_job, push_rows
-from shardfn.cluster.parameter_server.coordinator import Job
 from shardfn.cluster.parameter_server.engine import Engine, InProcess, Options
 from shardfn.cluster.parameter_server.folders import job_folder
 from shardfn.cluster.parameter_server.ledger import Rules
+from shardfn.cluster.parameter_server.ledger_rows import Job
 from shardfn.cluster.parameter_server.partition import CHUNK_BYTES, ArraySpec, Rows
 from shardfn.cluster.parameter_server.server_state import COUNT, RowStep
 from shardfn.embedding.processes import first_other
@@ -33,7 +33,7 @@ class TableServers:
     when they leave it, and at `Table.flush`. What a killed worker had not pushed is lost.
 
     Args:
-      folder: where logs and snapshots are, as of `ParameterServer.create`. The table resumes with the rows of the folder. None
+      folder: where the databases are, as of `ParameterServer.create`. The table resumes with the rows of the folder. None
         for a temporary folder, which ends with the process.
       servers: the number of servers.
       workers: the number of workers; a folder with a table has the number it was made with. Each worker makes the table, with
@@ -45,7 +45,7 @@ class TableServers:
       log_bytes: as of `ParameterServer.create`.
 
     Attributes:
-      server: the parameter server, once a table has it: to `resize(servers=...)`, `report`, `save` snapshots, and `close`.
+      server: the parameter server, once a table has it: to `resize(servers=...)`, `report`, `save` the state, and `close`.
 
     Raises:
       StrategyError: options that make no sense.
