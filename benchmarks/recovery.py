@@ -205,7 +205,7 @@ def damage_between_runs(job: Job, times: int) -> None:
     job.run(3 * EVERY)
     for i in range(times):
         newest = job.last_step()
-        for path in (job.folder / "run" / str(newest) / "state").rglob("c/**/*"):
+        for path in (job.folder / "run" / str(newest) / "state").rglob("d/*"):
             if path.is_file():
                 held = bytearray(path.read_bytes())
                 held[len(held) // 2] ^= 1
