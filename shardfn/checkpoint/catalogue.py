@@ -8,16 +8,17 @@ import hashlib
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jax import tree_util
 
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Chunks
-from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, Contents, StoredArray, StoredMesh
+from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, Contents, StoredArray, StoredMesh, mesh_order
 from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
 from shardfn.ir.model import Spec
+from shardfn.layoutfile.files import atomic_file
 from shardfn.regular_files import read_bytes
 
 METADATA = "_METADATA"
@@ -78,7 +79,8 @@ def _sums(folder: pathlib.Path) -> dict[str, str]:
 
 def write_sums(folder: pathlib.Path) -> None:
     """Write `SUMS`."""
-    (folder / SUMS).write_text("".join(f"{total}  {name}\n" for name, total in _sums(folder).items()))
+    with atomic_file(folder / SUMS) as file:
+        file.write("".join(f"{total}  {name}\n" for name, total in _sums(folder).items()).encode())
 
 
 def _check_sums(folder: pathlib.Path) -> None:
@@ -173,17 +175,6 @@ def _sharding(row: Mapping[str, Any] | None, rank: int) -> tuple[StoredMesh, Spe
         return StoredMesh(()), unsharded
     given = [() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in row["partition_spec"]]
     spec = (*(tuple(map(str, dim)) for dim in given[:rank]), *(((),) * (rank - len(given))))
-    return StoredMesh(axes, _order(row)), spec
-
-
-def _order(row: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The device at each place of the mesh, counted by ids; None where they are in order."""
     nested = (row.get("device_mesh") or {}).get("mesh", [])
-    ids = [device["id"] for device in _leaves(nested)]
-    ranks = {i: place for place, i in enumerate(sorted(ids))}
-    order = tuple(ranks[i] for i in ids)
-    return None if order == tuple(range(len(order))) else order
-
-
-def _leaves(nested: Any) -> Iterable[dict[str, Any]]:
-    return tree_util.tree_leaves(nested, is_leaf=lambda x: isinstance(x, dict))
+    devices = tree_util.tree_leaves(nested, is_leaf=lambda x: isinstance(x, dict))
+    return StoredMesh(axes, mesh_order([device["id"] for device in devices])), spec

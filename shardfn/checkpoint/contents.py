@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,20 @@ class StoredMesh:
     def devices(self) -> int:
         """The device count."""
         return math.prod(size for _, size in self.axes)
+
+
+def mesh_order(devices: Sequence[Any]) -> tuple[int, ...] | None:
+    """The rank of the device at each mesh position, as in `StoredMesh`.
+
+    Args:
+      devices: by position, what sorts the devices, such as their ids.
+
+    >>> mesh_order([8, 6, 7]), mesh_order([6, 7, 8])
+    ((2, 0, 1), None)
+    """
+    ranks = {device: rank for rank, device in enumerate(sorted(devices))}
+    order = tuple(ranks[device] for device in devices)
+    return None if order == tuple(range(len(order))) else order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,14 +62,14 @@ class Failure:
         reach = ocp.multihost.get_barrier_sync_fn()
 
         def wait(*, key: str, timeout_ms: int) -> None:
+            key = f"{self._save}/{key}"  # a barrier that was left is still under way: those of the next save have other keys
             if threading.get_ident() == self._thread:  # a save begins in all processes, or in none
-                return reach(key=f"{self._save}/{key}", timeout_ms=timeout_ms)
+                return reach(key=key, timeout_ms=timeout_ms)
             reached: concurrent.futures.Future[None] = concurrent.futures.Future()
 
             def run() -> None:
                 try:
-                    # A barrier that was left is still under way: those of the next save have other keys.
-                    reached.set_result(reach(key=f"{self._save}/{key}", timeout_ms=timeout_ms))
+                    reached.set_result(reach(key=key, timeout_ms=timeout_ms))
                 except Exception as error:
                     reached.set_exception(error)
 

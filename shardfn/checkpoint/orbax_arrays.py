@@ -27,6 +27,7 @@ from shardfn.checkpoint.catalogue import SHARDINGS
 from shardfn.checkpoint.chunks import Box, volume
 from shardfn.checkpoint.contents import HOST, KEY, NUMBER, StoredArray
 from shardfn.checkpoint.failure import Failure
+from shardfn.layoutfile.files import atomic_file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +128,8 @@ async def _note(directory: Any, values: Sequence[ArraySource], metadata: Sequenc
     shardings = {value.entry.name: value.sharding for value in values if value.sharding}
     if process == 0 and shardings:
         rows = {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in shardings.items()}
-        (directory / SHARDINGS).write_text(json.dumps(rows))
+        with atomic_file(directory / SHARDINGS) as file:
+            file.write(json.dumps(rows).encode())
 
 
 class _Spec(NamedTuple):

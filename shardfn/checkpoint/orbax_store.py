@@ -28,6 +28,7 @@ from shardfn.checkpoint.failure import Failure
 from shardfn.checkpoint.orbax_arrays import registry
 from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
 from shardfn.errors import CheckpointFileError
+from shardfn.layoutfile.files import atomic_file
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.regular_files import read_bytes
@@ -66,7 +67,7 @@ class LayoutHandler(ocp.AsyncCheckpointHandler):
         """Write it in the background, in the first process."""
 
         async def write() -> None:
-            (directory / LAYOUT).write_text(args.text)
+            self.save(directory, args)
 
         if jax.process_index():
             return []
@@ -74,7 +75,8 @@ class LayoutHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: LayoutSave) -> None:
         """Write it, and wait."""
-        (directory / LAYOUT).write_text(args.text)
+        with atomic_file(directory / LAYOUT) as file:
+            file.write(args.text.encode())
 
     def restore(self, directory: Any, args: Any = None) -> str:
         """The text of the layout file."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardfn.checkpoint import contents
-from shardfn.checkpoint.catalogue import METADATA, read_contents
+from shardfn.checkpoint.catalogue import MAX_BYTES, METADATA, read_contents
 from shardfn.errors import CheckpointError, a, fail
 from shardfn.frontend.paths import listed
 from shardfn.ir.model import mesh_text
@@ -139,7 +139,7 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
              fix=f"pass the folder of one of them, such as {held[0]}")  # fmt: skip
     found = read_contents(held[0])
     try:
-        told = json.loads(read_bytes(step / STEP_METADATA, 1 << 24))["custom_metadata"]
+        told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
         return dataclasses.replace(found, devices=int(told["devices"]), processes=int(told["processes"]))
     except (OSError, ValueError, KeyError, TypeError):  # another program saved it
         return found

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
-from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, jax_sharding_text
+from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, jax_sharding_text, mesh_order
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
@@ -151,7 +151,4 @@ def stored_sharding(
 
 def _order(mesh: Any) -> tuple[int, ...] | None:
     """The device at each mesh position, by its place among all devices; None where they are in order."""
-    placed = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
-    ranks = {device: i for i, device in enumerate(sorted(placed, key=lambda d: (d.process_index, d.id)))}
-    order = tuple(ranks[device] for device in placed)
-    return None if order == tuple(range(len(order))) else order
+    return mesh_order([(d.process_index, d.id) for d in mesh.devices.flat]) if isinstance(mesh, Mesh) else None
