@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import shardfn
 from tests.fuzz.packs import Pack
 from tests.fuzz.programs import Input, Program, Step
 
@@ -49,6 +50,11 @@ def heat(u: jax.Array) -> jax.Array:
     return lax.fori_loop(0, 10, step, u)
 
 
+def beside_a_nested_function(x: jax.Array) -> jax.Array:
+    filled = x.at[3:-2].set(jnp.ones_like(x)[1:60])  # JAX 0.12 reshards what is set where `x` comes with a mesh
+    return shardfn.shard(lambda u: u.at[-1].add(-1.0), ((2,),))(filled)
+
+
 def moved_element(x: jax.Array) -> jax.Array:
     p = jnp.pad(x, (3, 0)).at[:-3].set(jnp.pad(x, (3, 0))[3:])
     return p.at[21:22].set(p[5:6])
@@ -85,6 +91,9 @@ CASES = {
     ),
     "padded, shifted, one element moved": case(moved_element, (24,), (8,), (4,), (2,)),
     "a short slice, then a strided one": case(lambda x: x[10:12][1::3], (24,), (2,), (4,), (8,)),
+    "a slice of ones set, then an element inside a nested sharded function": case(
+        beside_a_nested_function, (64,), (2,), (4,), (8,), dtypes=FLOAT
+    ),
     "a sliding buffer in a scan": case(sliding_buffer, (16, 16), (8, 1), (2, 2), (1, 8)),
     "scatter-add of three rows over two shards": case(
         lambda x: jnp.zeros((16, 4), x.dtype).at[jnp.array([3, 1, 1])].add(x[:3]),
