@@ -263,7 +263,10 @@ def excess(want: np.ndarray, got: np.ndarray, relative: float, spread: Any) -> n
 
 
 def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[Finding]:
-    """A difference is wrong if it is larger than what noise of a millionth, behind every step that rounds, can make of it."""
+    """A difference is wrong if it is larger than what noise of a millionth, behind every step that rounds, can make of it.
+
+    The loss, of which the derivatives are taken, rounds too: there the results get noise.
+    """
     spreads = [np.zeros(w.shape) for w in want[number]]
     program = pack.programs[number]
     rounding = {step.kind for step in program.steps if OPS[step.kind].rounds}
@@ -271,9 +274,12 @@ def confirmed(pack: Pack, check: str, want: Any, got: Any, number: int) -> list[
 
     @jax.jit
     def noisy(seed: Any, *args: Any) -> Any:
-        return target_of(small, check, program.plain(noise=noise_of(seed), noisy=rounding))(*args)
+        noise = noise_of(seed)
+        plain = program.plain(noise=noise, noisy=rounding)
+        of_loss = plain if check == "values" else lambda *args: noise(plain(*args), len(program.steps))
+        return target_of(small, check, of_loss)(*args)
 
-    for seed in range(6) if rounding else ():
+    for seed in range(6) if rounding or check != "values" else ():
         made = by_program(small, check, jax.device_get(noisy(seed, *program.arguments())))[0]
         for spread, w, m in zip(spreads, want[number], made, strict=True):
             with np.errstate(all="ignore"):
