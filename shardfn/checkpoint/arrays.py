@@ -24,7 +24,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail, raise_problems
-from shardfn.regular_files import check_regular
+from shardfn.files import check_regular
 from shardfn.runtime.extras import need
 
 NODES = "cache_pool#nodes"

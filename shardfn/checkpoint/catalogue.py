@@ -17,9 +17,8 @@ from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, Contents, StoredArray, StoredMesh, mesh_order
 from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
+from shardfn.files import atomic_file, read_bytes
 from shardfn.ir.model import Spec
-from shardfn.layoutfile.files import atomic_file
-from shardfn.regular_files import read_bytes
 
 METADATA = "_METADATA"
 """Orbax's file with the tree of a checkpoint. A folder that has it holds arrays."""

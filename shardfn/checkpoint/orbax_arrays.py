@@ -27,7 +27,7 @@ from shardfn.checkpoint.catalogue import SHARDINGS
 from shardfn.checkpoint.chunks import Box, volume
 from shardfn.checkpoint.contents import HOST, KEY, NUMBER, StoredArray
 from shardfn.checkpoint.failure import Failure
-from shardfn.layoutfile.files import atomic_file
+from shardfn.files import atomic_file
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,10 +28,9 @@ from shardfn.checkpoint.failure import Failure
 from shardfn.checkpoint.orbax_arrays import registry
 from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
 from shardfn.errors import CheckpointFileError
-from shardfn.layoutfile.files import atomic_file
+from shardfn.files import atomic_file, read_bytes
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.regular_files import read_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from shardfn.checkpoint.safetensors_files import (
 )
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
 from shardfn.errors import CheckpointError, Problem, raise_problems
-from shardfn.layoutfile.files import atomic_file
+from shardfn.files import atomic_file
 
 FILE_BYTES = 5 << 30
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardfn.checkpoint.chunks import Box, box_shape, full_box
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
-from shardfn.regular_files import check_regular, open_regular, read_bytes
+from shardfn.files import atomic_path, check_regular, open_regular, read_bytes
 from shardfn.runtime.extras import need
 
 SUFFIX = ".safetensors"
@@ -213,28 +213,25 @@ def write_tensors(
     Raises:
       OSError: the disk is full, or the file cannot be written.
     """
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     zeros = np.zeros(max((row.nbytes for row in rows), default=0), np.uint8)
     arrays = {row.name: zeros[: row.nbytes].view(jnp.dtype(row.dtype)).reshape(row.shape) for row in rows}
     try:
-        part.touch()
-        mode = part.stat().st_mode
-        need("safetensors.numpy", "checkpoint").save_file(arrays, part, {"format": "pt"})
-        part.chmod(mode)  # the package's own file is for its owner alone
-        with os.fdopen(os.open(part, os.O_WRONLY), "wb") as file:
-            for tensor in _header(part):
-                file.seek(tensor.start)
-                for piece in pieces(tensor):
-                    file.write(piece.tobytes())
-                if file.tell() != tensor.start + tensor.nbytes:
-                    raise AssertionError(f"`{tensor.name}` has {file.tell() - tensor.start} bytes, not {tensor.nbytes}")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        with atomic_path(target) as part:
+            part.touch()
+            mode = part.stat().st_mode
+            need("safetensors.numpy", "checkpoint").save_file(arrays, part, {"format": "pt"})
+            part.chmod(mode)  # the package's own file is for its owner alone
+            with os.fdopen(os.open(part, os.O_WRONLY), "wb") as file:
+                for tensor in _header(part):
+                    file.seek(tensor.start)
+                    for piece in pieces(tensor):
+                        file.write(piece.tobytes())
+                    if file.tell() != tensor.start + tensor.nbytes:
+                        raise AssertionError(
+                            f"`{tensor.name}` has {file.tell() - tensor.start} bytes, not {tensor.nbytes}"
+                        )
     except _package().SafetensorError as error:
         raise OSError(str(error)) from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def contiguous_boxes(shape: Sequence[int], most: int, row_multiple: int = 1) -> Iterator[Box]:

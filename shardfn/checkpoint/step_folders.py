@@ -13,9 +13,9 @@ from typing import Any
 from shardfn.checkpoint import contents
 from shardfn.checkpoint.catalogue import MAX_BYTES, METADATA, read_contents
 from shardfn.errors import CheckpointError, a, fail
+from shardfn.files import read_bytes
 from shardfn.frontend.paths import listed
 from shardfn.ir.model import mesh_text
-from shardfn.regular_files import read_bytes
 from shardfn.render.cells import shape_text
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text

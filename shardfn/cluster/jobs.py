@@ -11,7 +11,7 @@ from typing import Any
 
 from shardfn.cluster.environment import BIND, COORDINATOR, COUNT, INDEX, LOOPBACK
 from shardfn.errors import ClusterError, fail
-from shardfn.regular_files import read_bytes
+from shardfn.files import read_bytes
 
 LOCAL = "127.0.0.1"
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardfn.errors import ExtraError, StrategyError, fail
-from shardfn.regular_files import check_regular
+from shardfn.files import check_regular
 
 _PLACE = {"S": 4, "Z": 1, "Y": 2, "X": 3}
 """The position of a page's axis in tifffile's (sample plane, depth, length, width, sample)."""

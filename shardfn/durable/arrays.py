@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn.durable.store_errors import cannot_read, cannot_write, damaged, told
-from shardfn.layoutfile.files import sync_folder
-from shardfn.regular_files import open_regular
+from shardfn.files import open_regular, sync_folder
 
 INLINE_BYTES = 1 << 19
 """Arrays that together have fewer bytes are in the database: there a second write costs less than an `fsync` of a file."""

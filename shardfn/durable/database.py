@@ -26,8 +26,7 @@ from shardfn.durable.arrays import Arrays, is_array_there, read_array
 from shardfn.durable.sqlite_log import log_damage
 from shardfn.durable.store_errors import DatabaseClosed, cannot_open, cannot_write, damaged, told
 from shardfn.errors import CheckpointFileError, ShardError, fail
-from shardfn.layoutfile.files import make_folder, sync_folder
-from shardfn.regular_files import check_regular
+from shardfn.files import atomic_path, check_regular, make_folder, sync_folder
 
 LOCK_WAIT_S = 30
 """Seconds to wait for a process that has the folder open, and may be about to end."""
@@ -301,19 +300,13 @@ def new_database(path: pathlib.Path, tables: Mapping[str, str], *, log: bool = T
         fail(CheckpointFileError, f"{path.parent} holds arrays, and no {path.name}", where=str(path.parent),
              why="they are of a database that is gone, and a new one would delete them",
              fix="put it back from a copy, or choose another folder")  # fmt: skip
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with told(path, cannot_write):
-            make_folder(path.parent)
+    with told(path, cannot_write):
+        make_folder(path.parent)
+        with atomic_path(path) as part:
             part.unlink(missing_ok=True)
             with contextlib.closing(Database(part, log=log, tables=tables)) as db:
                 yield db
-            with part.open("ab") as file:
-                os.fsync(file.fileno())
-            os.replace(part, path)
-            sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
+        sync_folder(path.parent)
 
 
 def refuse_earlier(path: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import struct
 
-from shardfn.regular_files import open_regular
+from shardfn.files import open_regular
 
 
 def log_damage(path: pathlib.Path) -> str:

@@ -13,8 +13,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import tree_util
@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, fail
+from shardfn.files import atomic_file, open_regular
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.static_leaves import hide_static, without_static
@@ -33,7 +34,6 @@ from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of,
 from shardfn.layoutfile.toml import FORMAT, MAX_BYTES, parse_toml, to_toml
 from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
 from shardfn.planning.plan import Plan, argument_names, op_strategies
-from shardfn.regular_files import open_regular
 
 
 class LayoutFileError(StrategyError):
@@ -212,45 +212,6 @@ def _write(target: pathlib.Path, content: bytes) -> None:
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
              fix="create its folder, or write it elsewhere")  # fmt: skip
-
-
-@contextlib.contextmanager
-def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file, open for bytes, that gets its name when it is complete and on disk."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """Write the names of a folder's files to disk."""
-    if os.name == "posix":
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-
-
-def make_folder(folder: pathlib.Path) -> None:
-    """Make a folder and those above it, with their names on disk.
-
-    Args:
-      folder: the folder.
-
-    Raises:
-      OSError: the disk is full, or it cannot be made.
-    """
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:

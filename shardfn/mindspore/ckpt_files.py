@@ -20,8 +20,8 @@ import numpy as np
 from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.safetensors_files import FileTensor, read_tensors
 from shardfn.errors import CheckpointFileError, fail
+from shardfn.files import open_regular
 from shardfn.layoutfile.mindspore_schema import parse
-from shardfn.regular_files import open_regular
 
 SUFFIX = ".ckpt"
 Span = tuple[int, int]

@@ -32,11 +32,11 @@ from shardfn.checkpoint.safetensors_files import (
 )
 from shardfn.checkpoint.step_folders import StrPath, absolute_path
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail, raise_problems
+from shardfn.files import read_bytes
 from shardfn.layoutfile.mindspore_json import checked
 from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_rows
 from shardfn.mindspore import ckpt_files
 from shardfn.mindspore.layout import Layout
-from shardfn.regular_files import read_bytes
 
 MOST_BYTES = 256 << 20
 

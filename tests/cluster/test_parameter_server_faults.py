@@ -414,7 +414,7 @@ def test_new_folders_are_on_disk_before_a_push_counts_there(tmp_path, monkeypatc
 
     monkeypatch.setattr(arrays, "INLINE_BYTES", 1)
     monkeypatch.setattr(folders, "sync_folder", sync_folder)
-    for place in ("durable.arrays", "durable.database", "layoutfile.files"):
+    for place in ("durable.arrays", "durable.database", "files"):
         monkeypatch.setattr(f"shardfn.{place}.sync_folder", sync_folder)
     server = start(tmp_path / "jobs/one")
     server.resize(servers=3)

@@ -389,7 +389,7 @@ def test_a_save_whose_arrays_could_not_be_synced_is_none(failing, tmp_path, monk
 def test_the_folders_of_a_first_save_are_on_disk(tmp_path, monkeypatch, in_files):
     table, synced = make("host", tmp_path), []
     trained(table, batches(1))
-    for place in ("durable.arrays", "durable.database", "layoutfile.files"):
+    for place in ("durable.arrays", "durable.database", "files"):
         monkeypatch.setattr(f"shardfn.{place}.sync_folder", synced.append)
     table.save(tmp_path / "a" / "b")
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "arrays"} <= set(synced)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.errors import ClusterError, fail
-from shardfn.regular_files import read_bytes
+from shardfn.files import read_bytes
 from shardfn.runtime.extras import need
 
 MAX_BYTES = 4 << 20

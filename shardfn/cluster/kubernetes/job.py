@@ -14,9 +14,9 @@ from shardfn.cluster.kubernetes.files import read
 from shardfn.cluster.kubernetes.quantity import amount
 from shardfn.cluster.kubernetes.targets import MAX_PROCESSES, share
 from shardfn.errors import ClusterError, Problem, fail, nearest, raise_problems
+from shardfn.files import read_bytes
 from shardfn.frontend.value_checks import clipped
 from shardfn.layoutfile import read_layout
-from shardfn.regular_files import read_bytes
 
 MAX_NAME = 40
 """Characters of a job's name: a pod's is at most 63, and an operator adds a role, two numbers and a suffix."""

@@ -16,11 +16,11 @@ from shardfn.cluster.kubernetes.targets import ACCELERATOR, GPU, PRODUCT, RESOUR
 from shardfn.cost.devices.chips import CHIPS, Hardware
 from shardfn.cost.devices.cloud_names import CHIP_NAMES
 from shardfn.errors import ClusterError, DeviceError, Problem, fail, raise_problems
+from shardfn.files import read_bytes
 from shardfn.layoutfile import read_layout
 from shardfn.layoutfile.plan_file import estimated_peak
 from shardfn.layoutfile.toml import MAX_BYTES
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.regular_files import read_bytes
 from shardfn.units import bytes_text
 
 

@@ -18,7 +18,7 @@ from shardfn.cluster.parameter_server.partition import Partition
 from shardfn.cluster.parameter_server.server import new_servers
 from shardfn.cluster.parameter_server.server_rows import write_new_server
 from shardfn.errors import CheckpointFileError, fail
-from shardfn.layoutfile.files import make_folder, sync_folder
+from shardfn.files import make_folder, sync_folder
 
 
 def job_folder(

@@ -7,13 +7,14 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import re
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import DeviceError, fail
-from shardfn.regular_files import read_bytes
+from shardfn.files import atomic_file, read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,12 +255,10 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
 
 def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
     """Write a chip where `load_chip` finds it, all of it or nothing. Missing directories are made."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    part = f"{os.fspath(path)}.{os.getpid()}.part"
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump({"chip": dataclasses.asdict(chip)}, file, indent=1)
-        file.write("\n")
-    os.replace(part, path)
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(target) as file:
+        file.write(f"{json.dumps({'chip': dataclasses.asdict(chip)}, indent=1)}\n".encode())
 
 
 def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,

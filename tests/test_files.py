@@ -18,9 +18,9 @@ from shardfn.cluster.kubernetes import files
 from shardfn.cost.devices.chips import load_chip
 from shardfn.data import Tiff
 from shardfn.durable import Database, new_database
+from shardfn.files import check_regular, read_bytes
 from shardfn.layoutfile import read_layout
 from shardfn.mindspore.ckpt_files import tensors_of
-from shardfn.regular_files import check_regular, read_bytes
 
 READERS = {
     "layout": lambda file: read_layout(str(file)),

@@ -1,10 +1,12 @@
-"""Reads of files that others give, which neither wait for a writer nor fill the memory."""
+"""Reads of files that others give, which neither wait for a writer nor fill the memory; writes that are all or nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import stat
+from collections.abc import Iterator
 from typing import BinaryIO
 
 
@@ -68,3 +70,57 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     if len(data) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return data
+
+
+@contextlib.contextmanager
+def atomic_path(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A path beside `target`; the file that is written there is put on disk, then takes the name of `target`."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        with part.open("ab") as file:
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file, open for bytes, that gets its name when it is complete and on disk.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "state")
+    ...     with atomic_file(path) as file:
+    ...         size = file.write(b"whole"), path.exists()
+    ...     size, path.read_bytes()
+    ((5, False), b'whole')
+    """
+    with atomic_path(target) as part, part.open("wb") as file:
+        yield file
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Write the names of a folder's files to disk."""
+    if os.name == "posix":
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Make a folder and those above it, with their names on disk.
+
+    Args:
+      folder: the folder.
+
+    Raises:
+      OSError: the disk is full, or it cannot be made.
+    """
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
