@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from jax.core import Tracer
 from shardfn.embedding.rowwise import RowOptimizer
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, nearest
 from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.units import bytes_text
 
 STORES = ("device", "host")
 MOST_ON_DEVICES = np.iinfo(np.int32).max
@@ -122,6 +124,28 @@ def as_ids(ids: Any) -> np.ndarray:
     except ValueError:
         fail(StrategyTypeError, "the ids are lists of different lengths", where=f"ids = {ids!r:.60}",
              why="they are one array", fix="pad them, or concatenate them")  # fmt: skip
+
+
+def too_large(shape: tuple[int, int], element_bytes: int, store: Any, is_in_files: bool, error: Exception) -> NoReturn:
+    """Say that a table does not fit the memory.
+
+    Args:
+      shape: rows and width.
+      element_bytes: bytes of an element and its moments.
+      store: as of `Table`.
+      is_in_files: whether its rows are in files.
+      error: what was raised when memory was asked for.
+
+    Raises:
+      StrategyError: always.
+    """
+    place = store if isinstance(store, str) else "servers"
+    fix = "use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices'
+    if is_in_files:
+        fix = "use fewer rows: which of them changed, and when, is kept in memory, 6 bytes for each row"
+    size = bytes_text(math.prod(shape) * element_bytes)
+    fail(StrategyError, f"a table of {size} does not fit the memory of its {place}",
+         where=f"Table({shape[0]}, {shape[1]}, store={store!r})", why=f"{error!s:.200}", fix=fix)  # fmt: skip
 
 
 def check_gradients(shape: tuple[int, ...], gradients: Any) -> None:

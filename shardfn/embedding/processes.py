@@ -6,6 +6,7 @@ Every process calls with the ids of the whole batch. Each reads its own rows, an
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import pickle
 import zlib
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from shardfn.embedding.cache import CachedStore
 from shardfn.embedding.store import BLOCK, ROWS, Fields, Normal, Staged, Step, Store, bucket, fitted
-from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.errors import CheckpointError, ShardError, StrategyError, fail
 
 _T = TypeVar("_T")
 
@@ -184,3 +185,21 @@ def check_same_ids(ids: np.ndarray) -> None:
              where=f"{theirs[0]} different ids, and {first[0]}", why="a table gives the rows of the whole batch to all processes",
              fix="give every process the ids of the whole batch, or one array that spans the processes: "
                  "jax.make_array_from_process_local_data")  # fmt: skip
+
+
+def check_same_saves(folder: pathlib.Path, saves: int, updates: int) -> None:
+    """Refuse processes that find other saves in a folder than process 0.
+
+    Args:
+      folder: the folder.
+      saves: how many this process finds there.
+      updates: after how many updates the last of them was made.
+
+    Raises:
+      CheckpointError: in every process.
+    """
+    if other := first_other(np.array([saves, updates])):
+        process, theirs, first = other
+        fail(CheckpointError, f"process {process} finds {theirs[0]} saves, and process 0 {first[0]}",
+             where=f"restore({str(folder)!r})", why="every process reads the saves of all",
+             fix="give a folder that all processes see")  # fmt: skip

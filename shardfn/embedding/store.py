@@ -47,6 +47,14 @@ class Staged(NamedTuple):
     fields: Fields
 
 
+class Prepared(NamedTuple):
+    """The different ids of a batch, the position of each id among them, and what was read ahead."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    staged: Staged | None
+
+
 class Store(Protocol):
     """What a `Table` asks of a store."""
 

@@ -8,7 +8,7 @@ import operator
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from jax import tree_util
 
 from shardfn.embedding import rowwise, saves
 from shardfn.embedding.cache import CacheCounts, CachedStore
-from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems
+from shardfn.embedding.checks import check_gradients, checked_ids, folder_of, table_problems, too_large
 from shardfn.embedding.devices import sharding_of
-from shardfn.embedding.processes import ProcessStore, check_same_ids, first_other, from_first, own_share
+from shardfn.embedding.processes import ProcessStore, check_same_ids, check_same_saves, from_first, own_share
 from shardfn.embedding.store import (
     BLOCK,
     ROWS,
@@ -29,6 +29,7 @@ from shardfn.embedding.store import (
     HostStore,
     Normal,
     Opened,
+    Prepared,
     Step,
     Store,
     StoreMaker,
@@ -42,7 +43,6 @@ from shardfn.errors import CheckpointError, StrategyError, StrategyTypeError, a,
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.runtime.processes import on_host, spans_processes
 from shardfn.runtime.read_ahead import read_ahead
-from shardfn.units import bytes_text
 
 CHUNK = 16 * BLOCK
 """Rows that a save reads at once."""
@@ -125,12 +125,8 @@ class Table:
         raise_problems(table_problems(rows=rows, width=width, store=store, path=path, cache_rows=cache_rows, optimizer=optimizer,
                                       init=init, seed=seed, dtype=dtype, strategy=strategy, device=device))  # fmt: skip
         rows, width, cache_rows, seed = map(operator.index, (rows, width, cache_rows, seed))
-        self.shape, self.dtype, self.optimizer, self.count = (
-            (rows, width),
-            jax.dtypes.canonicalize_dtype(dtype),
-            optimizer,
-            0,
-        )
+        self.shape, self.dtype = (rows, width), jax.dtypes.canonicalize_dtype(dtype)
+        self.optimizer, self.count = optimizer, 0
         is_given = not isinstance(init, int | float)
         self._first = np.asarray(init) if is_given else Normal(float(init), seed, width)
         self._saved: dict[pathlib.Path, saves.Saves] = {}  # the last save of each folder, the newest last
@@ -150,13 +146,7 @@ class Table:
             self._is_touched = np.full(rows, is_given)  # ever
             self._store = self._new_store(store, path, cache_rows, sharding)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            place = store if isinstance(store, str) else "servers"
-            size = rows * width * (self.dtype.itemsize + 4 * len(optimizer.moments))
-            fix = "use fewer rows, or files: path=..." if store == "host" else 'store="host", or more devices'
-            if path is not None:
-                fix = "use fewer rows: which of them changed, and when, is kept in memory, 6 bytes for each row"
-            fail(StrategyError, f"a table of {bytes_text(size)} does not fit the memory of its {place}",
-                 where=f"Table({rows}, {width}, store={store!r})", why=f"{error!s:.200}", fix=fix)  # fmt: skip
+            too_large(self.shape, self.dtype.itemsize + 4 * len(optimizer.moments), store, path is not None, error)
 
     def _new_store(self, store: Any, path: Any, cache_rows: int, sharding: Any) -> Store:
         moments, share = self.optimizer.moments, own_share()
@@ -358,11 +348,7 @@ class Table:
         """
         path = folder_of(folder, "restore")
         saved = saves.read_saves(path)
-        if other := first_other(np.array([saved.saves, saved.count] if saved else [0, 0])):
-            process, theirs, first = other
-            fail(CheckpointError, f"process {process} finds {theirs[0]} saves, and process 0 {first[0]}",
-                 where=f"restore({str(folder)!r})", why="every process reads the saves of all",
-                 fix="give a folder that all processes see")  # fmt: skip
+        check_same_saves(path, *((saved.saves, saved.count) if saved else (0, 0)))
         if saved is None:
             fail(CheckpointError, f"{path} holds no saved table", where=f"restore({str(folder)!r})",
                  why=f"there is no save in a {saves.FILE}", fix="give the folder that `save` was called with")  # fmt: skip
@@ -417,7 +403,7 @@ class Table:
         """
         return bucket(min(ids, self.shape[0]))
 
-    def prepare(self, ids: Any, is_ahead: bool = False) -> _Prepared:
+    def prepare(self, ids: Any, is_ahead: bool = False) -> Prepared:
         """The different ids of a batch, and the position of each id among them.
 
         Args:
@@ -433,9 +419,9 @@ class Table:
         flat = checked_ids(on_host(ids), self.shape[0])
         unique, inverse = np.unique(flat, return_inverse=True)
         positions = inverse.reshape(flat.shape).astype(np.int32)
-        return _Prepared(unique, positions, self._store.stage(unique) if is_ahead else None)
+        return Prepared(unique, positions, self._store.stage(unique) if is_ahead else None)
 
-    def rows_of(self, prepared: _Prepared, capacity: int) -> jax.Array:
+    def rows_of(self, prepared: Prepared, capacity: int) -> jax.Array:
         """The rows of a batch, on the device.
 
         Args:
@@ -488,7 +474,7 @@ class Table:
         """That of this process."""
         return self._store.own if isinstance(self._store, ProcessStore) else self._store
 
-    def _fetched(self, prepared: _Prepared, capacity: int | None) -> Fetched:
+    def _fetched(self, prepared: Prepared, capacity: int | None) -> Fetched:
         raise_problems(option_problems(integer(1), "capacity", capacity) if capacity is not None else ())
         count = bucket(len(prepared.ids)) if capacity is None else capacity
         return Fetched(self.rows_of(prepared, count), prepared.positions, prepared.ids, self)
@@ -506,14 +492,6 @@ class Table:
         for start in range(0, len(ids), CHUNK):
             part = ids[start : start + CHUNK]
             yield part, self._store.dump(part)
-
-
-class _Prepared(NamedTuple):
-    """The different ids of a batch, the positions of all, and what was read ahead."""
-
-    ids: np.ndarray
-    positions: np.ndarray
-    staged: Any
 
 
 tree_util.register_pytree_node(Table, lambda table: ((), table), lambda table, _: table)
