@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import sys
 import time
 import types
@@ -29,7 +30,7 @@ def test_progress_in_a_terminal_shows_what_and_how_long(quick, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     with progress("planning step"):
         time.sleep(0.1)
-    assert "planning step: 0 s" in sys.stderr.getvalue()
+    assert re.search(r"planning step: \d+ s", sys.stderr.getvalue())
 
 
 def test_progress_in_a_pipe_is_silent(quick, monkeypatch):
@@ -68,9 +69,11 @@ def test_progress_is_logged_where_somebody_listens(quick, caplog, monkeypatch, l
         say("local search")
         time.sleep(0.1)
     said = [record.getMessage() for record in caplog.records]
-    assert (said[:1], said[-1:]) == (
-        (["planning step: 0 s, local search"], ["planning step: done after 0 s"]) if level == logging.INFO else ([], [])
-    )
+    if level == logging.WARNING:
+        assert said == []
+    else:
+        assert re.fullmatch(r"planning step: \d+ s, local search", said[0])
+        assert re.fullmatch(r"planning step: done after \d+ s", said[-1])
 
 
 def test_progress_of_quick_work_logs_nothing(caplog, monkeypatch):
