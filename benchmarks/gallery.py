@@ -224,7 +224,7 @@ def planned_part(size: str, row: Row, is_alone: bool) -> Iterator[str]:
     yield (f"**{row['kind']}**, on the mesh {mesh} of {row['device']}. One call takes {time_text(row['time_s'])} (modelled): "
            f"{time_text(row['compute_s'])} of compute, {time_text(row['communication_s'])} of communication. A device sends "
            f"{bytes_text(row['bytes_sent'])} and needs {bytes_text(row['peak_bytes'])} of its {bytes_text(row['device_bytes'])} "
-           f"at the peak. The program has {many}{row['ops']:,} ops. Planning took {row['plan_cpu_s']:.0f} CPU seconds.")  # fmt: skip
+           f"at the peak. The program has {many}{row['ops']:,} ops. Planned in {row['plan_cpu_s']:.0f} CPU seconds.")  # fmt: skip
     arrays = [f"| `{a['path']}` | {a['dtype']}{a['shape']} | {tuple(a['strategy'])} |" for a in row["arrays"]]
     yield "\n".join(["| largest arrays | shape | strategy |", "|---|---|---|", *arrays])
     sent = [
