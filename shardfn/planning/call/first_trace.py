@@ -40,10 +40,10 @@ def replayed(
       statics: positions of static values.
     """
     closed, expected = traced.stage.jaxpr, signature(values, statics)
-    if closed.effects or any(isinstance(const, Tracer) for const in closed.consts) or traced.is_rewritten:
+    weak = [getattr(aval, "weak_type", None) for aval in closed.in_avals]
+    if closed.effects or traced.is_rewritten or None in weak:
         return pure
     results, context = tree_util.tree_structure(traced.stage.out_info), _context()
-    weak = [aval.weak_type for aval in closed.in_avals]
     run = jex_core.jaxpr_as_fun(closed)
 
     @functools.wraps(pure)
@@ -52,7 +52,7 @@ def replayed(
         is_same = (
             all(isinstance(leaf, Tracer) for leaf in leaves)
             and signature(flat, statics) == expected
-            and [getattr(leaf, "weak_type", False) for leaf in leaves] == weak
+            and [jax.typeof(leaf).weak_type for leaf in leaves] == weak
             and not has_types(flat)
             and _context() is context
         )
