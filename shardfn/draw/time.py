@@ -64,7 +64,8 @@ def time_picture(plan: Plan, width: float) -> Picture:
         y += _ROW
         listed = "; ".join(f"{_described(part)} {part.where} {time_text(part.seconds)}" for part in rest)
         left, right = MARGIN + 18, width - MARGIN - 40
-        elements.append(text(left, y, f"… and {sum(part.count for part in rest)} smaller", fill="muted", title=listed))
+        said = _with_lines(f"… and {sum(part.count for part in rest)} smaller", rest, right - left - 70)
+        elements.append(text(left, y, said, fill="muted", title=listed))
         elements.append(text(right, y, time_text(sum(part.seconds for part in rest)), anchor="end", fill="muted"))
     return picture(width, y + MARGIN, elements, title, notes)
 
@@ -100,6 +101,20 @@ def _line(graph: Graph, kernel: Sequence[Op]) -> str:
     before = own or next(filter(None, (source_line(graph, v) for op in kernel for v in op.outputs)), "")
     made = {v for op in kernel for v in op.outputs}
     return before or next((op.where for op in graph.ops if op.where and made.intersection(op.inputs)), "")
+
+
+def _with_lines(said: str, parts: Sequence[TimePart], room: float) -> str:
+    """A text and as many lines of some parts as there is room for, those with the most time first."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        if part.where:
+            seconds[part.where] = seconds.get(part.where, 0.0) + part.seconds
+    for i, where in enumerate(sorted(seconds, key=lambda where: -seconds[where])):
+        longer = f"{said}{', ' if i else ' at '}{where}"
+        if text_width(f"{longer}, …") > room:
+            return f"{said}, …" if i else said
+        said = longer
+    return said
 
 
 _GROUPS = ("compute-bound", "memory-bound", "communication")
