@@ -187,8 +187,9 @@ def page(name: str, figures: Row) -> str:
     rows = {size: row for size, row in figures["sizes"].items() if size != "tiny"}
     drawn = {kind: f"![{text}: {title}](images/{name}-{kind}.svg)" for kind, text in PICTURES.items()}
     parts = [f"# {title}", drawn["time"], text]
-    for size, row in rows.items():
-        parts += planned_part(size, row, is_alone=len(rows) == 1)
+    for i, (size, row) in enumerate(rows.items()):
+        prose, *tables = planned_part(row)
+        parts += ["## The plan" if len(rows) == 1 else f"## The plan: {size}", prose, *(tables if i == 0 else ())]
     if notes := constant(source, "NOTES"):
         parts += ["## Notes", notes]
     parts += [f"## {PICTURES['memory']}", drawn["memory"]]
@@ -216,9 +217,8 @@ def constant(source: str, name: str) -> str:
     return ""
 
 
-def planned_part(size: str, row: Row, is_alone: bool) -> Iterator[str]:
-    """What was planned, in prose and tables."""
-    yield "## The plan" if is_alone else f"## The plan: {size}"
+def planned_part(row: Row) -> Iterator[str]:
+    """What was planned, in prose, then in tables."""
     many = f"{row['parameters'] / 1e9:,.1f} billion parameters, " if row["parameters"] >= 1e8 else ""
     mesh = " x ".join(f"{axis}={count}" for axis, count in row["mesh"])
     yield (f"**{row['kind']}**, on the mesh {mesh} of {row['device']}. One call takes {time_text(row['time_s'])} (modelled): "

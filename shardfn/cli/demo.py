@@ -76,7 +76,7 @@ def train_net(sharded: bool) -> tuple[list[float], Callable[[], Report]]:
         rate = RATE if norm < 1 else RATE / norm
         parameters = {name: p - rate * grads[name] for name, p in parameters.items()}
         losses.append(float(value))
-    return losses, lambda: net.block1.explain(x)
+    return losses, lambda: net.block1.explain(x, compiled=True)
 
 
 # ---- 2. a whole training step, sharded by one tuple and two paths
