@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem results peers bench drift lint format docs notebooks clean
+.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem results peers bench drift lint format docs notebooks dist clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -92,6 +92,10 @@ docs: $(VENV)/.has-docs  ## the documentation, in docs/_build/html
 
 notebooks: $(VENV)/.has-test  ## run every notebook of examples/
 	$(DEVICES) $(PY) -m pytest --nbmake $(or $(sort $(wildcard examples/notebooks/*.ipynb)),$(error examples/ has no notebooks))
+
+dist: $(VENV)/.has-dist  ## a wheel, in dist/
+	rm -rf dist
+	$(PY) -m build --wheel --quiet --outdir dist .
 
 clean:  ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis

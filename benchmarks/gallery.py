@@ -185,13 +185,16 @@ def page(name: str, figures: Row) -> str:
     source = (harness.ROOT / "examples" / "gallery" / f"{name}.py").read_text(encoding="utf-8")
     title, text = documented(source)
     rows = {size: row for size, row in figures["sizes"].items() if size != "tiny"}
-    parts = [f"# {title}", text, f"```{{literalinclude}} ../../examples/gallery/{name}.py\n:language: python\n```"]
-    for size, row in rows.items():
-        parts += planned_part(name, size, row, is_alone=len(rows) == 1)
-    parts += ["## Pictures", *(f"### {text}\n\n![{text}](images/{name}-{kind}.svg)" for kind, text in PICTURES.items())]
-    parts += ["## Prediction and compiler", *compared_part(figures["sizes"])]
+    drawn = {kind: f"![{text}: {title}](images/{name}-{kind}.svg)" for kind, text in PICTURES.items()}
+    parts = [f"# {title}", drawn["time"], text]
+    for i, (size, row) in enumerate(rows.items()):
+        prose, *tables = planned_part(row)
+        parts += ["## The plan" if len(rows) == 1 else f"## The plan: {size}", prose, *(tables if i == 0 else ())]
     if notes := constant(source, "NOTES"):
         parts += ["## Notes", notes]
+    parts += [f"## {PICTURES['memory']}", drawn["memory"]]
+    parts += ["## Prediction and compiler", *compared_part(figures["sizes"])]
+    parts += ["## The program", *program_part(name, source, rows)]
     made = ", ".join(f"{package} {version}" for package, version in figures["versions"].items())
     parts += [
         "## How this page was made",
@@ -214,13 +217,40 @@ def constant(source: str, name: str) -> str:
     return ""
 
 
-def planned_part(name: str, size: str, row: Row, is_alone: bool) -> Iterator[str]:
-    """What was planned, and the summary that the script prints."""
-    yield "## The plan" if is_alone else f"## The plan: {size}"
+def planned_part(row: Row) -> Iterator[str]:
+    """What was planned, in prose, then in tables."""
     many = f"{row['parameters'] / 1e9:,.1f} billion parameters, " if row["parameters"] >= 1e8 else ""
-    yield (f"{many}{row['ops']:,} ops. `python -m examples.gallery.{name}{'' if size == 'full' else f' {size}'}` took "
-           f"{row['plan_cpu_s']:.0f} CPU seconds to plan, and prints:")  # fmt: skip
-    yield f"```text\n{row['summary']}\n```"
+    mesh = " x ".join(f"{axis}={count}" for axis, count in row["mesh"])
+    yield (f"**{row['kind']}**, on the mesh {mesh} of {row['device']}. One call takes {time_text(row['time_s'])} (modelled): "
+           f"{time_text(row['compute_s'])} of compute, {time_text(row['communication_s'])} of communication. A device sends "
+           f"{bytes_text(row['bytes_sent'])} and needs {bytes_text(row['peak_bytes'])} of its {bytes_text(row['device_bytes'])} "
+           f"at the peak. The program has {many}{row['ops']:,} ops. Planned in {row['plan_cpu_s']:.0f} CPU seconds.")  # fmt: skip
+    arrays = [f"| `{a['path']}` | {a['dtype']}{a['shape']} | {tuple(a['strategy'])} |" for a in row["arrays"]]
+    yield "\n".join(["| largest arrays | shape | strategy |", "|---|---|---|", *arrays])
+    sent = [
+        f"| {c['kind']} | {', '.join(c['axes'])} | {c['runs']:,} | {bytes_text(c['total_bytes'])} | `{c['where']}` |"
+        for c in row["collectives"]
+    ]
+    if sent:
+        head = ["| largest collectives | mesh axes | runs | sent per device | line |", "|---|---|---:|---:|---|"]
+        yield "\n".join([*head, *sent])
+
+
+def program_part(name: str, source: str, rows: dict[str, Row]) -> Iterator[str]:
+    """The script without the texts that the page has shown, and what it prints."""
+    body, skipped = ast.parse(source).body, set[int]()
+    for node in body:
+        is_note = isinstance(node, ast.Assign) and [getattr(to, "id", "") for to in node.targets] == ["NOTES"]
+        if is_note or (node is body[0] and ast.get_docstring(ast.parse(source))):
+            skipped |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    kept = [i for i in range(1, len(source.splitlines()) + 1) if i not in skipped]
+    starts = [i for i in kept if i - 1 not in kept]
+    ends = [i for i in kept if i + 1 not in kept]
+    lines = ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+    yield f"```{{literalinclude}} ../../examples/gallery/{name}.py\n:language: python\n:lines: {lines}\n```"
+    for size, row in rows.items():
+        yield f"`python -m examples.gallery.{name}{'' if size == 'full' else f' {size}'}` prints:"
+        yield f"```text\n{row['summary']}\n```"
 
 
 def compared_part(rows: dict[str, Row]) -> Iterator[str]:
@@ -260,6 +290,13 @@ Each model is a short script. It is planned at full size from shapes, on a machi
 target then compiles the plan. The tests run each at a tiny size on eight virtual CPU devices and compare it with the unsharded
 function.
 
+```{{rst-class}} cards
+```
+
+{cards}
+
+## All figures
+
 | model | devices | plan | CPU seconds | modelled time | peak memory | sent per device | bytes ratio | peak ratio |
 |---|---|---|---:|---:|---:|---:|---:|---:|
 {rows}
@@ -282,7 +319,16 @@ Each page says when it was measured: a later search may find another plan.
 def index(figures: Sequence[Row]) -> str:
     """The page of all models."""
     rows = [index_row(each, size, row) for each in figures for size, row in each["sizes"].items() if size != "tiny"]
-    return INDEX.format(rows="\n".join(rows), names="\n".join(each["name"] for each in figures))
+    names = "\n".join(each["name"] for each in figures)
+    return INDEX.format(rows="\n".join(rows), cards="\n".join(map(card, figures)), names=names)
+
+
+def card(figures: Row) -> str:
+    """What the index shows of a model first: its picture, name and devices, as an item of a list."""
+    name = figures["name"]
+    source = (harness.ROOT / "examples" / "gallery" / f"{name}.py").read_text(encoding="utf-8")
+    title, _, text = documented(source)[0].partition(": ")
+    return f"- [![{title}](images/{name}-time.svg)]({name}.md)\n  **[{title}]({name}.md)** {text}"
 
 
 def index_row(figures: Row, size: str, row: Row) -> str:

@@ -12,6 +12,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build", "jupyter_execute"]
 html_theme = "furo"
 html_title = f"shardfn {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -91,6 +93,13 @@ def without_module_docstring(app, what, name, obj, options, lines):
         lines.clear()
 
 
+def without_notebooks_in_search(app, doctree):
+    """Let the search find a notebook by its title only: its cells and outputs are code."""
+    if (PAGES / f"{pathlib.Path(app.env.docname).name}.ipynb").exists():
+        app.env.metadata[app.env.docname]["nosearch"] = True
+
+
 def setup(app):
-    """Register the hook."""
+    """Register the hooks."""
     app.connect("autodoc-process-docstring", without_module_docstring)
+    app.connect("doctree-read", without_notebooks_in_search)

@@ -220,6 +220,15 @@ def fail(kind: type[ShardError], what: str, *, where: str = "", why: str = "", f
     raise kind(Problem(what, where, why, fix))
 
 
+def with_extra(name: str) -> str:
+    """The fix for a package that is not installed: the command that installs shardfn with an extra, as docs/index.md has it.
+
+    >>> with_extra("train")
+    'in the root of the shardfn repository: pip install ".[train]"'
+    """
+    return f'in the root of the shardfn repository: pip install ".[{name}]"'
+
+
 def warn(text: str) -> None:
     """Warn at the line of the caller's code: the first frame outside this library and JAX, which calls it in a trace.
 

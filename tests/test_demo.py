@@ -14,6 +14,8 @@ from shardfn.cli import demo
 from tests.processes import bare_environment
 
 ROOT = pathlib.Path(__file__).parent.parent
+SCREEN = 40
+"""Lines."""
 
 
 def test_the_demo():
@@ -32,16 +34,24 @@ def test_the_demo():
         assert plain == sorted(plain, reverse=True)
 
     assert re.search(r"^BasicBlock: .*\ndevices: 8 x cpu, mesh a=8$", printed, re.M)
+    reports = re.findall(r"^losses are equal.*?\n\n(.*?)(?=\n\n\d\. |\n\nThe whole report)", printed, re.M | re.S)
+    assert len(reports) == 2 and all(text.count("\n") < SCREEN for text in reports), "each fits on a screen"
+    assert all(
+        text.startswith("\nCompiled: collectives") or text.startswith("Compiled: collectives") for text in reports
+    )
     assert re.search(
         r"^train_step: tensor parallel over 4 × data parallel over 2\ndevices: 8 x cpu, mesh a=4 x b=2$", printed, re.M
     )
-    assert re.search(r"^all-reduce .* demo\.py:\d+", printed, re.M), "collectives carry the program's own line"
     assert "Why they differ" in printed
 
 
 def test_a_loss_that_differs_is_seen(monkeypatch, capsys):
     losses = iter(([1.0, 0.5], [1.0, 0.51]))
-    monkeypatch.setattr(demo, "RUNS", (("a run", lambda sharded: (next(losses), lambda: "report")),))
+    monkeypatch.setattr(
+        demo,
+        "RUNS",
+        (("a run", lambda sharded: (next(losses), lambda: shardfn.explain(jnp.sin, jnp.ones(8), device="cpu:8"))),),
+    )
     assert demo.run() is False
     assert "DIFFER" in capsys.readouterr().out
 

@@ -112,7 +112,7 @@ The rows and columns that a device receives in a step are its halo. Heat, the fi
 The flow sends a row to each neighbour, of the three populations that move there, as XLA's CPU and GPU compilers compile it.
 
 `benchmarks/RESULTS.md` compares these programs with the same by hand, with `jax.shard_map` and `ppermute`: lines of code, bytes
-and time on eight virtual CPU devices. [How do I shard a stencil?](../how-to/shard-a-stencil.md) explains what is sent when.
+and time on eight virtual CPU devices. [Shard a stencil](../how-to/shard-a-stencil.md) explains what is sent when.
 """
 
 if __name__ == "__main__":

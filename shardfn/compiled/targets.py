@@ -12,7 +12,7 @@ import jax
 from jax.experimental import topologies
 
 from shardfn.cost.devices.chips import CHIPS, Chip, Hardware
-from shardfn.errors import DeviceError, fail
+from shardfn.errors import DeviceError, fail, with_extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _tpu(hardware: Hardware) -> Target:
         _unknown(hardware, "TPU", "tpu-v5e:4x4")
     if importlib.util.find_spec("libtpu") is None:
         fail(DeviceError, "the TPU compiler is not installed", where=f"device = {hardware.name!r}",
-             why="libtpu compiles for TPUs that are not here", fix="pip install 'shardfn[tpu-aot]'")  # fmt: skip
+             why="libtpu compiles for TPUs that are not here", fix=with_extra("tpu-aot"))  # fmt: skip
     dims = hardware.topology + (1,) * (hardware.chip.torus - len(hardware.topology))
     return Target("tpu", hardware.count, f"{hardware.chip.aot_name}:{'x'.join(map(str, dims))}",
                   str(dict(hardware.chip.aot).get("chip_config_name", "")))  # fmt: skip
@@ -109,7 +109,7 @@ def _gpu(hardware: Hardware) -> Target:
     if not has_gpu_compiler():
         fail(DeviceError, "XLA's GPU compiler is not installed", where=f"device = {hardware.name!r}",
              why="JAX's CUDA plugin contains it, and compiles for GPUs that are not here",
-             fix="pip install 'shardfn[gpu-aot]'")  # fmt: skip
+             fix=with_extra("gpu-aot"))  # fmt: skip
     # Hosts are all alike: 12 GPUs are three hosts of four where a node has eight.
     inside = math.gcd(hardware.count, hardware.chip.node) if hardware.count > hardware.chip.node else hardware.count
     return Target("cuda", hardware.count, f"1x{hardware.count // inside}x{inside}", _described(hardware.chip))

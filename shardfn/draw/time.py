@@ -11,6 +11,7 @@ from shardfn.cost.schedule import lower_for_backend, schedule_ops
 from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, percent, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width
+from shardfn.ir.model import Graph, Op
 from shardfn.ir.source_lines import file_line, source_line
 from shardfn.planning.plan import Plan
 from shardfn.render.cells import axes_text, shape_text
@@ -63,7 +64,8 @@ def time_picture(plan: Plan, width: float) -> Picture:
         y += _ROW
         listed = "; ".join(f"{_described(part)} {part.where} {time_text(part.seconds)}" for part in rest)
         left, right = MARGIN + 18, width - MARGIN - 40
-        elements.append(text(left, y, f"… and {sum(part.count for part in rest)} smaller", fill="muted", title=listed))
+        said = _with_lines(f"… and {sum(part.count for part in rest)} smaller", rest, right - left - 70)
+        elements.append(text(left, y, said, fill="muted", title=listed))
         elements.append(text(right, y, time_text(sum(part.seconds for part in rest)), anchor="end", fill="muted"))
     return picture(width, y + MARGIN, elements, title, notes)
 
@@ -80,9 +82,8 @@ def time_parts(plan: Plan) -> list[TimePart]:
     graph = schedule.partitioned.graph
     for run in kernel_runs(schedule.partitioned, chip, schedule.fusion):
         if run.seconds:
-            op = graph.ops[run.kernel[-1]]
             kind = "memory" if run.is_memory_bound else "compute"
-            where = op.where or (source_line(graph, op.outputs[0]) if op.outputs else "")
+            where = _line(graph, [graph.ops[i] for i in reversed(run.kernel)])
             found.setdefault((kind, "", where), []).append(run.total_s)
     for c in plan.collectives:
         runs = (f" in {c.trips:,} runs" if c.trips > 1 else "") + (" within a matmul" if c.in_matmul else "")
@@ -92,6 +93,28 @@ def time_parts(plan: Plan) -> list[TimePart]:
         TimePart(kind, detail, file_line(where), sum(each), len(each)) for (kind, detail, where), each in found.items()
     ]
     return sorted(parts, key=lambda part: (_GROUPS.index(part.group), -part.seconds))
+
+
+def _line(graph: Graph, kernel: Sequence[Op]) -> str:
+    """The user's line of a kernel: of its last op that has one, else of the nearest op before it, else of one that reads it."""
+    own = next((op.where for op in kernel if op.where), "")
+    before = own or next(filter(None, (source_line(graph, v) for op in kernel for v in op.outputs)), "")
+    made = {v for op in kernel for v in op.outputs}
+    return before or next((op.where for op in graph.ops if op.where and made.intersection(op.inputs)), "")
+
+
+def _with_lines(said: str, parts: Sequence[TimePart], room: float) -> str:
+    """A text and as many lines of some parts as there is room for, those with the most time first."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        if part.where:
+            seconds[part.where] = seconds.get(part.where, 0.0) + part.seconds
+    for i, where in enumerate(sorted(seconds, key=lambda where: -seconds[where])):
+        longer = f"{said}{', ' if i else ' at '}{where}"
+        if text_width(f"{longer}, …") > room:
+            return f"{said}, …" if i else said
+        said = longer
+    return said
 
 
 _GROUPS = ("compute-bound", "memory-bound", "communication")

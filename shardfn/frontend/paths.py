@@ -175,6 +175,36 @@ def starred(texts: Sequence[str]) -> str:
     return "".join(word[0] if len(set(word)) == 1 else "*" for word in words)
 
 
+def mirrored(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """For each parameter that other arrays mirror, and for each of these, the parameter's path.
+
+    Arrays mirror parameters, as an optimizer's moments do, where a tree of at least two has the paths and shapes of another one,
+    which is an argument or the `params` of a `state`.
+
+    Args:
+      arrays: path and shape of each array.
+
+    >>> moments = [(f"state/0/mu/{name}", (4,)) for name in "ab"]
+    >>> mirrored([("params/a", (4,)), ("params/b", (4,)), *moments])["state/0/mu/a"]
+    'params/a'
+    """
+    trees: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for path, shape in arrays:
+        for at in re.finditer("/", path):
+            trees.setdefault(path[: at.start()], set()).add((path[at.end() :], shape))
+    equal: dict[Any, list[str]] = {}
+    for prefix, tree in trees.items():
+        equal.setdefault(frozenset(tree), []).append(prefix)
+    found: dict[str, str] = {}
+    for tree, prefixes in sorted(equal.items(), key=lambda item: -len(item[0])):
+        first = min(prefixes, key=lambda prefix: prefix.count("/"))
+        if len(tree) > 1 < len(prefixes) and ("/" not in first or first == "state/params"):
+            for prefix in prefixes:
+                for rest, _ in tree:
+                    found.setdefault(f"{prefix}/{rest}", f"{first}/{rest}")
+    return found
+
+
 def few(texts: Sequence[str], most: int, least: int = 3) -> str:
     """The first of some names, those of which at least that many differ only in the number of a layer as one.
 

@@ -64,6 +64,8 @@ class TracedJaxpr:
     """How many arrays the call has."""
     closed_over: tuple[ClosedOverArray, ...]
     """The arrays that the function closes over."""
+    is_rewritten: bool = False
+    """Whether `stage` is of another function, which takes tracers that the function closes over as arguments."""
 
     @property
     def jaxpr(self) -> Any:
@@ -100,7 +102,8 @@ def trace_jaxpr(
         fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of a vmap around it",
              where=f"axis_name = {mapped[0]!r}", why="it is planned on its own, where that axis is not there",
              fix=f"shard what is mapped: shard(jax.vmap(f, axis_name={mapped[0]!r}), ...)")  # fmt: skip
-    if any(isinstance(c, Tracer) for c in jaxpr.consts):
+    is_rewritten = any(isinstance(c, Tracer) for c in jaxpr.consts)
+    if is_rewritten:
         open_ = jaxpr.jaxpr
 
         def with_constants(consts: list[Any], flat: list[Any]) -> list[Any]:
@@ -110,7 +113,7 @@ def trace_jaxpr(
         flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
         traced = jax.jit(with_constants, keep_unused=True).trace(shapes, flat)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-    return TracedJaxpr(traced, results, len(tree_util.tree_leaves(dynamic)), held)
+    return TracedJaxpr(traced, results, len(tree_util.tree_leaves(dynamic)), held, is_rewritten)
 
 
 def lower(traced: TracedJaxpr, platform: str) -> Traced:

@@ -10,7 +10,7 @@ import functools
 import importlib
 from typing import Any
 
-from shardfn.errors import ExtraError, fail
+from shardfn.errors import ExtraError, fail, with_extra
 
 SCHEMA: dict[str, tuple[tuple[int, str, str], ...]] = {
     # a `.ckpt` file: fields 1 of one message, each a Value
@@ -107,4 +107,4 @@ def _protobuf(module: str) -> Any:
         return importlib.import_module(f"google.protobuf.{module}")
     except ImportError as error:
         fail(ExtraError, "MindSpore's binary files need protobuf, which is not installed", where=str(error),
-             why="it is not installed with the library itself", fix='pip install "shardfn[mindspore]"')  # fmt: skip
+             why="it is not installed with the library itself", fix=with_extra("mindspore"))  # fmt: skip

@@ -54,7 +54,8 @@ def _table(table: Table, cell: Callable[[str], str]) -> Iterator[str]:
     style = [' class="n"' if table.is_numeric(i) else "" for i in range(len(table.columns))]
     head = "".join(f'<th scope="col"{s}>{html.escape(c)}</th>' for c, s in zip(table.columns, style, strict=True))
     tags = ('th scope="row"', *(f"td{s}" for s in style[1:]))
-    cells = ((f"<{t}>{cell(c)}</{t[:2]}>" for t, c in zip(tags, row, strict=True)) for row in table.rows)
+    names = ("", *(f' data-column="{html.escape(name)}"' for name in table.columns[1:]))
+    cells = ((f"<{t}{n}>{cell(c)}</{t[:2]}>" for t, n, c in zip(tags, names, row, strict=True)) for row in table.rows)
     rows = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     yield f'<div role="region" tabindex="0" aria-label="{html.escape(table.title)}"><table><thead><tr>{head}</tr></thead>'
     yield f"<tbody>{rows}</tbody></table></div>{element('p class=note', table.note)}"

@@ -40,10 +40,13 @@ def terminal_width() -> int | None:
 
 
 class Shown:
-    """The parts for `rich.console.Console.print`, fitted to its width."""
+    """The parts for `rich.console.Console.print`, fitted to its width; as a string, for `print`."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
+
+    def __str__(self) -> str:
+        return to_text(self.parts, terminal_width())
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions

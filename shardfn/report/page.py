@@ -50,8 +50,8 @@ WORDS = (
 
 _OPEN = ("Diagnostics", "Arguments", "Collectives", "Compiled", "Why they differ")
 """Sections that are open at first, by the beginnings of their titles."""
-_LEADING = ("Arguments", "Collectives")
-"""Sections that go before the others."""
+_LEADING = ("Collectives", "Arguments")
+"""Sections that go before the others, in this order."""
 
 
 def page_html(of: Subject) -> str:
@@ -62,8 +62,8 @@ def page_html(of: Subject) -> str:
     """
     headline, *rest = parts(dataclasses.replace(of, is_full=True, most=_ALL))
     assert isinstance(headline, Text)
-    leading = [part for part in rest if part.title.startswith(_LEADING)]
-    others = [part for part in rest if part not in leading and part.title != "Diagnostics"]
+    leading = [_decided_first(part) for title in _LEADING for part in rest if part.title.startswith(title)]
+    others = [part for part in rest if not part.title.startswith((*_LEADING, "Diagnostics"))]
     lines = _source_lines(leading)
     folder = importlib.resources.files("shardfn.report")
     script, style = (folder.joinpath(name).read_text("utf-8") for name in ("page.js", "page.css"))
@@ -85,6 +85,16 @@ def page_html(of: Subject) -> str:
         f"<body><main>{''.join(content)}</main><footer>Made by shardfn. The same as data: "
         f"<code>report.save(\"report.json\")</code></footer><script>{script}</script></body></html>"
     )  # fmt: skip
+
+
+def _decided_first(part: Part) -> Part:
+    """A table of arrays with who chose their shardings beside the strategies, where a narrow page shows it too."""
+    if not isinstance(part, Table) or not {"strategy", "chosen by"} <= set(part.columns):
+        return part
+    order = [i for i, name in enumerate(part.columns) if name != "chosen by"]
+    order.insert(part.columns.index("strategy") + 1, part.columns.index("chosen by"))
+    columns, *rows = (tuple(row[i] for i in order) for row in (part.columns, *part.rows))
+    return dataclasses.replace(part, columns=columns, rows=tuple(rows))
 
 
 _ALL = 1 << 60

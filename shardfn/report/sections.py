@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.notes import Counted
-from shardfn.frontend.paths import alike, few, layer, starred
-from shardfn.ir.model import Spec, mesh_sizes_text
+from shardfn.frontend.paths import alike, few, layer, mirrored, starred
+from shardfn.ir.model import Spec
 from shardfn.ir.op_traits import LISTED
 from shardfn.ir.partitioned import USER_WRITTEN, Collective
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan import Decision, DimensionGroup, Plan, headline, op_strategies
+from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Plan, headline, op_strategies
 from shardfn.render.cells import axes_text, shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, Attribution, seconds, strides
@@ -78,7 +79,8 @@ def _processes(of: Subject) -> Iterable[Part]:
 
 def _arrays(of: Subject) -> Iterable[Part]:
     for title, decisions in (("Arguments", of.plan.inputs), ("Results", of.plan.outputs)):
-        groups = alike(decisions, lambda d: dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason)), least=2)
+        copies = mirrored([(d.path, d.shape) for d in decisions]) if of.is_full else {}
+        groups = alike(decisions, functools.partial(_as_in_row, copies=copies), least=2)
         if len(groups) > of.most:  # sharded arrays first, then large ones
             groups.sort(key=lambda same: (not any(same[0].spec), -same[0].local_bytes))
         counts = collections.Counter(_reason(same[0]) for same in groups)
@@ -98,9 +100,18 @@ def _arrays(of: Subject) -> Iterable[Part]:
         yield table(title, columns, rows, note, of.most, ("spec",))
 
 
+def _as_in_row(d: Decision, copies: Mapping[str, str]) -> Decision:
+    """What decisions in one row of a table share: layers differ in numbers, and an optimizer's moments follow a parameter."""
+    if d.path in copies:
+        return dataclasses.replace(d, path=layer(copies[d.path]), reason="", runner_up="")
+    return dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason))
+
+
 def _name(paths: Sequence[str]) -> Cell:
-    """One name for arrays whose paths differ only in numbers."""
-    return Cell(starred(paths), paths if len(paths) > 1 else ())
+    """One name for arrays whose paths differ only in numbers, and for the arrays of an optimizer that mirror them."""
+    first = [path for path in paths if layer(path) == layer(paths[0])]
+    others = len({layer(path) for path in paths}) - 1
+    return Cell(starred(first) + (f" and {others} alike" if others else ""), paths if len(paths) > 1 else ())
 
 
 def _line(where: str) -> Cell:
@@ -109,7 +120,8 @@ def _line(where: str) -> Cell:
 
 def _chosen_by(same: Sequence[Decision], has_reason: bool) -> str:
     """The entry of the user's call, or the parallel mode; else who chose, with the reason where there is room for it."""
-    source, reason = same[0].source, starred([d.reason for d in same])
+    source = same[0].source
+    reason = starred([d.reason for d in same if layer(d.reason) == layer(same[0].reason)])
     if source in ("you", "mode") and reason:
         return reason
     return f"{source}: {reason}" if reason and (has_reason or source == "file") else source
@@ -205,10 +217,8 @@ def _dimension_groups(of: Subject) -> Iterable[Part]:
 
 
 def _candidates(of: Subject) -> Iterable[Part]:
-    rows = []
-    for c in of.plan.candidates:
-        rows.append((c.name, mesh_sizes_text(c.axes), *c.figures.texts(), flops_text(c.figures.flops)))
-    yield table("Candidates evaluated", ("plan", "mesh", "time", "sent", "memory", "compute"), rows, most=of.most)
+    shown = Candidates(of.plan.candidates).table()
+    yield table(shown.title, shown.columns, shown.rows, most=of.most)
 
 
 def _ops(of: Subject) -> Iterable[Part]:

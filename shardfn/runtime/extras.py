@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from shardfn.errors import ExtraError, fail
+from shardfn.errors import ExtraError, fail, with_extra
 
 EXTRAS = {"checkpoint": "checkpoints", "data": "batches", "train": "training steps", "k8s": "Kubernetes manifests"}
 """Each extra, and what is made with its packages."""
@@ -27,4 +27,4 @@ def need(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         name = module.partition(".")[0]
         fail(ExtraError, f"{EXTRAS[extra]} need {_PACKAGES.get(name, name)}, which is not installed", where=str(error),
-             why="it is not installed with the library itself", fix=f'pip install "shardfn[{extra}]"')  # fmt: skip
+             why="it is not installed with the library itself", fix=with_extra(extra))  # fmt: skip

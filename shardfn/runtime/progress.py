@@ -1,8 +1,9 @@
-"""A line on progress for work that takes longer than a second: in a terminal, or below the cell of a notebook."""
+"""A sign of life of work that takes long: a line in a terminal or below the cell of a notebook, and records for `logging`."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -13,29 +14,34 @@ import jax
 
 FIRST_S, EACH_S = 1.0, 1.0
 """Seconds until the line appears, and between its changes."""
+LOGGED_S = 2.0
+"""Seconds until the first record goes to the logger. Each further one comes after twice the time of the one before."""
+
+_LOGGER = logging.getLogger("shardfn")
 
 
 @contextlib.contextmanager
 def progress(what: str, enabled: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show `what` and the seconds so far while the block runs, after its first second.
+    """Say `what` and the seconds so far while the block runs: shown after its first second, logged after two.
 
     Yields a function that adds what is being done.
 
-    The line goes to the terminal's standard error, or below the cell of a notebook that a person runs, and away at the end. In
-    pipes, files and notebooks that a program runs there is none. Of several processes the first shows it.
+    A line goes to the terminal's standard error, or below the cell of a notebook that a person runs, and away at the end. In
+    pipes, files and notebooks that a program runs there is none. The records are of level INFO, from the logger "shardfn", after
+    2, 4, 8, ... seconds and at the end of work that had one. Of several processes the first speaks.
 
     >>> with progress("planning"):
     ...     pass
     """
     kernel = _kernel()
-    show = _in_notebook if kernel is not None else _in_terminal
     is_first = not jax.distributed.is_initialized() or jax.process_index() == 0
+    is_shown, is_logged = kernel is not None or sys.stderr.isatty(), _LOGGER.isEnabledFor(logging.INFO)
     now = [""]
 
     def say(text: str) -> None:
         now[0] = text
 
-    if not (enabled and is_first) or not (kernel is not None or sys.stderr.isatty()):
+    if not (enabled and is_first and (is_shown or is_logged)):
         yield say
         return
     done, begun = threading.Event(), time.monotonic()
@@ -43,17 +49,27 @@ def progress(what: str, enabled: bool = True) -> Iterator[Callable[[str], None]]
     def text() -> str:
         return f"{what}: {time.monotonic() - begun:.0f} s{now[0] and f', {now[0]}'}"
 
-    def run() -> None:
+    def show() -> None:
         if not done.wait(FIRST_S):
-            show(text, done)
+            (_in_notebook if kernel is not None else _in_terminal)(text, done)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    def log() -> None:
+        wait = LOGGED_S
+        while not done.wait(wait - (time.monotonic() - begun)):
+            _LOGGER.info("%s", text())
+            wait *= 2
+        if wait > LOGGED_S:
+            _LOGGER.info("%s: done after %.0f s", what, time.monotonic() - begun)
+
+    threads = [threading.Thread(target=run, daemon=True) for run in [show] * is_shown + [log] * is_logged]
+    for thread in threads:
+        thread.start()
     try:
         yield say
     finally:
         done.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
 def _in_terminal(text: Callable[[], str], done: threading.Event) -> None:

@@ -29,7 +29,7 @@ from shardfn.compiled.executable import Compiled, read
 from shardfn.compiled.log_capture import compile_logged
 from shardfn.compiled.targets import Target, compiled_for, devices, target
 from shardfn.compiled.xla_log import rematerialisations
-from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.errors import DeviceError, StrategyError, fail, with_extra
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.meshes import mesh_on, partition_spec
@@ -173,7 +173,7 @@ def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
         fail(DeviceError, f"the TPU compiler refuses the topology {of.name}", where=where, why=why.split("\n")[0],
              fix='name a slice that exists, such as "tpu-v5e:2x4", "tpu-v5e:4x4" or "tpu-v5p:2x2x2"')  # fmt: skip
     extra = {"tpu": "tpu-aot", "cuda": "gpu-aot"}.get(of.platform)  # JAX brings its CPU compiler along
-    fitting = f"pip install 'shardfn[{extra}]' for the compiler that fits this JAX; else " if extra else ""
+    fitting = f"{with_extra(extra)}, for the compiler that fits this JAX; else " if extra else ""
     fail(StrategyError, f"`{plan.function}` does not compile for {plan.hardware.name}", where=where,
          why=why.split("\n")[0], fix=f"{fitting}look for the op it names")  # fmt: skip
 

@@ -162,7 +162,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert 'pip install "shardfn[checkpoint]"' in done.stdout
+    assert 'pip install ".[checkpoint]"' in done.stdout
 
 
 def test_a_program_that_ends_waits(tmp_path):

@@ -345,7 +345,7 @@ assert data.read(np.ones((4, 2)), (1, 1)).shape == (4, 2)
 try:
     data.load(np.ones((4, 2)), "full_batch", batch_size=2)
 except ImportError as error:
-    assert isinstance(error, shardfn.ShardError) and "shardfn[data]" in str(error), str(error)
+    assert isinstance(error, shardfn.ShardError) and 'pip install ".[data]"' in str(error), str(error)
 else:
     raise AssertionError
 """

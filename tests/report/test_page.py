@@ -303,3 +303,34 @@ def test_browser_prints_light_and_unfolded(opened):
     assert page.locator("input:visible").count() == 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("main>details:not([open])").count() > 0
+
+
+def test_page_has_collectives_before_arguments_and_who_chose_beside_the_strategy():
+    page = parsed("training")
+    titles = list(page.sections)
+    first = [
+        next(i for i, title in enumerate(titles) if title.startswith(name)) for name in ("Collectives", "Arguments")
+    ]
+    assert first == sorted(first)
+    heads = page.sections[titles[first[1]]][0]
+    assert heads.index("chosen by") == heads.index("strategy") + 1
+
+
+def test_full_report_has_a_parameter_and_its_moments_in_one_row():
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.mean((x @ p["up"] @ p["down"]) ** 2))(params)
+        state = {
+            "mu": jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads),
+            "nu": jax.tree.map(jnp.add, state["nu"], grads),
+        }
+        return jax.tree.map(lambda p, m, v: p - m / v, params, state["mu"], state["nu"]), state
+
+    params = {"up": shape(256, 1024), "down": shape(1024, 256)}
+    entries = {"*/up": (1, 8), "*/down": (8, 1), "x": (1, 1)}
+    full = shardfn.explain(step, params, {"mu": params, "nu": params}, shape(512, 256), parameter_plan=entries,
+                           device="tpu-v5e:2x4", detail="full")  # fmt: skip
+    (table,) = (part for part in full.parts if part.title.startswith("Arguments"))
+    assert [(row[0], row[table.columns.index("count")]) for row in table.rows] == [
+        ("params/down and 2 alike", "3"), ("params/up and 2 alike", "3"), ("x", ""),
+    ]  # fmt: skip
+    assert table.rows[0][0].members == ("params/down", "state/mu/down", "state/nu/down")

@@ -19,7 +19,7 @@ import shardfn
 from examples.models import abstract, gpt2
 from shardfn.compiled import targets
 from shardfn.cost.devices.hardware import CHIPS, Chip, resolve
-from shardfn.errors import DeviceError, StrategyError
+from shardfn.errors import DeviceError, StrategyError, with_extra
 from shardfn.planning.layout_rules import Constraint
 from shardfn.runtime import verify
 from tests.messages import refusal, told
@@ -174,7 +174,7 @@ def test_verify_without_the_compiler_says_what_to_install(device, extra, monkeyp
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name) if name.startswith("shardfn") else None)
     error = refusal(small(device).verify)
-    assert isinstance(error, DeviceError) and error.problems[0].fix == f"pip install 'shardfn[{extra}]'"
+    assert isinstance(error, DeviceError) and error.problems[0].fix == with_extra(extra)
     assert told(error) == "DeviceError: device"
 
 
@@ -214,8 +214,8 @@ SAID = [
     ("tpu-v5e:2x2", 'INVALID_ARGUMENT: Topology layout "v5e:1x8" is not divisible',
      "the TPU compiler refuses the topology v5e:2x2", "name a slice that exists"),
     ("tpu-v5e:2x2", "INTERNAL: Mosaic failed to compile", "does not compile for tpu-v5e:2x2",
-     "pip install 'shardfn[tpu-aot]' for the compiler that fits this JAX; else look for the op it names"),
-    ("h100:4", "INTERNAL: no such op", "does not compile for h100:4", "pip install 'shardfn[gpu-aot]'"),
+     f"{with_extra('tpu-aot')}, for the compiler that fits this JAX; else look for the op it names"),
+    ("h100:4", "INTERNAL: no such op", "does not compile for h100:4", with_extra("gpu-aot")),
     ("cpu:4", "INTERNAL: no such op", "does not compile for cpu:4", "look for the op it names"),
 ]  # fmt: skip
 

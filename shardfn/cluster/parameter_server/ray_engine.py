@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardfn.cluster.parameter_server.engine import COORDINATOR, Call, Setup, Target, Unreachable
-from shardfn.errors import ExtraError, fail
+from shardfn.errors import ExtraError, fail, with_extra
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -27,7 +27,7 @@ try:
     )
 except ImportError as error:
     fail(ExtraError, "the engine on Ray needs Ray", where="shardfn.cluster.parameter_server.ray_engine", why=str(error),
-         fix='pip install "shardfn[ray]"')  # fmt: skip
+         fix=with_extra("ray"))  # fmt: skip
 
 NAMESPACE = "shardfn"
 WAITERS, CALLERS = 256, 16

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.paths import few
 from shardfn.ir.specs import strategy_of
-from shardfn.planning.plan import Candidate, Figures
+from shardfn.planning.plan import Candidate, Candidates, Figures
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
 
 
-def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
+def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> Candidates:
     """The plan itself, as `this plan`, and the other evaluated candidates, best first; () if the search had no choice."""
     own = Figures.of(cost)
     evaluated = sorted(answer.others, key=lambda c: objective(c.cost, problem))
@@ -20,7 +20,7 @@ def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Cand
     others = [c for c in evaluated if found[Figures.of(c.cost)] is c and Figures.of(c.cost) != own]
     names = distinct_names(problem.names, others)
     rows = [Candidate(name, c.axes, Figures.of(c.cost)) for name, c in zip(names, others, strict=True)]
-    return (Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ()
+    return Candidates((Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ())
 
 
 def distinct_names(names: Sequence[str], found: Sequence[SearchCandidate]) -> list[str]:

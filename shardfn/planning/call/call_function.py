@@ -28,6 +28,7 @@ from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
 from shardfn.movement import Shards, shifts_of, with_shared_halos, with_shifts
+from shardfn.planning.call.first_trace import replayed
 from shardfn.planning.inside import constrain_inner, constrain_tags
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.meshes import PlanMesh
@@ -50,6 +51,8 @@ class CallFunction:
     call: Call
     """The call, with shapes in the place of arrays."""
     donate_argnums: tuple[int, ...]
+    replay: Callable[..., Any] | None = None
+    """`pure` after its first trace (`first_trace.replayed`)."""
     shifted: Callable[..., Any] | None = None
     """`pure` with its static movement as shifts (`movement`), made once; None if it has none."""
     is_as_written: bool = False
@@ -69,10 +72,21 @@ class CallFunction:
     ambient: AmbientMesh | None = None
     """The mesh around the call, if the call uses it."""
 
+    @property
+    def base(self) -> Callable[..., Any]:
+        """`pure`, which runs the user's Python once where it can."""
+        return self.replay or self.pure
+
+    def replaying(self, traced: TracedJaxpr) -> CallFunction:
+        """The same, for which the user's Python does not run again; `traced` is what `as_jaxpr` returned of `pure` itself."""
+        if self.ambient is not None:
+            return self
+        return dataclasses.replace(self, replay=replayed(self.pure, traced, self.call.values, self.call.statics))
+
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
         statics = self.call.statics
-        function = self.pure if self.shifted is None or self.is_as_written else self.shifted
+        function = self.base if self.shifted is None or self.is_as_written else self.shifted
         if self.separates_windows:
             function = separate_windows(function, statics)
         if self.tags:
@@ -98,17 +112,17 @@ class CallFunction:
             shifts = shifts_of(traced.stage.jaxpr)
         if shifts is None:
             return self
-        return dataclasses.replace(self, shifted=with_shifts(self.pure, self.call.statics, shifts))
+        return dataclasses.replace(self, shifted=with_shifts(self.base, self.call.statics, shifts))
 
     def with_shared_halos(self, shards: Shards) -> CallFunction:
         """The function with its movement as shifts that share halos (`with_shared_halos`)."""
-        shifted = self.shifted or with_shifts(self.pure, self.call.statics)
+        shifted = self.shifted or with_shifts(self.base, self.call.statics)
         return dataclasses.replace(self, shifted=shifted, halo_shards=shards)
 
     def of(self, pure: Callable[..., Any]) -> CallFunction:
         """The same call, of another function with the same program."""
         shifted = None if self.shifted is None else with_shifts(pure, self.call.statics)
-        return dataclasses.replace(self, pure=pure, shifted=shifted)
+        return dataclasses.replace(self, pure=pure, replay=None, shifted=shifted)
 
     def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
         """What `as_jaxpr` returned, lowered for a platform."""

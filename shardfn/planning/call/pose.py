@@ -231,6 +231,7 @@ def _traced(
       DeviceError: a `shard_map` in it is on other devices.
     """
     traced, lowered = function.as_jaxpr(), None  # each change of the function is traced, and the last one is lowered
+    function = function.replaying(traced)
     refuse_other_devices(traced.jaxpr, hardware, function.callee.name)
     if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
         fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",

@@ -141,10 +141,13 @@ def too_large(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
 
 def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     """Devices that repeat the work of others, where sharding the work would save a large part of the time."""
-    cost, devices, total = plan.cost, plan.hardware.count, answered.problem.facts.flops
-    excess = min(float(devices), cost.flops * devices / total) if total else 1.0
+    cost, devices = plan.cost, plan.hardware.count
     searched = any(d.source == "searched" for d in plan.inputs)
-    if not searched or excess < 2 or cost.compute_s * (1 - 1 / excess) < WORTH * cost.time_s:
+    if not searched or cost.compute_s * (1 - 1 / devices) < WORTH * cost.time_s:  # at most all devices repeat all work
+        return
+    total = answered.problem.facts.flops  # evaluates the unsharded program
+    excess = min(float(devices), cost.flops * devices / total) if total else 1.0
+    if excess < 2 or cost.compute_s * (1 - 1 / excess) < WORTH * cost.time_s:
         return
     alike = plan.partitioned.repeats
     repeated = f"groups of {alike} devices repeat the same work" if alike > 1 else "devices repeat a part of their work"

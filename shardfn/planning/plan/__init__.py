@@ -15,7 +15,9 @@ from shardfn.planning.plan.decisions import (
     Alternative,
     Alternatives,
     Candidate,
+    Candidates,
     Change,
+    Changes,
     Decision,
     DimensionGroup,
     Figures,
@@ -31,7 +33,7 @@ from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
-    "FIX", "Alternative", "Alternatives", "Candidate", "Change", "Decision", "DimensionGroup", "Figures", "Layouts", "Plan",
-    "answered_call", "argument_names", "devices_text", "fit_text", "headline", "kind_of", "layouts_of", "op_strategies",
-    "shardings_on",
+    "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision", "DimensionGroup", "Figures",
+    "Layouts", "Plan", "answered_call", "argument_names", "devices_text", "fit_text", "headline", "kind_of", "layouts_of",
+    "op_strategies", "shardings_on",
 ]  # fmt: skip

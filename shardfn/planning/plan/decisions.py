@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import few
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.render.html import to_html
 from shardfn.render.parts import Table
 from shardfn.render.text import Shown, terminal_width, to_text
-from shardfn.units import bytes_text, signed, time_text
+from shardfn.units import bytes_text, flops_text, signed, time_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +108,35 @@ class Candidate:
     figures: Figures
 
 
+class Candidates(tuple[Candidate, ...]):
+    """Candidates, the plan itself first. Print them for a table, or show them in a notebook.
+
+    >>> figures = Figures(1e-3, 2048, 4096, 1e9)
+    >>> print(Candidates([Candidate("this plan", (("a", 8),), figures)]))
+    Candidates evaluated
+    plan       mesh     time   sent  memory  compute
+    ---------  ----  -------  -----  ------  --------
+    this plan  a=8   1 ms     2 KiB   4 KiB  1 GFLOPs
+    """
+
+    __slots__ = ()
+
+    def table(self) -> Table:
+        """One row for each candidate."""
+        rows = [(c.name, mesh_sizes_text(c.axes), *c.figures.texts(), flops_text(c.figures.flops)) for c in self]
+        columns = ("plan", "mesh", "time", "sent", "memory", "compute")
+        return Table("Candidates evaluated", columns, tuple(rows))
+
+    def __str__(self) -> str:
+        return to_text([self.table()], terminal_width())
+
+    def __rich__(self) -> Any:
+        return Shown([self.table()])
+
+    def _repr_html_(self) -> str:
+        return to_html([self.table()], "Candidates evaluated")
+
+
 @dataclasses.dataclass(frozen=True)
 class Alternative:
     """Another sharding of one array, everything else as planned: the cost of the call, and how much `more` than the plan."""
@@ -183,3 +212,30 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.title}: {self.first} -> {self.second}"
+
+
+class Changes(tuple[Change, ...]):
+    """What differs between two plans. Print it for a table, or show it in a notebook.
+
+    >>> print(Changes([Change("peak memory per device", "4 KiB", "2 KiB")]))
+    What differs
+    what                    first plan  second plan
+    ----------------------  ----------  -----------
+    peak memory per device       4 KiB        2 KiB
+    """
+
+    __slots__ = ()
+
+    def table(self) -> Table:
+        """One row for each change."""
+        rows = [(change.title, change.first, change.second) for change in self]
+        return Table("What differs", ("what", "first plan", "second plan"), tuple(rows))
+
+    def __str__(self) -> str:
+        return to_text([self.table()], terminal_width()) if self else "the plans are equal"
+
+    def __rich__(self) -> Any:
+        return Shown([self.table()]) if self else str(self)
+
+    def _repr_html_(self) -> str:
+        return to_html([self.table()], "What differs between two plans") if self else str(self)

@@ -26,7 +26,7 @@ from shardfn.planning.call import AnsweredCall
 from shardfn.planning.inside import PlacedDetour
 from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout, fingerprint
 from shardfn.planning.meshes import PlanMesh
-from shardfn.planning.plan.decisions import Alternatives, Candidate, Change, Decision, DimensionGroup
+from shardfn.planning.plan.decisions import Alternatives, Candidate, Changes, Decision, DimensionGroup
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 
 
@@ -167,14 +167,14 @@ class Plan(WrittenAsLayout):
         """
         return _later("planning.questions.what_if.what_if")(self, entries)
 
-    def diff(self, other: Plan) -> tuple[Change, ...]:
+    def diff(self, other: Plan) -> Changes:
         """What differs in another plan of the same function.
 
         Args:
           other: the other plan.
 
         Returns:
-          One `Change` for each difference; print it for a line of text.
+          One `Change` for each difference. Print them all for a table, or one for a line of text.
 
         Raises:
           StrategyError: the plans are of functions with other arguments.

@@ -9,13 +9,13 @@ from shardfn.errors import StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan.decisions import Change
+from shardfn.planning.plan.decisions import Change, Changes
 from shardfn.planning.plan.plan import Plan
 from shardfn.planning.plan.summary import proof
 from shardfn.units import bytes_text, flops_text, time_text
 
 
-def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
+def diff(first: Plan, second: Plan) -> Changes:
     """What differs between two plans of one function: mesh, kind, level, shardings, constraints, costs, optimality.
 
     Arrays of one shape with the same difference are one change. So are arrays that keep their strategy on another mesh.
@@ -59,7 +59,7 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     row("FLOPs per device", flops_text(first.cost.flops), flops_text(second.cost.flops))
     row("collectives", len(first.collectives), len(second.collectives))
     row("optimality", proof(first.gap), proof(second.gap))
-    return tuple(changes)
+    return Changes(changes)
 
 
 def _sharded_differently(first: Plan, second: Plan) -> Iterator[Change]:

@@ -122,7 +122,7 @@ def test_render_on_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert main(["k8s", "render", str(tmp_path / "msjob.yaml")]) == 2
     err = capsys.readouterr().err
-    assert "Kubernetes manifests need PyYAML, which is not installed" in err and 'pip install "shardfn[k8s]"' in err
+    assert "Kubernetes manifests need PyYAML, which is not installed" in err and 'pip install ".[k8s]"' in err
 
 
 def test_pods_of_a_job_that_run_at_once_count():
