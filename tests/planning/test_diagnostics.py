@@ -240,7 +240,28 @@ def test_one_device_has_none():
     assert shardfn.plan(layers, WS, X, device="h100:1").diagnostics == ()
 
 
+def test_a_style_that_gathers_its_parameters_is_not_told_so():
+    step = jax.grad(lambda ws, x: (layers(ws, x) ** 2).sum())
+    shapes = shaped(16, 512, 512), shaped(256, 512)
+    assert not said(shardfn.plan(step, *shapes, style="fsdp", device="h100:8"), "iterations of a loop")
+
+
+def test_what_no_sharding_avoids_is_no_diagnostic():
+    def rows(u):  # every row needs all others, whatever the sharding
+        return jax.lax.fori_loop(0, 10, lambda i, u: jnp.sort(jnp.sort(u, 0), 1), u)
+
+    made = shardfn.plan(rows, shaped(1024, 1024), in_strategy=((8, 1),), device="h100:8")
+    assert made.cost.bytes_sent > 1 << 20
+    assert not any("avoids it and sends less" in text and "no other" in text for text in made.diagnostics)
+
+
 # ---- devices that do the same work
+
+
+def test_an_fft_that_is_replicated_has_a_remedy_of_its_own():
+    made = shardfn.plan(lambda x: jnp.abs(jnp.fft.fft2(x)), shaped(512, 512), device="cpu:8")
+    (told,) = [text for text in made.diagnostics if "of the FLOPs instead of" in text]
+    assert "in a `jax.shard_map`" in told and "fewer devices" not in told
 
 
 def test_devices_that_do_what_others_do():
@@ -254,7 +275,11 @@ def test_devices_that_do_what_others_do():
     unsharded = shardfn.plan(step, *odd, device="h100:1").cost.flops
     assert float(share) == pytest.approx(100 * made.cost.flops / unsharded, rel=5e-3)
     assert int(alike) == round(512 * made.cost.flops / unsharded)
-    assert "use a larger batch or fewer devices" in told
+    assert "use fewer devices, or a larger batch" in told
+    product = shardfn.plan(
+        lambda x: (x @ x.T)[:1] @ x, shaped(4099, 4099), device="cpu:8", search_mode="sharding_propagation"
+    )
+    assert not any("batch" in text for text in product.diagnostics)
     even = shaped(4096, 4096), shaped(8192, 4096)
     assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "devices repeat")
     given = shardfn.plan(step, *odd, in_strategy=((1, 1), (1, 1)), device="h100:512")

@@ -6,6 +6,7 @@
 | `decisions` | its parts: decisions on arrays, tied dimensions, candidates, alternatives, changes |
 | `plan_kind` | the textbook name: FSDP, tensor parallel, … |
 | `summary` | the lines of `print(plan)` and of a report's headline |
+| `plain_jax` | the plan as code of plain JAX |
 | `plan_diff` | what differs between two plans of one function |
 
 Methods of `Plan` that ask for more than the plan holds are in the folders and packages above.
@@ -26,6 +27,7 @@ from shardfn.planning.plan.plan import (
     Plan,
     answered_call,
     argument_names,
+    decision_of,
     op_strategies,
     shardings_on,
 )
@@ -34,6 +36,6 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision", "DimensionGroup", "Figures",
-    "Layouts", "Plan", "answered_call", "argument_names", "devices_text", "fit_text", "headline", "kind_of", "layouts_of",
-    "op_strategies", "shardings_on",
+    "Layouts", "Plan", "answered_call", "argument_names", "decision_of", "devices_text", "fit_text", "headline", "kind_of",
+    "layouts_of", "op_strategies", "shardings_on",
 ]  # fmt: skip
