@@ -19,7 +19,6 @@ from shardfn.cli.arguments import check_given, literal, load, made, model, numbe
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import DeviceError, ShardError, StrategyError, fail
 from shardfn.layoutfile.plan_file import plan_to_toml
-from shardfn.render.text import Shown
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
 from shardfn.search.generators import STYLES
@@ -355,9 +354,9 @@ def _check(options: argparse.Namespace) -> None:
         print(plan)
 
 
-def show(report: shardfn.Report | Shown, detail: str = "short") -> None:
+def show(report: Any, detail: str = "short") -> None:
     """Print a report, or parts of one: in colours and fitted to a terminal, as plain unwrapped text into a pipe or a file."""
-    report = report.full() if detail == "full" and isinstance(report, shardfn.Report) else report
+    report = report.full() if detail == "full" else report
     if sys.stdout.isatty():
         from rich.console import Console
 
