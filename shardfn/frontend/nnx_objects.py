@@ -18,6 +18,7 @@ import numpy as np
 from jax import tree_util
 
 from shardfn.frontend.paths import join
+from shardfn.frontend.plain_objects import is_hashable
 
 State = dict[str, Any]
 """Arrays, or objects, by path."""
@@ -29,6 +30,29 @@ def is_module(owner: Any) -> bool:
     return nnx is not None and isinstance(owner, nnx.Module)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """What cannot be hashed. What cannot be compared either, such as an object with a NumPy array inside, equals itself only."""
+
+    attribute: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Held) or type(self.attribute) is not type(other.attribute):
+            return False
+        mine, others = (getattr(held.attribute, "value", held.attribute) for held in (self, other))
+        try:
+            return mine is others or bool(mine == others)
+        except ValueError:
+            return False
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Definition:
     """An `nnx.GraphDef`, all of NNX objects but their arrays, as a dictionary key. It may hold what cannot be hashed."""
@@ -38,12 +62,19 @@ class Definition:
     """The hash: each call needs it, and it walks through all objects."""
 
     @classmethod
-    def of(cls, graphdef: Any) -> Definition:
-        """The definition of a `GraphDef`, with a copy of what a user may change in it."""
+    def of(cls, graphdef: Any, *, is_watched: bool = False) -> Definition:
+        """The definition of a `GraphDef`.
+
+        Args:
+          graphdef: the definition.
+          is_watched: whether calls notice changes of what is in it (`frontend.watch`); else a copy is kept.
+        """
         try:
             return cls(graphdef, hash(graphdef))
         except TypeError:
-            return cls(copy.deepcopy(graphdef), graphdef.num_leaves)
+            keep = _same if is_watched else copy.deepcopy
+            rows = [(key, a if is_hashable(a) else _Held(keep(a))) for key, a in graphdef.attributes]
+            return cls((tuple(graphdef.nodes), tuple(rows)), graphdef.num_leaves)
 
     def __hash__(self) -> int:
         return self.code
@@ -168,7 +199,7 @@ def by_path(arrays: Mapping[str, Any]) -> State:
 
 def definition(owner: Any) -> Definition:
     """What of an owner is no array."""
-    return Definition.of(sys.modules["flax.nnx"].graphdef(owner))
+    return Definition.of(sys.modules["flax.nnx"].graphdef(owner), is_watched=True)
 
 
 def attributes(owner: Any) -> State:

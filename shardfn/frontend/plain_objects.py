@@ -8,10 +8,12 @@ traced arrays, so that the user's object keeps its own.
 from __future__ import annotations
 
 import argparse
+import collections
 import copy
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,9 +46,16 @@ def is_users_class(kind: type) -> bool:
     return bool(kind.__flags__ & 1 << 9) and is_users_module(kind.__module__)  # a heap type
 
 
+_HOLDERS = (
+    argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
+)  # fmt: skip
+"""Classes of the standard library whose instances hold what a program puts there, in attributes."""
+
+
 def is_plain(value: Any) -> bool:
-    """Whether an object is an instance of a user's class, or a namespace; a Flax Linen module has rules of its own."""
-    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+    """Whether an object is an instance of a user's class, or one of `_HOLDERS`; a Flax Linen module has rules of its own."""
+    if isinstance(value, _HOLDERS):
         return True
     linen = sys.modules.get("flax.linen")
     is_linen = linen is not None and isinstance(value, linen.Module)
@@ -134,9 +143,41 @@ def _shallow(value: Any) -> Any:
     """A copy of an object with the same attributes. What its class does when it is copied is for copies that a user makes."""
     try:
         new = object.__new__(type(value))
-    except TypeError:  # of a built-in kind, such as a dict
-        return copy.copy(value)
-    new.__dict__.update(value.__dict__) if hasattr(value, "__dict__") else None
+    except TypeError:  # of a built-in kind
+        return alike(value, _content(value)) if isinstance(value, _CONTAINERS) else copy.copy(value)
+    return _with_attributes(new, value)
+
+
+_CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, list, tuple)
+
+
+def _content(value: Any) -> dict[Any, Any]:
+    return dict(value.items() if isinstance(value, dict) else enumerate(value))
+
+
+def alike(value: Any, items: dict[Any, Any]) -> Any:
+    """A container of the same class, with the same attributes, that holds other items; no code of the class runs.
+
+    >>> alike(collections.Counter(a=2), {"a": 3})
+    Counter({'a': 3})
+    """
+    kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    new = tuple.__new__(type(value), items.values()) if kind is tuple else kind.__new__(type(value))
+    if kind is list:
+        list.extend(new, items.values())
+    elif issubclass(kind, dict):
+        for key, item in items.items():
+            kind.__setitem__(new, key, item)
+    return _with_attributes(new, value)
+
+
+def _with_attributes(new: Any, value: Any) -> Any:
+    """An object with the attributes of another one."""
+    own = getattr(value, "__dict__", None)
+    if own is value:  # class Config(dict): def __init__(self, ...): self.__dict__ = self
+        new.__dict__ = new
+    elif own is not None:
+        new.__dict__.update(own)
     for name, member in _slots(type(value)):
         if (held := attributes_of(value)).get(name, new) is not new:
             member.__set__(new, held[name])
@@ -175,13 +216,9 @@ def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_
         return met[id(value)]
     if items is not None:
         changed = {key: _with_state(item, inside, state, met, in_place=in_place) for key, inside, item in items}
-        if in_place and all(changed[key] is item for key, _, item in items):
+        if (in_place or isinstance(value, tuple)) and all(changed[key] is item for key, _, item in items):
             return value
-        if isinstance(value, dict):
-            new = copy.copy(value)
-            new.update(changed)
-            return new
-        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+        return alike(value, changed)
     if tree_util.all_leaves([value]):
         return state.get(path, value)
     return tree_util.tree_map_with_path(
@@ -248,7 +285,7 @@ def is_hashable(value: Any) -> bool:
     """Whether a value has a hash."""
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # that of a memoryview
         return False
     return True
 

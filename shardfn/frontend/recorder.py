@@ -5,6 +5,7 @@ The classes of the objects that are reached get a `__getattribute__` that tells 
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import dataclasses
@@ -15,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,19 +25,25 @@ import numpy as np
 from jax.core import Tracer
 
 from shardfn.errors import StrategyError, fail
-from shardfn.frontend.plain_objects import METHODS, SHARDED, is_plain, is_users_class
+from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
+from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
+from shardfn.frontend.plain_objects import METHODS, SHARDED, attributes_of, is_plain, is_users_class
 from shardfn.frontend.strategy import is_cell
 from shardfn.frontend.watch import (
     ABSENT,
     ARRAY,
+    ATOM,
     ATOMS,
     ATTRIBUTES,
     BYTES,
+    CONTENT,
     ENTRIES,
+    FACTORY,
     ITEMS,
     MADE,
     NAMESPACE,
     NOTHING_READ,
+    REFERENCE,
     SELF,
     SET,
     UNSEEN,
@@ -51,9 +58,6 @@ from shardfn.frontend.watch import (
 )
 from shardfn.frontend.wrapped import PARTS
 
-MAX_NUMPY_BYTES = 1 << 16
-"""The largest writeable NumPy array whose content is compared at each call, in bytes."""
-
 # ---- kinds of value
 
 
@@ -64,8 +68,33 @@ def _parts_of(value: Any) -> tuple[str, ...] | None:
     if isinstance(value, functools.partial):
         return "func", "args", "keywords"
     if isinstance(value, types.FunctionType):
-        return ("__dict__",) if value.__dict__ else ()
+        return _parts_of_function(value)
+    if isinstance(value, KeysView | ValuesView | ItemsView):
+        return ("mapping",) if hasattr(value, "mapping") else ("_mapping",)
     return getattr(type(value), PARTS, None)
+
+
+def _parts_of_function(value: types.FunctionType) -> tuple[str, ...]:
+    """Its attributes, and its defaults if a program can change them; of a `functools.singledispatch` what it chooses from."""
+    if hasattr(value, "registry") and hasattr(value, "_clear_cache"):
+        return ("registry",)
+    defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
+    changing = (not ATOMS.issuperset(map(type, values)) for values in defaults)
+    parts = zip(("__dict__", "__defaults__", "__kwdefaults__"), (bool(value.__dict__), *changing), strict=True)
+    return tuple(name for name, is_one in parts if is_one)
+
+
+def _content_of(value: Any) -> tuple[Kind, Sequence[Any]] | None:
+    """How a container, or a number or a string of a class of its own, is compared, and by which parts."""
+    if isinstance(value, set | frozenset):
+        return SET, ()
+    if isinstance(value, bytearray | memoryview | array.array):
+        return BYTES, ()
+    if isinstance(value, dict | types.MappingProxyType):
+        return ENTRIES, (*value, FACTORY) if isinstance(value, collections.defaultdict) else (*value,)
+    if isinstance(value, list | tuple | collections.deque):
+        return (VALUES, ()) if ATOMS.issuperset(map(type, value)) else (ITEMS, range(len(value)))
+    return (ATOM, ()) if isinstance(value, int | float | complex | str | bytes) else None
 
 
 def _is_consumed(value: Any) -> bool:
@@ -134,6 +163,7 @@ class Recorder:
         self._parts: list[dict[Any, Any]] = []
         self._nodes: list[Node] = []
         self._objects: list[Any] = []
+        self._left: list[LeftObject] = []
         self._patched: list[type] = []
         self._is_strict = True
         self._see(root, "")
@@ -179,9 +209,13 @@ class Recorder:
             if index is not None:
                 self._nodes[index] = dataclasses.replace(self._nodes[index], held=_holding(obj))
 
+    def refuse_written(self, name: str) -> None:
+        """Refuse a call whose trace left arrays in objects that it has no copy of."""
+        refuse_written(name, self._left)
+
     def changes(self) -> list[str]:
         """The places that the trace itself changed after it had read them."""
-        found = []
+        found: list[str] = []
         for node, parts, obj in zip(self._nodes, self._parts, self._objects, strict=True):
             if obj is None or node.kind in (MADE, SELF):
                 continue
@@ -193,11 +227,11 @@ class Recorder:
                 if wanted is UNSEEN or isinstance(value, Tracer) or value is wanted:
                     continue
                 if type(wanted) is Ref:
-                    if self._indices.get(id(value), wanted.node) != wanted.node:
+                    if value is not obj and self._indices.get(id(value), wanted.node) != wanted.node:
                         found.append(place_in(node, key))
                 elif not is_same(value, wanted):
                     found.append(place_in(node, key))
-        return found
+        return list(dict.fromkeys([*found, *restored(self._left, LeftObject.replaced)]))
 
     def close(self) -> None:
         """End the recording."""
@@ -217,26 +251,27 @@ class Recorder:
             return UNSEEN
         if (index := self._indices.get(id(value))) is not None:
             return Ref(index)
+        if isinstance(value, (weakref.ref, ContextVar, *weakref.ProxyTypes)):
+            return self._node(REFERENCE, value, path, [CONTENT])
         if isinstance(value, jax.Array):
+            return value
+        if isinstance(value, np.generic):
             return value
         if isinstance(value, np.ndarray):
             return self._see_numpy(value, path)
-        if isinstance(value, set | frozenset):
-            return self._node(SET, value, path)
-        if isinstance(value, bytearray):
-            return self._node(BYTES, value, path)
-        if isinstance(value, dict | types.MappingProxyType):
-            return self._node(ENTRIES, value, path, list(value))
-        if isinstance(value, list | tuple | collections.deque):
-            if ATOMS.issuperset(map(type, value)):
-                return self._node(VALUES, value, path)
-            return self._node(ITEMS, value, path, list(range(len(value))))
+        if (content := _content_of(value)) is not None:
+            if not is_users_class(kind):
+                return self._node(content[0], value, path, content[1])
+            ref = self._see_object(value, path)
+            self._parts[ref.node][CONTENT] = self._node(content[0], value, path, content[1])
+            return ref
         if isinstance(value, type):
             return self._node(SELF, value, path, _data_of_class(value)) if is_users_class(value) else value
         if isinstance(value, types.SimpleNamespace):
             return self._node(NAMESPACE, value, path, list(vars(value)))
         if (names := _parts_of(value)) is not None:
             of = SELF if isinstance(value, types.FunctionType) else MADE
+            self._left += [LeftObject.of(value, path)] if of is SELF else []
             return self._node(of, value, path, list(names)) if names else value
         if is_cell(value) or _is_module(value) or is_plain(value):
             return self._see_object(value, path)
@@ -249,15 +284,23 @@ class Recorder:
         return self._node(SELF, value, path, ["__wrapped__"]) if has_inside else value
 
     def _see_numpy(self, value: np.ndarray, path: str) -> Any:
-        is_large = value.nbytes > MAX_NUMPY_BYTES or value.dtype.hasobject
-        if not value.flags.writeable or (is_large and not self._is_strict):
+        if not is_writeable(value):
             return value
-        if is_large:
+        is_large = value.nbytes > MAX_BYTES or value.dtype.hasobject
+        is_outdated = not is_large and is_outdated_in_jax(value)
+        if not (is_large or is_outdated):
+            return self._node(ARRAY, value, path)
+        if self._is_strict and is_large:
             fail(StrategyError, f"the call reads {path or 'a value'}, a writeable NumPy array of {value.nbytes:,} bytes",
                  where=path, why="a compiled call keeps it, and its content is too large to compare at each call",
                  fix="make it a JAX array, jnp.asarray(...), or an attribute of the object itself, which is an argument of "
-                 "the call; or set its flags.writeable = False")  # fmt: skip
-        return self._node(ARRAY, value, path)
+                 "the call; or set flags.writeable = False, also in what it is a view of")  # fmt: skip
+        if self._is_strict:
+            fail(StrategyError, f"the call reads {path or 'a value'}, a {value.dtype} array that was changed in place",
+                 where=path, why="JAX keeps the copy in its own precision that it made for an earlier trace",
+                 fix=f"put a new array in its place instead, or make it a JAX array or one of dtype "
+                 f"{jax.dtypes.canonicalize_dtype(value.dtype)}")  # fmt: skip
+        return value
 
     def _see_object(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -265,7 +308,12 @@ class Recorder:
             if not _patch(kind):
                 return self._node(NAMESPACE, value, path, list(vars(value))) if hasattr(value, "__dict__") else value
             self._patched.append(kind)
+        if not (is_cell(value) or _is_module(value)):
+            self._left.append(LeftObject.of(value, path))
         ref = self._node(ATTRIBUTES, value, path)
+        if _has_own_reads(kind):  # which may look an attribute up under another name
+            for name in attributes_of(value):
+                self.read(value, name)
         if is_users_class(kind) and id(kind) not in self._indices and (names := _data_of_class(kind)):
             before, self._is_strict = self._is_strict, False  # what a method names it need not read
             index = self._node(SELF, kind, kind.__name__, names).node
@@ -273,15 +321,15 @@ class Recorder:
             self._nodes[index] = dataclasses.replace(self._nodes[index], held=_holding(kind))
         return ref
 
-    def _node(self, kind: Kind, value: Any, path: str, keys: list[Any] | None = None) -> Ref:
+    def _node(self, kind: Kind, value: Any, path: str, keys: Sequence[Any] = ()) -> Ref:
         index = len(self._nodes)
-        self._indices[id(value)] = index
+        self._indices.setdefault(id(value), index)
         node = Node(kind, kind.header(value), (), path)
         self._nodes.append(node)
         self._objects.append(value)
         parts: dict[Any, Any] = {}
         self._parts.append(parts)
-        for key in keys or ():
+        for key in keys:
             parts[key] = self._seen(kind.part(value, key), node, key)
         return Ref(index)
 
@@ -291,14 +339,16 @@ class Recorder:
             return
         self._indices[id(value)] = index
         self._alive.append(value)
-        node = self._nodes[index]
+        self._follow_parts(value, index)
+
+    def _follow_parts(self, value: Any, index: int) -> None:
         for key, wanted in list(self._parts[index].items()):
             if type(wanted) is Ref:
                 try:
-                    inside = node.kind.part(value, key)
+                    inside = self._nodes[index].kind.part(value, key)
                 except (LookupError, TypeError, AttributeError):
                     continue
-                self._follow(inside, wanted.node)
+                (self._follow_parts if inside is value else self._follow)(inside, wanted.node)
 
 
 def _holding(value: Any) -> Callable[[], Any]:
@@ -330,13 +380,16 @@ def recording(root: Any, name: str) -> Iterator[Callable[[], Watch]]:
     """Record what is read from `root` inside; the value gives it, once all is done.
 
     Raises:
-      StrategyError: what was read was changed by the trace, or cannot be watched.
+      StrategyError: what was read was changed by the trace, or cannot be watched, or arrays were left where they are lost.
     """
     recorder = Recorder(root)
     token = _RECORDER.set(recorder)
     found: list[Watch] = []
     try:
-        yield lambda: found[0]
+        try:
+            yield lambda: found[0]
+        finally:
+            recorder.refuse_written(name)
         if changed := recorder.changes():
             refuse_changes(name, changed)
         found.append(recorder.watch().followed(root))
@@ -396,6 +449,16 @@ def _patch(kind: type) -> bool:
 
 
 _OWN: dict[type, Any] = {}
+
+
+def _has_own_reads(kind: type) -> bool:
+    """Whether a user's class says itself what reading an attribute does."""
+    for base in kind.__mro__:
+        if is_users_class(base) and base.__module__.partition(".")[0] not in _OWN_READS:
+            own = _OWN.get(base) if base in _PATCHED else vars(base).get("__getattribute__")
+            if own is not None:
+                return True
+    return False
 
 
 def _unpatch(kind: type) -> None:

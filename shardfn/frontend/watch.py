@@ -16,7 +16,9 @@ import dataclasses
 import enum
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +28,11 @@ import numpy as np
 class _Nothing(enum.Enum):
     ABSENT = "no attribute of this name"
     UNSEEN = "an object that was not reached yet"
+    CONTENT = "what an object of a user's class holds as the list, the number or the like that it is as well"
+    FACTORY = "what makes the missing entries of a defaultdict"
 
 
-ABSENT, UNSEEN = _Nothing.ABSENT, _Nothing.UNSEEN
+ABSENT, UNSEEN, CONTENT, FACTORY = _Nothing
 
 
 class Kind(NamedTuple):
@@ -176,9 +180,12 @@ def _place(node: Node, key: Any) -> str:
     return node.path if key is None else place_in(node, key)
 
 
+_INSIDE = frozenset({"__dict__", "__self__", "args", "keywords", "fn", "mapping", "__defaults__", "__kwdefaults__"})
+
+
 def place_in(node: Node, key: Any) -> str:
     """How messages speak of a part of a node."""
-    if key in ("__dict__", "__self__", "args", "keywords", "fn"):
+    if type(key) is _Nothing or key in _INSIDE:
         return node.path
     return f"{node.path}[{key!r}]" if node.kind in (ITEMS, ENTRIES) else f"{node.path}.{key}"
 
@@ -207,9 +214,11 @@ def _own(obj: Any) -> dict[str, Any]:
         return {}
 
 
-def raw(obj: Any, name: str) -> Any:
+def raw(obj: Any, name: Any) -> Any:
     """An attribute without running a property: the object's own, in a slot, or that of its class."""
     own = _own(obj)
+    if name is CONTENT:
+        return obj
     if name == "__dict__":
         return own
     if name in own:
@@ -228,7 +237,18 @@ def _content(array: np.ndarray) -> Any:
 
 
 def _item(value: Any, key: Any) -> Any:
-    return value[key]
+    return value.default_factory if key is FACTORY else value[key]
+
+
+def _atom(value: Any) -> Any:
+    base: Any = next(base for base in (bool, int, float, complex, str, bytes) if isinstance(value, base))
+    return type(value), base.__repr__(value)
+
+
+def _referent(value: Any, key: Any) -> Any:
+    if isinstance(value, weakref.ProxyTypes):
+        return value.__repr__.__self__
+    return value.get(ABSENT) if isinstance(value, ContextVar) else value()
 
 
 def _whole(header: Callable[[Any], Any]) -> Kind:
@@ -244,10 +264,14 @@ ENTRIES = Kind(lambda o: (type(o), tuple(o)), _item)
 SELF = Kind(lambda o: o, lambda o, name: getattr(o, name, ABSENT))
 """What has parts but is compared by its identity: a class, a function."""
 MADE = Kind(type, getattr)
-"""What is its parts: a bound method, a partial."""
+"""What is its parts: a bound method, a partial, the items of a dict."""
+REFERENCE = Kind(type, _referent)
+"""A weak reference or proxy, a context variable."""
+ATOM = Kind(_atom, getattr)
+"""A number or a string of a user's class."""
 SET, BYTES, ARRAY = (
     _whole(lambda o: (type(o), frozenset(o))),
-    _whole(lambda o: (type(o), bytes(o))),
+    _whole(lambda o: (type(o), bytes(o))),  # of a memoryview or an array.array its bytes likewise
     _whole(_content),
 )
 

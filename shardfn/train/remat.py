@@ -24,6 +24,7 @@ from shardfn.api import shard
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.paths import met, unmet
+from shardfn.frontend.plain_objects import alike
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.value_checks import boolean, option_problems
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
@@ -241,10 +242,10 @@ def _rebuilt(value: Any, path: str, walk: Callable[[Any, str], Any]) -> Any:
     changed = {name: new for name, new in walked.items() if new is not children[name]}
     if not changed:
         return value
+    if isinstance(value, dict | list | tuple):
+        return alike(value, walked)
     if isinstance(value, Mapping):
         return type(value)({**value, **changed})  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        return type(value)(walked[i] for i in range(len(children)))
     new = copy.copy(value)
     for name, child in changed.items():
         if isinstance(name, int):
