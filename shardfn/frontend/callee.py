@@ -25,6 +25,7 @@ from shardfn.frontend.paths import join
 from shardfn.frontend.plain_objects import SHARDED, is_array, is_holder, is_plain
 from shardfn.frontend.recorder import active, refuse_changes
 from shardfn.frontend.refs import HeldRefs, held_refs
+from shardfn.frontend.static_leaves import objects_in
 from shardfn.frontend.strategy import is_cell
 from shardfn.frontend.wrapped import PARTS
 
@@ -108,6 +109,14 @@ class Callee:
     def has_held(self) -> bool:
         """Whether arguments hold objects or refs, whose changes are written back."""
         return bool(self.objects) or bool(self.refs)
+
+    def objects_of(self, call: Call) -> list[Any]:
+        """The objects of users' classes that are no arrays and by which a call is found, whose attributes it may read: static
+        arguments, static fields of pytrees, attributes of Flax NNX objects among the arguments."""
+        found = [call.values[i] for i in call.statics]
+        found += objects_in(tree_util.tree_structure(call.dynamic))
+        found += self.objects.attributes()
+        return [value for value in found if is_plain(value)]
 
     def frozen(self, call: Call) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.

@@ -124,6 +124,10 @@ class HeldObjects:
         """Put changed arrays into the objects, which are as they were when their arrays were taken."""
         _update(self.nodes, self._parts[1], changed)
 
+    def attributes(self) -> list[Any]:
+        """What the objects hold that is none of NNX."""
+        return list(attributes(self.nodes).values()) if self.nodes else []
+
     def is_donated(self, path: str) -> bool:
         """Whether an array belongs to a donated argument: the call takes its memory, and has to return it though unchanged."""
         return _is_below(path, self.donated)

@@ -101,11 +101,11 @@ _NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
-    """Key, path and value of each item of the object itself (at the empty path), a Cell, a list, a tuple or a dict; None for
-    what is none of these."""
+    """Key, path and value of each item of the object itself (at the empty path), a Cell, a list, a tuple, a deque or a dict;
+    None for what is none of these."""
     if is_cell(value) or not path:
         items, entry = attributes_of(value).items(), tree_util.GetAttrKey
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | collections.deque):
         fields = getattr(value, "_fields", None)  # of a named tuple
         items = enumerate(value) if fields is None else zip(fields, value, strict=True)
         entry = tree_util.SequenceKey if fields is None else tree_util.GetAttrKey
@@ -127,7 +127,9 @@ def _walk(
         if id(value) in seen:
             return
         seen.add(id(value))
-    elif isinstance(value, list | tuple) and _NUMBERS.issuperset(map(type, value)):  # long lists of them are usual
+    elif isinstance(value, list | tuple | collections.deque) and _NUMBERS.issuperset(
+        map(type, value)
+    ):  # long lists of them are usual
         return
     if (items := _items(value, path)) is not None:
         for _, inside, item in items:
@@ -148,7 +150,7 @@ def _shallow(value: Any) -> Any:
     return _with_attributes(new, value)
 
 
-_CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, list, tuple)
+_CONTAINERS: tuple[Any, ...] = (collections.OrderedDict, dict, list, tuple, collections.deque)
 
 
 def _content(value: Any) -> dict[Any, Any]:
@@ -165,6 +167,8 @@ def alike(value: Any, items: dict[Any, Any]) -> Any:
     new = tuple.__new__(type(value), items.values()) if kind is tuple else kind.__new__(type(value))
     if kind is list:
         list.extend(new, items.values())
+    elif kind is collections.deque:
+        collections.deque.__init__(new, items.values(), value.maxlen)
     elif issubclass(kind, dict):
         for key, item in items.items():
             kind.__setitem__(new, key, item)

@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from contextvars import ContextVar
 from typing import Any
 
@@ -376,13 +376,15 @@ def active() -> Recorder | None:
 
 
 @contextlib.contextmanager
-def recording(root: Any, name: str) -> Iterator[Callable[[], Watch]]:
-    """Record what is read from `root` inside; the value gives it, once all is done.
+def recording(root: Any, name: str, others: Iterable[Any] = ()) -> Iterator[Callable[[], Watch]]:
+    """Record what is read from `root` and other objects inside; the value gives it, once all is done.
 
     Raises:
       StrategyError: what was read was changed by the trace, or cannot be watched, or arrays were left where they are lost.
     """
     recorder = Recorder(root)
+    for value in others:
+        recorder.include(value)
     token = _RECORDER.set(recorder)
     found: list[Watch] = []
     try:

@@ -149,7 +149,7 @@ def make_entry(
       ShardError: all problems of the call.
     """
     layout = _layout_file(options, defaults, callee.name)
-    with recording(callee.root, callee.name) as read:
+    with recording(callee.root, callee.name, callee.objects_of(call)) as read:
         posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
     count = candidates.count_of(posed.problem, posed.call.search.compile_candidates) if posed.problem.is_open else 0

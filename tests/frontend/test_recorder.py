@@ -7,6 +7,7 @@ import functools
 import types
 import weakref
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -237,6 +238,59 @@ def test_defaults_of_the_function_itself_are_seen():
     with_list.__defaults__[0][0] = made.k = 3.0
     np.testing.assert_allclose((call(X), other(X)), (3 * X, 3 * X))
     np.testing.assert_allclose(call(X, 4.0 * jnp.ones(1)), 4 * X)
+
+
+class NnxScale(nnx.Module):
+    def __init__(self, cfg):
+        self.cfg, self.w = cfg, nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        return self.cfg.k * self.w[...] * x
+
+
+class EqxScale(eqx.Module):
+    w: jax.Array
+    cfg: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.cfg.k * self.w * x
+
+
+@jax.tree_util.register_pytree_node_class
+class TreeScale:
+    def __init__(self, w, cfg):
+        self.w, self.cfg = w, cfg
+
+    def tree_flatten(self):
+        return (self.w,), self.cfg
+
+    @classmethod
+    def tree_unflatten(cls, cfg, children):
+        return cls(*children, cfg)
+
+    def __call__(self, x):
+        return self.cfg.k * self.w * x
+
+
+OF_ARGUMENTS = {
+    "a static argument": (lambda cfg: cfg, {"static_argnums": 0}, lambda cfg, x: cfg.k * x),
+    "an NNX module": (NnxScale, {}, lambda module, x: module(x)),
+    "an NNX module in a dict": (lambda cfg: {"m": NnxScale(cfg)}, {}, lambda modules, x: modules["m"](x)),
+    "an Equinox module": (lambda cfg: EqxScale(jnp.ones(2), cfg), {}, lambda module, x: module(x)),
+    "a pytree": (lambda cfg: [TreeScale(jnp.ones(2), cfg)], {}, lambda trees, x: trees[0](x)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ARGUMENTS)
+def test_objects_that_arguments_hold_are_seen(name):
+    make, options, function = OF_ARGUMENTS[name]
+    cfg = Object(k=2.0, unread=1)
+    call = shard(function, **options)
+    for cfg.k in (2.0, 3.0):
+        for _ in range(2):
+            np.testing.assert_allclose(call(make(cfg), X), cfg.k * X)
+        cfg.unread += 1
+    assert len(call._calls.entries) == 2
 
 
 def test_an_nnx_module_with_a_plain_object_that_holds_a_numpy_array():

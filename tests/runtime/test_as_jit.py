@@ -228,6 +228,21 @@ def test_compiled_functions_take_arrays_with_the_planned_shardings():
         compiled(ELSEWHERE)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_array_of_a_weak_type_has_a_plan_of_its_own(order):
+    inner = shard(lambda x, w: x * w, ((8, 1), (1,)))
+
+    def function(x, w):
+        return inner(x, w) + inner(2 * x, w)
+
+    arrays = jnp.full(4, 2.0), jnp.ones(4)
+    assert [w.weak_type for w in arrays] == [True, False]
+    sharded = shard(function, ((8, 1), (1,)))
+    for i in (*order, *order):
+        np.testing.assert_array_equal(sharded(X, arrays[i]), 3 * X * arrays[i])
+    assert len(sharded._calls.entries) == 2
+
+
 def test_without_jit_the_function_runs_as_it_is():
     class Counter:
         def __init__(self):

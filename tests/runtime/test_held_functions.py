@@ -1,5 +1,6 @@
 """A sharded function of a part, which its whole holds, follows the part's arrays."""
 
+import collections
 import copy
 import functools
 import pickle
@@ -63,6 +64,7 @@ HOLDS = {
     "a list": lambda graph: [graph],
     "a tuple in a dict": lambda graph: {"graph": (graph, 1)},
     "a dict in a list": lambda graph: [{"graph": graph}],
+    "a deque": lambda graph: collections.deque([graph], maxlen=2),
 }
 OF = {
     "a cell": lambda block: ms.shard(block, in_strategy=STRATEGY),

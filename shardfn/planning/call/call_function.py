@@ -191,7 +191,7 @@ def closed_over_arguments(callee: Callee, call: Call, only_refs: bool) -> Closed
     """The arrays that a function closes over in a call, or its refs only, with its trace, which takes them as arguments."""
     shapes = call.of_shapes()
     with (
-        recording(callee.root, callee.name) as read,
+        recording(callee.root, callee.name, callee.objects_of(call)) as read,
         explained_by_arguments(shapes),
         without_types(call.ambient, callee.name),
     ):
