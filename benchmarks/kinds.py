@@ -1,8 +1,7 @@
 """How far are modelled time and memory from measured ones, for one step of every kind of program?
 
-The steps of `kind_steps.py` are planned for one device of a card whose figures were measured (`measured/CARD.json`: milliseconds of
-the step and MiB of the program that XLA compiled there) and modelled at the rates that `shardfn calibrate` gave for such a card.
-No GPU is needed.
+The steps of `kind_steps.py` are planned for one device of a card on which they were measured (`measured/CARD.json`: milliseconds,
+and MiB of the program that XLA compiled there), at the rates of such a card. No GPU is needed.
 Run: python benchmarks/kinds.py [--card h100] [--only conv3d ...] [--presets] [--json OUT]
 """
 
@@ -42,6 +41,7 @@ def calibrated(found: Mapping[str, Any]) -> Chip:
         vector_flops=rates["vector_flops"],
         memory_bytes_s=rates["memory_bytes_s"],
         launch_s=rates["launch_s"],
+        kind_rates=tuple(rates["kinds"].items()),
         source=f"measured on {found['card']}",
     )
 

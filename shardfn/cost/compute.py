@@ -13,7 +13,7 @@ import numpy as np
 from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
-from shardfn.cost.platforms import fuse, kernels
+from shardfn.cost.platforms import backend_of, fuse, kernels
 from shardfn.ir.model import Graph, Op, WindowDim, is_gpu
 from shardfn.ir.op_traits import CONTRACTIONS, EXPENSIVE, HAS_COST, OP_TRAITS, PARTIAL_READS, UNTIMED, UPDATES
 from shardfn.ir.partitioned import PartitionedProgram
@@ -49,6 +49,9 @@ FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
     ),
     "fft": lambda partitioned, op, out: out * (5 * math.log2(max(2, _last(partitioned, op)))),
     "cholesky": lambda partitioned, op, out: out * (_last(partitioned, op) / 3),
+    "ragged_dot": lambda partitioned, op, out: (
+        2.0 * math.prod(partitioned.local_shape(op.inputs[0])) * partitioned.local_shape(op.outputs[0])[-1]
+    ),
     "triangular_solve": lambda partitioned, op, out: out * float(_last(partitioned, op)),
     "rng_bit_generator": lambda partitioned, op, out: out * 10.0,
 }
@@ -127,7 +130,7 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None 
     unmodelled_ops: dict[str, None] = {}
     for run in kernel_runs(partitioned, chip, fusion):
         for op in map(ops.__getitem__, run.kernel):
-            if op.name not in HAS_COST and has_own_time(op):
+            if has_own_time(op) and not is_modelled(partitioned, op, chip):
                 unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
         total += run.flops * run.trips
         moved += run.bytes_moved * run.trips
@@ -177,16 +180,27 @@ def once(
       fusion: how XLA fuses the ops.
     """
     graph = partitioned.graph
-    flops = time = 0.0
+    rules, flops, time = backend_of(partitioned.platform).library, 0.0, 0.0
     for at in dict.fromkeys(n for i in kernel for n in (i, *(fusion.inside[i] or ()))):
         step = graph.ops[at]
         if step.name != "add_parts":
             count = op_flops(partitioned, step)
             flops += count
-            time += count / rate(graph, step, chip)
+            speed = rate(graph, step, chip)
+            if step.name in rules and (call := rules[step.name](partitioned, step, count)) and call.is_known(chip):
+                time += call.seconds(chip, speed)
+            else:
+                time += count / speed
     read = sum(size for size, _, _ in reads(partitioned, kernel, fusion).values())
     size = read + sum(_written(partitioned, graph.ops[i], fusion) for i in kernel)
     return flops, size, max(time, size / chip.memory_bytes_s)
+
+
+def is_modelled(partitioned: PartitionedProgram, op: Op, chip: Chip) -> bool:
+    """Whether there is a rule for the time of an op on a chip, with a rate that was measured where it needs one."""
+    rule = backend_of(partitioned.platform).library.get(op.name)
+    call = rule(partitioned, op, 1.0) if rule else None
+    return op.name in HAS_COST if call is None else call.is_known(chip)
 
 
 def has_own_time(op: Op) -> bool:
@@ -196,7 +210,7 @@ def has_own_time(op: Op) -> bool:
 
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
     """FLOP/s of an op. Special functions use an eighth of the lanes (CUDA C++ Programming Guide: 16 of 128)."""
-    if op.name in CONTRACTIONS:
+    if op.name in CONTRACTIONS or op.name == "ragged_dot":
         return chip.rate(graph.values[op.inputs[0]].dtype, op.precision, _contracts_rows(op))
     lanes = chip.vector_flops or chip.flops
     return lanes / 8 if op.name in EXPENSIVE else lanes

@@ -13,6 +13,7 @@ from shardfn.cost.backends.cpu_fusion import CpuFuser
 from shardfn.cost.backends.gpu import on_gpu
 from shardfn.cost.backends.gpu_fusion import GpuFuser
 from shardfn.cost.backends.gpu_kernels import gpu_kernels
+from shardfn.cost.backends.gpu_library import GPU_LIBRARY, UNCHECKED, Rule
 from shardfn.cost.backends.tpu import gathered_arguments, row_growth, row_major_and_narrow_bytes, scattered_values
 from shardfn.cost.backends.tpu_fusion import TpuFuser
 from shardfn.cost.devices.chips import Chip
@@ -51,6 +52,8 @@ class Backend:
     """The arguments of which it stores a row-major copy."""
     row_growth: Callable[[Array, Array], Array] = lambda columns, size: np.ones_like(size)
     """The factor by which padding enlarges row-major arrays, from the elements of a row and the bytes without padding."""
+    library: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    """The ops that are other kernels than an op's own, by name."""
 
 
 _BACKENDS = {
@@ -69,6 +72,7 @@ _BACKENDS = {
         row_major_values=scattered_values,
         row_major_copies=gathered_arguments,
         row_growth=row_growth,
+        library=UNCHECKED,
     ),
     # The defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like.
     "gpu": Backend(
@@ -76,6 +80,7 @@ _BACKENDS = {
         GpuFuser,
         rewrite=on_gpu,
         kernels=gpu_kernels,
+        library=GPU_LIBRARY,
         asynchronous=frozenset(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")),
     ),
 }

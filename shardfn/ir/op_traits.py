@@ -136,6 +136,7 @@ OP_TRAITS = {
                  primitives=("fft",)),
         _library("cholesky", gpu_rule="follow_result"),
         _library("triangular_solve", gpu_rule="triangular_solve"),
+        OpTraits("ragged_dot", "ragged_dot", "none"),
         _library("rng_bit_generator"),
         _library("rng", flops="rng_bit_generator", hoisting="never"),
         # Elementwise ops with constraints.

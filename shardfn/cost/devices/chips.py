@@ -73,6 +73,10 @@ class Chip:
     """By element type, the part of the matmul rate that a weight's gradient (`x.T @ dy`) reaches, as any matmul does that
     contracts the rows of both operands; types not named reach all of it."""
 
+    kind_rates: tuple[tuple[str, float], ...] = ()
+    """By kind of kernel (`cost.backends.gpu_library.KINDS`), the part that it reaches of the rate of memory, of elements or of
+    matmuls. The time of a kind that is not named is not modelled."""
+
     def __post_init__(self) -> None:
         rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
         bad = [name for name in rates if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name)))]
@@ -104,6 +108,14 @@ class Chip:
         return rates.get(named, self.flops) * (
             dict(self.weight_gradient_efficiency).get(named, 1.0) if is_weight_gradient else 1.0
         )
+
+    def kind_rate(self, kind: str) -> float | None:
+        """The part of the chip's rate that a kind of kernel reaches; None where nobody measured it.
+
+        >>> CHIPS["h100"].kind_rate("memory"), CHIPS["cpu"].kind_rate("sort")
+        (1.0, None)
+        """
+        return 1.0 if kind in ("memory", "matmul") else dict(self.kind_rates).get(kind)
 
     def pod(self, size: int | str) -> Hardware:
         """A number of these chips, as a target to plan for.
@@ -242,7 +254,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
         data = json.loads(read_bytes(path, MAX_FILE_BYTES))["chip"]
         data |= {name: tuple(data.get(name, ())) for name in ("largest", "sides", "device_kinds")}
         data["aot"] = tuple((str(name), value) for name, value in data.get("aot", ()))
-        for name in ("dtype_flops", "weight_gradient_efficiency"):
+        for name in ("dtype_flops", "weight_gradient_efficiency", "kind_rates"):
             data[name] = tuple((str(dtype), float(rate)) for dtype, rate in data.get(name, ()))
         return Chip(**data)
     except DeviceError:
@@ -271,7 +283,20 @@ def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vec
     return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes, node=8,
                 network_bytes_s=network, device_kinds=kinds, aot_name=name, aot=tuple((_GPU_LIMITS | aot).items()),
                 split_k_coarseness=split_k_coarseness, launch_s=1.5e-6,
-                weight_gradient_efficiency=(("f32", f32_gradients),))  # fmt: skip
+                weight_gradient_efficiency=(("f32", f32_gradients),), kind_rates=_H100_KINDS)  # fmt: skip
+
+
+_H100_KINDS = (
+    ("sort", 0.545),
+    ("bitonic sort", 5.0),
+    ("fft", 0.78),
+    ("cholesky", 0.344),
+    ("triangular solve of a vector", 0.151),
+    ("3D convolution", 0.223),
+    ("3D weight gradient", 0.0826),
+)
+"""Measured on one H100 (JAX 0.11.2, 27 November 2026) in the steps of `benchmarks/kinds.py`, over the datasheet's rates; the other
+GPUs have the same. Sorts of 512 x 262,144 pairs, FFTs of 384^3, one matrix of 8,192 rows, TF32 convolutions of 32 channels."""
 
 
 # XLA's description of a GPU (`GpuTargetConfigProto`): it plans tiles, fusions and schedules by these.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from shardfn.cost.backends import cpu_memory, tpu_memory
+from shardfn.cost.backends import cpu_memory, gpu_memory, tpu_memory
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges, ReusableBuffer
 from shardfn.cost.schedule import Schedule
 from shardfn.ir.partitioned import PartitionedProgram
@@ -27,7 +27,7 @@ class MemoryRules:
     """What it copies of arguments."""
 
 
-_COMMON = MemoryRules()
+_GPU = MemoryRules(gpu_memory.GpuLiveRanges)
 _RULES = {
     "cpu": MemoryRules(cpu_memory.CpuLiveRanges, argument_copies=cpu_memory.donated_copies),
     "tpu": MemoryRules(tpu_memory.TpuLiveRanges, tpu_memory.tiled_local_bytes, tpu_memory.argument_copies),
@@ -35,12 +35,12 @@ _RULES = {
 
 
 def memory_rules(platform: str) -> MemoryRules:
-    """The rules of a platform's backend; GPUs have the common ones.
+    """The rules of a platform's backend; of a platform that is none of them, those of GPUs.
 
     >>> memory_rules("cuda").live_ranges.__name__, memory_rules("cpu").live_ranges.__name__
-    ('LiveRanges', 'CpuLiveRanges')
+    ('GpuLiveRanges', 'CpuLiveRanges')
     """
-    return _RULES.get(platform, _COMMON)
+    return _RULES.get(platform, _GPU)
 
 
 def live_buffers(schedule: Schedule) -> tuple[list[LiveBuffer], list[LiveBuffer]]:

@@ -1,0 +1,109 @@
+"""Ops that XLA's GPU backend leaves to libraries or makes of many kernels: their time, their work buffers, and what is unknown."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.cost.backends.gpu_library import KINDS
+from shardfn.cost.devices.calibrate import Calibration
+from shardfn.cost.devices.chips import CHIPS, load_chip, save_chip
+
+H100 = CHIPS["h100"]
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def cost(fn, *args, chip=H100):
+    return shardfn.plan(fn, *args, device=chip.pod(1)).cost
+
+
+def conv(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1, 1, 1), "SAME", dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+
+
+def solve(a, b):
+    return jax.scipy.linalg.solve_triangular(a, b, lower=True)
+
+
+ROWS, EXPERTS = jax.ShapeDtypeStruct((4096, 256), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)
+SIZES = jax.ShapeDtypeStruct((8,), jnp.int32)
+BYTES = H100.memory_bytes_s
+
+# What a step takes at least, in seconds, by the kernels that XLA runs.
+KERNELS = {
+    "sort": (lambda x: jnp.sort(x), (f32(64, 65536),), 64 * 65536 * 6 * 20 / (0.545 * BYTES)),
+    "argsort": (lambda x: jnp.argsort(x), (f32(64, 65536),), 64 * 65536 * 6 * 20 / (0.545 * BYTES)),
+    "one row": (lambda x: jnp.sort(x), (f32(4194304),), 4194304 * 4 * 16 / (0.545 * BYTES)),
+    "top_k": (lambda x: jax.lax.top_k(x, 32), (f32(64, 65536),), 64 * 65536 * 6 * 20 / (0.545 * BYTES)),
+    "fftn": (lambda x: jnp.fft.fftn(x), (f32(128, 128, 128),), 3 * 2 * 8 * 128**3 / (0.78 * BYTES)),
+    "ifft": (lambda x: jnp.fft.ifft(x), (f32(4096, 1024),), 2 * 2 * 8 * 4096 * 1024 / (0.78 * BYTES)),
+    "cholesky": (jnp.linalg.cholesky, (f32(4096, 4096),), 4096**3 / 3 / (0.344 * H100.vector_flops)),
+    "solve": (solve, (f32(4096, 4096), f32(4096, 1)), 4 * 4096**2 / (0.151 * BYTES)),
+    "conv3d": (conv, (f32(2, 32, 32, 32, 32), f32(3, 3, 3, 32, 32)), 3.2e9 / (0.223 * 494e12)),
+    "ragged_dot": (jax.lax.ragged_dot, (ROWS, EXPERTS, SIZES), 8 * 2 * 4096 * 256 * 512 / H100.flops),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_time_of_a_library_op_is_that_of_its_kernels(name):
+    fn, args, least = KERNELS[name]
+    found = cost(fn, *args)
+    assert least <= found.compute_s <= 2.5 * least
+    assert not found.unmodelled_ops
+
+
+@pytest.mark.parametrize("name", ["sort", "top_k", "fftn", "cholesky", "conv3d"])
+def test_an_op_whose_kind_has_no_rate_is_named(name):
+    fn, args, _ = KERNELS[name]
+    found = cost(fn, *args, chip=dataclasses.replace(H100, kind_rates=()))
+    assert found.unmodelled_ops
+    assert found.compute_s < cost(fn, *args).compute_s
+
+
+# Nobody measured these on a GPU.
+UNKNOWN = {
+    "lexsort": (lambda x: jnp.lexsort((x, x)), (f32(64, 65536),)),
+    "few of each row": (lambda x: jax.lax.top_k(x, 4), (f32(64, 65536),)),
+    "batch of matrices": (jnp.linalg.cholesky, (f32(64, 128, 128),)),
+    "qr": (lambda x: jnp.linalg.qr(x)[1], (f32(512, 512),)),
+    "many sides": (solve, (f32(512, 512), f32(512, 64))),
+    "groups": (lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=8), (f32(2, 8, 32, 32), f32(8, 1, 3, 3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_op_without_a_checked_rule_is_named(name):
+    fn, args = UNKNOWN[name]
+    assert cost(fn, *args).unmodelled_ops
+
+
+def test_a_small_sort_is_one_kernel():
+    found = cost(lambda x: jnp.sort(x), jax.ShapeDtypeStruct((16384,), jnp.int32))
+    assert 2e-5 < found.compute_s < 5e-5  # 31 us on one H100
+
+
+def test_work_buffers_count():
+    x = f32(64, 65536)  # 16 MiB
+    sort = cost(lambda x: jnp.sort(x), x).memory
+    assert sort.temporaries == 4 * 16 * 2**20  # the keys, sorted keys, and as much again as keys and values
+    ragged = cost(jax.lax.ragged_dot, ROWS, EXPERTS, SIZES).memory
+    assert ragged.temporaries == 8 * 4096 * 256 * 2
+
+
+def test_ragged_dot_is_only_named_on_tpu():
+    found = shardfn.plan(jax.lax.ragged_dot, ROWS, EXPERTS, SIZES, device="tpu-v5e:1").cost
+    assert found.unmodelled_ops == ("ragged_dot",)
+    assert found.flops == 2 * 4096 * 256 * 512
+
+
+def test_rates_of_kinds_are_saved(tmp_path):
+    path = str(tmp_path / "chip.json")
+    save_chip(H100, path)
+    assert load_chip(path).kind_rates == H100.kind_rates
+    assert {kind for kind, _ in H100.kind_rates} | {"memory", "matmul"} == set(KINDS)
+    assert str(Calibration(H100, ()))
