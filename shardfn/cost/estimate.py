@@ -28,12 +28,18 @@ class Cost:
     matrix_flops: float = 0.0
     """Of `flops`, those of matmuls and convolutions."""
     unmodelled_ops: tuple[str, ...] = ()
-    """Ops without a cost rule, by name and line; they cost the bytes they move."""
+    """Ops without a rule for their time that was checked on such a device, by name and line; `time_s` counts the bytes that they
+    move, or the FLOPs, and is then the least that the call takes."""
 
     @property
     def time_s(self) -> float:
         """Seconds of compute and communication, one after the other."""
         return self.compute_s + self.communication_s
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether the modelled time is the least that the call takes, as some op has no checked rule."""
+        return bool(self.unmodelled_ops)
 
 
 def collectives(partitioned: PartitionedProgram, order: ExecutionOrder | None = None) -> tuple[Collective, ...]:

@@ -98,7 +98,7 @@ def _collective(c: Collective) -> dict[str, Any]:
 # ---- facts
 
 
-UNMODELLED = "no cost rule, so the estimate counts only the bytes that these ops move"
+UNMODELLED = "no checked rule for the time of these ops on this device, so the modelled time is a lower bound"
 
 
 def strides(plan: Plan) -> list[tuple[str, int, int]]:

@@ -9,7 +9,7 @@ from shardfn.search.engine import Archive
 from shardfn.search.generators import BASELINES, TENSOR_BASELINES
 from shardfn.search.labels import MeshSolution, estimate_holds, next_strategies
 from shardfn.search.moves import CHANGED
-from shardfn.search.problem import MEMORY, Answer, SearchCandidate, runner_up
+from shardfn.search.problem import MEMORY, TIME, Answer, SearchCandidate, runner_up
 
 
 def answer_of(what: str, archive: Archive) -> Answer:
@@ -72,10 +72,13 @@ def _gap(
 ) -> float | None:
     """The part of a candidate's cost that may lie above the optimum of the label model on all meshes that were solved.
 
-    None where the solution is for another objective or not exact, or where its estimate does not hold.
+    None where the solution is for another objective or not exact, where its estimate does not hold, and for time where an op
+    has no checked rule.
     """
     problem = archive.problem
     if solution.objective.level != problem.level or not solution.is_exact or problem.level == MEMORY:
+        return None
+    if problem.level == TIME and best.cost.is_lower_bound:
         return None
     if not estimate_holds(problem, solution, best):
         return None

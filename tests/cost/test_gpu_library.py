@@ -101,6 +101,45 @@ def test_ragged_dot_is_only_named_on_tpu():
     assert found.flops == 2 * 4096 * 256 * 512
 
 
+def test_the_headline_says_at_least_and_names_the_op():
+    plan = shardfn.plan(lambda x: jnp.linalg.qr(x)[1] + jnp.sort(x), f32(256, 256), device="h100:1", level=2)
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("time: ")]
+    assert plan.cost.is_lower_bound
+    assert (
+        line.startswith("time: at least ") and "custom_call cusolver_geqrf_ffi is not modelled on this device" in line
+    )
+    known = str(shardfn.plan(jnp.matmul, f32(256, 256), f32(256, 256), device="h100:1"))
+    assert "at least" not in known and "not modelled" not in known
+
+
+def test_a_plan_with_an_unknown_op_is_not_proved_in_time():
+    def step(x, w):
+        return jnp.linalg.cholesky(jnp.einsum("bij,jk->bik", x, w))
+
+    args = f32(64, 128, 128), f32(128, 128)
+    assert shardfn.plan(step, *args, device="h100:8", level=2).gap is None
+    assert shardfn.plan(jnp.matmul, f32(512, 512), f32(512, 512), device="h100:8", level=2).gap is not None
+
+
+def test_ragged_dot_on_gpus_is_told_the_cheaper_way():
+    def step(x, w, sizes):
+        return jax.lax.ragged_dot(x, w, sizes).sum()
+
+    (note,) = [
+        n for n in shardfn.plan(step, ROWS, EXPERTS, SIZES, device="h100:1").diagnostics if n.startswith("ragged_dot")
+    ]
+    assert (
+        "test_gpu_library.py" in note
+        and "8.69 µs" in note
+        and "1.09 µs" in note
+        and "16 MiB" in note
+        and "capacity" in note
+    )
+    assert not [
+        n for n in shardfn.plan(step, ROWS, EXPERTS, SIZES, device="tpu-v5e:1").diagnostics if "all experts" in n
+    ]
+
+
 def test_rates_of_kinds_are_saved(tmp_path):
     path = str(tmp_path / "chip.json")
     save_chip(H100, path)

@@ -295,8 +295,8 @@ _H100_KINDS = (
     ("3D convolution", 0.223),
     ("3D weight gradient", 0.0826),
 )
-"""Measured on one H100 (JAX 0.11.2, 27 November 2026) in the steps of `benchmarks/kinds.py`, over the datasheet's rates; the other
-GPUs have the same. Sorts of 512 x 262,144 pairs, FFTs of 384^3, one matrix of 8,192 rows, TF32 convolutions of 32 channels."""
+"""Measured on one H100 (JAX 0.11.2, 27 November 2026) in the steps of `benchmarks/kinds.py`, over the datasheet's rates; the
+other GPUs have the same. Sorts of 512 x 262,144 pairs, FFTs of 384^3, one matrix of 8,192 rows, convolutions of 32 channels."""
 
 
 # XLA's description of a GPU (`GpuTargetConfigProto`): it plans tiles, fusions and schedules by these.

@@ -25,6 +25,7 @@ from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.diagnostics.expert_einsums import expert_einsums
 from shardfn.planning.diagnostics.field_lookups import field_lookups
+from shardfn.planning.diagnostics.masked_experts import masked_experts
 from shardfn.planning.plan import FIX, Decision, Plan
 from shardfn.search.moves import array_specs
 from shardfn.search.problem import Algorithm, array_bytes, objective
@@ -40,7 +41,8 @@ Rule = Callable[[Plan, AnsweredCall], Iterator[str]]
 
 def advice(plan: Plan, answered: AnsweredCall) -> list[str]:
     """The diagnostics of a plan, each with its line and what the user should do."""
-    return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, answered)]
+    rules = (masked_experts,) if plan.hardware.count == 1 else RULES  # the others are about what devices share
+    return [text for rule in rules for text in rule(plan, answered)]
 
 
 # ---- one rule for each kind of diagnostic; `RULES` at the end of the file lists them
@@ -400,6 +402,7 @@ RULES: tuple[Rule, ...] = (
     in_loops,
     rematerialised,
     ragged_experts,
+    masked_experts,
     einsum_experts,
     lookups_of_fields,
     replicated,

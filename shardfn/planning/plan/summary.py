@@ -34,7 +34,7 @@ def headline(plan: Plan) -> list[str]:
         f"{plan.function}: {plan.kind}",
         f"devices: {devices_text(plan.hardware)}, mesh {mesh_text(plan.axes)}",
         f"memory: {fit_text(plan)}",
-        f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}",
+        _time_line(plan),
         f"work: {flops_text(cost.flops)} and {bytes_text(cost.bytes_sent)} sent per device; compute "
         f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
         *_overlap_line(plan),
@@ -68,6 +68,19 @@ def fit_text(plan: Plan) -> str:
     if peak > device:
         return f"fits the limit but not the device, {bytes_text(peak - device)} too much for {plan.hardware.chip.name}: {used}"
     return f"fits with {bytes_text(limit - peak)} to spare: {used}"
+
+
+def _time_line(plan: Plan) -> str:
+    """How long a call takes; where an op has no checked rule, at least how long, and which op that is."""
+    cost, ops = plan.cost, plan.cost.unmodelled_ops
+    if not cost.is_lower_bound:
+        return f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}"
+    first, others = file_line(ops[0]).replace(" (", " at ").rstrip(")"), len(ops) - 1
+    verb = "is" if not others else f"and {others} other op{'s'[: others != 1]} are"
+    return (
+        f"time: at least {time_text(cost.time_s)} per call (modelled); {first} {verb} not modelled on this device; "
+        f"{_largest_part(plan)}"
+    )
 
 
 def _overlap_line(plan: Plan) -> list[str]:
