@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardfn.cost.backends.cpu import all_groups
+from shardfn.cost.backends.loop_copies import loop_copies
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.platforms import backend_of, fuse, kernels
@@ -160,7 +161,17 @@ class KernelRun(NamedTuple):
 def kernel_runs(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan) -> Iterator[KernelRun]:
     """The kernels of a program in its order."""
     ops = partitioned.graph.ops
+    copied = loop_copies(partitioned, fusion) if is_gpu(partitioned.platform) else {}
     for kernel in kernels(partitioned, fusion):
+        if kernel[0] in copied:
+            sizes, trips = zip(
+                *((partitioned.local_bytes(seen), trips) for seen, _, trips in copied[kernel[0]]), strict=True
+            )
+            moved = 2.0 * sum(sizes)
+            yield KernelRun(
+                kernel, 0.0, moved, moved / chip.memory_bytes_s + len(sizes) * chip.launch_s, trips[0], True
+            )
+            continue
         timed = [i for i in kernel if has_own_time(ops[i])]
         flops, moved, seconds = once(partitioned, timed, chip, fusion)
         launched_s = seconds + chip.launch_s if timed else 0.0
@@ -180,7 +191,7 @@ def once(
       fusion: how XLA fuses the ops.
     """
     graph = partitioned.graph
-    rules, flops, time = backend_of(partitioned.platform).library, 0.0, 0.0
+    rules, flops, time, library_s = backend_of(partitioned.platform).library, 0.0, 0.0, 0.0
     for at in dict.fromkeys(n for i in kernel for n in (i, *(fusion.inside[i] or ()))):
         step = graph.ops[at]
         if step.name != "add_parts":
@@ -188,12 +199,12 @@ def once(
             flops += count
             speed = rate(graph, step, chip)
             if step.name in rules and (call := rules[step.name](partitioned, step, count)) and call.is_known(chip):
-                time += call.seconds(chip, speed)
+                library_s += call.seconds(chip, speed)
             else:
                 time += count / speed
     read = sum(size for size, _, _ in reads(partitioned, kernel, fusion).values())
     size = read + sum(_written(partitioned, graph.ops[i], fusion) for i in kernel)
-    return flops, size, max(time, size / chip.memory_bytes_s)
+    return flops, size, max(time, library_s, size / chip.memory_bytes_s)
 
 
 def is_modelled(partitioned: PartitionedProgram, op: Op, chip: Chip) -> bool:
@@ -252,7 +263,9 @@ def reads(
             if v not in fusion.stored or v in made:
                 continue
             size = size_of(v)
-            if position == 0 and step.name in PARTIAL_READS:
+            if position == 0 and step.name == "gather" and size > _CACHED and is_gpu(partitioned.platform):
+                size = size_of(step.outputs[0]) + (read[v][0] if v in read else 0.0)
+            elif position == 0 and step.name in PARTIAL_READS:
                 size = min(size, size_of(step.outputs[0]))
             elif position == 0 and step.name in UPDATES:
                 size = 0
@@ -260,6 +273,10 @@ def reads(
                 read[v] = size, step, position
         made.update(step.outputs)
     return read
+
+
+_CACHED = 2**25
+"""Bytes of a table beyond which a GPU reads each row that is gathered from memory: less than the cache of any preset."""
 
 
 def _size_of(partitioned: PartitionedProgram) -> Callable[[int], float]:

@@ -10,6 +10,7 @@ import shardfn
 from shardfn.cost.backends.gpu_library import KINDS
 from shardfn.cost.devices.calibrate import Calibration
 from shardfn.cost.devices.chips import CHIPS, load_chip, save_chip
+from shardfn.runtime.verify import compile_plan
 
 H100 = CHIPS["h100"]
 
@@ -146,3 +147,53 @@ def test_rates_of_kinds_are_saved(tmp_path):
     assert load_chip(path).kind_rates == H100.kind_rates
     assert {kind for kind, _ in H100.kind_rates} | {"memory", "matmul"} == set(KINDS)
     assert str(Calibration(H100, ()))
+
+
+def stencil(u):
+    return jax.lax.fori_loop(0, 10, lambda _, u: 0.5 * (jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0)), u)
+
+
+def decay(u):
+    return jax.lax.fori_loop(0, 10, lambda _, u: 0.5 * u + 1.0, u)
+
+
+@pytest.mark.parametrize(("fn", "copies"), [(stencil, 1), (decay, 0)])
+def test_a_carry_that_is_read_at_several_places_is_copied_in_each_iteration(fn, copies):
+    size = 4 * 4096 * 1024
+    found = shardfn.plan(fn, f32(4096, 1024), device="h100:1", donate_argnums=0).cost
+    assert found.memory.temporaries == copies * size + 4  # and the counter
+    passes = 10 * (1 + copies) * 2 * size / BYTES
+    assert passes <= found.compute_s <= passes + 10 * 5e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fn", "copies"), [(stencil, 1), (decay, 0)])
+def test_a_carry_is_copied_as_compiled(cuda, fn, copies):
+    step = shardfn.shard(fn, device="h100:1", donate_argnums=0)
+    text = compile_plan(step.plan(f32(4096, 1024))).as_text()
+    body = text[: text.index("ENTRY")]
+    assert body.count(" copy(") == copies
+
+
+def pairs(x):
+    d = x[None] - x[:, None]
+    r = jax.lax.rsqrt((d**2).sum(-1) + 1e-3)
+    return (d * r[..., None]).sum(1)
+
+
+def test_a_reduction_computes_what_is_made_of_small_arrays():
+    found = cost(pairs, f32(4096, 3))
+    assert found.memory.temporaries < 1.01 * 4 * 4096**2  # the distances, not the differences
+
+
+def test_short_rows_of_a_computed_reduction_take_longer():
+    rows = cost(lambda x: jnp.exp(x[:, None] - x[None]).sum(-1), f32(4096, 16)).compute_s
+    assert rows >= 2 * 4096**2 * 16 / (0.0239 * H100.vector_flops)
+
+
+def test_rows_gathered_from_a_large_table_are_read_from_memory():
+    rows = 2**20
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    large, small = (cost(lambda x, i: x[i], f32(n, 128), ids).compute_s for n in (2**17, 2**12))
+    assert large >= 2 * rows * 512 / BYTES
+    assert small < 1.2 * rows * 512 / BYTES

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shardfn.cost.backends.loop_copies import keeps_places
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges, ReusableBuffer
 from shardfn.cost.schedule import Schedule
-from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
+from shardfn.ir.op_traits import UPDATES
 
 SMALL_CARRY = 1024
 """Bytes of what a loop carries below which its copies do not count."""
@@ -65,7 +66,7 @@ class CpuLiveRanges(LiveRanges):
                 self.copies.append(LiveBuffer((), 2 * first, end[seen], size))
                 found[seen] = start[back]
                 end[seen] = 2 * first
-            elif made in readers and not self.keeps_places(made, seen):
+            elif made in readers and not keeps_places(partitioned, fusion, made, seen):
                 end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
         return found
 
@@ -97,20 +98,9 @@ class CpuLiveRanges(LiveRanges):
     def may_write_over(self, i: int, v: int) -> bool:
         """Not if the op calls a library for a sum, or reads elements for those at other positions."""
         is_library_call = any(self.graph.ops[j].name == "reduce" for j in self.fusion.inside[i] or ())
-        return not is_library_call and super().may_write_over(i, v) and self.keeps_places(i, v)
-
-    def keeps_places(self, made: int, value: int) -> bool:
-        """Whether op `made`, with what is fused into it, reads each element of a value only where it writes its own."""
-        if self.graph.ops[made].name in UPDATES:
-            return True
-        moved = {value}
-        for i in (*sorted(self.fusion.inside[made] or ()), made):
-            op = self.graph.ops[i]
-            if not moved.isdisjoint(op.inputs):
-                if op.name not in ELEMENTWISE and not self.partitioned.is_view(op):
-                    return False
-                moved.update(op.outputs)
-        return True
+        return (
+            not is_library_call and super().may_write_over(i, v) and keeps_places(self.partitioned, self.fusion, i, v)
+        )
 
 
 def donated_copies(

@@ -58,6 +58,7 @@ KINDS = {
     "fft": "memory",
     "cholesky": "elements",
     "triangular solve of a vector": "memory",
+    "reduction": "elements",
     "3D convolution": "matmul",
     "3D weight gradient": "matmul",
 }
@@ -184,6 +185,21 @@ def _convolution(partitioned: PartitionedProgram, op: Op, flops: float) -> Libra
     return LibraryCall(((kind, flops), ("memory", 2.0 * copied)), copied)
 
 
+def _reduce(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """The elements of a reduction, which its operand's bytes hide unless the operand is computed inside. A warp takes several
+    rows of 16 or fewer at half the rate; short rows of other lengths are no rows to XLA (`RowReductionGetRowsPerWarp`)."""
+    shape = partitioned.local_shape(op.inputs[0])
+    reduced, row = {d for _, d in op.reduced}, 1
+    for d in reversed(range(len(shape))):
+        if d not in reduced:
+            break
+        row *= shape[d]
+    if 1 < row < 32 and 32 % row:
+        return None
+    is_short = 1 < row < 32
+    return LibraryCall((("reduction", math.prod(shape) * (1.0 + is_short)),))
+
+
 def _unknown(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     return UNKNOWN
 
@@ -200,6 +216,7 @@ GPU_LIBRARY: dict[str, Rule] = {
     "triangular_solve": _solve,
     "ragged_dot": _ragged_dot,
     "convolution": _convolution,
+    "reduce": _reduce,
 }
 """The rules, by op."""
 

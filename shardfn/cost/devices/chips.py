@@ -115,7 +115,7 @@ class Chip:
         >>> CHIPS["h100"].kind_rate("memory"), CHIPS["cpu"].kind_rate("sort")
         (1.0, None)
         """
-        return 1.0 if kind in ("memory", "matmul") else dict(self.kind_rates).get(kind)
+        return dict(self.kind_rates).get(kind, 1.0 if kind in ("memory", "matmul", "reduction") else None)
 
     def pod(self, size: int | str) -> Hardware:
         """A number of these chips, as a target to plan for.
@@ -292,6 +292,7 @@ _H100_KINDS = (
     ("fft", 0.78),
     ("cholesky", 0.344),
     ("triangular solve of a vector", 0.151),
+    ("reduction", 0.0239),
     ("3D convolution", 0.223),
     ("3D weight gradient", 0.0826),
 )
