@@ -128,3 +128,21 @@ def test_each_kernel_adds_its_launch():
 def test_devices_that_are_not_there(arguments, capsys):
     assert main(["calibrate", *arguments]) == 2
     assert "fix:" in capsys.readouterr().err
+
+
+def test_kinds_of_kernels_are_measured_where_the_preset_has_them(monkeypatch):
+    small = dataclasses.replace(CHIPS["cpu"], memory_bytes=1e8, kind_rates=CHIPS["h100"].kind_rates)
+    monkeypatch.setattr(module, "preset_of", lambda *of: small)
+    found = calibrate(jax.devices()[:1], seconds=0.01)
+    assert set(found.kinds) == {kind for kind, _ in small.kind_rates} == set(dict(found.chip.kind_rates))
+    assert all(0 < rate < 1e4 for _, rate in found.chip.kind_rates)
+    assert "3D weight gradient" in str(found)
+    assert "not measured, from the preset: the size of memory, links" in str(found)
+
+
+def test_rates_of_kinds_that_are_not_measured_stay_what_they_are(monkeypatch):
+    h100 = CHIPS["h100"]
+    slower = dataclasses.replace(h100, memory_bytes_s=h100.memory_bytes_s / 2)
+    found = dict(module._rescaled(h100, slower))
+    assert found["sort"] == pytest.approx(2 * 0.545)
+    assert found["cholesky"] == pytest.approx(0.344)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardfn.cost.collectives import COLLECTIVE_KINDS, bytes_sent
 from shardfn.cost.devices.chips import Chip, Hardware
 from shardfn.cost.devices.hardware import preset_of, torus
+from shardfn.cost.devices.kind_rates import kind_rate, kind_steps
 from shardfn.cost.devices.links import Link, link_over
 
 
@@ -39,6 +40,8 @@ class Calibration:
 
     chip: Chip
     collectives: tuple[MeasuredCollective, ...]
+    kinds: tuple[str, ...] = ()
+    """The kinds of kernels (`Chip.kind_rates`) that were measured."""
 
     def __str__(self) -> str:
         chip = self.chip
@@ -64,6 +67,10 @@ class Calibration:
             lines.append(
                 f"{c.kind:<24} {c.seconds * 1e6:>10,.3g} us for {c.operand_bytes:,} bytes, {ratio:.2f} of the model"
             )
+        lines += [f"{kind:<30} {chip.kind_rate(kind):>8.3g} of the chip's rate" for kind in self.kinds]
+        presets = ["the size of memory", *(["links"] if not self.collectives else [])]
+        presets += [kind for kind, _ in chip.kind_rates if kind not in self.kinds]
+        lines.append(f"not measured, from the preset: {', '.join(presets)}")
         return "\n".join([f"one device ({chip.source}), while all are busy", *lines])
 
 
@@ -72,7 +79,8 @@ def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
 
     Measured: matmuls of square matrices, also those that contract the rows of both as for a weight's gradient; chains of
     multiplications and additions, with arrays that grow while that makes them a tenth faster; passes over an array that no cache
-    holds; kernels with nearly no work; each kind of collective over all devices of one node, with little and with much to send.
+    holds; kernels with nearly no work; of GPUs the kinds of kernels that have rates of their own (`kind_rates`); each kind of
+    collective over all devices of one node, with little and with much to send.
     Each is the median of its runs.
 
     Args:
@@ -97,8 +105,26 @@ def calibrate(devices: Sequence[Any], seconds: float = 0.5) -> Calibration:
         source=f"measured on {len(devices)} {devices[0].device_kind} devices of this machine, {os.cpu_count()} cores, "
         f"{datetime.date.today()}; the rest: {known.source}",
     )
+    kinds = _kinds(mesh, chip, int(known.memory_bytes / 2048), seconds) if known.kind_rates else {}
+    chip = dataclasses.replace(chip, kind_rates=tuple((dict(_rescaled(known, chip)) | kinds).items()))
     node = devices[: chip.node or None]
-    return _with_links(chip, node, seconds) if len(node) > 1 else Calibration(chip, ())
+    found = _with_links(chip, node, seconds) if len(node) > 1 else Calibration(chip, ())
+    return dataclasses.replace(found, kinds=tuple(kinds))
+
+
+def _kinds(mesh: Mesh, chip: Chip, elements: int, seconds: float) -> dict[str, float]:
+    """The part of the chip's rates that each kind of kernel reaches, with arrays of about so many elements."""
+    found: dict[str, float] = {}
+    for kind, step in kind_steps(elements).items():
+        x = _random(mesh, step.shape, step.dtype)
+        found[kind] = kind_rate(kind, step.work, _seconds(_each(mesh, step.function, x), seconds), chip)
+    return found
+
+
+def _rescaled(preset: Chip, chip: Chip) -> Iterator[tuple[str, float]]:
+    """A preset's parts of its rates as parts of the measured ones: the rates of the kinds stay what they are."""
+    for kind, part in preset.kind_rates:
+        yield kind, part * kind_rate(kind, 1.0, 1.0, chip) / kind_rate(kind, 1.0, 1.0, preset)
 
 
 _ELEMENTS = 512 * 512
