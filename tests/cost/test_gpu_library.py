@@ -197,3 +197,9 @@ def test_rows_gathered_from_a_large_table_are_read_from_memory():
     large, small = (cost(lambda x, i: x[i], f32(n, 128), ids).compute_s for n in (2**17, 2**12))
     assert large >= 2 * rows * 512 / BYTES
     assert small < 1.2 * rows * 512 / BYTES
+
+
+def test_a_reduction_over_outer_dims_computes_what_is_made_of_fewer_bytes():
+    x = jax.ShapeDtypeStruct((64, 128, 256), jnp.bfloat16)
+    assert cost(lambda x: x.astype(jnp.float32).sum(1), x).memory.temporaries == 0
+    assert cost(lambda x: (x.astype(jnp.float32) ** 2).sum(0), x).memory.temporaries == 0

@@ -9,7 +9,10 @@ class GpuFuser(ScatterFuser):
     duplicates_into_scatters = False
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of smaller arrays alone."""
+        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes."""
         op = self.graph.ops[i]
-        is_made = op.name == "reduce" and op.inputs[0] in self.sources and not self.sources[op.inputs[0]]
-        return is_made or super().can_run_with(i)
+        if op.name == "reduce" and op.inputs[0] in self.sources:
+            size = self.partitioned.local_bytes
+            if sum(map(size, self.sources[op.inputs[0]])) < size(op.inputs[0]):
+                return True
+        return super().can_run_with(i)

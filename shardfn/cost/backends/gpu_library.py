@@ -59,6 +59,7 @@ KINDS = {
     "cholesky": "elements",
     "triangular solve of a vector": "memory",
     "reduction": "elements",
+    "2D convolution": "matmul",
     "3D convolution": "matmul",
     "3D weight gradient": "matmul",
 }
@@ -166,11 +167,13 @@ def _is_stack(partitioned: PartitionedProgram, v: int) -> bool:
 
 
 def _convolution(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """cuDNN's 3D convolutions: the image and the result are copied to have channels last, and back. There is no checked rate of
-    those in one dimension or in groups."""
+    """cuDNN's convolutions. Those in three dimensions copy the image and the result to have channels last, and back. There is no
+    checked rate of those in one dimension or in groups."""
     form = op.convolution
-    if form is None or (len(form.image) == 2 and not form.grouped):
+    if form is None:
         return None
+    if len(form.image) == 2 and not form.grouped:
+        return LibraryCall((("2D convolution", flops),))
     if len(form.image) != 3 or form.grouped:
         return UNKNOWN
     image, kernel, result = op.inputs[0], partitioned.local_shape(op.inputs[1]), op.outputs[0]

@@ -115,7 +115,7 @@ class Chip:
         >>> CHIPS["h100"].kind_rate("memory"), CHIPS["cpu"].kind_rate("sort")
         (1.0, None)
         """
-        return dict(self.kind_rates).get(kind, 1.0 if kind in ("memory", "matmul", "reduction") else None)
+        return dict(self.kind_rates).get(kind, 1.0 if kind in _LIKE_OTHERS else None)
 
     def pod(self, size: int | str) -> Hardware:
         """A number of these chips, as a target to plan for.
@@ -286,6 +286,9 @@ def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vec
                 weight_gradient_efficiency=(("f32", f32_gradients),), kind_rates=_H100_KINDS)  # fmt: skip
 
 
+_LIKE_OTHERS = frozenset(("memory", "matmul", "reduction", "2D convolution"))
+"""Kinds that have the chip's rate of memory, elements or matmuls where no other was measured."""
+
 _H100_KINDS = (
     ("sort", 0.545),
     ("bitonic sort", 5.0),
@@ -293,11 +296,13 @@ _H100_KINDS = (
     ("cholesky", 0.344),
     ("triangular solve of a vector", 0.151),
     ("reduction", 0.0239),
+    ("2D convolution", 0.496),
     ("3D convolution", 0.223),
     ("3D weight gradient", 0.0826),
 )
 """Measured on one H100 (JAX 0.11.2, 27 November 2026) in the steps of `benchmarks/kinds.py`, over the datasheet's rates; the
-other GPUs have the same. Sorts of 512 x 262,144 pairs, FFTs of 384^3, one matrix of 8,192 rows, convolutions of 32 channels."""
+other GPUs have the same. Sorts of 512 x 262,144 pairs, FFTs of 384^3, one matrix of 8,192 rows, 3D convolutions of 32 channels;
+of 2D ones what a U-Net in `bf16` takes beyond the bytes of its other kernels."""
 
 
 # XLA's description of a GPU (`GpuTargetConfigProto`): it plans tiles, fusions and schedules by these.

@@ -22,16 +22,20 @@ class KindStep(NamedTuple):
     work: float
 
 
+_CHANNELS_LAST = {2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+
+
 def _convolve(x: jax.Array) -> jax.Array:
-    kernel = jnp.full((3, 3, 3, x.shape[-1], x.shape[-1]), 0.01, x.dtype)
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), "SAME", dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+    spatial = x.ndim - 2
+    kernel = jnp.full((*(3,) * spatial, x.shape[-1], x.shape[-1]), 0.01, x.dtype)
+    return jax.lax.conv_general_dilated(x, kernel, (1,) * spatial, "SAME", dimension_numbers=_CHANNELS_LAST[spatial])
 
 
 def _kernel_gradient(x: jax.Array) -> jax.Array:
     kernel = jnp.full((3, 3, 3, x.shape[-1], x.shape[-1]), 0.01, x.dtype)
 
     def convolved(kernel: jax.Array) -> jax.Array:
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), "SAME", dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1, 1), "SAME", dimension_numbers=_CHANNELS_LAST[3])
 
     return jax.vjp(convolved, kernel)[1](x)[0]
 
@@ -56,6 +60,7 @@ def kind_steps(elements: int) -> dict[str, KindStep]:
     side = 2 ** (math.isqrt(elements).bit_length() - 1)
     image = 1, *(2 ** round(math.log2(max(8, elements // 32)) / 3),) * 3, 32
     windows = 2.0 * math.prod(image) * 27 * 32
+    photo = 1, *(2 ** round(math.log2(max(8, elements // 64)) / 2),) * 2, 64
     points = math.isqrt(elements // 32)
     return {
         "sort": KindStep(lambda x: jnp.sort(x, -1), (rows, row), jnp.int32, 4.0 * rows * row * passes * (1 + reads)),
@@ -64,6 +69,7 @@ def kind_steps(elements: int) -> dict[str, KindStep]:
         "cholesky": KindStep(lambda x: jnp.linalg.cholesky(_definite(x)), (side, side), jnp.float32, side**3 / 3),
         "triangular solve of a vector": KindStep(_solved, (side, side), jnp.float32, 4.0 * side**2),
         "reduction": KindStep(lambda x: jnp.exp(x[:, None] - x[None]).sum(1), (points, 1), jnp.float32, float(points**2)),
+        "2D convolution": KindStep(_convolve, photo, jnp.float32, 2.0 * math.prod(photo) * 9 * 64),
         "3D convolution": KindStep(_convolve, image, jnp.float32, windows),
         "3D weight gradient": KindStep(_kernel_gradient, image, jnp.float32, windows),
     }  # fmt: skip
