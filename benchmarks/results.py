@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "experts": (),
     "first_call": (),
     "fusion": (),
+    "kinds": (),
     "pipeline": (),
     "plan_time": ("--only", "12 layers unrolled", "24 layers scanned", "with gradients", "explain", "Llama"),
     "reuse": ("--layers", "6", "24"),
