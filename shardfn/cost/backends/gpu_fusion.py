@@ -24,11 +24,8 @@ class GpuFuser(ScatterFuser):
         """Values in a tree of strided slices and interior pads that are stored: those that are computed through `DEPTH` levels of
         it, and that a further level reads."""
         ops, found = self.graph.ops, set[int]()
-        strided = {
-            i
-            for i in self.alive
-            if any(w.stride > 1 or w.spacing > 1 for w in ops[i].window_dims) and ops[i].name in _TREE
-        }
+        moved = [i for i in self.alive if ops[i].name in _TREE]
+        strided = {i for i in moved if any(w.stride > 1 or w.spacing > 1 for w in ops[i].window_dims)}
         depth: dict[int, int] = {}
         for i in sorted(self.alive) if strided else ():
             op = ops[i]
