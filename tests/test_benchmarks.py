@@ -94,7 +94,7 @@ def test_lines_that_a_user_writes_are_those_between_the_marks():
     assert peers.written(module, "gpt2", "tensor")[0] > peers.written(module, "mlp", "tensor")[0] > 10
 
 
-WITHOUT_DEVICES = {"gallery", "harness", "iopddl", "parameter_server", "plan_time", "results"}
+WITHOUT_DEVICES = {"gallery", "harness", "kind_steps", "iopddl", "parameter_server", "plan_time", "results"}
 """They plan for devices that are not here, solve, or serve from hosts."""
 
 

@@ -169,10 +169,10 @@ def test_a_carry_that_is_read_at_several_places_is_copied_in_each_iteration(fn, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("fn", "copies"), [(stencil, 1), (decay, 0)])
 def test_a_carry_is_copied_as_compiled(cuda, fn, copies):
-    step = shardfn.shard(fn, device="h100:1", donate_argnums=0)
-    text = compile_plan(step.plan(f32(4096, 1024))).as_text()
-    body = text[: text.index("ENTRY")]
-    assert body.count(" copy(") == copies
+    plan = shardfn.plan(fn, f32(4096, 1024), device="h100:1", donate_argnums=0)
+    compiled = compile_plan(plan).together("cuda")
+    assert compiled == pytest.approx((1 + copies) * 4 * 4096 * 1024, rel=0.01)
+    assert plan.cost.memory.peak == pytest.approx(compiled, rel=0.01)
 
 
 def pairs(x):
@@ -203,3 +203,28 @@ def test_a_reduction_over_outer_dims_computes_what_is_made_of_fewer_bytes():
     x = jax.ShapeDtypeStruct((64, 128, 256), jnp.bfloat16)
     assert cost(lambda x: x.astype(jnp.float32).sum(1), x).memory.temporaries == 0
     assert cost(lambda x: (x.astype(jnp.float32) ** 2).sum(0), x).memory.temporaries == 0
+
+
+def linear(u, v):
+    return u[0] * v[0], v[0] * u[1] + v[1]
+
+
+def scanned(a, b):
+    return jax.lax.associative_scan(linear, (a, b), axis=1)[1]
+
+
+def test_the_levels_of_an_associative_scan_are_stored():
+    args = f32(8, 1024, 512), f32(8, 1024, 512)  # 16 MiB each
+    found = cost(scanned, *args)
+    assert (
+        8 * 2**20 < found.memory.temporaries < 16 * 2**20
+    )  # both arrays of the level of a quarter, and of those below
+    assert found.compute_s > 4 * 16 * 2**20 / BYTES
+    strides = cost(lambda x: x[::2] * x[1::2], f32(4096, 1024)).memory
+    assert strides.temporaries == 0
+
+
+@pytest.mark.gpu
+def test_the_levels_of_an_associative_scan_are_stored_as_compiled(cuda):
+    plan = shardfn.plan(scanned, f32(8, 1024, 512), f32(8, 1024, 512), device="h100:1")
+    assert plan.cost.memory.peak == pytest.approx(compile_plan(plan).together("cuda"), rel=0.1)

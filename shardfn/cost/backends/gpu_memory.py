@@ -15,7 +15,7 @@ class GpuLiveRanges(LiveRanges):
     def add_own_buffers(self, i: int) -> None:
         """Add what a library call needs beside its operands and results."""
         op = self.graph.ops[i]
-        rule = GPU_LIBRARY.get(op.name)
+        rule = GPU_LIBRARY.get(op.name) if op.name != "reduce" else None
         call = rule(self.partitioned, op, 1.0) if rule else None
         if call and call.work_bytes:
             self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i), int(call.work_bytes)))
