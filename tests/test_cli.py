@@ -159,6 +159,14 @@ def test_plan_keeps_what_was_said(capsys):
     }
 
 
+def test_code_prints_plain_jax(capsys):
+    shapes = ["--shapes", "f32[16,8]", "f32[8,4]", "--in-strategy", "((4, 1), (1, 2))", "--device", "cpu:8"]
+    assert main(["code", "jax.numpy:matmul", *shapes]) == 0
+    code = capsys.readouterr().out
+    compile(code, "code", "exec")
+    assert 'in_specs = (P("a", None), P(None, "b"))' in code
+
+
 def test_a_plan_is_saved_before_its_report_is_printed(monkeypatch, tmp_path):
     path, saved = tmp_path / "plan.toml", []
     monkeypatch.setattr("shardfn.cli.main.show", lambda *_: saved.append(path.exists()))

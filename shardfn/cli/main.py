@@ -1,4 +1,4 @@
-"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, and `explain`, `check`, `demo`, `launch`, `k8s` and others."""
+"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, and `explain`, `code`, `check`, `demo` and others."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from shardfn.search.problem import BUDGETS
 
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
+
+SEARCH = ("memory_limit", "time_limit", "budget", "compile_candidates")
+"""The options that bound a search."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="demo | plan | explain | check | calibrate | checkpoint | launch | k8s"
+        required=True, metavar="demo | plan | explain | code | check | calibrate | checkpoint | launch | k8s"
     )
 
     def command(
@@ -77,21 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         "           --level time --memory-limit 14GiB --save layout.toml",
     )  # fmt: skip
     _add_call(plan, "auto, the default, is the exact search for small programs")
+    _add_search(plan)
+    _add_report(plan)
     add = plan.add_argument
-    add("--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it')
-    add(
-        "--budget",
-        type=lambda text: text if text in BUDGETS else float(text),
-        metavar="WORK",
-        help='work of the search: "fast", "default", "thorough" or a number of ops visited',
-    )
-    add("--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far")
-    add(
-        "--compile-candidates",
-        type=_number_or_word,
-        metavar="N",
-        help='compile the N best plans, or "auto", and take the best compiled one',
-    )
     add("--save", metavar="FILE", help="write the plan as a layout file (TOML); - for standard output")
 
     explain = command(
@@ -102,10 +93,20 @@ def _parser() -> argparse.ArgumentParser:
         '           --in-strategy "((4, 1), (1, 2))" --device tpu-v5e:4x4',
     )  # fmt: skip
     _add_call(explain, "the search for open shardings")
+    _add_report(explain)
     add = explain.add_argument
     add("--compiled", action="store_true", help="compile, and compare the program with the prediction")
     add("--json", metavar="FILE", help="also write the data of the report; - writes it to standard output alone")
     add("--html", metavar="FILE", help="also write the full report as a web page")
+
+    code = command(
+        "code", _code, "print the plan as plain JAX",
+        "Search the open shardings and print the plan as code that needs nothing of shardfn: a mesh, PartitionSpecs,\n"
+        "sharding constraints by source line, and a jax.jit.",
+        "example: python -m shardfn code train.py:step --args train.py:shapes --device tpu-v5e:4x4 > shardings.py",
+    )  # fmt: skip
+    _add_call(code, "auto, the default, is the exact search for small programs")
+    _add_search(code)
 
     check = command(
         "check", _check, "check a layout file against a model",
@@ -159,9 +160,31 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     add("--level", type=_number_or_word, help="objective of the search: communication, memory or time (or 0, 1, 2)")
     add("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
     add("--style", metavar="NAME", help=f"the parallel style of the plan: {', '.join(STYLES)}")
-    add("--detail", choices=("short", "full"), default="short",
+
+
+def _add_search(command: argparse.ArgumentParser) -> None:
+    """What bounds the search, of commands that search."""
+    add = command.add_argument
+    add("--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it')
+    add(
+        "--budget",
+        type=lambda text: text if text in BUDGETS else float(text),
+        metavar="WORK",
+        help='work of the search: "fast", "default", "thorough" or a number of ops visited',
+    )
+    add("--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far")
+    add(
+        "--compile-candidates",
+        type=_number_or_word,
+        metavar="N",
+        help='compile the N best plans, or "auto", and take the best compiled one',
+    )
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--detail", choices=("short", "full"), default="short",
         help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
-    add("--quiet", action="store_true", help="do not print the report")
+    command.add_argument("--quiet", action="store_true", help="do not print the report")
 
 
 def _number_or_word(text: str) -> int | str:
@@ -248,7 +271,7 @@ def _plan(options: argparse.Namespace) -> None:
     if not folder.is_dir():
         fail(StrategyError, f"{options.save} cannot be written", where=f"--save {options.save}",
              why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip
-    function, arguments = _call(options, "memory_limit", "time_limit", "budget", "compile_candidates")
+    function, arguments = _call(options, *SEARCH)
     with tracing(options.function):
         plan = function.plan(*arguments)
     if options.save == "-":
@@ -260,6 +283,12 @@ def _plan(options: argparse.Namespace) -> None:
         show(function.explain(*arguments), options.detail)
         if options.save:
             print(f"saved: {options.save}")
+
+
+def _code(options: argparse.Namespace) -> None:
+    function, arguments = _call(options, *SEARCH)
+    with tracing(options.function):
+        print(function.plan(*arguments).code())
 
 
 def _explain(options: argparse.Namespace) -> None:

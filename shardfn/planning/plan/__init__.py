@@ -6,6 +6,7 @@
 | `decisions` | its parts: decisions on arrays, tied dimensions, candidates, alternatives, changes |
 | `plan_kind` | the textbook name: FSDP, tensor parallel, … |
 | `summary` | the lines of `print(plan)` and of a report's headline |
+| `plain_jax` | the plan as code of plain JAX |
 | `plan_diff` | what differs between two plans of one function |
 
 Methods of `Plan` that ask for more than the plan holds are in the folders and packages above.

@@ -367,6 +367,30 @@ class Plan(WrittenAsLayout):
         """
         return _later("runtime.apply.apply_plan")(self, fn)
 
+    def code(self) -> str:
+        """The plan as plain JAX: a mesh, a `PartitionSpec` for each array, sharding constraints by source line, a `jax.jit`.
+
+        The code needs nothing of shardfn. It names the planned function by its name, or `f`. An argument of a class that cannot
+        be written as code is named, too. Comments at the top say what `apply` does and this code does not.
+
+        Returns:
+          Python, from the imports to `sharded = jax.jit(...)`. Constraints inside are named shardings: write
+          `y = jax.lax.with_sharding_constraint(y, name)` at the line that the comment above each gives.
+
+        Raises:
+          StrategyError: the plan was pickled.
+
+        >>> import jax, shardfn
+        >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
+        >>> print(*made.code().splitlines()[3:8], sep="\\n")
+        <BLANKLINE>
+        mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,) * 1)
+        <BLANKLINE>
+        in_specs = (P("a"),)
+        out_specs = P("a")
+        """
+        return _later("planning.plan.plain_jax.code")(self)
+
     def with_devices(self, devices: Sequence[Any]) -> Plan:
         """The same plan on other devices, such as a plan for a target that is now here.
 
