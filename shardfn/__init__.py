@@ -9,6 +9,7 @@ from shardfn.errors import ShardError
 from shardfn.frontend.strategy import AUTO, DATA_PARALLEL, REPLICATED
 from shardfn.planning.inside import tag
 from shardfn.planning.plan import Plan
+from shardfn.report.layouts import compare
 from shardfn.report.report import Report
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.search import register as register_search
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "ShardError",
     "ShardedFunction",
+    "compare",
     "explain",
     "load_layout",
     "plan",

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="demo | plan | explain | code | check | calibrate | checkpoint | launch | k8s"
+        required=True, metavar="demo | plan | explain | code | compare | check | calibrate | checkpoint | launch | k8s"
     )
 
     def command(
@@ -107,6 +107,20 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_call(code, "auto, the default, is the exact search for small programs")
     _add_search(code)
+
+    compare = command(
+        "compare", _compare, "compare layouts of a function in one table",
+        "Plan a function in several layouts and print one table: time, bytes, memory, whether each fits, and what\n"
+        "each sends most. Without --styles and --layouts these are the search without a style, and every style.",
+        "example: python -m shardfn compare train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
+        "           --styles fsdp tensor_parallel --layouts layout.toml --html layouts.html",
+    )  # fmt: skip
+    _add_call(compare, "the search for open shardings")
+    _add_search(compare)
+    add = compare.add_argument
+    add("--styles", nargs="+", default=[], metavar="NAME", help=f"parallel styles: {', '.join(STYLES)}")
+    add("--layouts", nargs="+", default=[], metavar="FILE", help="layout files, or recipes by their names")
+    add("--html", metavar="FILE", help="also write the table as a web page")
 
     check = command(
         "check", _check, "check a layout file against a model",
@@ -305,6 +319,21 @@ def _explain(options: argparse.Namespace) -> None:
         show(report, options.detail)
 
 
+def _compare(options: argparse.Namespace) -> None:
+    function, arguments = _call(options, *SEARCH)
+    searched = not (options.styles or options.layouts)
+    given: dict[str, dict[str, Any]] = {"searched": {}} if searched else {}
+    given |= {style: {"style": style} for style in (STYLES if searched else options.styles)}
+    given |= {file: {"layout": file} for file in options.layouts}
+    said = {field.name: getattr(function.options, field.name) for field in dataclasses.fields(function.options)}
+    layouts = {name: shardfn.shard(function.fn, **{**said, **own}) for name, own in given.items()}
+    with tracing(options.function):
+        found = shardfn.compare(layouts, *arguments)
+    if options.html:
+        found.save(options.html)
+    show(found)
+
+
 def _check(options: argparse.Namespace) -> None:
     if options.devices is not None and options.devices < 1:
         fail(StrategyError, f"--devices {options.devices} is not a number of devices", where="check", fix="write 8")
@@ -325,7 +354,7 @@ def _check(options: argparse.Namespace) -> None:
         print(plan)
 
 
-def show(report: shardfn.Report, detail: str = "short") -> None:
+def show(report: Any, detail: str = "short") -> None:
     """Print a report: in colours and fitted to a terminal, as plain unwrapped text into a pipe or a file."""
     report = report.full() if detail == "full" else report
     if sys.stdout.isatty():
