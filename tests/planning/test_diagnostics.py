@@ -243,6 +243,12 @@ def test_one_device_has_none():
 # ---- devices that do the same work
 
 
+def test_an_fft_that_is_replicated_has_a_remedy_of_its_own():
+    made = shardfn.plan(lambda x: jnp.abs(jnp.fft.fft2(x)), shaped(512, 512), device="cpu:8")
+    (told,) = [text for text in made.diagnostics if "of the FLOPs instead of" in text]
+    assert "in a `jax.shard_map`" in told and "fewer devices" not in told
+
+
 def test_devices_that_do_what_others_do():
     step = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
     odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be sharded
@@ -254,7 +260,11 @@ def test_devices_that_do_what_others_do():
     unsharded = shardfn.plan(step, *odd, device="h100:1").cost.flops
     assert float(share) == pytest.approx(100 * made.cost.flops / unsharded, rel=5e-3)
     assert int(alike) == round(512 * made.cost.flops / unsharded)
-    assert "use a larger batch or fewer devices" in told
+    assert "use fewer devices, or a larger batch" in told
+    product = shardfn.plan(
+        lambda x: (x @ x.T)[:1] @ x, shaped(4099, 4099), device="cpu:8", search_mode="sharding_propagation"
+    )
+    assert not any("batch" in text for text in product.diagnostics)
     even = shaped(4096, 4096), shaped(8192, 4096)
     assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "devices repeat")
     given = shardfn.plan(step, *odd, in_strategy=((1, 1), (1, 1)), device="h100:512")

@@ -40,6 +40,11 @@ LAYOUTS = {
         TWO, A, parameters=((64, B),), stacked=B
     ),
     "mixed: data parallel over 4, operations inside sharded over 2 devices": Layouts(TWO, A, used=A | B),
+    "rows sharded 4 ways × columns sharded 2 ways": Layouts(TWO, A, dimensions=(("a", "rows"), ("b", "columns"))),
+    "dimension 2 sharded 4 ways × replicated on 2 devices": Layouts(TWO, A, dimensions=(("a", "dimension 2"),)),
+    "columns sharded 4 ways × operations inside sharded on 2": Layouts(
+        TWO, A, used=A | B, dimensions=(("a", "columns"),)
+    ),
     "mixed: inputs sharded along other dimensions than the batch over 8": Layouts(ONE, inputs=A),
 }
 
@@ -47,6 +52,33 @@ LAYOUTS = {
 @pytest.mark.parametrize(("name", "layouts"), LAYOUTS.items(), ids=list(LAYOUTS))
 def test_kind_of_layouts_by_hand_is_the_textbook_name(name, layouts):
     assert kind_of(layouts).startswith(name)
+
+
+def shaped_arrays(*shapes):
+    return tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+
+
+ARRAY_PROGRAMS = {
+    "stencil": (
+        lambda u: u + jnp.roll(u, 1, 0),
+        ((64, 32),),
+        ((4, 2),),
+        "rows sharded 4 ways × columns sharded 2 ways",
+    ),
+    "transform": (lambda u: jnp.fft.fft(u).real, ((64, 32),), ((8, 1),), "rows sharded 8 ways"),
+    "power iteration": (lambda a, v: a @ v, ((64, 64), (64,)), ((8, 1), (1,)), "rows sharded 8 ways"),
+    "bodies": (lambda x: x - x.mean(0), ((64, 8),), ((1, 8),), "columns sharded 8 ways"),
+    "volume": (lambda u: u * 2, ((8, 8, 16),), ((1, 1, 8),), "dimension 2 sharded 8 ways"),
+    "factorisation": (jnp.linalg.cholesky, ((64, 64),), ((8, 1),), "rows sharded 8 ways"),
+    "nothing": (lambda u: u * 2, ((8, 8),), ((1, 1),), "replicated on 8 devices"),
+    "weights": (lambda x, w: x @ w, ((64, 32), (32, 32)), ((8, 1), (1, 1)), "data parallel over 8 devices"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAY_PROGRAMS)
+def test_outside_neural_networks_the_kind_names_dimensions(name):
+    function, shapes, entries, kind = ARRAY_PROGRAMS[name]
+    assert shardfn.plan(function, *shaped_arrays(*shapes), in_strategy=entries, device="cpu:8").kind == kind
 
 
 def mlp(x, w1, w2):
@@ -150,7 +182,7 @@ def test_kind_of_weights_that_stay_in_place_is_not_fsdp():
 
 def test_kind_of_results_sharded_alone_is_not_replicated():
     made = shardfn.plan(lambda: jnp.ones((24, 16)), out_strategy=((8, 1),), device="cpu:8")
-    assert made.kind == "mixed: results alone sharded over 8 devices"
+    assert made.kind == "rows sharded 8 ways"
 
 
 def test_kind_of_quantised_weights_is_tensor_parallel():

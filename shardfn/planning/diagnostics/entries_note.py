@@ -51,8 +51,9 @@ def _beside_a_style(
     problem: SearchProblem, answer: Answer, cost: Cost, layouts_of_answer: Callable[[Answer], Layouts], style: str
 ) -> str:
     """Where entries and style work against each other: another kind of plan, a higher cost, or a resharding of the batch."""
-    kind = kind_of(layouts_of_answer(answer))
-    if not all(part in kind for part in STYLES[style].kind):
+    made = layouts_of_answer(answer)
+    kind = kind_of(made)
+    if made.dimensions is None and not all(part in kind for part in STYLES[style].kind):
         return f"they make the plan `{kind}`, though style={style!r} was asked: leave some out"
     if None not in problem.specs:
         followed = default_policy.search(problem)

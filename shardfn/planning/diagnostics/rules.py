@@ -150,17 +150,33 @@ def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
         f"each of {devices} devices computes {_percent(excess / devices)} of the FLOPs instead of {_percent(1 / devices)}: "
         f"{repeated}"
     )
+    remedy = _remedy(plan, answered)
     fewer = [c for c in plan.candidates if c.figures.flops <= cost.flops / 1.5]
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
             f"{text}; the candidate `{c.name}` on the mesh {mesh_sizes_text(c.axes)} leaves each device "
             f"{_percent(max(1 / devices, c.figures.flops / total))}, in {time_text(c.figures.time_s)} instead of "
-            f"{time_text(cost.time_s)} (modelled);{FIX}shard a larger batch, or use fewer devices"
+            f"{time_text(cost.time_s)} (modelled);{FIX}{remedy}"
         )
         return
     worse = f"every candidate that shards the work more is worse at level {plan.level}"
-    yield f"{text}; {worse};{FIX}use a larger batch or fewer devices"
+    yield f"{text}; {worse};{FIX}{remedy}"
+
+
+def _remedy(plan: Plan, answered: AnsweredCall) -> str:
+    """What can be done where devices repeat work."""
+    facts, graph = answered.problem.facts, answered.problem.graph
+    transforms = {
+        op.where: flops * op.trips for op, flops in zip(graph.ops, facts.op_flops, strict=True) if op.name == "fft"
+    }
+    if sum(transforms.values()) > facts.flops / 2:
+        largest = max(transforms, key=transforms.__getitem__)
+        return (
+            f"XLA transforms arrays in full{_at(file_line(largest))}: transform the unsharded "
+            "dimensions of each shard in a `jax.shard_map`, and reshard between two transforms; or shard another dimension"
+        )
+    return "use fewer devices, or a larger batch" if plan.layouts.dimensions is None else "use fewer devices"
 
 
 def ragged_experts(plan: Plan, answered: AnsweredCall) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor or expert parallel, a product of them, or `mixed`."""
+"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor or expert parallel, a product of them, or `mixed`.
+
+These are names of neural networks: of a function with a batch of examples and parameters. Of any other function the name says
+which dimensions are sharded: `rows sharded 8 ways`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.ir.model import Graph
 from shardfn.ir.partitioned import PartitionedProgram
@@ -45,6 +49,8 @@ class Layouts:
     """Mesh axes that shard the rows, such as the batch, of most matmuls with a parameter."""
     used: frozenset[str] = frozenset()
     """Mesh axes that shard an array of the function, one inside or of a call."""
+    dimensions: tuple[tuple[str, str], ...] | None = None
+    """Of a function without parameters, the dimension that each mesh axis shards, of the largest array; None of others."""
 
 
 def kind_of(layouts: Layouts) -> str:
@@ -52,6 +58,8 @@ def kind_of(layouts: Layouts) -> str:
 
     >>> kind_of(Layouts((("a", 2), ("b", 4)), frozenset("a"), parameters=((64, frozenset("b")),)))
     'tensor parallel over 4 × data parallel over 2'
+    >>> kind_of(Layouts((("a", 2), ("b", 4)), dimensions=(("a", "columns"), ("b", "rows"))))
+    'rows sharded 4 ways × columns sharded 2 ways'
     """
     sizes: dict[str, int] = {}
     for axis, size in layouts.axes:
@@ -61,6 +69,13 @@ def kind_of(layouts: Layouts) -> str:
         return "one device"
     if list(sizes) == ["replicated"]:
         return f"replicated on {sizes['replicated']} devices"
+    if layouts.dimensions is not None:
+        known = [*DIMENSIONS, *sorted(sizes.keys() - {*DIMENSIONS, *_UNNAMED}), *_UNNAMED]
+        ways = {
+            role: f"{role} on {n} devices" if role in _UNNAMED else f"{role} sharded {n} ways"
+            for role, n in sizes.items()
+        }
+        return " × ".join(ways[role] for role in known if role in ways)
     ordered = sorted(sizes, key=lambda role: TEXTBOOK.index(role) if role in TEXTBOOK else len(TEXTBOOK))
     parts = [f"{role} over {sizes[role]}" for role in ordered]
     if not set(sizes) <= set(TEXTBOOK):
@@ -71,8 +86,17 @@ def kind_of(layouts: Layouts) -> str:
 TEXTBOOK = ("FSDP", "ZeRO-1", "expert parallel", "tensor parallel", "data parallel", "replicated")
 
 
+DIMENSIONS = ("rows", "columns")
+"""The names of the first two dimensions; the others have numbers."""
+
+_UNNAMED = ("operations inside sharded", "replicated")
+"""The roles of mesh axes that shard no array of a call."""
+
+
 def _role(layouts: Layouts, axis: str) -> str:
     """What is sharded over one mesh axis, in the terms of a plan's name."""
+    if layouts.dimensions is not None:
+        return dict(layouts.dimensions).get(axis, _UNNAMED[axis not in layouts.used])
     parameters, state = _share(layouts.parameters, axis), _share(layouts.optimizer_state, axis)
     if axis in layouts.experts:
         return "expert parallel"
@@ -161,7 +185,33 @@ def layouts_of(
         frozenset(axis for d in results for dim in d.spec for axis in dim),
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
         partitioned.used_axes,
+        None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions((*arguments, *results))),
     )  # fmt: skip
+
+
+def _has_weights(
+    graph: Graph, sources: Mapping[int, int], parameters: Sequence[Decision], bit: Mapping[str, int]
+) -> bool:
+    """Whether a matmul or a convolution reads a parameter of two dimensions or more, as those of neural networks do.
+
+    The only argument of a function, such as the matrix of a factorisation, is no parameter.
+    """
+    multiplied = functools.reduce(
+        operator.or_,
+        (sources.get(v, 0) for op in graph.ops if op.name in ("dot_general", "convolution") for v in op.inputs),
+        0,
+    )
+    return len(bit) > 1 and any(len(d.shape) > 1 and bit[d.path] & multiplied for d in parameters)
+
+
+def _dimensions(decisions: Sequence[Decision]) -> Iterator[tuple[str, str]]:
+    """For each mesh axis the name of the dimension that it shards of the largest array."""
+    found: dict[str, str] = {}
+    for d in sorted(decisions, key=lambda d: -math.prod(d.shape)):
+        for number, axes in enumerate(d.spec):
+            for axis in axes:
+                found.setdefault(axis, DIMENSIONS[number] if number < 2 else f"dimension {number}")
+    yield from found.items()
 
 
 def _without_argument(path: str) -> str:

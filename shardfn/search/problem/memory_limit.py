@@ -91,7 +91,9 @@ def remedies(problem: SearchProblem, memory: MemoryEstimate) -> str:
     donate = ["donate_argnums for updated arguments"] if problem.updated - problem.donated else []
     keeps = ["jax.checkpoint for what the backward pass keeps"] if problem.updated else []
     shards = ['closed_over="argument" to shard what the function closes over'] if memory.constants else []
-    return ", ".join(["use more devices", "a smaller batch", *donate, *keeps, *shards]) + ","
+    is_of_matmuls = any(op.name in ("dot_general", "convolution") for op in problem.graph.ops)  # else there is no batch
+    smaller = "a smaller batch" if is_of_matmuls else "smaller arrays"
+    return ", ".join(["use more devices", smaller, *donate, *keeps, *shards]) + ","
 
 
 def _fits(problem: SearchProblem, answer: Answer) -> bool:
