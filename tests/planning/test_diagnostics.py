@@ -240,6 +240,21 @@ def test_one_device_has_none():
     assert shardfn.plan(layers, WS, X, device="h100:1").diagnostics == ()
 
 
+def test_a_style_that_gathers_its_parameters_is_not_told_so():
+    step = jax.grad(lambda ws, x: (layers(ws, x) ** 2).sum())
+    shapes = shaped(16, 512, 512), shaped(256, 512)
+    assert not said(shardfn.plan(step, *shapes, style="fsdp", device="h100:8"), "iterations of a loop")
+
+
+def test_what_no_sharding_avoids_is_no_diagnostic():
+    def rows(u):  # every row needs all others, whatever the sharding
+        return jax.lax.fori_loop(0, 10, lambda i, u: jnp.sort(jnp.sort(u, 0), 1), u)
+
+    made = shardfn.plan(rows, shaped(1024, 1024), in_strategy=((8, 1),), device="h100:8")
+    assert made.cost.bytes_sent > 1 << 20
+    assert not any("avoids it and sends less" in text and "no other" in text for text in made.diagnostics)
+
+
 # ---- devices that do the same work
 
 

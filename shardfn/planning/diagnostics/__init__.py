@@ -2,7 +2,8 @@
 
 | module | holds |
 |---|---|
-| `rules` | the diagnostics, one function each, listed in `RULES`; what the model does not cover at its end |
+| `rules` | the diagnostics, one function each, listed in `RULES` |
+| `unpredicted` | what the cost model does not predict |
 | `expert_einsums` | mixtures of experts that are written in einsums |
 | `field_lookups` | lookups of several fields in one table |
 | `entries_note` | the headline's line on the user's entries |
@@ -11,6 +12,7 @@
 """
 
 from shardfn.planning.diagnostics.entries_note import entries_note
-from shardfn.planning.diagnostics.rules import advice, not_fully_used, not_predicted, of_program
+from shardfn.planning.diagnostics.rules import advice, not_fully_used
+from shardfn.planning.diagnostics.unpredicted import not_predicted, of_program
 
 __all__ = ["advice", "entries_note", "not_fully_used", "not_predicted", "of_program"]

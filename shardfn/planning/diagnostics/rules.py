@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from shardfn.cost.collectives import communication_bytes
-from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import estimate_cost
-from shardfn.frontend.notes import notes_of
-from shardfn.frontend.paths import escaped, few
-from shardfn.frontend.strategy import Leaf
-from shardfn.frontend.trace import Traced
-from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Axes, Graph, Spec, axis_name, mesh_sizes_text
-from shardfn.ir.op_traits import HAS_OWN_RULE
+from shardfn.frontend.paths import escaped
+from shardfn.ir.model import Axes, Spec, axis_name, mesh_sizes_text
 from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
@@ -59,17 +53,18 @@ def in_loops(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
             continue
         if sent < LEAST_BYTES or sent < plan.cost.bytes_sent / (20 if same else 4):
             continue
+        if "fsdp" in plan.style and (d := origin(plan, c.operand)) and d.path in plan.layouts.parameter_paths:
+            continue  # the style gathers its parameters
         what = f"{_kind(plan.partitioned, c)} of {plan.partitioned.graph.values[c.result]}"
-        yield (
-            f"{what} in each of {c.trips} iterations of a loop{_at(c.where)}"
-            f"{', the same array each time' if same else ''}: {_share(sent, plan)}; "
-            + avoided(
-                plan,
-                answered,
-                c,
-                lambda partitioned, c=c: not any(_is_like(c, o) and o.trips > 1 for o in partitioned.communications),
+
+        def is_gone(partitioned: PartitionedProgram, c: Communication = c) -> bool:
+            return not any(_is_like(c, o) and o.trips > 1 for o in partitioned.communications)
+
+        if fix := avoided(plan, answered, c, is_gone):
+            yield (
+                f"{what} in each of {c.trips} iterations of a loop{_at(c.where)}"
+                f"{', the same array each time' if same else ''}: {_share(sent, plan)}; {fix}"
             )
-        )
 
 
 def rematerialised(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
@@ -82,16 +77,15 @@ def rematerialised(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
         shards = partitioned.gathered_shards(c)
         before, after = (partitioned.shards(v) for v in (c.operand if shards is None else shards, gathers[c]))
         gathered = "replicated" if not any(partitioned.specs[c.result]) else "gathered"
-        yield (
-            f"XLA has no direct resharding of {partitioned.graph.values[c.result]} from {before} to {after} for {c.cause}"
-            f"{_at(c.where)}: the array is {gathered} and sliced again (full rematerialisation), {_share(sent, plan)}; "
-            + avoided(
-                plan,
-                answered,
-                c,
-                lambda partitioned, c=c: not any(_is_like(c, o) for o in _last_resort_gathers(partitioned)),
+
+        def is_gone(partitioned: PartitionedProgram, c: Communication = c) -> bool:
+            return not any(_is_like(c, o) for o in _last_resort_gathers(partitioned))
+
+        if fix := avoided(plan, answered, c, is_gone):
+            yield (
+                f"XLA has no direct resharding of {partitioned.graph.values[c.result]} from {before} to {after} for {c.cause}"
+                f"{_at(c.where)}: the array is {gathered} and sliced again (full rematerialisation), {_share(sent, plan)}; {fix}"
             )
-        )
 
 
 def replicated(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
@@ -257,7 +251,7 @@ WORTH = 0.2
 
 def avoided(plan: Plan, answered: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
     """The fix: the best sharding of one argument that removes a collective, sends less and keeps the memory limit as far as the
-    plan does, or that none was found.
+    plan does; empty where no sharding of an argument does. Where not all were tried, it says so.
     """
     axes = {axis_name(a) for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
@@ -278,14 +272,13 @@ def avoided(plan: Plan, answered: AnsweredCall, c: Communication, is_gone: Calla
             cost = estimate_cost(partitioned, plan.hardware, answered.problem.donated)
             if cost.bytes_sent < plan.cost.bytes_sent and cost.memory.peak <= max(limit, plan.cost.memory.peak):
                 found.append((objective(cost, answered.problem), len(found), d, spec, cost))
+    if not found and tries and len(tries) <= most:
+        return ""
     if not found:
         names = " or ".join(f"`{d.path}`" for d in arrays)
-        tried = (
-            f"no other sharding of {names}"
-            if len(tries) <= most
-            else f"none of {most} other shardings tried of {names}"
+        found_none = (
+            f"none of {most} other shardings tried of {names} avoids it and sends less;" if tries and most else ""
         )
-        found_none = f"{tried} avoids it and sends less;" if tries and most else ""
         fix = (
             f"compare other shardings with plan.why({arrays[0].path!r})"
             if arrays
@@ -421,74 +414,3 @@ RULES: tuple[Rule, ...] = (
     replicated,
     idle,
 )
-
-
-# ---- what the cost model does not predict
-
-
-def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
-    """The diagnostics of a function that hold for all shardings."""
-    graph, found = traced.graph, []
-    if graph.unruled:
-        found.append(
-            f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, unpredicted;{FIX}"
-            "check it with explain(..., compiled=True)"
-        )
-    if graph.uncounted:
-        found.append(
-            f"loops of unknown length, counted once: {', '.join(graph.uncounted)};{FIX}give the loop a constant length"
-        )
-    if traced.platform not in ("", hardware.platform):
-        found.append(
-            f"the function calls back into Python, which cannot be lowered for {hardware.platform} from here, and is lowered for "
-            f"{traced.platform} instead: the cost of the call and ops that only {hardware.platform} uses are not predicted;{FIX}"
-            "leave the call (jax.debug.print, jax.pure_callback) out to plan"
-        )
-    if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
-        found.append(
-            f'one device: strategies are checked, the function runs unsharded;{FIX}use more devices, or device="cpu:8" to plan'
-        )
-    own, *shapes = [tuple(size for _, size in mesh) for mesh in (axes, *traced.meshes)]
-    others = [one for one in shapes if math.prod(one) > 1 and one != own]
-    if others:
-        shapes = ", ".join("x".join(map(str, one)) for one in dict.fromkeys(others))
-        found.append(
-            f"parts of the function have a mesh of their own ({shapes}), and transfers between it and the rest are not predicted;"
-            f"{FIX}use one mesh for the whole function"
-        )
-    held = sum(array.bytes for array in traced.closed_over)
-    if held >= LEAST_BYTES and hardware.count > 1:
-        names = few([f"`{array.name}` ({bytes_text(array.bytes)})" for array in traced.closed_over], 3)
-        found.append(
-            f"every device holds all of the arrays that the function closes over, {bytes_text(held)}: {names};{FIX}"
-            'to shard these arrays, pass them as arguments, or write shard(f, closed_over="argument")'
-        )
-    found += notes_of(traced.jaxpr)
-    if traced.captured:
-        found.append(
-            f"{traced.captured} arrays of the surrounding transformation are captured and left to XLA;{FIX}pass them as arguments"
-        )
-    return found
-
-
-def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
-    """Ops without a partitioning rule that are sharded along a dimension which they need unsharded, or with halo exchanges."""
-    found: dict[str, None] = {}
-    for _, op, at in pairs(graph, partitioned.graph):
-        if op.rule is None or op.name in HAS_OWN_RULE:
-            continue
-        unsharded = op.rule.permuted | op.rule.replicated
-        rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
-        if unsharded and any(
-            axes and unsharded.intersection(factors)
-            for dims, value in rows
-            for factors, axes in zip(dims, partitioned.specs[value], strict=True)
-        ):
-            found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-    if not found:
-        return []
-    text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    return [
-        f"no partitioning rule for ops that are sharded along a dimension that they need unsharded: {text}; the bytes that XLA "
-        f"sends there are not predicted;{FIX}check them with explain(..., compiled=True)"
-    ]

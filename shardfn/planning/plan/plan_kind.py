@@ -49,6 +49,8 @@ class Layouts:
     """Mesh axes that shard the rows, such as the batch, of most matmuls with a parameter."""
     used: frozenset[str] = frozenset()
     """Mesh axes that shard an array of the function, one inside or of a call."""
+    parameter_paths: frozenset[str] = frozenset()
+    """The paths of the parameters."""
     dimensions: tuple[tuple[str, str], ...] | None = None
     """Of a function without parameters, the dimension that each mesh axis shards, of the largest array; None of others."""
 
@@ -185,6 +187,7 @@ def layouts_of(
         frozenset(axis for d in results for dim in d.spec for axis in dim),
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
         partitioned.used_axes,
+        frozenset(d.path for d in parameters),
         None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions((*arguments, *results))),
     )  # fmt: skip
 
