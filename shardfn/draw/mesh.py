@@ -15,7 +15,7 @@ from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrappe
 from shardfn.frontend.meshes import shard_numbers
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import mesh_text
-from shardfn.planning.plan import Decision, Plan
+from shardfn.planning.plan import Decision, Plan, decision_of
 from shardfn.render.cells import shape_text, shard_text, spec_text
 from shardfn.units import bytes_text
 
@@ -117,7 +117,7 @@ def mesh_picture(plan: Plan, path: str | None, width: float) -> Picture:
       StrategyError: no array has that path.
     """
     if path is not None:
-        shown = plan.decision(path)
+        shown = decision_of(plan, path, "draw")
     else:
         shown = max(plan.inputs or plan.outputs, key=lambda d: d.local_bytes * math.prod(d.strategy), default=None)
     if shown is None:

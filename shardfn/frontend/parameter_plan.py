@@ -7,8 +7,8 @@ from typing import Any
 
 from shardfn.errors import Problem, a
 from shardfn.frontend.closed_over import option_for
-from shardfn.frontend.paths import did_you_mean, listed, met, near, normal, ruled
-from shardfn.frontend.strategy import ENTRY_KINDS, Leaf, is_entry, short, with_entry
+from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal, ruled
+from shardfn.frontend.strategy import ENTRY_KINDS, Leaf, PassedOn, is_entry, short, with_entry
 
 
 def apply_parameter_plan(
@@ -31,7 +31,11 @@ def apply_parameter_plan(
         return list(leaves)
     full = [leaf.path if leaf.path.startswith("self/") else normal(leaf.path) for leaf in leaves]
     globs, own = list[str](), dict[int, str]()
-    where = {pattern: f"{name}[{pattern!r}]" for pattern in plan}
+    where = {
+        pattern: entry.where if isinstance(entry, PassedOn) else f"{name}[{pattern!r}]"
+        for pattern, entry in plan.items()
+    }
+    plan = {pattern: entry.entry if isinstance(entry, PassedOn) else entry for pattern, entry in plan.items()}
     said = {pattern: f"{where[pattern]} = {short(entry)}" for pattern, entry in plan.items()}
     for pattern, entry in plan.items():
         if not isinstance(pattern, str):
@@ -62,12 +66,17 @@ def apply_parameter_plan(
 def no_such_array(pattern: str, entry: Any, paths: Sequence[str], name: str = "parameter_plan") -> Problem:
     """The problem of a path or glob that meets none of the `paths`, with those that look like it."""
     otherwise = "use one of these paths, or a glob that meets them: * stands for any part"
-    fix = option_for(pattern, paths) or did_you_mean(near(pattern, paths)) or otherwise
+    ends = [paths[i] for i in met_by_end(pattern, paths)[:3]]
+    fix = option_for(pattern, paths) or did_you_mean(ends or near(pattern, paths)) or otherwise
     return Problem(f"`{name}` names `{pattern}`, which is no array of this call", f"{name}[{pattern!r}] = {short(entry)}",
                    f"the arrays are {listed(paths)}", fix)  # fmt: skip
 
 
 def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
-    """`met`, and MindSpore's paths too, which it writes from the class around the Cell: `self.block.w` for `w`."""
+    """`met`, and MindSpore's paths too, which it writes from the class around the Cell: `self.block.w` for `w`. Then the one path
+    with that end."""
     hits, glob = met(pattern, paths)
-    return (hits, glob) if hits or not pattern.startswith("self.") else met(glob.partition("/")[2], paths)
+    if not hits and pattern.startswith("self."):
+        hits, glob = met(glob.partition("/")[2], paths)
+    ends = [] if hits else met_by_end(pattern, paths)
+    return (ends, paths[ends[0]]) if len(ends) == 1 else (hits, glob)

@@ -2,7 +2,8 @@
 
 `.` and `/` separate alike; a leading `self.` and the first part (the argument's name) may be left out; `*`, `?` and `[...]`
 are as in `fnmatch`, and `*` crosses separators; `['a'][0]` is read as `a/0`; the `/value` of a Flax NNX variable may be there
-or not. A path itself goes before a glob.
+or not. A path itself goes before a glob. Entries of a call and questions about
+a plan also take an end that no other path has (`met_by_end`).
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     """
     bare = without_value(paths)
     glob = normal(pattern)
-    spellings = [glob, normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))]
+    spellings = [glob, normal(_with_subscripts(pattern))]
     if re.search(r"\w[^/]*/value$", spellings[-1]):  # and not `*/value`, which would meet all
         spellings.append(tidy(spellings[-1]))
     for glob in dict.fromkeys(spellings):
@@ -146,6 +147,21 @@ def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
             if hits:
                 return hits, glob
     return [], glob
+
+
+def _with_subscripts(pattern: str) -> str:
+    """`['a'][0]` as parts of a path."""
+    return re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern)
+
+
+def met_by_end(pattern: str, paths: Sequence[str]) -> list[int]:
+    """The positions of the paths that end in a path without wildcards, which is the shortest form of a path that is unique.
+
+    >>> met_by_end("up.kernel", ["params/model/up/kernel", "params/model/down/kernel"])
+    [0]
+    """
+    end = _literal(_with_subscripts(pattern))
+    return [i for i, path in enumerate(paths) if tidy(path).endswith(f"/{tidy(end)}")] if end else []
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Any], least: int = 3) -> list[list[_T]]:

@@ -220,15 +220,25 @@ def match(
         return [leaf for leaves in per_argument for leaf in leaves]
     found: list[Leaf] = []
     for i, (argument, leaves, entry) in enumerate(zip(arguments, per_argument, strategy, strict=True)):
+        where = entry.where if isinstance(entry, PassedOn) else f"{name}[{i}]"
+        entry = entry.entry if isinstance(entry, PassedOn) else entry
         if type(entry) is tuple and entry and set(map(type, entry)) == {int} and is_of_numbers(argument.value):
             problems.append(Problem(f"{argument.label} is {a(argument.value)} of numbers, not an array",
-                                    f"{argument.name} = {short(argument.value)}, {name}[{i}] = {entry!r}",
+                                    f"{argument.name} = {short(argument.value)}, {where} = {entry!r}",
                                     "it is a pytree of scalars, which have no dimension to shard",
                                     fix_of_numbers(argument.name, argument.value), is_type=True))  # fmt: skip
             entry = AUTO
-        entries = _spread(entry, argument.value, f"{name}[{i}]", argument.label, problems)
+        entries = _spread(entry, argument.value, where, argument.label, problems)
         found += [with_entry(leaf, e, w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class PassedOn:
+    """An entry that a function of this library passes on to `shard`; `where` is where the user wrote it: `in_strategy[0]`."""
+
+    entry: Any
+    where: str
 
 
 def not_a_tuple(strategy: Any, name: str, arguments: Sequence[str] = ()) -> Problem | None:

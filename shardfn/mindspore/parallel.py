@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from shardfn import api
 from shardfn.layoutfile.mindspore_json import strategies_by_op
 from shardfn.mindspore.layout import Layout, spec_layout
-from shardfn.planning.plan import Plan, op_strategies
+from shardfn.planning.plan import Plan, decision_of, op_strategies
 
 
 def shard(
@@ -86,7 +86,7 @@ def layout_of(plan: Plan, path: str) -> Layout:
     (0, -1)
     """
     order = list(plan.order) if plan.order else None
-    return spec_layout(plan.axes or (("a", 1),), plan.decision(path).spec, order)
+    return spec_layout(plan.axes or (("a", 1),), decision_of(plan, path).spec, order)
 
 
 def get_strategy(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:

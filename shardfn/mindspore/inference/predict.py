@@ -15,7 +15,7 @@ from shardfn.ir.model import mesh_text
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call
 from shardfn.mindspore.parallel import layout_of
-from shardfn.planning.plan import Plan
+from shardfn.planning.plan import Plan, decision_of
 from shardfn.render.cells import shape_text
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
@@ -43,7 +43,7 @@ class PredictLayout(Mapping[str, WeightLayout]):
 
     def __getitem__(self, name: str) -> WeightLayout:
         path = self.weights.paths[name]
-        found, decision = layout_of(self.plan, path), self.plan.decision(path)
+        found, decision = layout_of(self.plan, path), decision_of(self.plan, path)
         matrix = tuple(size for _, size in found.axes)
         return WeightLayout(matrix, found.tensor_map, decision.local_shape, 0, True, "", decision.shape)
 
@@ -57,7 +57,7 @@ class PredictLayout(Mapping[str, WeightLayout]):
         return f"<PredictLayout of {self.plan.function}: {len(self)} weights>"
 
     def __str__(self) -> str:
-        decisions = {name: self.plan.decision(path) for name, path in self.weights.paths.items()}
+        decisions = {name: decision_of(self.plan, path) for name, path in self.weights.paths.items()}
         rows = tuple((name, d.dtype + shape_text(d.shape), str(d.strategy), str(d.partition_spec), f"{d.local_bytes:,}")
                      for name, d in decisions.items())  # fmt: skip
         total = sum(d.local_bytes for d in decisions.values())

@@ -24,7 +24,7 @@ from shardfn.mindspore.inference.predict import PredictLayout, WeightLayout
 from shardfn.mindspore.layout import Layout
 from shardfn.mindspore.rank_checkpoints import read_strategy
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.planning.plan import Plan
+from shardfn.planning.plan import Plan, decision_of
 
 
 def shardings(strategy: Any, entries: Sequence[StoredArray], tree: Any, device: Any) -> dict[str, Sharding]:
@@ -74,7 +74,7 @@ def _predicted(layout: PredictLayout, entries: Sequence[StoredArray]) -> dict[st
         fail(CheckpointError, f"the predicted layout has no weight `{missing[0]}`", where=repr(layout),
              why=f"{len(missing)} weights are not among those it was made for",
              fix="make it for this function: infer_predict_layout(fn, *shapes)")  # fmt: skip
-    return {e.path: NamedSharding(mesh, plan.decision(paths[e.path]).partition_spec) for e in entries}
+    return {e.path: NamedSharding(mesh, decision_of(plan, paths[e.path]).partition_spec) for e in entries}
 
 
 def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Hardware) -> dict[str, Sharding]:

@@ -25,6 +25,7 @@ from shardfn.planning.plan.plan import (
     Plan,
     answered_call,
     argument_names,
+    decision_of,
     op_strategies,
     shardings_on,
 )
@@ -33,6 +34,6 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Change", "Decision", "DimensionGroup", "Figures", "Layouts", "Plan",
-    "answered_call", "argument_names", "devices_text", "fit_text", "headline", "kind_of", "layouts_of", "op_strategies",
-    "shardings_on",
+    "answered_call", "argument_names", "decision_of", "devices_text", "fit_text", "headline", "kind_of", "layouts_of",
+    "op_strategies", "shardings_on",
 ]  # fmt: skip

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.cost.overlap import Overlap, overlap
-from shardfn.errors import DeviceError, StrategyError, fail, nearest
+from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
-from shardfn.frontend.paths import listed
+from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
@@ -267,20 +267,16 @@ class Plan(WrittenAsLayout):
         """The sharding of one array, and why it was chosen.
 
         Args:
-          path: the array's path, as the report has it; a result's path begins with `result`.
+          path: the array's path, as the report has it, or an end of it that no other array has. A result's begins with `result`.
 
         Returns:
-          The decision: strategy, spec, bytes per device, who chose it and why.
+          The decision: strategy, spec, bytes per device, who chose it and why. For a replicated array that the search chose,
+          `reason` says what sharding it would cost.
 
         Raises:
-          StrategyError: no array has that path.
+          StrategyError: no array has that path, or several have.
         """
-        for d in (*self.inputs, *self.outputs):
-            if d.path == path:
-                return d
-        names = [d.path for d in (*self.inputs, *self.outputs)]
-        fail(StrategyError, f"the plan of `{self.function}` has no array `{path}`", where=f"decision({path!r})",
-             why=f"the arrays are {listed(names)}", fix=nearest(repr(path), map(repr, names), map(repr, names[:8])))  # fmt: skip
+        return _later("planning.questions.reasons.with_reason")(self, decision_of(self, path))
 
     @property
     def kind(self) -> str:
@@ -407,6 +403,27 @@ class Plan(WrittenAsLayout):
             fail(DeviceError, f"the plan is for {self.hardware.count} devices, not {len(devices)}",
                  fix="plan again for that number")  # fmt: skip
         return dataclasses.replace(self, hardware=dataclasses.replace(self.hardware, devices=tuple(devices), mesh=None))
+
+
+def decision_of(plan: Plan, path: str, asked: str = "decision") -> Decision:
+    """The decision on the array of a path; `asked` is the method that the user called.
+
+    Raises:
+      StrategyError: no array has that path, or several have.
+    """
+    every = (*plan.inputs, *plan.outputs)
+    found = [d for d in every if d.path == path]
+    for side in (plan.inputs, plan.outputs):
+        paths = [normal(d.path) for d in side]
+        hits = (met(path, paths)[0] or met_by_end(path, paths)) if isinstance(path, str) and path and not found else ()
+        found = found or [side[i] for i in hits]
+    if len(found) == 1:
+        return found[0]
+    names = [d.path for d in every]
+    what = f"`{path}` names {len(found)} arrays" if found else f"the plan of `{plan.function}` has no array `{path}`"
+    close = [d.path for d in found][:3] or near(str(path), names[: len(plan.inputs)]) or near(str(path), names)
+    fail(StrategyError, what, where=f"{asked}({path!r})", why=f"the arrays are {listed([d.path for d in found] or names)}",
+         fix=did_you_mean(close) or "use one of these paths")  # fmt: skip
 
 
 def argument_names(plan: Plan) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `what_if` | the costs of other shardings of an array; the plan with other entries |
+| `reasons` | why an array is replicated |
 | `attribution` | which sharded dimensions of arguments cause a collective |
 | `tested_attribution` | a minimal set of shardings without which it is gone |
 """

@@ -12,7 +12,7 @@ from shardfn.cost.estimate import estimate_cost
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.parameter_plan import apply_parameter_plan
-from shardfn.frontend.paths import alike, did_you_mean, layer, listed, met, near, normal, starred
+from shardfn.frontend.paths import alike, did_you_mean, layer, listed, met, met_by_end, near, normal, starred
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Spec
 from shardfn.ir.specs import strategy_of
@@ -87,7 +87,8 @@ def _with_entries(
 
 
 def find(plan: Plan, path: str) -> tuple[Decision, ...]:
-    """The decisions on the arrays of a path or a glob; `.` and `/` separate alike, the argument's name may be left out.
+    """The decisions on the arrays of a path or a glob; `.` and `/` separate alike, and the one array with an end of a path may
+    be named by it.
 
     Raises:
       StrategyError: no array has that path, or the arrays of a glob differ in shape or sharding.
@@ -114,8 +115,11 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
              fix=f"ask for each sharding separately: {asked}")  # fmt: skip
     if globbed:
         return tuple(globbed)
-    ends = [p for p in paths if text and p.endswith("/" + text)]
-    close = ends[:3] or near(text, paths)
+    ends = met_by_end(str(path), paths)
+    ends = [i for i in ends if i < len(plan.inputs)] or ends
+    if len(ends) == 1:
+        return (decisions[ends[0]],)
+    close = [paths[i] for i in ends[:3]] or near(text, paths)
     fail(StrategyError, f"the plan of `{plan.function}` has no array `{path}`", where=f"why({path!r})",
          why=f"the arrays are {listed(paths)}",
          fix=did_you_mean(close) or "use one of these paths")  # fmt: skip

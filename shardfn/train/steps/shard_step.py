@@ -14,8 +14,8 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.parameter_plan import no_such_array
-from shardfn.frontend.paths import array_paths, met, ruled
-from shardfn.frontend.strategy import AUTO, ModeEntry
+from shardfn.frontend.paths import array_paths, met, met_by_end, ruled
+from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn
 from shardfn.ir.divisors import divisors
 from shardfn.planning.inside import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
@@ -141,11 +141,14 @@ def _planned(
     has_file = rest.get("layout") is not None or bool(options.defaults.layout_file)
     given = options.mode.layouts == "given" and not has_file  # a layout file shards arrays without an entry
     of_mode = ModeEntry(None, _mode_text(options)) if given else AUTO
-    entries = rest.pop("in_strategy") or dataset_entries(options.dataset_strategy, batch, of_mode)
+    given_entries = rest.pop("in_strategy")
+    entries = given_entries or dataset_entries(options.dataset_strategy, batch, of_mode)
     if not isinstance(entries, tuple) or len(entries) != len(batch):
         raise_problems([Problem(f"`in_strategy` must be a tuple with {len(batch)} entries", f"in_strategy = {entries!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
                                 "write an entry for each, None for data parallel")])  # fmt: skip
+    if given_entries:  # the function has the state before the batch
+        entries = tuple(PassedOn(entry, f"in_strategy[{i}]") for i, entry in enumerate(entries))
     plan = _parameter_plan(options, parts, state, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
@@ -216,7 +219,9 @@ def _parameter_plan(
                 "make one of the globs narrower, or name the path itself")
         for i, one, two in found.clashes)
     ])  # fmt: skip
-    entries = {keyed[i][0]: plan[globs[rule]] for i, rule in found.rules.items()}
+    entries = {
+        keyed[i][0]: PassedOn(plan[globs[rule]], f"parameter_plan[{globs[rule]!r}]") for i, rule in found.rules.items()
+    }
     if not is_given:
         return entries
     states = _keyed("state/opt_state", state.opt_state)
@@ -239,9 +244,13 @@ def _of_mode(options: StepOptions, entries: Iterable[tuple[str, Any]]) -> dict[s
 
 
 def _met_in_state(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
-    """`met`; a pattern that meets none is held against the paths of a step's report: `state/params/w` for `w`."""
+    """`met`; a pattern that meets none is held against the paths of a step's report: `state/params/w` for `w`. Then the one path
+    with that end."""
     hits, glob = met(pattern, paths)
-    return (hits, glob) if hits else met(pattern, [f"state/params/{path}" for path in paths])
+    if not hits:
+        hits, glob = met(pattern, [f"state/params/{path}" for path in paths])
+    ends = [] if hits else met_by_end(pattern, paths)
+    return (ends, paths[ends[0]]) if len(ends) == 1 else (hits, glob)
 
 
 def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, int], ...]:

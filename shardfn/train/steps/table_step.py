@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems, warn
 from shardfn.frontend.paths import join, listed, tidy
 from shardfn.frontend.value_checks import integer, option_problems
-from shardfn.planning.plan import Plan
+from shardfn.planning.plan import Plan, decision_of
 from shardfn.report.report import Report
 from shardfn.runtime.processes import as_global, on_host
 from shardfn.runtime.read_ahead import read_ahead
@@ -283,7 +283,7 @@ class TableStep(TrainStep):
         key = tuple((np.shape(x), getattr(x, "dtype", None)) for x in tree_util.tree_leaves(batch))
         if key not in self._shardings:
             plan = super().plan(self._inside(state, rows, rows), *batch)
-            specs = {path: plan.decision(f"state/params/{path}").partition_spec for path in self.tables}
+            specs = {path: decision_of(plan, f"state/params/{path}").partition_spec for path in self.tables}
             self._shardings[key] = {path: NamedSharding(plan.mesh, spec) for path, spec in specs.items()}
         return self._shardings[key]
 
