@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardfn.frontend.paths import few
 from shardfn.ir.rewrite import equation_line, equations, inner
@@ -34,14 +35,14 @@ def same_random_numbers(jaxpr: Any) -> Iterator[str]:
         where = few([line for line in lines if line], 3)
         yield (
             f"every device draws the same random numbers{where and f' at {where}'}: dropout has one mask for all of them;"
-            f'{FIX}in train.step draw them for the global batch, with mode="auto_parallel"; in a shard_map of your own fold the device '
-            "into the key: jax.random.fold_in(key, jax.lax.axis_index(axis))"
+            f'{FIX}in train.step draw them for the global batch, with mode="auto_parallel"; in a shard_map of your own fold the '
+            "device into the key: jax.random.fold_in(key, jax.lax.axis_index(axis))"
         )
 
 
 def _has_sharded_keys(eqn: Any) -> bool:
     specs = eqn.params.get("in_specs", ())
     return any(
-        any(dim is not None for dim in spec) and jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+        any(dim is not None for dim in spec) and jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
         for v, spec in zip(eqn.invars, specs, strict=False)
     )
