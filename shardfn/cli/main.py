@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ...       "--in-strategy", "((4, 1), (1, 2))", "--quiet"])
     0
     """
+    if not (sys.argv[1:] if argv is None else argv):
+        _parser().print_help()
+        return 0
     options = _parser().parse_args(argv)
     if argv is None and getattr(options, "starts_devices", True):
         _start_with_devices(options.platform, max(1, getattr(options, "devices", None) or VIRTUAL_DEVICES))

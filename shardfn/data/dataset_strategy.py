@@ -73,7 +73,8 @@ def input_shardings(
     setting = current()
     name = "strategy"
     if strategy is None:
-        strategy, name = setting.dataset_strategy or PARALLEL, "context.dataset_strategy"
+        strategy = setting.dataset_strategy or PARALLEL
+        name = "context.dataset_strategy" if setting.dataset_strategy else name
     leaves = _leaves(many, strategy, name, problems)
     target = _devices(device, leaves, setting) if plan is None else plan.hardware
     strategies = [_strategy(leaf, target.count, strategy == PARALLEL, problems) for leaf in leaves]
@@ -140,7 +141,7 @@ def _strategy(leaf: Leaf, devices: int, must: bool, problems: list[Problem]) -> 
         size = leaf.shape[0] if leaf.shape else 0
         near = max(1, round(size / devices)) * devices
         why = f"{size} is not divisible by {devices}, and data parallel gives each device a shard of the batch"
-        problems.append(Problem(f"{leaf.label} cannot be sharded {devices} ways along dimension 0", leaf.source,
+        problems.append(Problem(f"{leaf.label} cannot be sharded {devices} ways along dimension 0", f"{leaf.where}, {leaf.text}",
                                 why if leaf.shape else "it has no dimension",
                                 f"choose a batch_size such as {near}, "
                                 "or give a tuple of numbers of shards for each input"))  # fmt: skip

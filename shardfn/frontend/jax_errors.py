@@ -12,6 +12,8 @@ import re
 class JaxError(enum.Enum):
     """A kind of error: the pattern of its text, in which the group `what` is what the error names."""
 
+    TRACED_STATIC = "(?s)Non-hashable static arguments.*Tracer"
+    """A `jax.jit` inside has static arguments, and they are traced."""
     NEEDS_VALUE = "concrete value|static integer"
     """The function needs the value of a traced number."""
     NEEDS_ARGUMENTS = "values? of the arguments? (?P<what>.*)"

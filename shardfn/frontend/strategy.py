@@ -180,6 +180,9 @@ def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Pr
     elif is_cell(value):
         fix = ("shard the Cell itself, as in shard(cell) or cell.shard(...); or pass its arrays, cell.parameters_dict(), and "
                "call cell.with_parameters(arrays) in the function")  # fmt: skip
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        registered = f"jax.tree_util.register_dataclass({type(value).__name__}, data_fields=[...], meta_fields=[...])"
+        fix = f"make it a pytree, with its arrays as data: {registered}; one without arrays may be static (static_argnames)"
     elif nested and callable(value):
         fix = ("close over it, and give the arrays alone; of an Equinox module, arrays, rest = "
                f"eqx.partition({argument.name if argument.name.isidentifier() else 'model'}, eqx.is_array) parts them, and in "

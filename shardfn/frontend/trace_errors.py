@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax
 
-from shardfn.errors import Problem, ShardError, StrategyTypeError, a
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.jax_errors import JaxError
 from shardfn.frontend.strategy import fix_of_numbers, is_of_numbers, short
@@ -23,6 +23,12 @@ def explained_by_arguments(call: Call) -> Iterator[None]:
     """
     try:
         yield
+    except ValueError as error:
+        if JaxError.TRACED_STATIC.match(error) is None:
+            raise
+        fail(StrategyTypeError, "a `jax.jit` gets a traced value for one of its static arguments", where="the function, or in it",
+             why="`shard` traces all arguments that it is not told to leave static",
+             fix="shard the function that jax.jit has, with the same option: shard(f, static_argnums=...)")  # fmt: skip
     except (TypeError, AttributeError, IndexError) as error:
         problems = [] if isinstance(error, ShardError) else list(_causes(call, error))
         if not problems:

@@ -1,6 +1,10 @@
 """For MindSpore users: `import shardfn.mindspore as ms` has MindSpore's names and order of arguments."""
 
+from typing import Any
+
 from shardfn.api import reshard
+from shardfn.errors import closest
+from shardfn.frontend.paths import did_you_mean
 from shardfn.mindspore.cell import Cell
 from shardfn.mindspore.communication import get_group_size, get_rank, init
 from shardfn.mindspore.context import (
@@ -68,6 +72,38 @@ __all__ = [
     "slice_strategies",
     "transform_checkpoints",
 ]
+
+_REPLACED = {
+    "nn": "the layers of Flax or Equinox, or a `Cell` whose `construct` is written in jax.numpy",
+    "ops": "jax.numpy and jax.lax",
+    "mint": "jax.numpy and jax.lax",
+    "numpy": "jax.numpy",
+    "Parameter": "a jax.Array as an attribute of a `Cell`, or in a dict of parameters",
+    "Tensor": "a jax.Array: jnp.asarray(x)",
+    "dtype": "jax.numpy: jnp.float32, jnp.bfloat16",
+    "Model": "shardfn.train.step, which makes a training step",
+    "dataset": "shardfn.data.load, or any iterator of arrays",
+    "value_and_grad": "jax.value_and_grad, or shardfn.train.step",
+    "grad": "jax.grad, or shardfn.train.step",
+    "jit": "shardfn.shard, or jax.jit",
+    "save_checkpoint": "shardfn.checkpoint.save",
+    "load_checkpoint": "shardfn.checkpoint.restore; `load_distributed_checkpoint` reads MindSpore's files",
+    "load_param_into_net": "shardfn.checkpoint.restore, with `like=` the state",
+    "float32": "jnp.float32",
+    "float16": "jnp.float16",
+    "bfloat16": "jnp.bfloat16",
+    "int32": "jnp.int32",
+}
+"""What takes the place of MindSpore's names: models are written in JAX."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _REPLACED:
+        raise AttributeError(f"shardfn.mindspore has no {name}: the model is written in JAX; use {_REPLACED[name]}")
+    close = closest(name, __all__)
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}" + (f"; {did_you_mean(close)}" if close else "")
+    )
 
 
 def __dir__() -> list[str]:

@@ -33,6 +33,7 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
 from shardfn.frontend.plain_objects import METHODS
 from shardfn.frontend.static_leaves import restore_static
+from shardfn.frontend.user_errors import begin_in_function
 from shardfn.frontend.watch import NOTHING_READ
 from shardfn.frontend.wrapped import unwrapped, wrapped
 from shardfn.planning.call import OtherCall, call_inside, pure_function
@@ -70,7 +71,11 @@ def _of_instance(method: M) -> M:
     @functools.wraps(method)
     def call(self: ShardedFunction, /, *args: Any, **kwargs: Any) -> Any:
         own = self._method_of(args)
-        return method(self, *args, **kwargs) if own is None else method(own, *args[1:], **kwargs)
+        try:
+            return method(self, *args, **kwargs) if own is None else method(own, *args[1:], **kwargs)
+        except Exception as error:
+            begin_in_function(error)
+            raise
 
     return call  # type: ignore[return-value]
 
@@ -201,7 +206,11 @@ class ShardedFunction(Generic[P, R]):
                 return self._fast(*args)
             except (OtherCall, ValueError, TypeError):  # a TypeError for a leaf that is no array
                 pass
-        return self._call(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except Exception as error:
+            begin_in_function(error)
+            raise
 
     @_of_instance
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:

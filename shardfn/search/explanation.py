@@ -42,10 +42,15 @@ def answer_of(what: str, archive: Archive) -> Answer:
             f"{begin}, meshes tried: {tried}; the plan is a candidate of {origin!r}, the cheapest as a program: {start}"
         )
         reason = f"a candidate of {origin!r}: {start}"
+    half = (
+        f"the search was interrupted, and the plan is the best of the {len(archive)} candidates until then; fix: to search on, "
+        "shard(f, ...).clear_cache(), and plan again"
+    )
     return Answer(
         best.axes, best.specs, tuple("" if given is not None else reason for given in problem.specs), policy,
         runner_up=runner_up(best, others), constraints=best.constraints, gap=gap, others=tuple(others),
         runners_up=() if solution is None else next_strategies(problem, solution), result_specs=best.result_specs,
+        diagnostics=(half,) if archive.was_interrupted else (),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from shardfn import AUTO, search
 from shardfn.errors import ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.ir.model import OpConstraint
 from shardfn.search import BASELINES, GENERATORS
-from shardfn.search.engine import Archive, meshes, run
+from shardfn.search.engine import Archive, meshes, run, turns
 from shardfn.search.engine.turns import FEWEST_CANDIDATES
 from shardfn.search.explanation import answer_of
 from shardfn.search.generators import exact, styles
@@ -212,6 +213,29 @@ def test_time_limit_leaves_out_meshes():
     assert solved == [len(meshes(problem)), 0]
 
 
+def test_interrupt_ends_a_script():
+    problem = small(3, 5_000)
+
+    def stop(generator, archive):
+        if len(archive) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(dataclasses.replace(problem, watch=stop), GENERATORS[problem.level])
+
+
+@pytest.fixture
+def _interactive(monkeypatch):
+    monkeypatch.setattr(turns, "is_interactive", lambda: True)
+
+
+def test_a_session_is_interactive_with_a_prompt(monkeypatch):
+    assert not turns.is_interactive()
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert turns.is_interactive()
+
+
+@pytest.mark.usefixtures("_interactive")
 def test_interrupt_gives_the_best_so_far():
     problem = small(3, 5_000)
 
@@ -225,6 +249,7 @@ def test_interrupt_gives_the_best_so_far():
         run(problem, {"none": lambda problem, archive: (_ for _ in ()).throw(KeyboardInterrupt)})
 
 
+@pytest.mark.usefixtures("_interactive")
 def test_interrupt_of_a_plan_is_said_in_its_policy():
     def interrupted(problem):
         return search.search_with("exact search", GENERATORS, dataclasses.replace(problem, watch=stop))
@@ -237,7 +262,8 @@ def test_interrupt_of_a_plan_is_said_in_its_policy():
         made = shardfn.plan(two_layers, *LAYERS, device="h100:8", search_mode="interrupted")
     finally:
         search.forget("interrupted")
-    assert made.policy.endswith("interrupted") or "interrupted" in made.policy
+    assert "interrupted" in made.policy
+    assert any("the search was interrupted, and the plan is the best of" in text for text in made.diagnostics)
 
 
 def test_named_budgets_grow():

@@ -54,18 +54,18 @@ class Calibration:
             ),
             ("operations on elements", chip.vector_flops / 1e9, "GFLOP/s"),
             ("memory", chip.memory_bytes_s / 1e9, "GB/s"),
-            ("a kernel's launch", chip.launch_s * 1e6, "us"),
+            ("a kernel's launch", chip.launch_s * 1e6, "µs"),
         ]
         if self.collectives:
             rows += [
                 ("sent over a link", chip.link_bytes_s / 1e9, "GB/s"),
-                ("an empty collective", chip.latency_s * 1e6, "us"),
+                ("an empty collective", chip.latency_s * 1e6, "µs"),
             ]
         lines = [f"{what:<24} {figure:>10,.3g} {unit}" for what, figure, unit in rows]
         for c in self.collectives:
             ratio = c.seconds / c.modelled_s
             lines.append(
-                f"{c.kind:<24} {c.seconds * 1e6:>10,.3g} us for {c.operand_bytes:,} bytes, {ratio:.2f} of the model"
+                f"{c.kind:<24} {c.seconds * 1e6:>10,.3g} µs for {c.operand_bytes:,} bytes, {ratio:.2f} of the model"
             )
         lines += [f"{kind:<30} {chip.kind_rate(kind):>8.3g} of the chip's rate" for kind in self.kinds]
         presets = ["the size of memory", *(["links"] if not self.collectives else [])]

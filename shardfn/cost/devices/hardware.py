@@ -293,6 +293,9 @@ _SIZED_FAMILY = re.compile(
 )
 """The same for devices of no certain chip."""
 
+_INDEXED = re.compile(r"(gpu|tpu):0|cuda:[0-7]", re.ASCII)
+"""A single device by its number, as PyTorch names one; a number above 0 of another kind is read as a count."""
+
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
 
 
@@ -305,7 +308,14 @@ def _target(text: str) -> Hardware:
         is_chip = text.strip().lower().startswith(tuple(f"{chip}:" for chip in CHIPS))
         why = sizes if is_chip else f"the chips are {', '.join(CHIPS)}"
         fix = f"name one of the chips, such as {_eight_of('h100')}"
-        if several := cloud_names.machines(name, size):
+        if _INDEXED.fullmatch(key):
+            kind, _, number = key.partition(":")
+            every = "GPU" if kind == "cuda" else kind.upper()
+            why = f'a name is that of all devices of a kind, "{every}", or of a target, such as "h100:8"'
+            fix = (
+                f'for that single device write device=[jax.devices("{kind}")[{number}]], and leave `device` out for all'
+            )
+        elif several := cloud_names.machines(name, size):
             fix = f'a target is a chip and how many of it: did you mean "{several}"?'
         elif meant := _meant(name, size):
             fix = f"did you mean {_quoted(meant)}?"

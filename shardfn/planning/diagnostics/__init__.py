@@ -6,6 +6,7 @@
 | `unpredicted` | what the cost model does not predict |
 | `expert_einsums` | mixtures of experts that are written in einsums |
 | `field_lookups` | lookups of several fields in one table |
+| `random_numbers` | random numbers that every device draws alike |
 | `entries_note` | the headline's line on the user's entries |
 
 `planning.answers.finish` writes them into the plan. What is asked of a plan later is in `planning.questions`.

@@ -14,6 +14,7 @@ from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Axes, Graph
 from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.planning.diagnostics.random_numbers import same_random_numbers
 from shardfn.planning.diagnostics.rules import LEAST_BYTES
 from shardfn.planning.plan import FIX
 from shardfn.units import bytes_text
@@ -57,6 +58,8 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
             'to shard these arrays, pass them as arguments, or write shard(f, closed_over="argument")'
         )
     found += notes_of(traced.jaxpr)
+    if hardware.count > 1:
+        found += same_random_numbers(traced.jaxpr)
     if traced.captured:
         found.append(
             f"{traced.captured} arrays of the surrounding transformation are captured and left to XLA;{FIX}pass them as arguments"

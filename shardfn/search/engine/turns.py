@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.engine.archive import Archive
@@ -56,7 +57,8 @@ def run(
 ) -> Archive:
     """The archive of all candidates that the generators propose within the problem's budget.
 
-    After the user's time limit, or at Ctrl-C, the candidates so far are all; after the time limit at least `FEWEST_CANDIDATES`.
+    After the user's time limit, or at Ctrl-C in an interactive session, the candidates so far are all; after the time limit at
+    least `FEWEST_CANDIDATES`.
 
     Args:
       problem: the question.
@@ -65,7 +67,7 @@ def run(
       known: the archive of the same problem within another memory limit, which this search goes on from.
 
     Raises:
-      KeyboardInterrupt: nothing was evaluated yet.
+      KeyboardInterrupt: nothing was evaluated yet, or the session is not interactive: whoever runs a script wants it to end.
     """
     archive = Archive(problem, known)
     budget, least = archive.budget, len(archive) + FEWEST_CANDIDATES
@@ -80,10 +82,16 @@ def run(
         least = max(least, len(archive) + 1)
         _take_turns(problem, generators, archive, least)
     except KeyboardInterrupt:
-        if not len(archive):
+        if not len(archive) or not is_interactive():
             raise
         archive.was_interrupted = True
     return archive
+
+
+def is_interactive() -> bool:
+    """Whether Python reads commands from a person: its own prompt, IPython, a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or shell is not None
 
 
 def _take_turns(

@@ -56,6 +56,28 @@ def batch_names(loss_fn: Callable[..., Any]) -> list[str]:
         return []
 
 
+def refuse_other_count(loss_fn: Callable[..., Any], batch: tuple[Any, ...], first: str) -> None:
+    """Refuse a batch with fewer or more arrays than the loss function takes after `first`, its model or state.
+
+    Raises:
+      StrategyTypeError: the signature does not take the batch.
+
+    >>> refuse_other_count(lambda params, x, y=None: x, (1,), "params")
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # it has none: tracing tells
+        return
+    try:
+        signature.bind(None, *batch)
+    except TypeError as error:
+        names = batch_names(loss_fn)
+        fail(StrategyTypeError, f"the batch does not fit the loss function: {error}",
+             where=f"{len(batch)} {'argument' if len(batch) == 1 else 'arguments'} after the {first}",
+             why=f"the loss function takes {', '.join(names) or 'none'} after its model",
+             fix=f"pass ({', '.join([first, *names])}), arrays, or shapes where nothing runs")  # fmt: skip
+
+
 def part_shapes(batch: Any, parts: int) -> Any:
     """The shapes of one of `parts` parts of a batch; every part gets the scalars."""
     part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)  # noqa: E731

@@ -28,7 +28,7 @@ from shardfn.train.collectives import Bucket
 from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers
 from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
 from shardfn.train.steps import cells
-from shardfn.train.steps.batches import positional_batch
+from shardfn.train.steps.batches import positional_batch, refuse_other_count
 from shardfn.train.steps.check_step import check_problems, check_step, refuse_wrong_step
 from shardfn.train.steps.options import StepOptions
 from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
@@ -143,10 +143,7 @@ class TrainStep:
           StrategyError, StrategyTypeError: if state, batch or devices do not fit.
         """
         batch = self._ordered(batch, named)
-        count = getattr(state, "step", None)
-        if isinstance(count, jax.Array) and not isinstance(count, Tracer) and count.is_deleted():
-            fail(StrategyError, "the state was given away: a step reuses its memory for the next one", where="state",
-                 why="donate = True", fix="go on with the state that the step returned, or set donate=False")  # fmt: skip
+        _refuse_given_away(state)
         if self.options.device is not None and not (hardware := self.options.hardware()).is_here:
             self._refuse_target(hardware, f"{self!r} cannot run on", "use .plan(...) or .explain(...); to run")
         function = self._for(state, batch).function
@@ -264,8 +261,9 @@ class TrainStep:
           The model as given to `init`, with unstacked layers and its static leaves.
 
         Raises:
-          StrategyError: if this step has not seen the model.
+          StrategyError: if this step has not seen the model, or the state was donated to a step.
         """
+        _refuse_given_away(state)
         if self._unscanned is not None and self.scanned_layers is not None:
             return self._unscanned.model(self.scanned_layers.unstack(state.params))
         return self._parts_of(state).model(state.params)
@@ -347,6 +345,7 @@ class TrainStep:
     def _for(self, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:
         key = _kind(batch)
         if key not in self._sharded:
+            refuse_other_count(self._given_options.loss_fn, batch, "state")
             with defaults.override(self.options.defaults):
                 parts = self._parts_of(state)
                 self._sharded[key] = shard_step(self.options, parts, *shapes_of((state, batch)))
@@ -357,3 +356,15 @@ def _kind(batch: tuple[Any, ...]) -> Any:
     """What batches of one step share."""
     leaves, treedef = tree_util.tree_flatten(batch)
     return treedef, tuple(map(shape_of, leaves))
+
+
+def _refuse_given_away(state: TrainState) -> None:
+    """Refuse a state whose memory a step has reused.
+
+    Raises:
+      StrategyError: its arrays were donated.
+    """
+    count = getattr(state, "step", None)
+    if isinstance(count, jax.Array) and not isinstance(count, Tracer) and count.is_deleted():
+        fail(StrategyError, "the state was given away: a step reuses its memory for the next one", where="state",
+             why="donate = True", fix="go on with the state that the step returned, or set donate=False")  # fmt: skip
