@@ -79,7 +79,7 @@ def _gap(
         return None
     if not estimate_holds(problem, solution, best):
         return None
-    alike = (one.solution for one in solutions if one.objective == solution.objective)
-    bound, cost = min(one.cost if one.proved else one.bound for one in alike), solution.solution.cost
+    bound = min(one.bound for one in solutions if one.objective == solution.objective)
+    cost = solution.solution.cost
     gap = 1 - bound / cost if cost > 0 else 0.0
     return gap if gap > 1e-6 else 0.0
