@@ -51,7 +51,8 @@ def answer_of(what: str, archive: Archive) -> Answer:
 
 def _meshes_text(archive: Archive, solutions: Sequence[MeshSolution]) -> str:
     """The meshes that were solved for the objective, and what ended the search before its generators."""
-    meshes = ", ".join(dict.fromkeys(mesh_sizes_text(one.axes) for one in solutions)) or "none"
+    every = (*archive.tried_by_blocks, *(one.axes for one in solutions))
+    meshes = ", ".join(dict.fromkeys(map(mesh_sizes_text, every))) or "none"
     if archive.was_interrupted:
         return f"{meshes}; interrupted"
     if archive.problem.seconds_left <= 0:

@@ -54,6 +54,8 @@ class Archive:
         self.was_interrupted = known is not None and known.was_interrupted
         self.solutions: list[MeshSolution] = [] if known is None else known.solutions
         """What the solver found, for all objectives."""
+        self.tried_by_blocks: tuple[Axes, ...] = () if known is None else known.tried_by_blocks
+        """The meshes that were solved for the program with fewer equal blocks."""
         self.spaces: dict[Axes, LabelSpace] = {} if known is None else known.spaces
         """The choices on each mesh, which the objectives share."""
         self._candidates: dict[object, SearchCandidate] = {} if known is None else known._candidates

@@ -130,6 +130,10 @@ class SearchProblem:
     begun: float = dataclasses.field(default_factory=time.monotonic)
     """When the time limit began to count (`time.monotonic`)."""
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
+    with_fewer_blocks: Callable[[], SmallerProblem | None] = dataclasses.field(
+        default=lambda: None, repr=False, compare=False
+    )
+    """The problem of the program with fewer of its equal blocks; None where none repeat."""
 
     def evaluate(
         self,
@@ -261,6 +265,17 @@ class SearchCandidate(Proposal):
     cost: Cost = dataclasses.field(kw_only=True)
     generator: str = dataclasses.field(default="", kw_only=True)
     """The name of the generator that proposed it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallerProblem:
+    """The problem of a program with fewer of its equal blocks."""
+
+    problem: SearchProblem
+    whole: Callable[[Proposal], Proposal]
+    """From a proposal for it to one for the whole program."""
+    text: str
+    """How many blocks are planned as how many, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
