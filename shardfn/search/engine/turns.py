@@ -89,9 +89,9 @@ def run(
 def _take_turns(
     problem: SearchProblem, generators: Mapping[str, CandidateGenerator], archive: Archive, least: int
 ) -> None:
-    """Let the generators propose until the best plan is proved within the tolerance; or until the budget is spent, `least`
-    candidates are evaluated, and a turn finds no better plan."""
-    budget, is_better = archive.budget, False
+    """Let the generators propose until the best plan is proved within the tolerance, and as many turns as there are generators
+    found no other; or until the budget is spent, `least` candidates are evaluated, and a turn finds no better plan."""
+    budget, is_better, unchanged = archive.budget, False, 0
     running = [
         _Turn(name, iter(generator(problem, archive)), place)
         for place, (name, generator) in enumerate(generators.items())
@@ -99,6 +99,7 @@ def _take_turns(
     while running and (is_better or len(archive) < least or not budget.is_over):
         turn = min(running, key=lambda each: each.in_vain)
         best, known = archive.best_rank(), len(archive)
+        chosen = archive.best(problem.level) if known else None
         with _without_collection():
             try:
                 proposal = next(turn.proposals)
@@ -111,7 +112,8 @@ def _take_turns(
             else:
                 _evaluate(archive, proposal, turn.name)
         found = archive.best_rank()
-        if archive.is_proved():
+        unchanged = unchanged + 1 if known and archive.best(problem.level) is chosen else 0
+        if unchanged >= len(running) and archive.is_proved():  # local search may still need fewer constraints
             return
         is_better = best is not None and found is not None and not is_no_worse(best, found, MIN_IMPROVEMENT)
         turn.in_vain = 0 if is_better else turn.in_vain + 1
