@@ -41,6 +41,7 @@ class More(TypedDict, total=False):
     compile_candidates: int | str
     time_limit: float | None
     budget: str | int | float
+    tolerance: float | None
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
@@ -110,6 +111,8 @@ def shard(
         every machine.
       budget: the work of the search: "fast" (a quarter), "default" or "thorough" (ten times as much), or a number of ops visited.
         More never gives a worse plan.
+      tolerance: the search ends when its plan is proved to cost at most this part more than the optimum of the cost model. 0 ends
+        it by the budget alone. None is 0.01, or 0 with budget="thorough".
       static_argnums: positions of static arguments, as in `jax.jit`.
       static_argnames: names of static arguments, as in `jax.jit`.
       donate_argnums: positions of donated arguments, as in `jax.jit`.

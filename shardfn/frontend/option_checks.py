@@ -30,7 +30,7 @@ ELSEWHERE = {
     "out_shardings": "out_strategy", "out_specs": "out_strategy", "out_axis_resources": "out_strategy",
     "mesh": "device", "backend": "device", "platform": "device", "hardware": "device", "target": "device",
     "objective": "level", "optimize": "level", "static": "static_argnames", "recipe": "layout", "rules": "parameter_plan",
-    "candidates": "compile_candidates", "timeout": "time_limit", "effort": "budget",
+    "candidates": "compile_candidates", "timeout": "time_limit", "effort": "budget", "gap": "tolerance", "rtol": "tolerance",
     "verify": "check", "validate": "check", "debug": "check",
 }  # fmt: skip
 """What an option of `shard` is called in JAX, in other libraries or in speech."""
@@ -194,6 +194,12 @@ def _bounds(options: Options) -> Iterator[Problem]:
     if seconds is not None and (not is_number or not seconds > 0):
         yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
                       "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
+    part = options.tolerance
+    is_number = isinstance(part, int | float) and not isinstance(part, bool)
+    if part is not None and (not is_number or not 0 <= part < 1):
+        yield Problem("`tolerance` must be a number from 0 to 1", f"tolerance = {short(part)}",
+                      "the search ends when its plan is proved to cost at most this part more than the optimum",
+                      "write 0.01, or 0 to search until the budget is spent", is_type=not is_number)  # fmt: skip
     work = options.budget
     is_number = isinstance(work, int | float) and not isinstance(work, bool)
     if not ((is_number and not isinstance(work, str) and work > 0) or (isinstance(work, str) and work in BUDGETS)):

@@ -10,7 +10,7 @@ from typing import Any
 from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
-from shardfn.search.problem import DEFAULT, OBJECTIVES, Algorithm
+from shardfn.search.problem import DEFAULT, OBJECTIVES, TOLERANCE, Algorithm
 
 
 def level_of(objective: Any) -> Any:
@@ -34,6 +34,8 @@ class SearchOptions:
     time_limit_s: float
     budget: str | float
     """A name of `search.problem.budget.BUDGETS`, or a number of ops visited."""
+    tolerance: float
+    """The search ends when its plan is proved to cost at most this part more than the optimum; 0 for never."""
     compile_candidates: int | str
     """How many, or "auto"."""
     algorithm: Algorithm
@@ -66,6 +68,8 @@ class Options:
     compile_candidates: int | str = 0
     time_limit: float | None = None
     budget: str | int | float = DEFAULT
+    tolerance: float | None = None
+    """None is `TOLERANCE`, and 0 for the budget "thorough"."""
     static_argnums: Any = ()
     static_argnames: Any = ()
     donate_argnums: Any = ()
@@ -78,7 +82,7 @@ class Options:
     """Whether the first call of a kind compares the sharded function with the unsharded one."""
 
     def __post_init__(self) -> None:
-        for name in ("level", "memory_limit", "compile_candidates", "time_limit", "budget"):
+        for name in ("level", "memory_limit", "compile_candidates", "time_limit", "budget", "tolerance"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         object.__setattr__(self, "level", level_of(self.level))
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
@@ -116,6 +120,7 @@ class Options:
             memory_limit=limit,
             time_limit_s=math.inf if self.time_limit is None else self.time_limit,
             budget=self.budget,
+            tolerance=self.tolerance if self.tolerance is not None else 0.0 if self.budget == "thorough" else TOLERANCE,
             compile_candidates=self.compile_candidates,
             algorithm=defaults.algorithm,
             search_ops=mode != "auto" or self.style is not None or (self.level is not None and self.layout is None),

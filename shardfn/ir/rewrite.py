@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -146,6 +147,11 @@ def _destination(eqn: Any) -> Any:
 
 def _size(jaxpr: Any) -> int:
     return sum(map(_count, jaxpr.eqns))
+
+
+def first_numbers(jaxpr: Any) -> list[int]:
+    """The number of each equation of a jaxpr, those inside others aside (`equations`); of an uncounted one that of the next."""
+    return list(itertools.accumulate(map(_count, jaxpr.eqns[:-1]), initial=0))
 
 
 def _count(eqn: Any) -> int:

@@ -30,7 +30,14 @@ from typing import Any
 from shardfn.errors import ContextError, ContextTypeError, a, fail
 from shardfn.search.engine import Archive, CandidateGenerator, proposal_checks, run
 from shardfn.search.explanation import answer_of
-from shardfn.search.generators import default_policy, exact, recursive_programming, sharding_propagation, styles
+from shardfn.search.generators import (
+    default_policy,
+    equal_blocks,
+    exact,
+    recursive_programming,
+    sharding_propagation,
+    styles,
+)
 from shardfn.search.labels import LEAST_SENT, LEAST_SENT_BALANCED, LEAST_SENT_IN_SMALLEST_SHARDS, LEAST_TIME
 from shardfn.search.moves import local_search
 from shardfn.search.problem import (
@@ -129,7 +136,12 @@ def search_with(
     is proposed."""
     if not problem.is_open:
         return default_policy.search(problem)
-    archive = run(dataclasses.replace(problem, memory_limit=math.inf), generators[problem.level], BASELINES)
+    free = dataclasses.replace(problem, memory_limit=math.inf)
+    own, first = generators[problem.level], BASELINES
+    if equal_blocks.is_large(problem) and (smaller := problem.with_fewer_blocks()) is not None:
+        best_of_fewer = functools.partial(equal_blocks.generate, smaller, own, BASELINES)
+        what, own, first = f"{what} of {smaller.text}", {}, {equal_blocks.NAME: best_of_fewer}
+    archive = run(free, own, first)
     if not len(archive):
         return default_policy.search(problem)
     if archive.was_interrupted or problem.fits(archive.best(problem.level)):
@@ -221,5 +233,6 @@ def _registered(mode: str, problem: SearchProblem) -> Answer:
     search: Any = MODES[mode]
     if _parameters(search) == 2:
         own = functools.partial(proposal_checks.checked, mode, search)
+        problem = dataclasses.replace(problem, with_fewer_blocks=lambda: None)  # it proposes for the arrays of the call
         return search_with(f"search {mode!r}", {level: {mode: own, **LOCAL_SEARCH[level]} for level in LEVELS}, problem)
     return proposal_checks.checked_answer(mode, search(problem), problem)

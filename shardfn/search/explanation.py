@@ -56,7 +56,8 @@ def answer_of(what: str, archive: Archive) -> Answer:
 
 def _meshes_text(archive: Archive, solutions: Sequence[MeshSolution]) -> str:
     """The meshes that were solved for the objective, and what ended the search before its generators."""
-    meshes = ", ".join(dict.fromkeys(mesh_sizes_text(one.axes) for one in solutions)) or "none"
+    every = (*archive.tried_by_blocks, *(one.axes for one in solutions))
+    meshes = ", ".join(dict.fromkeys(map(mesh_sizes_text, every))) or "none"
     if archive.was_interrupted:
         return f"{meshes}; interrupted"
     if archive.problem.seconds_left <= 0:
@@ -87,7 +88,7 @@ def _gap(
         return None
     if not estimate_holds(problem, solution, best):
         return None
-    alike = (one.solution for one in solutions if one.objective == solution.objective)
-    bound, cost = min(one.cost if one.proved else one.bound for one in alike), solution.solution.cost
+    bound = min(one.bound for one in solutions if one.objective == solution.objective)
+    cost = solution.solution.cost
     gap = 1 - bound / cost if cost > 0 else 0.0
     return gap if gap > 1e-6 else 0.0

@@ -117,6 +117,44 @@ def test_wrong_budget_is_refused_with_the_fix(budget, fix):
         shardfn.plan(two_layers, *LAYERS, device="h100:8", budget=budget)
 
 
+@pytest.mark.parametrize("level", [0, 2])
+def test_search_ends_with_a_plan_that_is_proved_within_the_tolerance(level):
+    options = {"device": "h100:8", "level": level}
+    made, further = (shardfn.plan(jnp.matmul, *LAYERS[:2], **options, **more) for more in ({}, {"tolerance": 0}))
+    assert len(made._answered.answer.others) < len(further._answered.answer.others)
+    own, best = (objective(plan.cost, plan._answered.problem).aim[0] for plan in (made, further))
+    assert own <= 1.01 * best
+
+
+def test_thorough_search_goes_on_after_a_proof():
+    problems = [
+        shardfn.plan(
+            jnp.matmul, *LAYERS[:2], device="h100:8", search_mode="sharding_propagation", **options
+        )._answered.problem
+        for options in ({}, {"budget": "thorough"}, {"budget": "thorough", "tolerance": 0.1}, {"tolerance": 0.1})
+    ]
+    assert [problem.tolerance for problem in problems] == [0.01, 0, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_plan_that_is_proved_costs_what_the_bound_says(seed):
+    for level in (0, 2):
+        at = small(seed, 3_000).at(level)
+        archive = run(at, GENERATORS[level], BASELINES)
+        further = run(dataclasses.replace(at, tolerance=0), GENERATORS[level], BASELINES)
+        assert [made.key for made in archive] == [made.key for made in further][: len(archive)]
+        if archive.is_proved():
+            assert at.rank(archive.best(level)).aim[0] <= 1.02 * at.rank(further.best(level)).aim[0]
+        else:
+            assert len(archive) == len(further)
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1, "1%", True])
+def test_wrong_tolerance_is_refused_with_the_fix(tolerance):
+    with pytest.raises((StrategyError, StrategyTypeError), match=r"write 0\.01"):
+        shardfn.plan(two_layers, *LAYERS, device="h100:8", tolerance=tolerance)
+
+
 def test_registered_generator_gets_the_baselines_and_the_local_search():
     seen = []
 

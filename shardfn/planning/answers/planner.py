@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import Shards, shares_halos
 from shardfn.planning.answers.finish import file_constraints, finish
-from shardfn.planning.call import AnsweredCall, PosedCall, TracedCall, pose_again
+from shardfn.planning.call import AnsweredCall, PosedCall, TracedCall, pose_again, with_fewer_blocks
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan import Plan
 from shardfn.planning.workarounds import (
@@ -49,7 +50,8 @@ def search(posed: PosedCall) -> Answer:
     bounds = posed.call.search
     if bounds.memory_limit is not None and bounds.is_limit_strict:
         refuse_implausible_limit(posed.problem)
-    return posed.chosen_search(posed.problem)
+    fewer = functools.partial(with_fewer_blocks, posed)
+    return posed.chosen_search(dataclasses.replace(posed.problem, with_fewer_blocks=fewer))
 
 
 def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:

@@ -6,6 +6,7 @@
 | `inner_calls` | a call of a sharded function inside another one |
 | `propagation` | the partitioned program for chosen shardings |
 | `posed_call` | `TracedCall`, `PosedCall`, `AnsweredCall`: a call at each stage |
+| `whole_and_fewer` | the call with fewer of its equal blocks |
 | `pose` | from a call to a `PosedCall`; every user error of a call is raised here |
 """
 
@@ -14,8 +15,9 @@ from shardfn.planning.call.inner_calls import call_inside
 from shardfn.planning.call.pose import place_call, pose, pose_again
 from shardfn.planning.call.posed_call import AnsweredCall, PosedCall, TracedCall
 from shardfn.planning.call.propagation import memoized
+from shardfn.planning.call.whole_and_fewer import with_fewer_blocks
 
 __all__ = [
     "AnsweredCall", "CallFunction", "OtherCall", "PosedCall", "TracedCall", "call_inside", "closed_over_arguments",
-    "memoized", "place_call", "pose", "pose_again", "pure_function",
+    "memoized", "place_call", "pose", "pose_again", "pure_function", "with_fewer_blocks",
 ]  # fmt: skip

@@ -373,6 +373,7 @@ def _problem(
             if spec is None and i not in call.same_as and leaf.shape},
         results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
         budget=bounds.budget,
+        tolerance=bounds.tolerance,
         seconds=bounds.time_limit_s,
         inner=inner,
         operands=operands_as_read(graph, marked, dict(axes)),

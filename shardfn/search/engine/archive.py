@@ -8,10 +8,21 @@ from collections.abc import Iterator, Mapping
 
 from shardfn.ir.model import Axes
 from shardfn.search.engine.meshes import meshes
-from shardfn.search.labels import LabelSpace, MeshSolution, Objective, SolvedProposal, keeps_rules
+from shardfn.search.labels import (
+    LEAST_SENT_BALANCED,
+    LEAST_TIME,
+    LabelSpace,
+    MeshSolution,
+    Objective,
+    SolvedProposal,
+    keeps_rules,
+)
 from shardfn.search.problem import (
+    BALANCED,
+    COMMUNICATION,
     FIXED_VISITS,
     LEVELS,
+    TIME,
     VISIT,
     Proposal,
     Rank,
@@ -43,6 +54,8 @@ class Archive:
         self.was_interrupted = known is not None and known.was_interrupted
         self.solutions: list[MeshSolution] = [] if known is None else known.solutions
         """What the solver found, for all objectives."""
+        self.tried_by_blocks: tuple[Axes, ...] = () if known is None else known.tried_by_blocks
+        """The meshes that were solved for the program with fewer equal blocks."""
         self.spaces: dict[Axes, LabelSpace] = {} if known is None else known.spaces
         """The choices on each mesh, which the objectives share."""
         self._candidates: dict[object, SearchCandidate] = {} if known is None else known._candidates
@@ -130,6 +143,23 @@ class Archive:
         """The rank of the best candidate at the problem's level; None while the archive is empty."""
         best = self._best_of_all.get(self.problem.level)
         return None if best is None else self.problem.rank(best)
+
+    def is_proved(self) -> bool:
+        """Whether the best candidate is proved to cost at most the problem's tolerance more than the optimum of the cost model.
+
+        The model must hold: the candidate costs no less than the bound, up to the same tolerance. There is no bound of memory.
+        """
+        problem = self.problem
+        own = {TIME: LEAST_TIME, COMMUNICATION: LEAST_SENT_BALANCED}.get(problem.level)
+        bounds = [one.bound for one in self.solutions if one.objective == own and one.is_exact]
+        if not bounds or not problem.tolerance or not problem.fits(best := self.best(problem.level)):
+            return False
+        bound, aim = min(bounds), problem.rank(best).aim[0]
+        if problem.level == TIME:
+            aim = best.cost.time_s
+        else:
+            bound = max(0.0, bound - BALANCED * problem.even_s)
+        return not aim or abs(aim - bound) <= problem.tolerance * bound
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""

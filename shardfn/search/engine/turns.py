@@ -6,7 +6,7 @@ the archive is a generator like the others.
 
 Baselines come first, whatever the budget. Then each generator counts its turns since it last found a better plan, and the one
 with the lowest count goes next. Counts start at 0, 1, 2, … in the order of the list, which is thus that of the first turns.
-The sequence of evaluations does not depend on the budget, which only ends it. So
+The sequence of evaluations does not depend on the budget, which only ends it, as does a proof within the tolerance. So
 
 - no plan is worse than a baseline;
 - a larger budget never gives a worse plan (a second run within a memory limit starts where the budget ended the first);
@@ -97,8 +97,9 @@ def is_interactive() -> bool:
 def _take_turns(
     problem: SearchProblem, generators: Mapping[str, CandidateGenerator], archive: Archive, least: int
 ) -> None:
-    """Let the generators propose until the budget is spent, `least` candidates are evaluated, and a turn finds no better plan."""
-    budget, is_better = archive.budget, False
+    """Let the generators propose until the best plan is proved within the tolerance, and as many turns as there are generators
+    found no other; or until the budget is spent, `least` candidates are evaluated, and a turn finds no better plan."""
+    budget, is_better, unchanged = archive.budget, False, 0
     running = [
         _Turn(name, iter(generator(problem, archive)), place)
         for place, (name, generator) in enumerate(generators.items())
@@ -106,6 +107,7 @@ def _take_turns(
     while running and (is_better or len(archive) < least or not budget.is_over):
         turn = min(running, key=lambda each: each.in_vain)
         best, known = archive.best_rank(), len(archive)
+        chosen = archive.best(problem.level) if known else None
         with _without_collection():
             try:
                 proposal = next(turn.proposals)
@@ -118,6 +120,9 @@ def _take_turns(
             else:
                 _evaluate(archive, proposal, turn.name)
         found = archive.best_rank()
+        unchanged = unchanged + 1 if known and archive.best(problem.level) is chosen else 0
+        if unchanged >= len(running) and archive.is_proved():  # local search may still need fewer constraints
+            return
         is_better = best is not None and found is not None and not is_no_worse(best, found, MIN_IMPROVEMENT)
         turn.in_vain = 0 if is_better else turn.in_vain + 1
         turn.idle = turn.idle + 1 if len(archive) == known else 0

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `exact` | the best strategy of every op, for each mesh |
+| `equal_blocks` | the best candidates of the program with fewer of its equal blocks |
 | `recursive_programming` | the fast search: the devices divided again and again |
 | `sharding_propagation` | the given shardings spread op by op |
 | `styles` | plans of one parallel style |

@@ -11,10 +11,20 @@
 | `memory_limit` | notes and errors on memory limits |
 """
 
-from shardfn.search.problem.budget import BUDGETS, DEFAULT, FIXED_VISITS, VISIT, affordable_compiles, visits_of, work_of
+from shardfn.search.problem.budget import (
+    BUDGETS,
+    DEFAULT,
+    FIXED_VISITS,
+    TOLERANCE,
+    VISIT,
+    affordable_compiles,
+    visits_of,
+    work_of,
+)
 from shardfn.search.problem.graph_facts import SLICED, GraphFacts, array_bytes
 from shardfn.search.problem.memory_limit import near_limit_note, refuse_implausible_limit, refuse_limit, unit_slip
 from shardfn.search.problem.objectives import (
+    BALANCED,
     COMMUNICATION,
     LEVELS,
     MEMORY,
@@ -38,15 +48,16 @@ from shardfn.search.problem.search_problem import (
     Search,
     SearchCandidate,
     SearchProblem,
+    SmallerProblem,
     figures,
     objective,
     runner_up,
 )
 
 __all__ = [
-    "BUDGETS", "COMMUNICATION", "DEFAULT", "FIXED_VISITS", "LEVELS", "MEMORY", "NO_RESULT_SPECS", "OBJECTIVES", "SLICED",
-    "TIME", "VISIT", "Algorithm", "Answer", "Figures", "GraphFacts", "Memo", "OpConstraints", "OpenResult", "Partitioner",
-    "Proposal", "Rank", "ResultSpecs", "Search", "SearchCandidate", "SearchProblem", "affordable_compiles", "array_bytes",
-    "figures", "is_no_worse", "near_limit_note", "objective", "rank", "refuse_implausible_limit", "refuse_limit", "runner_up",
-    "unit_slip", "visits_of", "work_of",
+    "BALANCED", "BUDGETS", "COMMUNICATION", "DEFAULT", "FIXED_VISITS", "LEVELS", "MEMORY", "NO_RESULT_SPECS", "OBJECTIVES",
+    "SLICED", "TIME", "TOLERANCE", "VISIT", "Algorithm", "Answer", "Figures", "GraphFacts", "Memo", "OpConstraints",
+    "OpenResult", "Partitioner", "Proposal", "Rank", "ResultSpecs", "Search", "SearchCandidate", "SearchProblem",
+    "SmallerProblem", "affordable_compiles", "array_bytes", "figures", "is_no_worse", "near_limit_note", "objective", "rank",
+    "refuse_implausible_limit", "refuse_limit", "runner_up", "unit_slip", "visits_of", "work_of",
 ]  # fmt: skip

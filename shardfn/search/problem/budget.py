@@ -14,6 +14,9 @@ VISIT = 2e4
 FIXED_VISITS = 15
 """Fixed work of evaluating a candidate, in visits; the ops come on top."""
 
+TOLERANCE = 0.01
+"""A search ends when its plan is proved to cost at most this part more than the optimum."""
+
 MESH_VISITS, OTHER_MESHES, HALF_VISITS = 6_000, 4, 200
 """The default work of a search is at most `MESH_VISITS`, half a second, for each mesh of one or two axes and for
 `OTHER_MESHES` more, and half of that where a candidate takes `HALF_VISITS`."""

@@ -14,7 +14,7 @@ from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
 from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, Spec
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.search.problem.budget import DEFAULT
+from shardfn.search.problem.budget import DEFAULT, TOLERANCE
 from shardfn.search.problem.graph_facts import GraphFacts, facts_of
 from shardfn.search.problem.objectives import Figures, Rank, rank
 from shardfn.search.problem.read_as_given import constraints_as_given
@@ -121,6 +121,8 @@ class SearchProblem:
     """Shardings of the operands of sharded functions inside, cast and transposed ones too, by value: ops read them so."""
     budget: str | float = DEFAULT
     """The work of the search: a key of `budget.BUDGETS`, or a number of ops visited."""
+    tolerance: float = TOLERANCE
+    """The search ends when its plan is proved to cost at most this part more than the optimum; 0 for never."""
     seconds: float = math.inf
     """The user's time limit, in addition to the budget."""
     watch: Callable[[str, Any], None] | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -128,6 +130,10 @@ class SearchProblem:
     begun: float = dataclasses.field(default_factory=time.monotonic)
     """When the time limit began to count (`time.monotonic`)."""
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
+    with_fewer_blocks: Callable[[], SmallerProblem | None] = dataclasses.field(
+        default=lambda: None, repr=False, compare=False
+    )
+    """The problem of the program with fewer of its equal blocks; None where none repeat."""
 
     def evaluate(
         self,
@@ -259,6 +265,17 @@ class SearchCandidate(Proposal):
     cost: Cost = dataclasses.field(kw_only=True)
     generator: str = dataclasses.field(default="", kw_only=True)
     """The name of the generator that proposed it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallerProblem:
+    """The problem of a program with fewer of its equal blocks."""
+
+    problem: SearchProblem
+    whole: Callable[[Proposal], Proposal]
+    """From a proposal for it to one for the whole program."""
+    text: str
+    """How many blocks are planned as how many, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
