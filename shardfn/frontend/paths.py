@@ -2,8 +2,8 @@
 
 `.` and `/` separate alike; a leading `self.` and the first part (the argument's name) may be left out; `*`, `?` and `[...]`
 are as in `fnmatch`, and `*` crosses separators; `['a'][0]` is read as `a/0`; the `/value` of a Flax NNX variable may be there
-or not. A path itself goes before a glob. Entries of a call and questions about
-a plan also take an end that no other path has (`met_by_end`).
+or not. A path itself goes before a glob. Entries of a call and questions about a plan also take an end that no other path has
+(`met_by_end`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,11 @@ def met_by_end(pattern: str, paths: Sequence[str]) -> list[int]:
     [0]
     """
     end = _literal(_with_subscripts(pattern))
-    return [i for i, path in enumerate(paths) if tidy(path).endswith(f"/{tidy(end)}")] if end else []
+    pairs = [*enumerate(zip(paths, without_value(paths), strict=True))] if end else []
+    for name in dict.fromkeys((f"/{end}", f"/{tidy(end or '')}")):
+        if hits := [i for i, (path, bare) in pairs if path.endswith(name) or bare.endswith(name)]:
+            return hits
+    return []
 
 
 def alike(items: Iterable[_T], key: Callable[[_T], Any], least: int = 3) -> list[list[_T]]:
