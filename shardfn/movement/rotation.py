@@ -40,7 +40,7 @@ def rotation_jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_rotation(eqn: Any) -> bool:
-    """Whether an equation of a jaxpr is such a rotation. XLA computes it, and its transpose, correctly as it stands."""
+    """Whether an equation of a jaxpr is such a rotation, or a part of one. XLA computes it correctly as it stands."""
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == ROTATED
 
 

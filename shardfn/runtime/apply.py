@@ -158,7 +158,7 @@ def _differentiable(
     plan: Plan, function: Callable[..., Any], mesh: PlanMesh, static_argnums: tuple[int, ...]
 ) -> Callable[..., Any]:
     """A function of a plan whose derivatives XLA computes rightly when they are taken from outside."""
-    risks = risks_of(plan.partitioned, plan.hardware.count)
+    risks = risks_of(plan.partitioned, plan.hardware.count, mesh)
     if not has_gradients_at_risk(answered_call(plan).posed.call.traced.jaxpr, risks):
         return function
     return functools.wraps(function)(correct_gradients(function, mesh.mesh, static_argnums, risks))

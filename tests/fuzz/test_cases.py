@@ -1,6 +1,7 @@
 """The table of programs that were found wrong: values, and gradients inside and outside, for several strategies, dtypes and devices."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -94,3 +95,15 @@ def test_train_step_never_moves_an_embedding_that_no_token_names(strategy):
     for _ in range(3):
         state, _ = step(state, tokens)
     np.testing.assert_array_equal(state.params["e"][0], make()["e"][0])
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+@pytest.mark.parametrize("function", [
+    lambda x, shift: jnp.pad(x[1:-1, 1:-1] + x[1:-1, 1 + shift : 7 + shift], 1).T,
+    lambda x, shift: jnp.roll(x.T, (shift, 1), (0, 1)) * x.T,
+])  # fmt: skip
+def test_gradient_outside_of_rotations_whose_result_is_sharded_along_another_dimension(function, shift):
+    x = made_data((4, 8), "float32", 0)
+    plain = functools.partial(function, shift=shift)
+    sharded = shardfn.shard(plain, ((2, 1),), ((8, 1),), device=jax.devices()[:8])
+    assert_same(jax.jit(jax.grad(loss(sharded)))(x), jax.jit(jax.grad(loss(plain)))(x), "gradient outside")

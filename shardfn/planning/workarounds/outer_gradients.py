@@ -14,6 +14,7 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A scatter of one window becomes another one. Before JAX 0.12 XLA changes shards that it does not reach, if the array that it
   updates is sharded just before (`workarounds`). What is sharded just before is not known here: the program around the call
   decides it. So each such update, and its transpose, is between optimization barriers.
+- A rotation becomes a sum of pads, which does not compile for some shards: its transpose is the rotation back.
 - A resharding becomes the one back, which may end the process since JAX 0.12 (`partition.xla_bugs.ends_process`).
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
@@ -26,7 +27,8 @@ constraints of the user's own inside, XLA reshards them as they say. The values 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
-from shardfn.movement import is_rotation
+from shardfn.movement import is_rotation, rotated
+from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.workarounds.even_scatters import even_lookup, rows_multiple, signed_index_dtype
 from shardfn.planning.workarounds.rewrites import clamped, transformed, transformed_dims, unsharded, updates_window
 from shardfn.planning.workarounds.wrong_ops import AT_PLACES, Shapes, ends_process_backwards, transposed_wrongly
@@ -54,13 +58,22 @@ class Risks(NamedTuple):
     """`wrong_ops.transposed_wrongly`."""
     ends_process: bool = False
     """`wrong_ops.ends_process_backwards`."""
+    rotations: Mapping[tuple[int, ...], NamedSharding] = types.MappingProxyType({})
+    """By shape of an array that the plan rotates, its sharding."""
 
 
-def risks_of(partitioned: PartitionedProgram, devices: int) -> Risks:
-    """Those of a program with its shardings over some devices."""
-    lookups = (op for op in partitioned.graph.ops if op.name == "gather")
+def risks_of(partitioned: PartitionedProgram, devices: int, mesh: PlanMesh) -> Risks:
+    """Those of a program with its shardings over some devices, on a mesh of these."""
+    graph = partitioned.graph
+    rotations: dict[tuple[int, ...], NamedSharding] = {}
+    for op in graph.ops:
+        if op.name == "rotate":
+            value = op.outputs[0]
+            rotations.setdefault(tuple(graph.values[value].shape), mesh.sharding(partitioned.specs[value]))
+    lookups = (op for op in graph.ops if op.name == "gather")
     multiple = math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
-    return Risks(devices, multiple, transposed_wrongly(partitioned), ends_process_backwards(partitioned))
+    return Risks(devices, multiple, transposed_wrongly(partitioned), ends_process_backwards(partitioned),
+                 rotations)  # fmt: skip
 
 
 def correct_gradients(
@@ -88,19 +101,18 @@ def correct_gradients(
             return unsharded(mesh, transformed(eqn, unsharded(mesh, own, along)), along)
         return even_lookup(eqn, own, others[0], multiple) if eqn.primitive.name == "gather" else None
 
-    def is_right(eqn: Any) -> bool:
-        return is_rotation(eqn) or _is_roll(eqn, devices)
-
     def bind_linear(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        found = None if is_right(eqn) else linear(eqn, *inputs)
+        if _is_even_rotation(eqn, devices):
+            return _rotated(eqn, inputs, risks.rotations, mesh)
+        found = linear(eqn, *inputs)
         return bind_one(eqn, inputs) if found is None else [found]
 
     def is_chosen(eqn: Any, number: int) -> bool:
-        return is_right(eqn) or _is_at_risk(eqn, risks)
+        return _is_at_risk(eqn, risks)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        if is_right(eqn):
-            return bind_one(eqn, inputs)
+        if _is_even_rotation(eqn, devices):
+            return _rotated(eqn, inputs, risks.rotations, mesh)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
         if _updates_window(eqn):
@@ -156,12 +168,20 @@ def has_gradients_at_risk(jaxpr: Any, risks: Risks) -> bool:
     return risks.devices > 1 and (risks.ends_process or any(found))
 
 
-def _is_roll(eqn: Any, devices: int) -> bool:
-    """Whether an equation is a `jnp.roll` along dimensions of even shards: two slices and their concatenation, for each."""
+def _is_even_rotation(eqn: Any, devices: int) -> bool:
+    """Whether an equation is a rotation, or a `jnp.roll` along dimensions of even shards, which XLA computes as one."""
+    return is_rotation(eqn) or (any(turns := _turns(eqn)) and not any(size % devices for _, _, size in turns))
+
+
+def _turns(eqn: Any) -> list[tuple[int, int, int]]:
+    """Of a `jit` of rotations, and nothing else, their dimensions, the rows that become the first ones, and sizes.
+
+    A rotation is two slices and their concatenation.
+    """
     closed = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-    if closed is None or len(closed.jaxpr.invars) != 1 or not closed.jaxpr.eqns or len(closed.jaxpr.eqns) % 3:
-        return False
-    (value,), eqns = closed.jaxpr.invars, closed.jaxpr.eqns
+    if closed is None or len(closed.jaxpr.invars) != 1 or len(closed.jaxpr.eqns) % 3:
+        return []
+    (value,), eqns, found = closed.jaxpr.invars, closed.jaxpr.eqns, []
     for end, start, whole in zip(eqns[::3], eqns[1::3], eqns[2::3], strict=True):
         parts = [one.outvars[0] for one in (end, start) if one.primitive.name == "slice" and one.invars[0] is value]
         if (
@@ -169,11 +189,37 @@ def _is_roll(eqn: Any, devices: int) -> bool:
             or whole.invars != parts
             or whole.outvars[0].aval.shape != value.aval.shape
         ):
-            return False
-        if value.aval.shape[whole.params["dimension"]] % devices:
-            return False
+            return []
+        dim = whole.params["dimension"]
+        found.append((dim, end.params["start_indices"][dim], value.aval.shape[dim]))
         (value,) = whole.outvars
-    return closed.jaxpr.outvars[0] is value
+    return found if closed.jaxpr.outvars[0] is value else []
+
+
+def _rotated(eqn: Any, inputs: list[Any], shardings: Mapping[tuple[int, ...], NamedSharding], mesh: Any) -> list[Any]:
+    """The output of rotations, whose transpose is the rotations back, with cotangents that are sharded as the plan rotates.
+
+    JAX's transpose is a sum of pads, of which XLA makes wrong shapes where a part has fewer rows than there are shards. So it does of
+    a rotation whose operand and result are sharded otherwise.
+    """
+    turns = _turns(eqn)
+    if not turns or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+        return bind_one(eqn, inputs)
+    sharding = shardings.get(eqn.outvars[0].aval.shape)
+
+    def placed(x: Any) -> Any:
+        dims = [dim for dim, *_ in turns]
+        return unsharded(mesh, x, dims) if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+    def back(x: Any) -> Any:
+        for dim, first, _ in reversed(turns):
+            x = rotated(x, first, dim)
+        return x
+
+    def there(_: Any, x: Any) -> Any:
+        return bind_one(eqn, [x])[0]
+
+    return [lax.custom_linear_solve(back, inputs[0], there, lambda _, x: placed(back(placed(x))))]
 
 
 def _cropped(eqn: Any, devices: int) -> list[int]:
@@ -186,8 +232,8 @@ def _cropped(eqn: Any, devices: int) -> list[int]:
 
 def _is_at_risk(eqn: Any, risks: Risks) -> bool:
     """Whether XLA may compute an equation's transpose, or the update of one window itself, wrongly."""
-    name, params, (devices, multiple, convolutions, _) = eqn.primitive.name, eqn.params, risks
-    if _updates_window(eqn):
+    name, params, (devices, multiple, convolutions, *_) = eqn.primitive.name, eqn.params, risks
+    if _updates_window(eqn) or _is_even_rotation(eqn, devices):
         return True
     if name == "sort":
         sizes = eqn.invars[0].aval.shape
