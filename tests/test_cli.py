@@ -297,7 +297,7 @@ def test_a_user_error_has_its_line(capsys, tmp_path):
 
 
 def test_usage_errors_are_status_2(capsys):
-    for args in ([], ["explain"], ["plan"], ["nothing"], [*PLAN, "--time-limit", "long"]):
+    for args in (["explain"], ["plan"], ["nothing"], [*PLAN, "--time-limit", "long"]):
         with pytest.raises(SystemExit) as stop:
             main(args)
         assert stop.value.code == 2

@@ -188,6 +188,7 @@ PROGRAMS = {
         devices=8,
         checks=("second",),
     ),
+    "a cumulative sum of exponentials": lines((24,), (4,), "lax.cumlogsumexp(x0, 0)", devices=4),
     "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),
     "an associative scan of two rows a shard": lines((4,), (2,), "lax.associative_scan(jnp.maximum, x0, axis=0)"),
     "padded by means, then cropped by a pad": lines(

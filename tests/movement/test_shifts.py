@@ -280,7 +280,7 @@ def test_open_search_shards_a_heat_equation_with_fixed_edges():
 
     u = jax.ShapeDtypeStruct((4096, 4096), "float32")
     plan = shardfn.plan(lambda u: lax.fori_loop(0, 10, lambda _, v: heat(v), u), u, device="h100:8")
-    assert plan.cost.time_s < 0.3e-3
+    assert plan.cost.time_s < 0.32e-3  # of it 65 µs to copy the carry, once in each iteration
     assert plan.cost.bytes_sent < 0.4e6
 
 

@@ -115,8 +115,8 @@ def test_gathers_over_some_chips_stay():
     assert [(c.kind, c.group_size) for c in plan.collectives] == [("all-gather", 32)]
 
 
-def test_plans_name_gathers_by_all_reduce():
-    """FSDP is FSDP, and a gather in a loop is reported as one."""
+def test_plan_with_gathers_by_all_reduce_is_fsdp():
+    """FSDP is FSDP, and the gathers that are its own are no diagnostic."""
 
     def step(ws, x):
         loss = lambda ws: (lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] ** 2).mean()  # noqa: E731
@@ -126,7 +126,7 @@ def test_plans_name_gathers_by_all_reduce():
     plan = shardfn.plan(step, *args, in_strategy=((1, 64, 1), (64, 1)), device="tpu-v5p:4x4x4")
     assert {c.kind for c in plan.collectives} == {"all-reduce"}
     assert plan.kind == "FSDP over 64 devices"
-    assert any(text.startswith("all-gather (as an all-reduce) of") for text in plan.diagnostics), plan.diagnostics
+    assert not plan.diagnostics
 
 
 def sent(fn, *args, entries, device=V5E, **options):

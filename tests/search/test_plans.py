@@ -1,6 +1,7 @@
 """Plans of the search judged by their outcomes: no objective loses at its own aim, and no layout by hand is better."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +200,7 @@ def test_time_limit_of_nothing_gives_a_plan_as_good_as_data_parallel_and_keeps_t
 
 def test_policy_without_a_time_limit_says_nothing_of_time():
     made = shardfn.plan(mlp, *MLP, level=2, device="h100:8")
-    assert " s" not in made.policy.replace(" search", "").partition("meshes tried")[2]
+    assert not re.search(r"\d s\b|time limit", made.policy)
 
 
 def test_policy_claims_no_proof_at_level_1():

@@ -333,7 +333,7 @@ WRONG = [
     (lambda: run(train.step(lambda p, x, y: x @ p["w1"], optax.sgd(1))), StrategyError, "no floating-point scalar"),
     (lambda: train.step(mean_square, optax.sgd(1))({"w1": 1}, *data()), StrategyTypeError, "call init(params) first"),
     (lambda: train.step(3, 4, micro_batches=0), StrategyError, "3 problems"),
-    (lambda: train.step(mean_square, optax.sgd(1), mode="dp"), ContextError, "use one of stand_alone"),
+    (lambda: train.step(mean_square, optax.sgd(1), mode="dp"), ContextError, 'mode="data_parallel"'),
     (lambda: train.step(mean_square, optax.sgd(1), nonsense=1), StrategyTypeError, "no option `nonsense`"),
     (lambda: train.step(mean_square, optax.sgd(1), level=7, search_mode="no"), StrategyError, "2 problems:\n1. `level` is 7"),
     (lambda: named(z=1), StrategyTypeError, "missing a required argument: 'y'"),

@@ -114,9 +114,9 @@ class Candidates(tuple[Candidate, ...]):
     >>> figures = Figures(1e-3, 2048, 4096, 1e9)
     >>> print(Candidates([Candidate("this plan", (("a", 8),), figures)]))
     Candidates evaluated
-    plan       mesh     time   sent  memory  compute
-    ---------  ----  -------  -----  ------  --------
-    this plan  a=8   1 ms     2 KiB   4 KiB  1 GFLOPs
+    plan       mesh  time   sent  memory   compute
+    ---------  ----  ----  -----  ------  --------
+    this plan     8  1 ms  2 KiB   4 KiB  1 GFLOPs
     """
 
     __slots__ = ()

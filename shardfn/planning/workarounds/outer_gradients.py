@@ -68,8 +68,9 @@ def risks_of(partitioned: PartitionedProgram, devices: int, mesh: PlanMesh) -> R
     rotations: dict[tuple[int, ...], NamedSharding] = {}
     for op in graph.ops:
         if op.name == "rotate":
-            value = op.outputs[0]
-            rotations.setdefault(tuple(graph.values[value].shape), mesh.sharding(partitioned.specs[value]))
+            value, spec = op.outputs[0], partitioned.specs[op.outputs[0]]
+            if all(axis in mesh.parts for dim in spec for axis in dim):  # and no part of an axis
+                rotations.setdefault(tuple(graph.values[value].shape), mesh.sharding(spec))
     lookups = (op for op in graph.ops if op.name == "gather")
     multiple = math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
     return Risks(devices, multiple, transposed_wrongly(partitioned), ends_process_backwards(partitioned),
@@ -199,8 +200,8 @@ def _turns(eqn: Any) -> list[tuple[int, int, int]]:
 def _rotated(eqn: Any, inputs: list[Any], shardings: Mapping[tuple[int, ...], NamedSharding], mesh: Any) -> list[Any]:
     """The output of rotations, whose transpose is the rotations back, with cotangents that are sharded as the plan rotates.
 
-    JAX's transpose is a sum of pads, of which XLA makes wrong shapes where a part has fewer rows than there are shards. So it does of
-    a rotation whose operand and result are sharded otherwise.
+    JAX's transpose is a sum of pads, of which XLA makes wrong shapes where a part has fewer rows than there are shards. So
+    it does of a rotation whose operand and result are sharded otherwise.
     """
     turns = _turns(eqn)
     if not turns or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
