@@ -188,6 +188,7 @@ PROGRAMS = {
         devices=8,
         checks=("second",),
     ),
+    "an image resized to its own size": lines((48, 12), (1, 1), "jax.image.resize(x0, (48, 12), 'cubic')"),
     "a cumulative sum of exponentials": lines((24,), (4,), "lax.cumlogsumexp(x0, 0)", devices=4),
     "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),
     "an associative scan of two rows a shard": lines((4,), (2,), "lax.associative_scan(jnp.maximum, x0, axis=0)"),

@@ -180,7 +180,7 @@ def _turns(eqn: Any) -> list[tuple[int, int, int]]:
     A rotation is two slices and their concatenation.
     """
     closed = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-    if closed is None or len(closed.jaxpr.invars) != 1 or len(closed.jaxpr.eqns) % 3:
+    if closed is None or len(closed.jaxpr.invars) != 1 or not closed.jaxpr.eqns or len(closed.jaxpr.eqns) % 3:
         return []
     (value,), eqns, found = closed.jaxpr.invars, closed.jaxpr.eqns, []
     for end, start, whole in zip(eqns[::3], eqns[1::3], eqns[2::3], strict=True):
