@@ -14,9 +14,9 @@ from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Figures, Plan, devices_text
 from shardfn.render.cells import table
 from shardfn.render.files import save_text
-from shardfn.render.html import to_html
 from shardfn.render.parts import Table
-from shardfn.render.text import Shown, terminal_width, to_text
+from shardfn.render.printed import PrintedTable
+from shardfn.render.text import to_text
 from shardfn.units import bytes_text
 
 
@@ -52,7 +52,7 @@ class ComparedLayout:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LayoutComparison:
+class LayoutComparison(PrintedTable):
     """Layouts of one call beside each other. Print it for a table, show it in a notebook, or `save` it as a page.
 
     Attributes:
@@ -95,16 +95,10 @@ class LayoutComparison:
             )
         return found[name]  # type: ignore[return-value]
 
-    def __str__(self) -> str:
-        return to_text([self.table()], terminal_width())
+    __repr__ = PrintedTable.__str__
 
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return Shown([self.table()])
-
-    def _repr_html_(self) -> str:
-        return to_html([self.table()], "Layouts")
+    def _html_title(self) -> str:
+        return "Layouts"
 
     def to_html(self) -> str:
         """The table as an HTML page that needs no other file.

@@ -31,9 +31,8 @@ import numpy as np
 
 from shardfn.ir.rewrite import equations
 from shardfn.render.cells import shape_text, table
-from shardfn.render.html import to_html
 from shardfn.render.parts import Part, Text
-from shardfn.render.text import Shown, terminal_width, to_text
+from shardfn.render.printed import Printed
 
 EPSILONS = 8
 """Roundings of the coarsest dtype: an all-reduce of low precision, and elementwise functions that are fused otherwise."""
@@ -117,7 +116,7 @@ class CheckRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CheckResult:
+class CheckResult(Printed):
     """A sharded function compared with a reference. `print` it for a table; a notebook shows it as HTML.
 
     Attributes:
@@ -155,16 +154,10 @@ class CheckResult:
         shown = table(self.headline, _COLUMNS, [*map(_cells, every)], optional=_OPTIONAL)
         return [shown, *([Text("", self.notes)] if self.notes else [])]
 
-    def __str__(self) -> str:
-        return to_text(self.parts(), terminal_width())
+    __repr__ = Printed.__str__
 
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return Shown(self.parts())
-
-    def _repr_html_(self) -> str:
-        return to_html(self.parts(), f"Check of {self.function}")
+    def _html_title(self) -> str:
+        return f"Check of {self.function}"
 
 
 _COLUMNS = (

@@ -12,9 +12,8 @@ from shardfn.cost.estimate import Cost
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import few
 from shardfn.ir.model import Spec, mesh_sizes_text
-from shardfn.render.html import to_html
 from shardfn.render.parts import Table
-from shardfn.render.text import Shown, terminal_width, to_text
+from shardfn.render.printed import PrintedTable
 from shardfn.units import bytes_text, flops_text, signed, time_text
 
 
@@ -108,7 +107,7 @@ class Candidate:
     figures: Figures
 
 
-class Candidates(tuple[Candidate, ...]):
+class Candidates(PrintedTable, tuple[Candidate, ...]):
     """Candidates, the plan itself first. Print them for a table, or show them in a notebook.
 
     >>> figures = Figures(1e-3, 2048, 4096, 1e9)
@@ -127,14 +126,8 @@ class Candidates(tuple[Candidate, ...]):
         columns = ("plan", "mesh", "time", "sent", "memory", "compute")
         return Table("Candidates evaluated", columns, tuple(rows))
 
-    def __str__(self) -> str:
-        return to_text([self.table()], terminal_width())
-
-    def __rich__(self) -> Any:
-        return Shown([self.table()])
-
-    def _repr_html_(self) -> str:
-        return to_html([self.table()], "Candidates evaluated")
+    def _html_title(self) -> str:
+        return "Candidates evaluated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +141,7 @@ class Alternative:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Alternatives:
+class Alternatives(PrintedTable):
     """The costs of other shardings of one array, best first at the plan's level. Print it, or show it in a notebook.
 
     Attributes:
@@ -184,16 +177,10 @@ class Alternatives:
         columns = ("strategy", "spec", "time", "sent", "memory", "more time", "more sent", "more memory")
         return Table(title, columns, tuple(rows), "; ".join(notes))
 
-    def __str__(self) -> str:
-        return to_text([self.table()], terminal_width())
+    __repr__ = PrintedTable.__str__
 
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return Shown([self.table()])
-
-    def _repr_html_(self) -> str:
-        return to_html([self.table()], f"Other shardings of {few(self.paths, 3) or self.planned.path}")
+    def _html_title(self) -> str:
+        return f"Other shardings of {few(self.paths, 3) or self.planned.path}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +201,7 @@ class Change:
         return f"{self.title}: {self.first} -> {self.second}"
 
 
-class Changes(tuple[Change, ...]):
+class Changes(PrintedTable, tuple[Change, ...]):
     """What differs between two plans. Print it for a table, or show it in a notebook.
 
     >>> print(Changes([Change("peak memory per device", "4 KiB", "2 KiB")]))
@@ -232,10 +219,13 @@ class Changes(tuple[Change, ...]):
         return Table("What differs", ("what", "first plan", "second plan"), tuple(rows))
 
     def __str__(self) -> str:
-        return to_text([self.table()], terminal_width()) if self else "the plans are equal"
+        return super().__str__() if self else "the plans are equal"
 
     def __rich__(self) -> Any:
-        return Shown([self.table()]) if self else str(self)
+        return super().__rich__() if self else str(self)
 
     def _repr_html_(self) -> str:
-        return to_html([self.table()], "What differs between two plans") if self else str(self)
+        return super()._repr_html_() if self else str(self)
+
+    def _html_title(self) -> str:
+        return "What differs between two plans"
