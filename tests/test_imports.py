@@ -12,7 +12,7 @@ FILES = sorted((ROOT / "shardfn").rglob("*.py"))
 
 # A package imports only itself and the packages before it.
 ORDER = (
-    "errors", "units", "files", "render", "ir", "movement", "partition", "cost", "solver", "search", "frontend", "planning", "layoutfile", "durable", "compiled", "draw",
+    "errors", "units", "files", "session", "render", "ir", "movement", "partition", "cost", "solver", "search", "frontend", "planning", "layoutfile", "durable", "compiled", "draw",
     "report", "runtime", "api", "halo", "experts", "train", "checkpoint", "data", "embedding", "cluster", "mindspore", "", "cli", "__main__",
 )  # fmt: skip
 STANDALONE = {"solver"}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 
 from shardfn.ir.model import Graph
+from shardfn.session import ipython_shell
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OURS = re.compile(re.escape(_HERE) + r"(?!cli[/\\])")
@@ -73,7 +73,6 @@ def file_name(file: str) -> str:
     >>> file_name("/home/me/model.py")
     'model.py'
     """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)
+    name_of = getattr(getattr(ipython_shell(), "compile", None), "format_code_name", lambda name: None)
     label = name_of(file)
     return label[1] if label else re.sub(r".*[/\\]", "", file)

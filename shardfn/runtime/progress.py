@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from shardfn.session import ipython_shell
+
 FIRST_S, EACH_S = 1.0, 1.0
 """Seconds until the line appears, and between its changes."""
 LOGGED_S = 2.0
@@ -91,6 +93,5 @@ def _in_notebook(text: Callable[[], str], done: threading.Event) -> None:
 
 def _kernel() -> Any:
     """The kernel of the notebook that a person runs here; None elsewhere, and where a program runs it, as `nbconvert` does."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    kernel = getattr(get_ipython() if get_ipython is not None else None, "kernel", None)
+    kernel = getattr(ipython_shell(), "kernel", None)
     return kernel if getattr(kernel, "_allow_stdin", False) else None

@@ -18,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.engine.archive import Archive
 from shardfn.search.problem import FIXED_VISITS, VISIT, Proposal, SearchProblem, is_no_worse
+from shardfn.session import is_interactive
 
 CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None]]
 """A generator of candidates."""
@@ -86,12 +86,6 @@ def run(
             raise
         archive.was_interrupted = True
     return archive
-
-
-def is_interactive() -> bool:
-    """Whether Python reads commands from a person: its own prompt, IPython, a notebook."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or shell is not None
 
 
 def _take_turns(
