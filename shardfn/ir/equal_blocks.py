@@ -9,13 +9,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend import core, source_info_util
 
+from shardfn.ir.repeats import stretches, without_addresses
 from shardfn.ir.rewrite import bind_one, inner
 
 KEPT = 3
@@ -170,11 +170,9 @@ def _longest(tokens: np.ndarray, heavy: Sequence[int], low: int, high: int) -> _
     )
     part, found = tokens[low:high], list[_Run]()
     for period, _ in distances.most_common(PERIODS):
-        equal = np.concatenate([[0], part[:-period] == part[period:], [0]]).astype(np.int8)
-        ends = np.flatnonzero(np.diff(equal))
-        for a, b in zip(ends[::2].tolist(), ends[1::2].tolist(), strict=True):
-            if (b - a) // period >= FEWEST - 1:
-                found.append(_Run(low + a, period, (b - a) // period + 1, (b - a) % period))
+        for first, length in stretches(part, period):
+            if length // period >= FEWEST - 1:
+                found.append(_Run(low + first, period, length // period + 1, length % period))
     return max(found, key=lambda run: (run.period * (run.count - 1), -run.period), default=None)
 
 
@@ -190,7 +188,7 @@ def _tokens(eqns: Sequence[Any]) -> np.ndarray:
 
     @functools.cache
     def text(of: int) -> str:
-        return re.sub(r"0x[0-9a-f]+", "", str(kept[of]))
+        return without_addresses(kept[of])
 
     kept: dict[int, Any] = {}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from shardfn.ir.repeats import stretches, without_addresses
 from shardfn.ir.rewrite import inner
 from shardfn.train.flat_jaxpr import FlatEquation, FlatJaxpr, flatten_jaxpr
 
@@ -163,7 +163,7 @@ def tokens(flat: FlatJaxpr) -> list[int]:
             return id(value)  # the content of arrays on devices is not compared
         if isinstance(value, bool | int | float | complex | str | bytes):
             return repr(value)
-        return _without_addresses(value) if depth == _DEPTH else None
+        return without_addresses(value) if depth == _DEPTH else None
 
     found: list[int] = []
     for i, one in enumerate(flat.equations):
@@ -182,11 +182,7 @@ _DEPTH = 6
 """How deep the closures of functions are compared."""
 
 
-def _without_addresses(value: Any) -> str:
-    return re.sub(r"0x[0-9a-f]+", "", str(value))
-
-
-_jaxpr_text = functools.lru_cache(maxsize=4096)(_without_addresses)
+_jaxpr_text = functools.lru_cache(maxsize=4096)(without_addresses)
 
 
 def _cell(cell: Any) -> Any:
@@ -217,11 +213,9 @@ def _longest_run(flat: FlatJaxpr, numbers: np.ndarray, low: int, high: int) -> B
     part = numbers[low:high]
     candidates: list[tuple[int, int, int, int]] = []  # equations saved, period, start, equal in sequence
     for period in range(1, len(part) // 2 + 1):
-        equal = np.concatenate([[0], part[:-period] == part[period:], [0]]).astype(np.int8)
-        ends = np.flatnonzero(np.diff(equal))
-        for a, b in zip(ends[::2], ends[1::2], strict=True):
-            if b - a >= period:
-                candidates.append((int((b - a) // period * period), period, low + int(a), int(b - a)))
+        for first, length in stretches(part, period):
+            if length >= period:
+                candidates.append((length // period * period, period, low + first, length))
     for saved, period, first, length in sorted(candidates, key=lambda c: (-c[0], c[1]))[:200]:
         count = saved // period + 1
         run = _least_carried(flat, range(first, first + length % period + 1), period, count)
