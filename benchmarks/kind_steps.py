@@ -56,6 +56,11 @@ def _trained(loss: Callable[..., jax.Array], make: Callable[[], tuple[Any, ...]]
     return Step(step, arguments, (0, 1))
 
 
+def _block(width: int) -> dict[str, tuple[int, int]]:
+    """The shapes of a transformer block's matrices."""
+    return {"qkv": (width, 3 * width), "o": (width, width), "u": (width, 4 * width), "d": (4 * width, width)}
+
+
 def _gpt(tiny: bool, dtype: Any = jnp.bfloat16, remat: bool = False, attention: Any = None, layers: int = 12) -> Step:
     width, heads, layers, words, batch, length = (64, 4, 2, 512, 2, 64) if tiny else (1024, 16, layers, 50304, 8, 1024)
 
@@ -77,13 +82,7 @@ def _gpt(tiny: bool, dtype: Any = jnp.bfloat16, remat: bool = False, attention: 
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
     def make() -> tuple[Any, ...]:
-        shapes = {
-            "qkv": (width, 3 * width),
-            "o": (width, width),
-            "u": (width, 4 * width),
-            "d": (4 * width, width),
-        }
-        blocks = {name: normal(layers, *shape) for name, shape in shapes.items()}
+        blocks = {name: normal(layers, *shape) for name, shape in _block(width).items()}
         blocks |= {"g1": jnp.ones((layers, width)), "g2": jnp.ones((layers, width))}
         p = {"e": normal(words, width), "pos": normal(length, width), "b": blocks}
         return p, jnp.ones((batch, length), jnp.int32)
@@ -211,13 +210,7 @@ def _decode(tiny: bool) -> Step:
         return new, x
 
     def make() -> tuple[Any, ...]:
-        shapes = {
-            "qkv": (width, 3 * width),
-            "o": (width, width),
-            "u": (width, 4 * width),
-            "d": (4 * width, width),
-        }
-        p = [{name: normal(*s, dtype=jnp.bfloat16) for name, s in shapes.items()} for _ in range(layers)]
+        p = [{name: normal(*s, dtype=jnp.bfloat16) for name, s in _block(width).items()} for _ in range(layers)]
         rows = batch, length, heads, width // heads
         cache = [tuple(jnp.zeros(rows, jnp.bfloat16) for _ in "kv") for _ in range(layers)]
         return cache, p, normal(batch, width, dtype=jnp.bfloat16), jnp.int32(7)

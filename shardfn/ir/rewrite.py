@@ -138,11 +138,9 @@ def _is_uncounted(eqn: Any) -> bool:
 
 def is_identity(eqn: Any) -> bool:
     """Whether an equation is uncounted and gives its operand as it is: it names no axis of a mesh, as with Auto axes."""
-    return _is_uncounted(eqn) and eqn.primitive.name != "mesh_cast" and not any(_destination(eqn))
-
-
-def _destination(eqn: Any) -> Any:
-    return eqn.params["dst_sharding"].spec if eqn.primitive.name == "reshard" else ()
+    if eqn.primitive.name == "reshard":
+        return not any(eqn.params["dst_sharding"].spec)
+    return _is_uncounted(eqn) and eqn.primitive.name != "mesh_cast"
 
 
 def _size(jaxpr: Any) -> int:
