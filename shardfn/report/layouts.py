@@ -149,7 +149,8 @@ def compare(layouts: Mapping[str, Any], *args: Any, **kwargs: Any) -> LayoutComp
     ('rows', [0, 1835008])
     """
     if not isinstance(layouts, Mapping) or not layouts or not all(isinstance(name, str) for name in layouts):
-        fail(StrategyTypeError, f"`compare` takes a dict from names to layouts, not {a(layouts)}",
+        given = a(layouts) if layouts or not isinstance(layouts, Mapping) else "an empty one"
+        fail(StrategyTypeError, f"`compare` takes a dict from names to layouts, not {given}",
              where=f"compare({layouts!r:.60})", why="each row of the table has a name",
              fix='write shardfn.compare({"fsdp": shard(f, style="fsdp"), "given": shard(f, ((4, 1), None))}, *args)')  # fmt: skip
     rows, first = list[ComparedLayout](), None
