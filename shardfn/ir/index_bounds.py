@@ -65,8 +65,8 @@ def _operands(eqn: Any, wanted: Sequence[Bound]) -> list[Bound]:
     if name in RULES:
         return RULES[name](eqn, wanted)
     if name in _KEPT:
-        (bound,) = wanted
-        return [_fitted(bound, var) for var in eqn.invars]
+        each = wanted if len(wanted) == len(eqn.invars) else [wanted[0]] * len(eqn.invars)  # a sort has several of both
+        return [_fitted(bound, var) for bound, var in zip(each, eqn.invars, strict=True)]
     for inner in eqn.params.values():  # `jit`, `checkpoint`, `shard_map`, functions with derivatives of their own
         inner = getattr(inner, "jaxpr", inner)
         if hasattr(inner, "eqns") and len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(wanted):

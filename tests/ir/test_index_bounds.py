@@ -45,6 +45,7 @@ CASES = {
     "batched": (jax.vmap(lambda x, i: x[i]), (f32(64, 30), i32(64)), (None, 30)),
     "two tables": (lambda a, b, i: a[i] + b[i], (f32(50, 3), f32(20, 3), i32(4)), (None, None, 20)),
     "two indices of one shape": (lambda a, b, i, j: a[i] + b[j], (f32(50, 3), f32(2, 3), i32(4), i32(4)), (None, None, 50, 2)),
+    "sorted with others": (lambda t, i, x: t[jax.lax.sort((x, i), num_keys=1)[1]], (f32(50, 3), i32(4), i32(4)), (None, 50, None)),
     "an index of an index": (lambda t, u, i: t[u[i]], (f32(50, 3), i32(20), i32(4)), (None, 50, 20)),
     "a cache": (lambda c, x, at: jax.lax.dynamic_update_slice(c, x, (0, at)), (f32(2, 64), f32(2, 4), i32()), (None, None, 61)),
     "a slice": (lambda x, at: jax.lax.dynamic_slice(x, (at,), (8,)), (f32(64), i32()), (None, 57)),
