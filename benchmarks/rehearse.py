@@ -94,7 +94,8 @@ def main() -> None:
     options = harness.parse(parser, devices=1)
     chip = load_chip(options.rates) if options.rates else CHIPS[options.chip]
     rows = [row(name, chip, options.tiny, options.steps, options.limit) for name in options.only]
-    harness.show([r for r in rows if "error" not in r])
+    if measured := [r for r in rows if "error" not in r]:
+        harness.show(measured)
     for failed in (r for r in rows if "error" in r):
         print(f"{failed['program']}: {failed['error']}")
     harness.save(options.json, {"shards": rows})

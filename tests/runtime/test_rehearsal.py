@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardfn
+from benchmarks import rehearse as benchmark
 from shardfn.cli.main import main
 from shardfn.compiled import targets
 from shardfn.compiled.executable import instruction_lines
@@ -228,6 +229,15 @@ def test_the_command_prints_and_writes_what_was_measured(capsys, tmp_path):
     assert measured is not None
     assert json.loads(files["json"].read_text())["rehearsal"]["rounds_s"] == [*measured.rounds_s]
     assert "Rehearsed on" in files["html"].read_text()
+
+
+@pytest.mark.slow
+def test_the_benchmark_has_a_row_for_each_program():
+    virtual = dataclasses.replace(VIRTUAL, environment=lambda: {"JAX_NUM_CPU_DEVICES": "8"})
+    with mock.patch.dict(PLATFORMS, cpu=virtual):
+        row = benchmark.row("gpt tp", CPU, tiny=True, steps=1, limit=300)
+    assert row["measured / modelled"] > 0 and row["compiled MiB"] > 0 and row["device"] == "cpu"
+    assert "error" in benchmark.row("gpt tp", CPU, tiny=True, steps=1, limit=300)
 
 
 # ---- the other process
