@@ -95,6 +95,13 @@ def test_only_gpus_can_rehearse(device):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU is here")
+def test_explain_of_a_function_rehearses_too():
+    function = shardfn.shard(jnp.sin, ((4,),), device="tpu-v5e:2x2")
+    assert told(refusal(lambda: function.explain(array(8), rehearse=True))) == "NotAvailableError: device"
+    again = refusal(lambda: shardfn.explain(jnp.sin, array(8), device="tpu-v5e:2x2", rehearse=True))
+    assert told(again) == "NotAvailableError: device"
+
+
 def test_rehearse_without_a_gpu_says_so():
     error = refusal(shardfn.plan(jnp.sin, array(8), in_strategy=((4,),), device="h100:4").rehearse)
     assert told(error) == "DeviceError: device" and "no GPU here" in str(error)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from shardfn.compiled.executable import instruction_lines, read
-from shardfn.cost.devices.hardware import preset_of
+from shardfn.cost.devices.hardware import is_of
 from shardfn.cost.rehearsal import MOST_KERNELS
 from shardfn.runtime.other_process import Desk
 from shardfn.runtime.rehearsal.arguments import made_up
@@ -51,7 +51,7 @@ def measure(job: Job, say: Callable[[str], None], set_option: Callable[[str, Any
     kind = devices[0].device_kind
     if devices[0].platform != job.chip.platform:
         return Refused("device", f"there are {devices[0].platform.upper()} devices alone")
-    if job.chip.device_kinds and preset_of(job.chip.platform, kind).name != job.chip.name:
+    if not is_of(kind, job.chip):
         return Refused("kind", kind)
     if len(devices) != job.count:
         return Refused("count", f"JAX has {len(devices)} devices")

@@ -34,8 +34,11 @@ def rehearse(plan: Plan, steps: int = 10, time_limit: float = 600.0) -> Plan:
     call = answered_call(plan).posed.call
     below = index_bounds(call.traced.jaxpr)[-len(plan.inputs) :]  # after what the function captures
     away = dataclasses.replace(plan, hardware=dataclasses.replace(hardware, devices=None, mesh=None))
+    chip = hardware.chip
+    if hardware.devices is not None:  # its figures may be those of another chip, for want of its own
+        chip = dataclasses.replace(chip, device_kinds=(hardware.devices[0].device_kind,))
     job = Job(
-        program_of(away), hardware.chip, hardware.count, below, steps,
+        program_of(away), chip, hardware.count, below, steps,
         tuple(platform.options(hardware.count).items()), platform.profiled,
     )  # fmt: skip
     own = {**platform.environment()}
