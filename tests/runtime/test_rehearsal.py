@@ -157,6 +157,13 @@ def test_what_xla_refuses_is_told_apart(program, reason):
     assert isinstance(found, Refused) and found.reason == reason and "[more]" not in found.said
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_arguments_that_are_donated_for_nothing_are_there_for_each_call():
+    plan = shardfn.plan(jnp.sum, array(64), in_strategy=((8,),), device="cpu:8", donate_argnums=0)
+    found = child.measure(job(plan), lambda stage: None, lambda name, value: None)
+    assert isinstance(found, Measured) and len(found.rounds_s) == child.ROUNDS
+
+
 @pytest.mark.parametrize("reason", rehearse.ERRORS)
 def test_every_refusal_is_an_error_with_a_fix(reason):
     plan = shardfn.plan(jnp.sin, array(8), in_strategy=((4,),), device="h100:4")
