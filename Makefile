@@ -71,8 +71,8 @@ peers:  ## shardfn beside scalax, haliax, Flax and plain jax.jit, in a virtual e
 	PYTHONPATH=. $(VENV)/bin/python benchmarks/peers.py --json benchmarks/results/peers.json
 	PYTHONPATH=. $(VENV)/bin/python benchmarks/results.py
 
-bench: $(VENV)/.has-test  ## every benchmark that needs no files and no further libraries, one table each
-	@set -e; for script in $(filter-out %/harness.py %/results.py %/peers.py %/iopddl.py,$(sort $(wildcard benchmarks/*.py))); do \
+bench: $(VENV)/.has-test  ## every benchmark that needs no files, no GPU and no further libraries, one table each
+	@set -e; for script in $(filter-out %/harness.py %/results.py %/peers.py %/iopddl.py %/rehearse.py,$(sort $(wildcard benchmarks/*.py))); do \
 	  echo "== $$script"; $(DEVICES) PYTHONPATH=. $(PY) $$script; done
 
 drift: $(VENV)/.has-test  ## what this JAX partitions otherwise than the release that benchmarks/drift.json was recorded with

@@ -39,6 +39,7 @@ class More(TypedDict, total=False):
     style: str | None
     memory_limit: int | float | str | None
     compile_candidates: int | str
+    rehearse_candidates: int
     time_limit: float | None
     budget: str | int | float
     tolerance: float | None
@@ -107,6 +108,8 @@ def shard(
       memory_limit: bytes per device, or text such as "14GiB"; None for the memory of the device.
       compile_candidates: how many of the best plans XLA compiles, at most 64; the best one as compiled wins. "auto" chooses how
         many, so that compiling adds at most the search's work; none where the devices are not here.
+      rehearse_candidates: how many of the best plans one GPU measures (`Plan.rehearse`), at most 64; the best one by measured
+        compute and modelled communication wins.
       time_limit: seconds for the search, tracing excluded. Without it the search reads no clock, and the plan is the same on
         every machine.
       budget: the work of the search: "fast" (a quarter), "default" or "thorough" (ten times as much), or a number of ops visited.
@@ -176,6 +179,7 @@ def explain(
     *args: Any,
     compiled: bool = False,
     run: bool = False,
+    rehearse: bool = False,
     detail: str = "short",
     **kwargs: Any,
 ) -> Report:
@@ -186,6 +190,7 @@ def explain(
       args: the positional arguments of the call; none for a plan.
       compiled: whether to compile the call and put XLA's collectives and memory beside the predicted ones.
       run: whether to run the call once, and report what only a run knows: the tokens of each expert (`experts.route`).
+      rehearse: whether to measure compute and memory of one device's part on one GPU (`Plan.rehearse`).
       detail: "short", or "full" for every section.
       kwargs: as in `plan`; none for a plan.
 
@@ -207,11 +212,12 @@ def explain(
             fail(StrategyTypeError, f"the plan of `{fn.function}` takes no arguments",
                  where=f"explain(plan, {', '.join(given)})", why="a plan has its own arguments and options",
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
+        fn = fn.rehearse() if rehearse else fn
         return in_detail(fn.verify() if compiled else make_report(fn), detail)
     if not callable(fn):
         _not_a_function(fn, "explain", "pass the function first, and then its arguments: explain(f, x)")
     function, rest = with_options(fn, kwargs)
-    return function.explain(*args, compiled=compiled, run=run, detail=detail, **rest)
+    return function.explain(*args, compiled=compiled, run=run, rehearse=rehearse, detail=detail, **rest)
 
 
 def load_layout(path: str | os.PathLike[str] | LayoutFile | Plan) -> LayoutFile:

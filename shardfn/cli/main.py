@@ -27,7 +27,7 @@ from shardfn.search.problem import BUDGETS
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
 
-SEARCH = ("memory_limit", "time_limit", "budget", "compile_candidates")
+SEARCH = ("memory_limit", "time_limit", "budget", "compile_candidates", "rehearse_candidates")
 """The options that bound a search."""
 
 
@@ -61,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="demo | plan | explain | code | compare | check | calibrate | checkpoint | launch | k8s"
+        required=True,
+        metavar="demo | plan | explain | code | compare | rehearse | check | calibrate | checkpoint | launch | k8s",
     )
 
     def command(
@@ -124,6 +125,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--styles", nargs="+", default=[], metavar="NAME", help=f"parallel styles: {', '.join(STYLES)}")
     add("--layouts", nargs="+", default=[], metavar="FILE", help="layout files, or recipes by their names")
     add("--html", metavar="FILE", help="also write the table as a web page")
+
+    rehearse = command(
+        "rehearse", _rehearse, "measure one device's part of a plan on the GPU that is here",
+        "Plan a function for many GPUs, and run the part of one of them on one, with random arguments. The report has\n"
+        "measured compute and memory beside the modelled ones. Communication stays modelled.",
+        "example: python -m shardfn rehearse train.py:step --args train.py:shapes --donate 0 --device h100:64 \\\n"
+        "           --level time --save layout.toml",
+        platform="cpu",
+    )  # fmt: skip
+    _add_call(rehearse, "auto, the default, is the exact search for small programs")
+    _add_search(rehearse)
+    _add_report(rehearse)
+    add = rehearse.add_argument
+    add("--steps", type=int, default=10, metavar="N", help="calls in each of three rounds")
+    add("--run-limit", type=float, default=600.0, metavar="S", help="seconds for compiling and measuring")
+    add("--save", metavar="FILE", help="write the plan, with what was measured, as a layout file (TOML)")
+    add("--json", metavar="FILE", help="also write the data of the report")
+    add("--html", metavar="FILE", help="also write the full report as a web page")
 
     check = command(
         "check", _check, "check a layout file against a model",
@@ -195,6 +214,12 @@ def _add_search(command: argparse.ArgumentParser) -> None:
         type=_number_or_word,
         metavar="N",
         help='compile the N best plans, or "auto", and take the best compiled one',
+    )
+    add(
+        "--rehearse-candidates",
+        type=int,
+        metavar="N",
+        help="measure the N best plans on one GPU, and take the best one",
     )
 
 
@@ -300,6 +325,19 @@ def _plan(options: argparse.Namespace) -> None:
         show(function.explain(*arguments), options.detail)
         if options.save:
             print(f"saved: {options.save}")
+
+
+def _rehearse(options: argparse.Namespace) -> None:
+    function, arguments = _call(options, *SEARCH)
+    with tracing(options.function):
+        plan = function.plan(*arguments).rehearse(options.steps, options.run_limit)
+    if options.save:
+        plan.save(options.save)
+    report = shardfn.explain(plan)
+    for file in filter(None, (options.json, options.html)):
+        report.save(file)
+    if not options.quiet:
+        show(report, options.detail)
 
 
 def _code(options: argparse.Namespace) -> None:

@@ -202,13 +202,16 @@ def none_compiles(function: str, left_out: Sequence[Refused], is_asked: bool = T
                                  f"{advice}: REPLICATED is such an entry"))  # fmt: skip
 
 
-def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: str = "") -> tuple[int, str]:
+def best(
+    compile_candidates: Sequence[CompiledCandidate], limit: float, alone: str = "", verb: str = "compiled"
+) -> tuple[int, str]:
     """The index of the best compiled candidate at its level, and a diagnostic that compares all of them.
 
     Args:
       compile_candidates: the compiled candidates.
       limit: the memory limit in bytes per device.
       alone: the candidate that the search alone would have picked, where that is not the first.
+      verb: what was done with them.
     """
     winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit), i))
     lines = [
@@ -223,4 +226,4 @@ def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: s
         else f"the search alone would have picked {alone or compile_candidates[0].name}"
     )
     count = f"{len(compile_candidates)} plan{'s'[: len(compile_candidates) != 1]}"
-    return winner, f"compiled {count}, per device: {'; '.join(lines)}. Best: {compile_candidates[winner].name}; {end}"
+    return winner, f"{verb} {count}, per device: {'; '.join(lines)}. Best: {compile_candidates[winner].name}; {end}"

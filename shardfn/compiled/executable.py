@@ -114,6 +114,26 @@ def collectives(hlo_text: str) -> tuple[Collective, ...]:
     return tuple(x for x in _found(hlo_text) if isinstance(x, Collective))
 
 
+def instruction_lines(hlo_text: str) -> dict[str, str]:
+    """The user's line of each instruction of an optimised HLO module, by its name, as `file:line`; of an instruction without one
+    that of the nearest one with a line, where there is one.
+
+    >>> instruction_lines('''HloModule m
+    ... ENTRY %main (x: f32[4]) -> f32[4] {
+    ...   %x = f32[4]{0} parameter(0)
+    ...   ROOT %y = f32[4]{0} negate(%x), metadata={op_name="neg" source_file="f.py" source_line=3}
+    ... }''')["y"]
+    'f.py:3'
+    """
+    return {
+        name: _where(module, it) or _nearby(module, computation, name)
+        for module in modules(hlo_text)
+        for computation in module.computations.values()
+        for name, it in computation.items()
+        if it.opcode not in ("parameter", "get-tuple-element", "tuple", "constant")
+    }
+
+
 _Shape = tuple[str, tuple[int, ...]]
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 

@@ -184,12 +184,22 @@ SHORT_NAMES = {"dp": "data_parallel", "tp": "tensor_parallel", "megatron": "tens
 
 
 def _bounds(options: Options) -> Iterator[Problem]:
-    count, seconds = options.compile_candidates, options.time_limit
+    count, seconds, rehearsed = options.compile_candidates, options.time_limit, options.rehearse_candidates
     is_count = isinstance(count, int) and not isinstance(count, bool)
     if count != "auto" and not (is_count and 0 <= int(count) <= MOST_COMPILED):
         yield Problem(f'`compile_candidates` must be an int from 0 to {MOST_COMPILED}, or "auto"',
                       f"compile_candidates = {short(count)}", "so many plans are compiled, and the best compiled one wins",
                       "write 0 to compile none, or 4", is_type=not isinstance(count, str) and not is_count)  # fmt: skip
+    is_int = isinstance(rehearsed, int) and not isinstance(rehearsed, bool)
+    if not is_int or not 0 <= rehearsed <= MOST_COMPILED:
+        yield Problem(f"`rehearse_candidates` must be an int from 0 to {MOST_COMPILED}",
+                      f"rehearse_candidates = {short(rehearsed)}",
+                      "so many plans are measured on one GPU, and the best measured one wins",
+                      "write 0 to measure none, or 5", is_type=not is_int)  # fmt: skip
+    if count and rehearsed:
+        yield Problem("`compile_candidates` and `rehearse_candidates` both choose the plan",
+                      f"compile_candidates = {short(count)}, rehearse_candidates = {short(rehearsed)}",
+                      "a rehearsal compiles its plan too", "leave compile_candidates out")  # fmt: skip
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if seconds is not None and (not is_number or not seconds > 0):
         yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",

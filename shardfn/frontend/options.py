@@ -38,6 +38,7 @@ class SearchOptions:
     """The search ends when its plan is proved to cost at most this part more than the optimum; 0 for never."""
     compile_candidates: int | str
     """How many, or "auto"."""
+    rehearse_candidates: int
     algorithm: Algorithm
     search_ops: bool
     """Whether ops are searched though no argument is open: the user named a search, an objective or a style."""
@@ -66,6 +67,7 @@ class Options:
     style: str | None = None
     memory_limit: int | float | str | None = None
     compile_candidates: int | str = 0
+    rehearse_candidates: int = 0
     time_limit: float | None = None
     budget: str | int | float = DEFAULT
     tolerance: float | None = None
@@ -82,7 +84,15 @@ class Options:
     """Whether the first call of a kind compares the sharded function with the unsharded one."""
 
     def __post_init__(self) -> None:
-        for name in ("level", "memory_limit", "compile_candidates", "time_limit", "budget", "tolerance"):
+        for name in (
+            "level",
+            "memory_limit",
+            "compile_candidates",
+            "rehearse_candidates",
+            "time_limit",
+            "budget",
+            "tolerance",
+        ):
             object.__setattr__(self, name, plain(getattr(self, name)))
         object.__setattr__(self, "level", level_of(self.level))
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
@@ -122,6 +132,7 @@ class Options:
             budget=self.budget,
             tolerance=self.tolerance if self.tolerance is not None else 0.0 if self.budget == "thorough" else TOLERANCE,
             compile_candidates=self.compile_candidates,
+            rehearse_candidates=self.rehearse_candidates,
             algorithm=defaults.algorithm,
             search_ops=mode != "auto" or self.style is not None or (self.level is not None and self.layout is None),
             alltoall=defaults.alltoall is not False,

@@ -36,6 +36,7 @@ def layout_of_plan(plan: Any) -> LayoutFile:
         level=plan.level,
         style=plan.style,
         sources=sources_of((*plan.inputs, *plan.outputs)),
+        rehearsal=plan.rehearsal,
         name=f"the plan of {plan.function}",
     )
 

@@ -13,6 +13,8 @@ from shardfn.errors import Problem, nearest
 from shardfn.frontend.options import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
 from shardfn.ir.source_lines import file_line
+from shardfn.layoutfile.rehearsal_table import read_rehearsal, rehearsal_lines
+from shardfn.layoutfile.toml_text import quoted, wrapped
 from shardfn.planning.layout_rules import (
     ELLIPSIS,
     MAX_REPORTED,
@@ -388,6 +390,7 @@ _FIELDS: dict[str, Callable[[_Reader, Any, str], Any]] = {
     "activations": _Reader.rules,
     "constraints": _Reader.constraints,
     "sources": _Reader.sources,
+    "rehearsal": lambda reader, value, where: read_rehearsal(value, reader.wrong),
 }
 """The keys of a file in their order, and how each is read."""
 
@@ -412,21 +415,21 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
     [arguments]
     "*/w" = ["data", 1]
     """
-    lines = [f"format = {_quoted(FORMAT)}", f"version = {VERSION}"]
+    lines = [f"format = {quoted(FORMAT)}", f"version = {VERSION}"]
     for key in ("about", "function", "fingerprint", "device"):
         if getattr(layout, key):
-            lines.append(f"{key} = {_quoted(getattr(layout, key))}")
+            lines.append(f"{key} = {quoted(getattr(layout, key))}")
     if layout.level is not None:
-        lines.append(f"level = {_quoted(OBJECTIVES[layout.level])}")
+        lines.append(f"level = {quoted(OBJECTIVES[layout.level])}")
     if layout.style:
-        lines.append(f"style = {_quoted(layout.style)}")
+        lines.append(f"style = {quoted(layout.style)}")
     for key in ("others", "batch"):
         if (sharding := getattr(layout, key)) is not None:
             lines.append(f"{key} = {_sharding(sharding)}")
     if layout.order is not None:
-        lines += ["order = [", *_wrapped(map(str, layout.order)), "]"]
+        lines += ["order = [", *wrapped(map(str, layout.order)), "]"]
     if layout.mesh:
-        lines += ["", "[mesh]", *(f"{axis} = {size or _quoted('left')}" for axis, size in layout.mesh)]
+        lines += ["", "[mesh]", *(f"{axis} = {size or quoted('left')}" for axis, size in layout.mesh)]
     for section in ("arguments", "results", "activations"):
         if rules := getattr(layout, section):
             lines += ["", f"[{section}]"]
@@ -436,27 +439,29 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
         alike = dataclasses.replace(constraint, number=0), file_line(constraint.where)
         equal.setdefault(alike, []).append(str(constraint.number))
     for (constraint, line), numbers in equal.items():
-        which = numbers if len(numbers) == 1 else ["[", *_wrapped(numbers), "]"]
-        lines += ["", "[[constraints]]", f"op = {_quoted(constraint.kind)}", f"equation = {which[0]}", *which[1:],
-                  f"line = {_quoted(line)}"]  # fmt: skip
+        which = numbers if len(numbers) == 1 else ["[", *wrapped(numbers), "]"]
+        lines += ["", "[[constraints]]", f"op = {quoted(constraint.kind)}", f"equation = {which[0]}", *which[1:],
+                  f"line = {quoted(line)}"]  # fmt: skip
         for name, specs in (("operands", constraint.operands), ("results", constraint.results)):
-            texts = (_quoted("open") if spec is None else _sharding(rule_dims(spec)) for spec in specs)
+            texts = (quoted("open") if spec is None else _sharding(rule_dims(spec)) for spec in specs)
             lines.append(f"{name} = [{', '.join(texts)}]")
     for source in layout.sources:
-        lines += ["", "[[sources]]", f"by = {_quoted(source.by)}", f"why = {_quoted(source.why)}",
-                  "of = [", *_wrapped(map(_quoted, source.of)), "]"]  # fmt: skip
+        lines += ["", "[[sources]]", f"by = {quoted(source.by)}", f"why = {quoted(source.why)}",
+                  "of = [", *wrapped(map(quoted, source.of)), "]"]  # fmt: skip
+    if layout.rehearsal is not None:
+        lines += ["", "[rehearsal]", *rehearsal_lines(layout.rehearsal)]
     return "\n".join(lines)
 
 
 def _rule(rule: LayoutRule, note: str) -> str:
-    text = _quoted("open") if rule.sharding is None else _sharding(rule.sharding)
+    text = quoted("open") if rule.sharding is None else _sharding(rule.sharding)
     if rule.dims or rule.optional or rule.rows:
-        dims = [f"dims = [{', '.join(map(_quoted, rule.dims))}]"] if rule.dims else []
+        dims = [f"dims = [{', '.join(map(quoted, rule.dims))}]"] if rule.dims else []
         rows = [f"rows = {list(rule.rows)}"] if rule.rows else []
         text = ", ".join([*dims, f"sharding = {text}", *rows, *["optional = true"] * rule.optional])
         text = f"{{ {text} }}"
     note = "".join(c if c.isprintable() else " " for c in note)
-    return f"{_quoted(rule.glob)} = {text}" + (f"  # {note}" if note else "")
+    return f"{quoted(rule.glob)} = {text}" + (f"  # {note}" if note else "")
 
 
 def rule_dims(spec: Iterable[Iterable[str]]) -> tuple[RuleDim, ...]:
@@ -470,31 +475,9 @@ def rule_dims(spec: Iterable[Iterable[str]]) -> tuple[RuleDim, ...]:
 
 def _sharding(sharding: tuple[RuleDim, ...]) -> str:
     if sharding == UNSHARDED:
-        return _quoted("replicated")
+        return quoted("replicated")
     dims = (
-        str(d) if isinstance(d, int) else _quoted(d) if isinstance(d, str) else f"[{', '.join(map(_quoted, d))}]"
+        str(d) if isinstance(d, int) else quoted(d) if isinstance(d, str) else f"[{', '.join(map(quoted, d))}]"
         for d in sharding
     )
     return f"[{', '.join(dims)}]"
-
-
-def _wrapped(words: Iterable[str], width: int = 110) -> Iterator[str]:
-    line = ""
-    for word in words:
-        if line and len(line) + len(word) > width:
-            yield line
-            line = ""
-        line += f"  {word}," if not line else f" {word},"
-    if line:
-        yield line
-
-
-def _quoted(text: str) -> str:
-    return '"' + "".join(_ESCAPES.get(c) or (c if c.isprintable() else _code(c)) for c in text) + '"'
-
-
-def _code(c: str) -> str:
-    return f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}"
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}

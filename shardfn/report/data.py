@@ -62,6 +62,7 @@ def plan_data(plan: Plan, transfers: Sequence[str], due: Sequence[Attribution]) 
         "transfers": list(transfers),
         "compiled": None,
         "run": None,
+        "rehearsal": _rehearsal(plan),
     }  # fmt: skip
 
 
@@ -77,6 +78,13 @@ def compiled_data(found: Compiled, compared: Comparison) -> dict[str, Any]:
         "diagnostics": found.diagnostics,
         "differences": compared.why,
     }  # fmt: skip
+
+
+def _rehearsal(plan: Plan) -> dict[str, Any] | None:
+    found = plan.rehearsal
+    if found is None:
+        return None
+    return {**dataclasses.asdict(found), "measured_s": found.measured_s, "none_s": found.none_s, "full_s": found.full_s}
 
 
 def _array(d: Decision) -> dict[str, Any]:

@@ -31,6 +31,7 @@ INTRODUCTION = (
     "communicate."
 )
 ESTIMATED = "All figures are estimates, made without running the function."
+REHEARSED = "The figures are estimates; the tables “Rehearsed” hold what one device measured of its part."
 COMPARED = "The figures are estimates; the tables “Compiled” compare them with the compiled program."
 
 WORDS = (
@@ -48,7 +49,7 @@ WORDS = (
 )  # fmt: skip
 """What a reader who has never seen shardfn needs to know."""
 
-_OPEN = ("Diagnostics", "Arguments", "Collectives", "Compiled", "Why they differ")
+_OPEN = ("Diagnostics", "Arguments", "Collectives", "Rehearsed", "Compiled", "Why they differ")
 """Sections that are open at first, by the beginnings of their titles."""
 _LEADING = ("Collectives", "Arguments")
 """Sections that go before the others, in this order."""
@@ -116,12 +117,22 @@ def _header(of: Subject, headline: Text) -> Iterator[str]:
     )
     cards = "".join(f"<div>{element('dt', name)}{element('dd', text)}</div>" for name, text in figures)
     yield f'<dl class="figures">{cards}</dl>'
-    yield element("p", f"{INTRODUCTION} {ESTIMATED if of.compared is None else COMPARED}")
+    yield element("p", f"{INTRODUCTION} {' '.join(_sources(of))}")
     rows = (line.partition(": ") for line in headline.lines[1:] if not line.startswith(("devices: ", "memory: ")))
     facts = "".join(f"{element('dt', name)}<dd>{_with_code(text)}</dd>" for name, _, text in rows)
     yield f'<dl class="facts">{facts}</dl>'
     words = "".join(f"{element('dt', word)}<dd>{_with_code(meaning)}</dd>" for word, meaning in WORDS)
     yield f'<details class="words"><summary>Words on this page</summary><dl class="facts">{words}</dl></details></header>'
+
+
+def _sources(of: Subject) -> Iterator[str]:
+    """Where the figures of the page come from."""
+    if of.plan.rehearsal is None and of.compared is None:
+        yield ESTIMATED
+    if of.plan.rehearsal is not None:
+        yield REHEARSED
+    if of.compared is not None:
+        yield COMPARED
 
 
 def _with_code(text: str) -> str:

@@ -280,6 +280,10 @@ def _ran(tally: Tally) -> str:
     return number_text(tally.count) + (f", {number_text(tally.runs)} runs" if tally.runs != tally.count else "")
 
 
+def _rehearsed(of: Subject) -> Iterable[Part]:
+    return of.plan.rehearsal.parts() if of.plan.rehearsal is not None else ()
+
+
 def _counted(of: Subject) -> Iterable[Part]:
     rows = [
         (c.what, c.where, number_text(sum(c.counts)), number_text(c.left_out),
@@ -311,7 +315,8 @@ SECTIONS: tuple[tuple[Callable[[Subject], Iterable[Part]], bool], ...] = (
     (_headline, True), (_diagnostics, True), (_mesh, True), (_processes, True), (_drawing, True), (_arrays, True),
     (_closed_over, True),
     (_collectives, True),
-    (_memory, True), (_compiled, True), (_counted, True), (_dimension_groups, False), (_ops, False), (_constraints, False),
+    (_memory, True), (_rehearsed, True), (_compiled, True), (_counted, True),
+    (_dimension_groups, False), (_ops, False), (_constraints, False),
     (_candidates, False), (_runners_up, False),
 )  # fmt: skip
 """Each section, and whether a short report has it."""

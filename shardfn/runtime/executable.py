@@ -46,6 +46,7 @@ from shardfn.runtime.apply import jitted_for_calls, outermost
 from shardfn.runtime.entries import Entries
 from shardfn.runtime.processes import check_same_plan, is_of_several_processes, is_traced
 from shardfn.runtime.progress import progress
+from shardfn.runtime.rehearsal.candidates import best_rehearsed
 from shardfn.runtime.verify import compile_plan
 from shardfn.search.engine import Archive
 from shardfn.search.problem import Answer, figures
@@ -153,7 +154,11 @@ def make_entry(
         posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
     answer = search(posed)
     count = candidates.count_of(posed.problem, posed.call.search.compile_candidates) if posed.problem.is_open else 0
-    entry = best_compiled(posed, answer, count) if count > 1 else Entry.of(plan_search_answer(posed, answer))
+    rehearsed = posed.call.search.rehearse_candidates if posed.problem.is_open else 0
+    if rehearsed:
+        entry = Entry.of(best_rehearsed(posed, answer, rehearsed))
+    else:
+        entry = best_compiled(posed, answer, count) if count > 1 else Entry.of(plan_search_answer(posed, answer))
     plan = entry.plan
     if note := not_fully_used(plan, defaults.algorithm):
         warn(note)

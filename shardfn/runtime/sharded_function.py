@@ -230,7 +230,14 @@ class ShardedFunction(Generic[P, R]):
 
     @_of_instance
     def explain(
-        self, /, *args: Any, compiled: bool = False, run: bool = False, detail: str = "short", **kwargs: Any
+        self,
+        /,
+        *args: Any,
+        compiled: bool = False,
+        run: bool = False,
+        rehearse: bool = False,
+        detail: str = "short",
+        **kwargs: Any,
     ) -> Report:
         """The report of a call.
 
@@ -239,6 +246,7 @@ class ShardedFunction(Generic[P, R]):
           compiled: whether to compile the call and put XLA's collectives and memory beside the predicted ones.
           run: whether to run the call once, and report what only a run knows: the tokens of each expert that `experts.route`
             chose, and how many were dropped. Nothing is donated, and the results are left out.
+          rehearse: whether to measure one device's part on one device (`Plan.rehearse`).
           detail: "short", or "full" for every section.
           kwargs: the keyword arguments.
 
@@ -246,13 +254,14 @@ class ShardedFunction(Generic[P, R]):
           The `Report`. Print it, `save` it as a page, or use `to_dict`.
 
         Raises:
-          ShardError: all problems of the call, or a parameter of the function named `compiled`, `run` or `detail`.
+          ShardError: all problems of the call, or a parameter of the function named as an option here.
           DeviceError: `compiled` or `run` for devices that are not here.
         """
         parameters = self.callee.signature.parameters if self.callee.signature else {}
         for name, value, is_default in (
             ("compiled", compiled, compiled is False),
             ("run", run, run is False),
+            ("rehearse", rehearse, rehearse is False),
             ("detail", detail, isinstance(detail, str) and detail == "short"),
         ):
             if name in parameters and not is_default:
@@ -266,10 +275,9 @@ class ShardedFunction(Generic[P, R]):
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
         counted = self._counted(callee, call, entry) if run else None
+        plan = entry.plan.rehearse() if rehearse else entry.plan
         return in_detail(
-            make_report(
-                entry.plan, found, transfers(entry.plan, tree_util.tree_leaves(call.dynamic), entry.targets), counted
-            ),
+            make_report(plan, found, transfers(plan, tree_util.tree_leaves(call.dynamic), entry.targets), counted),
             detail,
         )
 

@@ -223,6 +223,19 @@ def preset_of(platform: str, kind: str) -> Chip:
     )
 
 
+def is_of(kind: str, chip: Chip) -> bool:
+    """Whether a device of that `device_kind` in JAX is such a chip, and no chip names its kind more closely. A chip that names no
+    kinds may be any.
+
+    >>> is_of("NVIDIA H100 80GB HBM3", CHIPS["h100"]), is_of("NVIDIA A100-SXM4-40GB", CHIPS["a100"])
+    (True, False)
+    """
+    if not chip.device_kinds:
+        return True
+    known = {name for each in (*CHIPS.values(), chip) for name in each.device_kinds if kind.startswith(name)}
+    return max(known, key=len, default="") in chip.device_kinds
+
+
 def torus(devices: Sequence[Any]) -> tuple[int, ...]:
     """Dims of the box that devices fill by their `coords`, listed with the first coordinate fastest; else ()."""
     places = [tuple(getattr(d, "coords", None) or ()) for d in devices]

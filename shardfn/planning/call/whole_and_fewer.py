@@ -23,10 +23,12 @@ T = TypeVar("T")
 
 def with_fewer_blocks(posed: PosedCall) -> SmallerProblem | None:
     """The search problem of a call with fewer of its equal blocks; None where no blocks repeat, entries tell them apart, a mesh,
-    a layout file or shardings inside are given, or candidates are compiled."""
+    a layout file or shardings inside are given, or candidates are compiled or rehearsed."""
     call = posed.call
     is_plain = call.layout is None and call.ambient_mesh is None and not call.inner and not call.traced.captured
-    compares = call.search.compile_candidates != 0  # it needs more candidates of the whole program
+    compares = (
+        call.search.compile_candidates != 0 or call.search.rehearse_candidates > 0
+    )  # it needs more candidates of the whole program
     if not is_plain or compares or len(call.traced.jaxpr.invars) != len(call.inputs):
         return None
     fewer = fewer_blocks(call.traced.jaxpr, call.same_as)

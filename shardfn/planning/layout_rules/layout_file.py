@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardfn.cost.rehearsal import Rehearsal
 from shardfn.ir.model import Spec
 
 RuleDim = int | str | tuple[str, ...]
@@ -129,6 +130,8 @@ class LayoutFile:
     level: int | None = None
     style: str = ""
     sources: tuple[DecisionSource, ...] = ()
+    rehearsal: Rehearsal | None = None
+    """What one device measured of the plan that the file was made from: no decision, so files that differ in it are equal."""
     name: str = "layout"
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
     every_rule_matches: bool = True
@@ -143,7 +146,15 @@ class LayoutFile:
     __hash__ = None  # type: ignore[assignment]  # it equals plans, which have hashes of their own
 
     def _key(self) -> tuple[Any, ...]:
-        skipped = ("name", "fingerprint", "lines", "constraints", "every_rule_matches", "every_array_ruled")
+        skipped = (
+            "name",
+            "fingerprint",
+            "lines",
+            "constraints",
+            "rehearsal",
+            "every_rule_matches",
+            "every_array_ruled",
+        )
         ordered = sorted(self.constraints, key=lambda c: (c.number, c.kind, repr((c.operands, c.results))))
         return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped), ordered)
 

@@ -5,6 +5,7 @@
 | `plan` | `Plan` |
 | `decisions` | its parts: decisions on arrays, tied dimensions, candidates, alternatives, changes |
 | `plan_kind` | the textbook name: FSDP, tensor parallel, … |
+| `op_strategies` | the strategy of each op |
 | `summary` | the lines of `print(plan)` and of a report's headline |
 | `plain_jax` | the plan as code of plain JAX |
 | `plan_diff` | what differs between two plans of one function |
@@ -23,19 +24,13 @@ from shardfn.planning.plan.decisions import (
     DimensionGroup,
     Figures,
 )
-from shardfn.planning.plan.plan import (
-    Plan,
-    answered_call,
-    argument_names,
-    decision_of,
-    op_strategies,
-    shardings_on,
-)
+from shardfn.planning.plan.op_strategies import op_strategies
+from shardfn.planning.plan.plan import Plan, answered_call, argument_names, decision_of, shardings_on
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
-    "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision", "DimensionGroup", "Figures",
-    "Layouts", "Plan", "answered_call", "argument_names", "decision_of", "devices_text", "fit_text", "headline", "kind_of",
-    "layouts_of", "op_strategies", "shardings_on",
+    "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
+    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "decision_of",
+    "devices_text", "fit_text", "headline", "kind_of", "layouts_of", "op_strategies", "shardings_on",
 ]  # fmt: skip

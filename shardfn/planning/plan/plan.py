@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.cost.overlap import Overlap, overlap
+from shardfn.cost.rehearsal import Rehearsal
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal
 from shardfn.frontend.static_leaves import without_static
-from shardfn.ir.model import Op
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.inside import PlacedDetour
@@ -89,6 +89,8 @@ class Plan(WrittenAsLayout):
     """Bytes per device, as the user gave them; None is the device's memory."""
     closed_over: tuple[ClosedOverArray, ...] = ()
     """The arrays that the function closes over, which every device holds in full."""
+    rehearsal: Rehearsal | None = dataclasses.field(default=None, compare=False)
+    """What one device measured of its part (`rehearse`); None before that."""
     _answered: AnsweredCall | None = dataclasses.field(default=None, repr=False, compare=False)
     """The call that the plan is for, with its search problem; None for a pickled plan."""
 
@@ -238,6 +240,33 @@ class Plan(WrittenAsLayout):
           DeviceError: there is no compiler for the target.
         """
         return _later("runtime.verify.verify")(self)
+
+    def rehearse(self, steps: int = 10, time_limit: float = 600.0) -> Plan:
+        """Measure compute and memory of the plan on one device, whatever number of them it is for. GPUs only.
+
+        Another process compiles the program for all devices and runs the part of one, with random arguments. Collectives send
+        nothing there: communication stays modelled. The process ends within the time limit.
+
+        Args:
+          steps: the number of calls in a row in each of three rounds.
+          time_limit: seconds, compilation included.
+
+        Returns:
+          The plan with its `rehearsal`: print that for tables. `explain` shows it, and `save` keeps it.
+
+        Raises:
+          NotAvailableError: the plan is for CPUs or TPUs, or JAX lacks the option.
+          DeviceError: no such device is here, or it took too long.
+          StrategyError: one shard does not fit or does not compile, or the plan was pickled.
+
+        >>> import jax, shardfn
+        >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
+        >>> made.rehearse()
+        Traceback (most recent call last):
+        shardfn.errors.NotAvailableError: one shard of a plan for tpu-v5e:4 cannot be rehearsed
+        ...
+        """
+        return _later("runtime.rehearsal.rehearse.rehearse")(self, steps, time_limit)
 
     def check(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the planned function sharded and unsharded, and compare results and gradients leaf by leaf.
@@ -454,33 +483,3 @@ def shardings_on(plan: Plan, mesh: PlanMesh) -> tuple[tuple[Any, ...], Any]:
         return tree_util.tree_unflatten(tree_util.tree_structure(tree), found)
 
     return like(call.function.call.dynamic, plan.inputs), like(call.traced.results, plan.outputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class OpStrategy:
-    """The strategy of one op: the number of shards of each dimension of its operands and results."""
-
-    op: str
-    inputs: tuple[tuple[int, ...], ...]
-    outputs: tuple[tuple[int, ...], ...]
-    trips: int
-    where: str
-
-
-def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
-    """The strategy of every op of the partitioned program, in program order."""
-    partitioned = plan.partitioned
-
-    def operands(op: Op) -> tuple[int, ...]:  # without the results of a `shard_map`'s body
-        return op.inputs[: -len(op.outputs)] if op.name == "shard_map" else op.inputs
-
-    return tuple(
-        OpStrategy(
-            op.name,
-            tuple(map(partitioned.shards, operands(op))),
-            tuple(map(partitioned.shards, op.outputs)),
-            op.trips,
-            op.where,
-        )
-        for op in partitioned.graph.ops
-    )

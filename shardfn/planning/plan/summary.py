@@ -38,6 +38,7 @@ def headline(plan: Plan) -> list[str]:
         f"work: {flops_text(cost.flops)} and {bytes_text(cost.bytes_sent)} sent per device; compute "
         f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
         *_overlap_line(plan),
+        *([f"rehearsed: {plan.rehearsal.line()}"] if plan.rehearsal is not None else []),
         f"objective: least {OBJECTIVES[plan.level]} (level {plan.level}); {plan.policy}",
     ]
     if plan.entries:

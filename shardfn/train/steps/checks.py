@@ -24,7 +24,16 @@ from shardfn.train.steps.tables import ids_problems
 _OF_SHARD = {f.name for f in dataclasses.fields(Options)} - {
     "out_strategy", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames",
 }  # fmt: skip
-_SEARCHES = ("search_mode", "style", "compile_candidates", "time_limit", "budget", "tolerance", "memory_limit")
+_SEARCHES = (
+    "search_mode",
+    "style",
+    "compile_candidates",
+    "rehearse_candidates",
+    "time_limit",
+    "budget",
+    "tolerance",
+    "memory_limit",
+)
 _LAID = "the pipeline shards its stages and their batch itself"
 
 AROUND_A_PIPELINE: Mapping[str, tuple[str, str]] = {
