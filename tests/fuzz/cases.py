@@ -290,5 +290,17 @@ PROGRAMS = {
         "lax.dynamic_update_slice(v0, v0[1:], (1, 0))",
         "(jnp.flip(v1, 0), x0 + v1)",
     ),
+    "the gradient of a strided convolution with padding in front": lines(
+        (4,), (4,), "lax.conv_general_dilated(x0[None, None], jnp.ones((2, 1, 1)), (2,), [(1, 0)])", devices=4
+    ),
+    "the gradient of a matmul of roots of differences": lines(
+        (8, 4), (2, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "v0 @ v0.T"
+    ),
+    "the gradient of the greatest root in each row": lines(
+        (6, 4), (3, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "v0.max(1)", devices=3
+    ),
+    "the gradient of cumulative products of roots": lines(
+        (8, 4), (4, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "jnp.cumprod(v0, 1)", devices=4
+    ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""

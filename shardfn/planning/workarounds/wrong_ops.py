@@ -93,7 +93,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             own = op.inputs[0]
             is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
-        if _is_wrong_convolution(op, partitioned, moved_from, moved_to):
+        if _is_wrong_convolution(op, partitioned, moved_from, moved_to) or _crops_between(op, partitioned):
             found.setdefault(WrongOp(op.where))
     return tuple(found)
 
@@ -136,6 +136,15 @@ def _is_wrong_convolution(
     if transposed:
         return is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes)
     return is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes)
+
+
+def _crops_between(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether an op is a convolution, such as the gradient of one with strides, of an image that is padded between its elements
+    and cropped in front along a sharded dimension, which ends the process."""
+    return op.convolution is not None and any(
+        w.operand == 0 and w.spacing > 1 and w.low > 0 and partitioned.specs[op.outputs[0]][w.out_dim]
+        for w in op.window_dims
+    )
 
 
 Shapes = tuple[tuple[int, ...], ...]

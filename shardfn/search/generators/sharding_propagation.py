@@ -3,12 +3,14 @@
 The shardings spread op by op, each time with the least resharding; the ops nearest in program order to what is decided come
 first. Among labels that reshard equally little, the cheapest wins, which uses the axes that are left. The form is MindSpore's,
 which spreads strategies by a breadth-first search over resharding costs. Where following dimension groups alone is better, that
-decides the arguments. Then the ops inside are solved for the least communication beside these arguments.
+decides the arguments. Then the ops inside are solved: they read the arguments as they are sharded, as far as they can, and send
+the least.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,9 @@ from shardfn.search.moves import constrained, fewer_constraints, fully_constrain
 from shardfn.search.problem import COMMUNICATION, Answer, Proposal, SearchProblem, array_bytes
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution
+
+GIVEN_FIRST = 1e3
+"""First the arguments are resharded as little as possible, then the least is sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +95,23 @@ def _proposal(answer: Answer) -> Proposal:
 
 
 def _inside(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
-    found = solve_mesh(problem, LEAST_SENT_BALANCED, problem.axes, archive)
+    charged = functools.partial(_charged, problem)
+    found = solve_mesh(problem, LEAST_SENT_BALANCED, problem.axes, archive, charged=charged)
     if found is not None:
         yield from constrained(problem, found, archive)
+
+
+def _charged(problem: SearchProblem, labels: Labelling, space: LabelSpace) -> Labelling:
+    """Labels that reshard an argument where it is read cost `GIVEN_FIRST` times the seconds more: what is given is followed."""
+    mesh = MeshModel.on(problem.hardware, problem.axes)
+    arguments = {space.layouts[value][0] for value in problem.inputs}
+    costs = list(labels.costs)
+    for shared in shared_values(problem, space):
+        owner, reader = shared.nodes
+        if owner in arguments:
+            seconds = resharding_cost(*shared.layouts, shared.bytes, mesh)[1]
+            costs[reader] = costs[reader] + GIVEN_FIRST * seconds.min(axis=0)
+    return dataclasses.replace(labels, costs=tuple(costs))
 
 
 def _spread(problem: SearchProblem, space: LabelSpace) -> Iterator[Proposal]:
