@@ -126,6 +126,8 @@ def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
         "auto",
         "--time-limit",
         "30",
+        "--tolerance",
+        "0.05",
         "--compile-candidates",
         "0",
     ]
@@ -134,7 +136,9 @@ def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
     assert "devices: tpu-v5e:4x4 (16 devices, not here), mesh " in out
     assert out.endswith(f"saved: {file}\n")
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 1024), (1024, 8192)))
-    made = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", level=2, memory_limit="14GiB", time_limit=30)
+    made = shardfn.plan(
+        jnp.matmul, x, w, device="tpu-v5e:4x4", level=2, memory_limit="14GiB", time_limit=30, tolerance=0.05
+    )
     assert shardfn.load_layout(file) == made
     again = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", layout=file)
     assert [(d.spec, d.source) for d in again.inputs] == [(d.spec, "file") for d in made.inputs]
@@ -229,6 +233,7 @@ OF_THE_PLAN = {
     "no memory at all": [*PLAN, "--memory", "0"],
     "less than a byte": [*PLAN, "--memory", "0.0001"],
     "no time": [*PLAN, "--time-limit", "0"],
+    "less than no tolerance": [*PLAN, "--tolerance", "-0.1"],
     "fewer finalists than none": [*PLAN, "--compile-candidates", "-1"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
     "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.toml"],

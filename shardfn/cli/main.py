@@ -27,7 +27,7 @@ from shardfn.search.problem import BUDGETS
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
 
-SEARCH = ("memory_limit", "time_limit", "budget", "compile_candidates", "rehearse_candidates")
+SEARCH = ("memory_limit", "time_limit", "budget", "tolerance", "compile_candidates", "rehearse_candidates")
 """The options that bound a search."""
 
 
@@ -209,6 +209,12 @@ def _add_search(command: argparse.ArgumentParser) -> None:
         help='work of the search: "fast", "default", "thorough" or a number of ops visited',
     )
     add("--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="PART",
+        help="a plan proved this near the optimum ends the search; default 0.01",
+    )
     add(
         "--compile-candidates",
         type=_number_or_word,

@@ -323,7 +323,8 @@ def _is_stencil(value: Value) -> bool:
 
 
 def guarded(bind: Callable[[Sequence[Any]], Any], safe: float) -> Callable[..., Any]:
-    """An op on elements whose derivative is finite outside of what counts: a gradient of zero stays zero there.
+    """An op on elements whose derivative outside of what counts is finite and zero: what readers make of a gradient of zero stays
+    there.
 
     It takes where its elements count, then its operands.
 
@@ -342,7 +343,8 @@ def guarded(bind: Callable[[Sequence[Any]], Any], safe: float) -> Callable[..., 
             lax.select(inside, x, jnp.full_like(x, safe)) if np.shape(x) and jnp.issubdtype(x.dtype, jnp.inexact) else x
             for x in operands
         ]
-        return op(*primals), jax.jvp(lambda *xs: bind(xs), near, list(tangents[1:]))[1]
+        tangent = jax.jvp(lambda *xs: bind(xs), near, list(tangents[1:]))[1]
+        return op(*primals), lax.select(inside, tangent, jnp.zeros_like(tangent))
 
     op.defjvp(derivative)
     return op

@@ -143,7 +143,12 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
     if name == "reduce_sum" and 0 in eqn.invars[0].aval.shape and 0 not in eqn.outvars[0].aval.shape:
         out = eqn.outvars[0].aval
         return [Spread(out.shape, out.dtype, np.zeros((), out.dtype), ())]
-    whole = {"concatenate": eqn.outvars, "split": eqn.invars}.get(name, (*eqn.invars, *eqn.outvars))
+    at = range(len(eqn.invars))[
+        slice(*_PLACES.get(name, (0, 0)))
+    ]  # an update of a whole array has a place without elements
+    whole = {"concatenate": eqn.outvars, "split": eqn.invars}.get(
+        name, [*(v for i, v in enumerate(eqn.invars) if i not in at), *eqn.outvars]
+    )
     if not eqn.effects and not any(0 in v.aval.shape for v in whole if hasattr(v.aval, "shape")):
         known = [array for o in operands if (array := _known(o)) is not None]
         if len(known) == len(operands) and (array := folded(eqn, known)) is not None:

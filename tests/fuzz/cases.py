@@ -277,5 +277,30 @@ PROGRAMS = {
         "jnp.sort(v1, axis=1)",
         devices=8,
     ),
+    "a slice put into its own array at a computed place": lines(
+        (2, 16), (2, 1), "x0[-1]", "lax.dynamic_update_slice_in_dim(v0, v0[:4], jnp.argmax(v0[:4]), 0)"
+    ),
+    "the same of a cumulative sum, scaled": lines(
+        (4, 16), (2, 1), "jnp.cumsum(x0, 1)", "lax.dynamic_update_slice(v0, 2 * v0[:, :4], (0, jnp.argmax(v0[0, :4])))"
+    ),
+    "all of an array, then reversed": lines(
+        (12, 8),
+        (2, 1),
+        "x0.at[:].set(1.0)",
+        "lax.dynamic_update_slice(v0, v0[1:], (1, 0))",
+        "(jnp.flip(v1, 0), x0 + v1)",
+    ),
+    "the gradient of a strided convolution with padding in front": lines(
+        (4,), (4,), "lax.conv_general_dilated(x0[None, None], jnp.ones((2, 1, 1)), (2,), [(1, 0)])", devices=4
+    ),
+    "the gradient of a matmul of roots of differences": lines(
+        (8, 4), (2, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "v0 @ v0.T"
+    ),
+    "the gradient of the greatest root in each row": lines(
+        (6, 4), (3, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "v0.max(1)", devices=3
+    ),
+    "the gradient of cumulative products of roots": lines(
+        (8, 4), (4, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "jnp.cumprod(v0, 1)", devices=4
+    ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""

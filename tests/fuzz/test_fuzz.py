@@ -1,10 +1,13 @@
 """A fixed part of the fuzzer: some sixty programs, values and gradients; and a few that are compiled for devices not here."""
 
+import jax
+import numpy as np
 import pytest
 
 from shardfn.compiled.targets import target
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import DeviceError
+from tests.fuzz import judge
 from tests.fuzz.cases import lines
 from tests.fuzz.packs import script
 from tests.fuzz.workers import Ended, Worker
@@ -53,3 +56,14 @@ def test_programs_compile_for_devices_that_are_not_here(device):
     assert [(f.check, f.verdict) for f in findings] == [("values", "right"), ("inside", "right"), ("outside", "right")]
     assert [f.as_predicted is None for f in findings] == [False, False, True]
     assert other.verdict == "refused" and "9" in other.text
+
+
+def test_judge_holds_a_cancelling_step_against_float64():
+    rises = "jnp.log(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))"
+    pack = lines((24, 24), (2, 1), rises, "v0.T @ (v0 + 1)", "v0 ** 2", devices=2)
+    (program,) = pack.programs
+    second = judge.target_of(pack, "second", program.plain())
+    want = [np.asarray(y) for y in jax.jit(second)(*program.arguments())]
+    off = [np.where(np.arange(y.size).reshape(y.shape) == 7, y + 1e3, y) for y in want]
+    assert judge.is_as_near_to_float64(pack, "second", want, want)
+    assert not judge.is_as_near_to_float64(pack, "second", want, off)

@@ -5,10 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import shardfn
-from examples.models import abstract, gpt2
+from examples.models import abstract, gpt2, moe
 from examples.models.families import FAMILIES
 from shardfn import AUTO, ShardError
 from shardfn.search.problem import objective
@@ -230,3 +231,25 @@ def test_transforms_that_xla_replicates_are_not_gathered_again_and_again():
     """XLA before JAX 0.12 computes a transform on each device of a GPU or CPU in full; one gather of the array is the most."""
     made = shardfn.plan(transform_3d, FLOW, device="h100:16", level="time")
     assert made.cost.bytes_sent <= 15 / 16 * 8 * 3 * 1024**3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 2])
+def test_open_mixture_of_experts_costs_no_more_than_experts_and_batch_sharded_by_hand(level):
+    adam = optax.adam(1e-3)
+    forward, (params, x) = abstract(
+        moe.make, groups=64, tokens=512, experts=8, d_model=512, d_hidden=2048, capacity=128
+    )
+
+    def step(params, state, x, y):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((forward(p, x) - y) ** 2))(params)
+        updates, state = adam.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    args = params, jax.eval_shape(adam.init, params), x, x
+    experts = {"params/w1": (4, 1, 1), "params/w2": (4, 1, 1), "params/gate": (1, 1), "x": (4, 1, 1), "y": (4, 1, 1)}
+    found, by_hand = (
+        shardfn.plan(step, *args, device="h100:4", level=level, parameter_plan=plan) for plan in (None, experts)
+    )
+    seconds = "communication_s" if level == 0 else "time_s"
+    assert getattr(found.cost, seconds) <= 1.01 * getattr(by_hand.cost, seconds)

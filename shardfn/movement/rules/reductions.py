@@ -27,17 +27,19 @@ def reduce_rule(
         return _row_by_row(call, axes, combine) if combine else None
     if frame.shape == value.shape:
         return None
-    found = call.emitter.place(value, frame)
-    mask = inside(value, frame, axes)
-    if mask is not None:
-        neutral = jnp.full(frame.shape, identity(value.dtype), value.dtype)
-        found = lax.select(mask, found, neutral)
-        call.emitter.shifted += 1
-    found = call.bound(found)
+    call.emitter.shifted += inside(value, frame, axes) is not None
+    found = call.bound(_masked(call, value, frame, identity(value.dtype)))
     kept = [d for d in range(len(value.shape)) if d not in axes]
     for own, dim in enumerate(kept):
         found = sliced(found, own, frame.offset[dim], value.shape[dim])
     return found
+
+
+def _masked(call: Call, value: Value, frame: Frame, neutral: Any) -> Any:
+    """A value in a frame whose other rows hold a neutral element, also those along which nothing is combined: a gradient of zero
+    times what they hold would be no zero if that were infinite."""
+    found, mask = call.emitter.place(value, frame), inside(value, frame, range(len(frame.shape)))
+    return found if mask is None else lax.select(mask, found, jnp.full(frame.shape, neutral, value.dtype))
 
 
 def _row_by_row(call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]) -> Value | None:
@@ -100,7 +102,7 @@ def dot_rule(call: Call) -> Value | None:
         kept += [(frame.offset[d], value.shape[d]) for d in free]
     if all(frame.shape == value.shape for frame, value in zip(frames, call.operands, strict=True)):
         return None
-    found = call.bound(*map(call.emitter.place, call.operands, frames))
+    found = call.bound(*(_masked(call, value, frame, 0) for value, frame in zip(call.operands, frames, strict=True)))
     for dim, (first, rows) in enumerate(kept, len(batch[0])):
         found = sliced(found, dim, first, rows)
     return found

@@ -37,11 +37,11 @@ def entries_note(
         return ""
     if style:
         return _beside_a_style(problem, answer, cost, layouts_of_answer, style)
-    followed = sharding_propagation.search(problem)
+    followed = sharding_propagation.spread(problem)
     with_search, without = layouts_of_answer(answer), layouts_of_answer(followed)
     if answer.axes != followed.axes or kind_of(with_search) == kind_of(without):
         return ""
-    figures = _compared(cost, problem.evaluate_answer(followed), problem.level)
+    figures = _compared(cost, problem.evaluate_answer(sharding_propagation.search(problem)), problem.level)
     what = _difference(with_search, without)
     inside = f"inside, {what}: {figures} than with the entries followed"
     return f"followed for arguments and results; {inside}; {FOLLOWED} follows them"

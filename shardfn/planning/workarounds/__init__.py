@@ -5,6 +5,7 @@
 | `wrong_ops` | which ops of a partitioned program XLA gets wrong |
 | `uneven_movement` | movement along dimensions with uneven shards |
 | `even_scatters` | scatters and lookups with updates of even shards |
+| `self_updates` | updates that read the array they go into |
 | `rewrites` | the function rewritten around its wrong ops |
 | `windows` | windows over one array that exchange their padding, and the function without them |
 | `outer_gradients` | derivative rules for gradients that are taken from outside |
@@ -26,6 +27,8 @@
   barrier on the operand avoids it.
 - Of a dynamic slice that is sharded along a dimension that it shortens, XLA forgets that its place is clamped. An explicit clamp
   avoids it.
+- On CPU an update at a dynamic place that is computed from its own array may read what it has written, on one device too. A
+  select of the shifted update avoids it.
 - A matmul whose batch dimension and several axes of a contracted dimension are sharded gets wrong values where its result is
   sharded along the batch over as many shards as the contracted dimension, but over other axes.
 - A sharding constraint on the derivative of a minimum or maximum over windows, which is one of the two results of a windowed

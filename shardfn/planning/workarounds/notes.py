@@ -51,6 +51,7 @@ _NOTES = {
     ),
     "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
     "bounds": "shardfn clamps the places of the dynamic slices and updates at {}: XLA forgets to, if their results are sharded",
+    "self": "shardfn writes the updates at {} as selects: XLA on CPU reads what it has written, on one device too",
     "product": (
         "shardfn gathers the batch dimensions of the results of the matmuls at {}: for this sharding XLA computes wrong values"
     ),

@@ -16,6 +16,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.workarounds.even_scatters import NEUTRAL, even_scatter
+from shardfn.planning.workarounds.self_updates import selected
 from shardfn.planning.workarounds.uneven_movement import Dims, Movement, gathered_dims, movements_of_equation
 from shardfn.planning.workarounds.wrong_ops import WrongOp
 
@@ -26,7 +27,7 @@ def replicate_wrong_ops(
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
     grouped convolutions, the transformed ones of Fourier transforms, the reduced ones of reductions without an all-reduce, and
     the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier,
-    and dynamic slices a clamped place.
+    dynamic slices a clamped place, and updates that read their own array become selects.
 
     Args:
       function: the function.
@@ -44,11 +45,12 @@ def replicate_wrong_ops(
     for w in wrong:
         if w.movement and w.kind == "movement":
             moved.setdefault(w.movement, []).append(w.dims)
-    at_places = {w.movement for w in wrong if w.kind == "bounds"}
+    at_places, in_themselves = ({w.movement for w in wrong if w.kind == kind} for kind in ("bounds", "self"))
     is_one = {
         **_IS_ONE,
         "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn)),
         "bounds": lambda eqn: not at_places.isdisjoint(movements_of_equation(eqn)),
+        "self": lambda eqn: not in_themselves.isdisjoint(movements_of_equation(eqn)),
     }
 
     def kinds_of(eqn: Any) -> list[str]:
@@ -66,6 +68,8 @@ def replicate_wrong_ops(
         inputs = [unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
         if "scatter" in own:
             outputs = even_scatter(eqn, inputs, multiple)
+        elif "self" in own:
+            outputs = [selected(clamped(eqn, inputs))]
         else:
             outputs = [transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
         if "pair" in own:
@@ -74,7 +78,7 @@ def replicate_wrong_ops(
 
     def refuse(eqn: Any) -> None:
         found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
-        if found - {"bounds", "layout", "pair"}:
+        if found - {"bounds", "layout", "pair", "self"}:
             fail(
                 StrategyError,
                 f"an op inside a `{eqn.primitive.name}` might be computed wrongly by XLA, or not compile",

@@ -12,6 +12,7 @@ from shardfn.ir.model import Graph, Op, Spec, axes_of, axis_size
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
 from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple
+from shardfn.planning.workarounds.self_updates import reads_its_array
 from shardfn.planning.workarounds.uneven_movement import (
     Dims,
     Movement,
@@ -30,15 +31,15 @@ REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a windowed op with
     two results (a `pair`), a Fourier `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a
-    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`) or a `movement`; or a resharding (`reshard`),
-    which has no workaround."""
+    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`), an update that reads its own array (`self`) or
+    a `movement`; or a resharding (`reshard`), which has no workaround."""
 
     where: str
     kind: str = "window"
     multiple: int = 1
     """Of what the number of a scatter's updates must be a multiple."""
     movement: Movement | None = None
-    """What a `movement` or `bounds` moves."""
+    """What a `movement`, `bounds` or `self` moves."""
     dims: Dims = ()
     """The dimensions along which it moves."""
 
@@ -82,6 +83,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "update"))
         if op.name in AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds", movement=movement_of(op, partitioned, moved_from)))
+        if partitioned.platform == "cpu" and reads_its_array(op, partitioned):
+            found.setdefault(WrongOp(op.where, "self", movement=movement_of(op, partitioned, moved_from)))
         if is_uneven(op, partitioned, moved_from):
             movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
             if (movement, dims) not in done:
@@ -90,7 +93,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             own = op.inputs[0]
             is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
-        if _is_wrong_convolution(op, partitioned, moved_from, moved_to):
+        if _is_wrong_convolution(op, partitioned, moved_from, moved_to) or _crops_between(op, partitioned):
             found.setdefault(WrongOp(op.where))
     return tuple(found)
 
@@ -133,6 +136,15 @@ def _is_wrong_convolution(
     if transposed:
         return is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes)
     return is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes)
+
+
+def _crops_between(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether an op is a convolution, such as the gradient of one with strides, of an image that is padded between its elements
+    and cropped in front along a sharded dimension, which ends the process."""
+    return op.convolution is not None and any(
+        w.operand == 0 and w.spacing > 1 and w.low > 0 and partitioned.specs[op.outputs[0]][w.out_dim]
+        for w in op.window_dims
+    )
 
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardfn.ir.model import Axes
 from shardfn.search.engine import Archive, meshes, three_axis_meshes
@@ -167,9 +167,16 @@ def _least_peak(archive: Archive) -> float:
 
 
 def solve_mesh(
-    problem: SearchProblem, objective: Objective, axes: Axes, archive: Archive, chosen: Sequence[Array] | None = None
+    problem: SearchProblem,
+    objective: Objective,
+    axes: Axes,
+    archive: Archive,
+    chosen: Sequence[Array] | None = None,
+    charged: Callable[[Labelling, LabelSpace], Labelling] = lambda labels, space: labels,
 ) -> MeshSolution | None:
-    """The solution of an objective on one mesh, with labels that extend the `chosen` ones; None where no label is possible."""
+    """The solution of an objective on one mesh, with labels that extend the `chosen` ones; None where no label is possible.
+    `charged` puts costs on labels that are no time.
+    """
     space = label_space(problem, axes, archive, chosen)
     labels, lost = filtered(
         labelling_of(space, problem, objective.weight),
@@ -180,6 +187,7 @@ def solve_mesh(
     )
     if objective.is_sharded:
         labels = with_smallest_arguments(labels, space)
+    labels = charged(labels, space)
     solution = with_loss(solve(labels, _part(archive), EFFORT), lost)
     return MeshSolution(axes, space, labels, solution, objective) if math.isfinite(solution.cost) else None
 

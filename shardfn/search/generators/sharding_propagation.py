@@ -1,23 +1,27 @@
-"""Sharding propagation: the given shardings spread op by op, each time with the least resharding.
+"""Sharding propagation: open arguments follow the given shardings, and the ops inside send least beside them, at every level.
 
-The ops nearest in program order to what is decided come first. Among labels that reshard equally little, the cheapest wins,
-which uses the axes that are left. The form is MindSpore's, which spreads strategies by a breadth-first search over resharding
-costs. Where following dimension groups alone is better, that is the answer.
+The shardings spread op by op, each time with the least resharding; the ops nearest in program order to what is decided come
+first. Among labels that reshard equally little, the cheapest wins, which uses the axes that are left. The form is MindSpore's,
+which spreads strategies by a breadth-first search over resharding costs. Where following dimension groups alone is better, that
+decides the arguments. Then the ops inside are solved: they read the arguments as they are sharded, as far as they can, and send
+the least.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardfn.search.engine import Archive
+from shardfn.search.engine import Archive, run
 from shardfn.search.generators import default_policy
-from shardfn.search.generators.exact import label_space
+from shardfn.search.generators.exact import label_space, solve_mesh
 from shardfn.search.labels import (
+    LEAST_SENT_BALANCED,
     LabelSpace,
     MeshModel,
     MeshSolution,
@@ -27,10 +31,13 @@ from shardfn.search.labels import (
     resharding_cost,
     shard_count,
 )
-from shardfn.search.moves import fewer_constraints, fully_constrained
-from shardfn.search.problem import Answer, Proposal, SearchProblem, array_bytes
+from shardfn.search.moves import constrained, fewer_constraints, fully_constrained
+from shardfn.search.problem import COMMUNICATION, Answer, Proposal, SearchProblem, array_bytes
 from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution
+
+GIVEN_FIRST = 1e3
+"""First the arguments are resharded as little as possible, then the least is sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +51,33 @@ class SharedValue:
 
 def search(problem: SearchProblem) -> Answer:
     """Spread the given shardings; without any, or with nothing open, the answer of `default_policy`."""
+    followed = spread(problem)
+    if not problem.is_open or not problem.shards_given:
+        return followed
+    given = dataclasses.replace(problem.at(COMMUNICATION), specs=followed.specs)
+    archive = run(given, {}, {"entries spread": lambda *_: iter([_proposal(followed)]), "least communication": _inside})
+    best, *others = archive.ranked(COMMUNICATION)
+    return dataclasses.replace(
+        followed, constraints=best.constraints, result_specs=best.result_specs, others=(*others, *followed.others)
+    )
+
+
+def spread(problem: SearchProblem) -> Answer:
+    """The arguments as they follow from the given shardings, with what the ops inside need for it."""
     followed = default_policy.search(problem)
     if not problem.is_open or not problem.shards_given:
         return followed
+    problem = problem.at(COMMUNICATION)
     archive = Archive(problem)
-    simple = archive.evaluate(as_followed(followed))
+    simple = archive.evaluate(_proposal(followed))
     for proposal in _spread(problem, label_space(problem, problem.axes, archive)):
         for fewer in fewer_constraints(problem, archive.evaluate(proposal)):
             archive.evaluate(fewer)
-    best, *others = archive.ranked(problem.level)
+    best, *others = archive.ranked(COMMUNICATION)
     if best is simple:
         return followed
     reasons = tuple("" if given is not None else "least resharding from the given shardings" for given in problem.specs)
-    policy = "the given shardings spread op by op, with the least resharding (no search)"
+    policy = "the given shardings spread with the least communication (no search)"
     return Answer(
         best.axes, best.specs, reasons, policy, source="propagated", constraints=best.constraints, others=tuple(others)
     )
@@ -65,13 +86,32 @@ def search(problem: SearchProblem) -> Answer:
 def follow_entries(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
     """The generator of what follows from the given shardings alone: dimension groups that follow them, and their spread."""
     if problem.shards_given:
-        yield as_followed(default_policy.search(problem))
+        yield _proposal(default_policy.search(problem))
         yield from _spread(problem, label_space(problem, problem.axes, archive))
 
 
-def as_followed(answer: Answer) -> Proposal:
-    """The answer of the simple policy as a proposal."""
-    return Proposal("following dimension groups", answer.axes, answer.specs)
+def _proposal(answer: Answer) -> Proposal:
+    return Proposal("following dimension groups", answer.axes, answer.specs, answer.constraints)
+
+
+def _inside(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
+    charged = functools.partial(_charged, problem)
+    found = solve_mesh(problem, LEAST_SENT_BALANCED, problem.axes, archive, charged=charged)
+    if found is not None:
+        yield from constrained(problem, found, archive)
+
+
+def _charged(problem: SearchProblem, labels: Labelling, space: LabelSpace) -> Labelling:
+    """Labels that reshard an argument where it is read cost `GIVEN_FIRST` times the seconds more: what is given is followed."""
+    mesh = MeshModel.on(problem.hardware, problem.axes)
+    arguments = {space.layouts[value][0] for value in problem.inputs}
+    costs = list(labels.costs)
+    for shared in shared_values(problem, space):
+        owner, reader = shared.nodes
+        if owner in arguments:
+            seconds = resharding_cost(*shared.layouts, shared.bytes, mesh)[1]
+            costs[reader] = costs[reader] + GIVEN_FIRST * seconds.min(axis=0)
+    return dataclasses.replace(labels, costs=tuple(costs))
 
 
 def _spread(problem: SearchProblem, space: LabelSpace) -> Iterator[Proposal]:
