@@ -282,7 +282,21 @@ def _rows(owner: Any) -> Iterator[tuple[Any, ...]]:
 
 def hashed(value: Any) -> Any:
     """A value that is no array as part of a dictionary key."""
-    return type(value), value if is_hashable(value) else id(value)
+    return exactly(value) if is_hashable(value) else (type(value), id(value))
+
+
+def exactly(value: Any) -> Any:
+    """A key that tells a value from others that equal it: by its type, by the sign of a zero; in tuples and frozensets, too.
+
+    >>> exactly((0.0, 1)) == exactly((-0.0, 1)), exactly(1) == exactly(True), exactly(float("nan")) == exactly(float("nan"))
+    (False, False, True)
+    """
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind, repr(value)
+    if isinstance(value, tuple):
+        return kind, tuple(map(exactly, value))
+    return kind, frozenset(map(exactly, value)) if kind is frozenset else value
 
 
 def is_hashable(value: Any) -> bool:
