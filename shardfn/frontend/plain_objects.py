@@ -1,8 +1,8 @@
 """Plain Python objects that hold arrays: the instances of `Cell` and of the user's own classes.
 
 Their arrays are found in attributes, lists, tuples, dicts, pytrees and other Cells, and in the Cells that sharded functions,
-bound methods and partials there are made of; of other plain objects inside, only in their Cells. A call runs on a copy that
-holds the traced arrays, so that the user's object keeps its own; what inside refers to the object refers to the copy there.
+bound methods and partials there are made of; of other plain objects inside a Cell, only in their Cells. A call runs on a copy
+that holds the traced arrays, so that the user's object keeps its own; what inside refers to the object refers to the copy there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from jax import tree_util
 
 from shardfn.frontend.paths import join
@@ -95,10 +96,6 @@ def _is_inner(value: Any) -> bool:
     return is_plain(value) and not isinstance(value, _CONTAINERS) and tree_util.all_leaves([value])
 
 
-def _are_cells_in_use() -> bool:
-    return "shardfn.mindspore.cell" in sys.modules
-
-
 def _attribute_items(value: Any, path: str) -> list[tuple[Any, str, Any]]:
     return [(key, join(path, (tree_util.GetAttrKey(key),)), item) for key, item in attributes_of(value).items()]
 
@@ -140,35 +137,36 @@ def _walk(
     found: State,
     seen: dict[int, Any],
     is_leaf: Callable[[Any], bool] = lambda value: False,
+    of_cell: bool = False,
     is_inner: bool = False,
 ) -> None:
     """The arrays of a nest, and what `is_leaf` says; a Cell that stands at several places (tied weights, a parent) is met at
-    the first. `is_inner` says that the nest is part of an inner plain object, of which only Cells count. `seen` receives the
-    objects, by their ids."""
+    the first. `of_cell` says that the nest is part of a Cell, and `is_inner` of a plain object there, of which only Cells
+    count. `seen` receives the objects, by their ids."""
     if (held := _held_cell(value)) is not None:
         value = held[0]
     if is_cell(value) or not path:
         if id(value) in seen:
             return
         seen[id(value)] = value
-        is_inner = False
-    elif isinstance(value, list | tuple | collections.deque) and _NUMBERS.issuperset(
-        map(type, value)
+        of_cell, is_inner = of_cell or is_cell(value), False
+    elif isinstance(value, _CONTAINERS) and _NUMBERS.issuperset(
+        map(type, value.values() if isinstance(value, dict) else value)
     ):  # long lists of them are usual
         return
     if (items := _items(value, path)) is not None:
         for _, inside, item in items:
-            _walk(item, inside, found, seen, is_leaf, is_inner)
+            _walk(item, inside, found, seen, is_leaf, of_cell, is_inner)
     elif not (is_leaf(value) or tree_util.all_leaves([value])):
         for key, leaf in tree_util.tree_flatten_with_path(value, is_leaf)[0]:
-            _walk(leaf, join(path, key), found, seen, is_leaf, is_inner)
+            _walk(leaf, join(path, key), found, seen, is_leaf, of_cell, is_inner)
     elif is_array(value):
         if not is_inner:
             found[path] = value
-    elif _are_cells_in_use() and _is_inner(value) and id(value) not in seen:
+    elif of_cell and _is_inner(value) and id(value) not in seen:
         seen[id(value)] = value
         for _, inside, item in _attribute_items(value, path):
-            _walk(item, inside, found, seen, is_leaf, True)
+            _walk(item, inside, found, seen, is_leaf, True, True)
 
 
 def _shallow(value: Any) -> Any:
@@ -225,7 +223,9 @@ def _put(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool) -> Any:
+def _with_state(
+    value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool, of_cell: bool = False
+) -> Any:
     """A nest with the arrays of `state`.
 
     Args:
@@ -234,47 +234,56 @@ def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_
       state: arrays by path.
       met: for each Cell, by its id, what it became.
       in_place: whether Cells are changed themselves, and containers without new arrays kept; else all is copied.
+      of_cell: whether it is part of a Cell.
     """
+    of_cell = of_cell or is_cell(value)
     held = _held_object(value)
     if held is not None and (is_cell(held[0]) or id(held[0]) in met):
         owner, layers = held
-        new = met[id(owner)] if id(owner) in met else _with_state(owner, path, state, met, in_place=in_place)
+        new = (
+            met[id(owner)]
+            if id(owner) in met
+            else _with_state(owner, path, state, met, in_place=in_place, of_cell=of_cell)
+        )
         return value if new is owner else wrapped(new, layers)
     items = _items(value, path)
     if is_cell(value) or not path:
         if id(value) not in met:
             new = met[id(value)] = value if in_place else _shallow(value)
             for key, inside, item in items or ():
-                changed = _with_state(item, inside, state, met, in_place=in_place)
+                changed = _with_state(item, inside, state, met, in_place=in_place, of_cell=of_cell)
                 if changed is not item:
                     _put(new, key, changed)
         return met[id(value)]
     if items is not None:
-        changed = {key: _with_state(item, inside, state, met, in_place=in_place) for key, inside, item in items}
+        changed = {
+            key: _with_state(item, inside, state, met, in_place=in_place, of_cell=of_cell)
+            for key, inside, item in items
+        }
         if (in_place or isinstance(value, tuple)) and all(changed[key] is item for key, _, item in items):
             return value
         return alike(value, changed)
     if not tree_util.all_leaves([value]):
         return tree_util.tree_map_with_path(
-            lambda key, leaf: _with_state(leaf, join(path, key), state, met, in_place=in_place), value
+            lambda key, leaf: _with_state(leaf, join(path, key), state, met, in_place=in_place, of_cell=of_cell), value
         )
     if path in state or not _is_inner(value):
         return state.get(path, value)
     if id(value) not in met:
-        new = met[id(value)] = _shallow(value) if not in_place and _reaches(value, met, set()) else value
-        if in_place or new is not value:
+        new = met[id(value)] = _shallow(value) if not in_place and _reaches(value, met, of_cell, set()) else value
+        if new is not value or (in_place and of_cell):
             for key, inside, item in _attribute_items(value, path):
-                changed = _with_state(item, inside, state, met, in_place=in_place)
+                changed = _with_state(item, inside, state, met, in_place=in_place, of_cell=of_cell)
                 if changed is not item:
                     _put(new, key, changed)
     return met[id(value)]
 
 
-def _reaches(value: Any, met: dict[int, Any], seen: set[int]) -> bool:
-    """Whether a nest holds a Cell or an object that was copied."""
+def _reaches(value: Any, met: dict[int, Any], of_cell: bool, seen: set[int]) -> bool:
+    """Whether a nest holds an object that was copied or, as part of a Cell, a Cell."""
     if (held := _held_object(value)) is not None:
         value = held[0]
-    if is_cell(value) or met.get(id(value), value) is not value:
+    if (of_cell and is_cell(value)) or met.get(id(value), value) is not value:
         return True
     if id(value) in seen or type(value) in _NUMBERS:
         return False
@@ -285,7 +294,7 @@ def _reaches(value: Any, met: dict[int, Any], seen: set[int]) -> bool:
         inside = tree_util.tree_leaves(value)
     else:
         inside = attributes_of(value).values() if _is_inner(value) else ()
-    return any(_reaches(item, met, seen) for item in inside)
+    return any(_reaches(item, met, of_cell, seen) for item in inside)
 
 
 def read(owner: Any) -> State:
@@ -321,11 +330,11 @@ def attributes(owner: Any) -> State:
 def _rows(owner: Any) -> Iterator[tuple[Any, ...]]:
     met: dict[int, int] = {}
 
-    def walk(value: Any, path: str, is_inner: bool = False) -> Iterator[tuple[Any, ...]]:
+    def walk(value: Any, path: str, of_cell: bool = False, is_inner: bool = False) -> Iterator[tuple[Any, ...]]:
         if (held := _held_cell(value)) is not None:
             value = held[0]
         is_object = is_cell(value) or not path
-        is_inner = is_inner and not is_object
+        of_cell, is_inner = of_cell or is_cell(value), is_inner and not is_object
         is_listed = not is_inner
         items, rows = _items(value, path), list[tuple[Any, ...]]()
         if is_object:
@@ -340,13 +349,13 @@ def _rows(owner: Any) -> Iterator[tuple[Any, ...]]:
             items = [(key, join(path, key), leaf) for key, leaf in keyed]
         elif not is_array(value):
             rows = [(path, hashed(value))]
-            if _are_cells_in_use() and _is_inner(value) and id(value) not in met:
+            if of_cell and _is_inner(value) and id(value) not in met:
                 met[id(value)] = len(met)
                 items, is_inner = _attribute_items(value, path), True
         yield from rows if is_listed else ()
         for key, inside, item in items or ():
             if not (is_object and isinstance(getattr(type(value), str(key), None), functools.cached_property)):
-                yield from walk(item, inside, is_inner)
+                yield from walk(item, inside, of_cell, is_inner)
 
     return walk(owner, "")
 
@@ -363,7 +372,7 @@ def exactly(value: Any) -> Any:
     (False, False, True)
     """
     kind = type(value)
-    if kind is float or kind is complex:
+    if kind is float or kind is complex or isinstance(value, np.inexact):
         return kind, repr(value)
     if isinstance(value, tuple):
         return kind, tuple(map(exactly, value))
