@@ -15,7 +15,7 @@ from shardfn.frontend.ambient_mesh import AmbientMesh, ambient_mesh, explicit_sp
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.memories import memory_kinds, typed
 from shardfn.frontend.paths import array_paths
-from shardfn.frontend.plain_objects import is_hashable
+from shardfn.frontend.plain_objects import exactly, is_hashable
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.frontend.trace import shaped
 from shardfn.ir.model import Spec
@@ -206,7 +206,7 @@ class Call:
             self.slots,
             treedef,
             shapes,
-            tuple(self.values[i] for i in self.statics),
+            tuple(exactly(self.values[i]) for i in self.statics),
             self.ambient,
             self.memories,
             self.types,
@@ -229,7 +229,7 @@ def signature(flat: Sequence[Any], statics: Sequence[int]) -> Any:
     """What the values of a call must share with those that were planned: structure, shapes, dtypes, static values."""
     dynamic = [v for i, v in enumerate(flat) if i not in statics]
     leaves, treedef = tree_util.tree_flatten(dynamic)
-    return treedef, [(shape_of(leaf), _is_weak(leaf)) for leaf in leaves], [flat[i] for i in statics]
+    return treedef, [(shape_of(leaf), _is_weak(leaf)) for leaf in leaves], [exactly(flat[i]) for i in statics]
 
 
 def _shape_and_dtype(leaf: Any) -> Any:

@@ -33,14 +33,14 @@ class LeftObject:
     def of(cls, obj: Any, path: str) -> LeftObject:
         """An object as it is now."""
         attributes = attributes_of(obj)
-        return cls(obj, path, attributes, frozenset(map(id, _tracers(attributes.values()))))
+        return cls(obj, path, attributes, frozenset(map(id, tracers_in(attributes.values()))))
 
     def written(self) -> list[str]:
         """The attributes that hold arrays of the trace."""
         return [
             name
             for name, value in attributes_of(self.obj).items()
-            if any(id(tracer) not in self.tracers for tracer in _tracers([value]))
+            if any(id(tracer) not in self.tracers for tracer in tracers_in([value]))
         ]
 
     def replaced(self) -> list[str]:
@@ -82,7 +82,8 @@ def refuse_written(name: str, objects: Iterable[LeftObject]) -> None:
              "the inner object a `shardfn.mindspore.Cell` (in a Flax NNX module an `nnx.Module`)")  # fmt: skip
 
 
-def _tracers(values: Iterable[Any]) -> list[Tracer]:
+def tracers_in(values: Iterable[Any]) -> list[Tracer]:
+    """The tracers in values and in the containers and pytrees there."""
     found, todo, seen = [], list(values), set[int]()
     while todo:
         value = todo.pop()

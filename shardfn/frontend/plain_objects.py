@@ -1,8 +1,8 @@
 """Plain Python objects that hold arrays: the instances of `Cell` and of the user's own classes.
 
 Their arrays are found in attributes, lists, tuples, dicts, pytrees and other Cells, and in the Cells that sharded functions,
-bound methods and partials there are made of. A call runs on a copy that holds the
-traced arrays, so that the user's object keeps its own.
+bound methods and partials there are made of; of other plain objects inside a Cell, only in their Cells. A call runs on a copy
+that holds the traced arrays, so that the user's object keeps its own; what inside refers to the object refers to the copy there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from jax import tree_util
 
 from shardfn.frontend.paths import join
@@ -75,7 +76,8 @@ def is_array(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
     members = (item for base in kind.__mro__ for item in vars(base).items())
-    return tuple((name, member) for name, member in members if isinstance(member, types.MemberDescriptorType))
+    rows = ((name, member) for name, member in members if isinstance(member, types.MemberDescriptorType))
+    return tuple((name, member) for name, member in rows if name != "__dict__")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -89,12 +91,25 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
+def _is_inner(value: Any) -> bool:
+    """Whether an object inside another one is a plain object and no container: it may hold Cells, or refer to the other one."""
+    return is_plain(value) and not isinstance(value, _CONTAINERS) and tree_util.all_leaves([value])
+
+
+def _attribute_items(value: Any, path: str) -> list[tuple[Any, str, Any]]:
+    return [(key, join(path, (tree_util.GetAttrKey(key),)), item) for key, item in attributes_of(value).items()]
+
+
 def _held_cell(value: Any) -> tuple[Any, Layers] | None:
     """The Cell that a callable is made of, and how; None for any other value, and for a Cell itself."""
-    if not (isinstance(value, types.MethodType | functools.partial) or hasattr(type(value), PARTS)):
-        return None
-    owner, layers = unwrapped(value)
-    return (owner, layers) if is_cell(owner) else None
+    held = _held_object(value)
+    return held if held is not None and is_cell(held[0]) else None
+
+
+def _held_object(value: Any) -> tuple[Any, Layers] | None:
+    """What a bound method, a partial or a sharded function is made of, and how."""
+    is_made = isinstance(value, types.MethodType | functools.partial) or hasattr(type(value), PARTS)
+    return unwrapped(value) if is_made else None
 
 
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -104,8 +119,8 @@ def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
     """Key, path and value of each item of the object itself (at the empty path), a Cell, a list, a tuple, a deque or a dict;
     None for what is none of these."""
     if is_cell(value) or not path:
-        items, entry = attributes_of(value).items(), tree_util.GetAttrKey
-    elif isinstance(value, list | tuple | collections.deque):
+        return _attribute_items(value, path)
+    if isinstance(value, list | tuple | collections.deque):
         fields = getattr(value, "_fields", None)  # of a named tuple
         items = enumerate(value) if fields is None else zip(fields, value, strict=True)
         entry = tree_util.SequenceKey if fields is None else tree_util.GetAttrKey
@@ -117,28 +132,41 @@ def _items(value: Any, path: str) -> list[tuple[Any, str, Any]] | None:
 
 
 def _walk(
-    value: Any, path: str, found: State, seen: set[int], is_leaf: Callable[[Any], bool] = lambda value: False
+    value: Any,
+    path: str,
+    found: State,
+    seen: dict[int, Any],
+    is_leaf: Callable[[Any], bool] = lambda value: False,
+    of_cell: bool = False,
+    is_inner: bool = False,
 ) -> None:
     """The arrays of a nest, and what `is_leaf` says; a Cell that stands at several places (tied weights, a parent) is met at
-    the first."""
+    the first. `of_cell` says that the nest is part of a Cell, and `is_inner` of a plain object there, of which only Cells
+    count. `seen` receives the objects, by their ids."""
     if (held := _held_cell(value)) is not None:
         value = held[0]
     if is_cell(value) or not path:
         if id(value) in seen:
             return
-        seen.add(id(value))
-    elif isinstance(value, list | tuple | collections.deque) and _NUMBERS.issuperset(
-        map(type, value)
+        seen[id(value)] = value
+        of_cell, is_inner = of_cell or is_cell(value), False
+    elif isinstance(value, _CONTAINERS) and _NUMBERS.issuperset(
+        map(type, value.values() if isinstance(value, dict) else value)
     ):  # long lists of them are usual
         return
     if (items := _items(value, path)) is not None:
         for _, inside, item in items:
-            _walk(item, inside, found, seen, is_leaf)
+            _walk(item, inside, found, seen, is_leaf, of_cell, is_inner)
     elif not (is_leaf(value) or tree_util.all_leaves([value])):
         for key, leaf in tree_util.tree_flatten_with_path(value, is_leaf)[0]:
-            _walk(leaf, join(path, key), found, seen, is_leaf)
+            _walk(leaf, join(path, key), found, seen, is_leaf, of_cell, is_inner)
     elif is_array(value):
-        found[path] = value
+        if not is_inner:
+            found[path] = value
+    elif of_cell and _is_inner(value) and id(value) not in seen:
+        seen[id(value)] = value
+        for _, inside, item in _attribute_items(value, path):
+            _walk(item, inside, found, seen, is_leaf, True, True)
 
 
 def _shallow(value: Any) -> Any:
@@ -195,7 +223,9 @@ def _put(owner: Any, name: str, value: Any) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool) -> Any:
+def _with_state(
+    value: Any, path: str, state: State, met: dict[int, Any], *, in_place: bool, of_cell: bool = False
+) -> Any:
     """A nest with the arrays of `state`.
 
     Args:
@@ -204,37 +234,81 @@ def _with_state(value: Any, path: str, state: State, met: dict[int, Any], *, in_
       state: arrays by path.
       met: for each Cell, by its id, what it became.
       in_place: whether Cells are changed themselves, and containers without new arrays kept; else all is copied.
+      of_cell: whether it is part of a Cell.
     """
-    if (held := _held_cell(value)) is not None:
-        cell, layers = held
-        new = _with_state(cell, path, state, met, in_place=in_place)
-        return value if new is cell else wrapped(new, layers)
+    of_cell = of_cell or is_cell(value)
+    held = _held_object(value)
+    if held is not None and (is_cell(held[0]) or id(held[0]) in met):
+        owner, layers = held
+        new = (
+            met[id(owner)]
+            if id(owner) in met
+            else _with_state(owner, path, state, met, in_place=in_place, of_cell=of_cell)
+        )
+        return value if new is owner else wrapped(new, layers)
     items = _items(value, path)
     if is_cell(value) or not path:
         if id(value) not in met:
             new = met[id(value)] = value if in_place else _shallow(value)
             for key, inside, item in items or ():
-                changed = _with_state(item, inside, state, met, in_place=in_place)
+                changed = _with_state(item, inside, state, met, in_place=in_place, of_cell=of_cell)
                 if changed is not item:
                     _put(new, key, changed)
         return met[id(value)]
     if items is not None:
-        changed = {key: _with_state(item, inside, state, met, in_place=in_place) for key, inside, item in items}
+        changed = {
+            key: _with_state(item, inside, state, met, in_place=in_place, of_cell=of_cell)
+            for key, inside, item in items
+        }
         if (in_place or isinstance(value, tuple)) and all(changed[key] is item for key, _, item in items):
             return value
         return alike(value, changed)
-    if tree_util.all_leaves([value]):
+    if not tree_util.all_leaves([value]):
+        return tree_util.tree_map_with_path(
+            lambda key, leaf: _with_state(leaf, join(path, key), state, met, in_place=in_place, of_cell=of_cell), value
+        )
+    if path in state or not _is_inner(value):
         return state.get(path, value)
-    return tree_util.tree_map_with_path(
-        lambda key, leaf: _with_state(leaf, join(path, key), state, met, in_place=in_place), value
-    )
+    if id(value) not in met:
+        new = met[id(value)] = _shallow(value) if not in_place and _reaches(value, met, of_cell, set()) else value
+        if new is not value or (in_place and of_cell):
+            for key, inside, item in _attribute_items(value, path):
+                changed = _with_state(item, inside, state, met, in_place=in_place, of_cell=of_cell)
+                if changed is not item:
+                    _put(new, key, changed)
+    return met[id(value)]
+
+
+def _reaches(value: Any, met: dict[int, Any], of_cell: bool, seen: set[int]) -> bool:
+    """Whether a nest holds an object that was copied or, as part of a Cell, a Cell."""
+    if (held := _held_object(value)) is not None:
+        value = held[0]
+    if (of_cell and is_cell(value)) or met.get(id(value), value) is not value:
+        return True
+    if id(value) in seen or type(value) in _NUMBERS:
+        return False
+    seen.add(id(value))
+    if isinstance(value, _CONTAINERS):
+        inside = value.values() if isinstance(value, dict) else value
+    elif not tree_util.all_leaves([value]):
+        inside = tree_util.tree_leaves(value)
+    else:
+        inside = attributes_of(value).values() if _is_inner(value) else ()
+    return any(_reaches(item, met, of_cell, seen) for item in inside)
 
 
 def read(owner: Any) -> State:
     """An object's arrays by path."""
     found: State = {}
-    _walk(owner, "", found, set())
+    _walk(owner, "", found, {})
     return found
+
+
+def inner_objects(owner: Any) -> list[Any]:
+    """The plain objects inside a Cell, of which only the Cells inside count."""
+    seen: dict[int, Any] = {}
+    _walk(owner, "", {}, seen)
+    return [value for value in seen.values() if not is_cell(value)]
 
 
 def rebuild(owner: Any, state: State) -> Any:
@@ -256,33 +330,53 @@ def attributes(owner: Any) -> State:
 def _rows(owner: Any) -> Iterator[tuple[Any, ...]]:
     met: dict[int, int] = {}
 
-    def walk(value: Any, path: str) -> Iterator[tuple[Any, ...]]:
+    def walk(value: Any, path: str, of_cell: bool = False, is_inner: bool = False) -> Iterator[tuple[Any, ...]]:
         if (held := _held_cell(value)) is not None:
             value = held[0]
-        items = _items(value, path)
-        if is_cell(value) or not path:
+        is_object = is_cell(value) or not path
+        of_cell, is_inner = of_cell or is_cell(value), is_inner and not is_object
+        is_listed = not is_inner
+        items, rows = _items(value, path), list[tuple[Any, ...]]()
+        if is_object:
             is_new = id(value) not in met
-            yield path, type(value), met.setdefault(id(value), len(met))
+            rows = [(path, type(value), met.setdefault(id(value), len(met)))]
             items = items if is_new else []
         elif items is not None:
-            yield path, type(value), len(items)
+            rows = [(path, type(value), len(items))]
         elif not tree_util.all_leaves([value]):
             keyed, structure = tree_util.tree_flatten_with_path(value)
-            yield path, structure
+            rows = [(path, structure)]
             items = [(key, join(path, key), leaf) for key, leaf in keyed]
         elif not is_array(value):
-            yield path, hashed(value)
-        is_object = is_cell(value) or not path
+            rows = [(path, hashed(value))]
+            if of_cell and _is_inner(value) and id(value) not in met:
+                met[id(value)] = len(met)
+                items, is_inner = _attribute_items(value, path), True
+        yield from rows if is_listed else ()
         for key, inside, item in items or ():
             if not (is_object and isinstance(getattr(type(value), str(key), None), functools.cached_property)):
-                yield from walk(item, inside)
+                yield from walk(item, inside, of_cell, is_inner)
 
     return walk(owner, "")
 
 
 def hashed(value: Any) -> Any:
     """A value that is no array as part of a dictionary key."""
-    return type(value), value if is_hashable(value) else id(value)
+    return exactly(value) if is_hashable(value) else (type(value), id(value))
+
+
+def exactly(value: Any) -> Any:
+    """A key that tells a value from others that equal it: by its type, by the sign of a zero; in tuples and frozensets, too.
+
+    >>> exactly((0.0, 1)) == exactly((-0.0, 1)), exactly(1) == exactly(True), exactly(float("nan")) == exactly(float("nan"))
+    (False, False, True)
+    """
+    kind = type(value)
+    if kind is float or kind is complex or isinstance(value, np.inexact):
+        return kind, repr(value)
+    if isinstance(value, tuple):
+        return kind, tuple(map(exactly, value))
+    return kind, frozenset(map(exactly, value)) if kind is frozenset else value
 
 
 def is_hashable(value: Any) -> bool:
@@ -301,7 +395,7 @@ def arrays_of_cells(leaves: Sequence[Any], is_leaf: Callable[[Any], bool] = lamb
       leaves: the leaves.
       is_leaf: which objects that hold an array stand for it.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
 
     def arrays(cell: Any) -> State:
         found: State = {}

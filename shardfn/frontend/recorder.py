@@ -25,6 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.class_data import data_of_class, looked_up
 from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
 from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
 from shardfn.frontend.plain_objects import METHODS, SHARDED, attributes_of, is_plain, is_users_class
@@ -39,10 +40,12 @@ from shardfn.frontend.watch import (
     CONTENT,
     ENTRIES,
     FACTORY,
+    IDENTITY,
     ITEMS,
     MADE,
     NAMESPACE,
     NOTHING_READ,
+    OWN,
     REFERENCE,
     SELF,
     SET,
@@ -114,40 +117,6 @@ def _is_variable(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Variable)
 
 
-def _data_of_class(kind: type) -> list[str]:
-    """The class attributes that hold data and that a method of the class names: `type(self).k` and `Net.k` are no reads of an
-    object. What only `__init__` and its like name is a counter of instances, say."""
-    named: set[str] = set()
-    data: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        if is_users_class(base):
-            for name, value in list(vars(base).items()):
-                data[name] = value
-                if name not in _CONSTRUCTORS:
-                    named.update(_names(value))
-    return sorted(name for name in data.keys() & named if _is_data(name, data[name]))
-
-
-_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__del__", "__class_getitem__"})
-
-
-def _is_data(name: str, value: Any) -> bool:
-    return not name.startswith("__") and not hasattr(type(value), "__get__")
-
-
-def _names(value: Any) -> Iterator[str]:
-    """The names that the code of a function, a property or a method of a class uses."""
-    for name in ("fget", "__func__", "fn", "func", "__wrapped__"):
-        if (inner := getattr(value, name, None)) is not None and not isinstance(value, type):
-            yield from _names(inner)
-    code = getattr(value, "__code__", None)
-    todo = [code] if isinstance(code, types.CodeType) else []
-    while todo:
-        one = todo.pop()
-        yield from one.co_names
-        todo += [const for const in one.co_consts if isinstance(const, types.CodeType)]
-
-
 # ---- recording
 
 ROOT = "self", "function", "partial"
@@ -165,6 +134,9 @@ class Recorder:
         self._objects: list[Any] = []
         self._left: list[LeftObject] = []
         self._patched: list[type] = []
+        self._classes: set[type] = set()
+        self._originals: dict[int, Any] = {}
+        """What copies stand for, by the copies' ids."""
         self._is_strict = True
         self._see(root, "")
 
@@ -177,7 +149,7 @@ class Recorder:
         refs = tuple(row for row in rows[0].parts if type(row[1]) is Ref)  # the function itself stays what it is
         return Watch((dataclasses.replace(rows[0], parts=refs), *rows[1:])) if refs or len(rows) > 1 else NOTHING_READ
 
-    def read(self, obj: Any, name: str) -> None:
+    def read(self, obj: Any, name: Any) -> None:
         """Note that an attribute of an object is read."""
         index = self._indices.get(id(obj))
         if index is None or self._nodes[index].kind is not ATTRIBUTES:
@@ -186,6 +158,9 @@ class Recorder:
         if name in parts:
             if type(parts[name]) is Ref:
                 self._follow(raw(obj, name), parts[name].node)
+            return
+        if name is IDENTITY:
+            parts[name] = raw(obj, name)
             return
         if name.startswith("__") and name.endswith("__") and name != "__dict__":
             return
@@ -199,8 +174,17 @@ class Recorder:
     def stands_for(self, copy: Any, original: Any) -> None:
         """Note that a copy of an object takes its place in a call."""
         if copy is not original and original is not None:
+            if not _is_module(original):
+                self._originals[id(copy)] = self._originals.get(id(original), original)
             self.include(original)
             self._follow(copy, self._indices[id(original)])
+
+    def original(self, obj: Any) -> Any:
+        """What a copy stands for, whose identity the call then has read; any other object itself."""
+        original = self._originals.get(id(obj), obj)
+        if original is not obj:
+            self.read(original, IDENTITY)
+        return original
 
     def include(self, obj: Any) -> None:
         """Note an object that a call belongs to, which may be out of the root's reach."""
@@ -266,7 +250,7 @@ class Recorder:
             self._parts[ref.node][CONTENT] = self._node(content[0], value, path, content[1])
             return ref
         if isinstance(value, type):
-            return self._node(SELF, value, path, _data_of_class(value)) if is_users_class(value) else value
+            return self._node(SELF, value, path, data_of_class(value)) if is_users_class(value) else value
         if isinstance(value, types.SimpleNamespace):
             return self._node(NAMESPACE, value, path, list(vars(value)))
         if (names := _parts_of(value)) is not None:
@@ -314,12 +298,22 @@ class Recorder:
         if _has_own_reads(kind):  # which may look an attribute up under another name
             for name in attributes_of(value):
                 self.read(value, name)
-        if is_users_class(kind) and id(kind) not in self._indices and (names := _data_of_class(kind)):
+        if is_users_class(kind) and kind not in self._classes:
+            self._classes.add(kind)
             before, self._is_strict = self._is_strict, False  # what a method names it need not read
-            index = self._node(SELF, kind, kind.__name__, names).node
+            if id(kind) not in self._indices and (names := data_of_class(kind)):
+                self._see_class(SELF, kind, names)
+            for base, names in looked_up(kind):
+                index = self._indices.get(id(base))
+                self._see_class(OWN, base, names)
+                if index is None:
+                    del self._indices[id(base)]
             self._is_strict = before
-            self._nodes[index] = dataclasses.replace(self._nodes[index], held=_holding(kind))
         return ref
+
+    def _see_class(self, how: Kind, kind: type, names: Sequence[str]) -> None:
+        index = self._node(how, kind, kind.__name__, names).node
+        self._nodes[index] = dataclasses.replace(self._nodes[index], held=_holding(kind))
 
     def _node(self, kind: Kind, value: Any, path: str, keys: Sequence[Any] = ()) -> Ref:
         index = len(self._nodes)
@@ -441,23 +435,41 @@ def _patch(kind: type) -> bool:
                 recorder.read(self, name)
             return inherited(self, name)  # pyright: ignore[reportCallIssue]
 
-        own = kind.__dict__.get("__getattribute__")
+        new: dict[str, Any] = {"__getattribute__": __getattribute__}
+        if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
+            new |= {"__eq__": _is_equal, "__hash__": _hash}
+        own = {name: kind.__dict__.get(name) for name in new}
         try:
-            type.__setattr__(kind, "__getattribute__", __getattribute__)
+            for name, method in new.items():
+                type.__setattr__(kind, name, method)
         except TypeError:
             return False
         _PATCHED[kind], _OWN[kind] = 1, own
         return True
 
 
-_OWN: dict[type, Any] = {}
+def _original(obj: Any) -> Any:
+    recorder = _RECORDER.get()
+    return obj if recorder is None else recorder.original(obj)
+
+
+def _is_equal(self: Any, other: Any) -> Any:
+    """That of `object`, for which a copy that a call runs on is the object itself: programs keep values by their objects."""
+    return True if _original(self) is _original(other) else NotImplemented
+
+
+def _hash(self: Any) -> int:
+    return object.__hash__(_original(self))
+
+
+_OWN: dict[type, dict[str, Any]] = {}
 
 
 def _has_own_reads(kind: type) -> bool:
     """Whether a user's class says itself what reading an attribute does."""
     for base in kind.__mro__:
         if is_users_class(base) and base.__module__.partition(".")[0] not in _OWN_READS:
-            own = _OWN.get(base) if base in _PATCHED else vars(base).get("__getattribute__")
+            own = (_OWN[base] if base in _PATCHED else vars(base)).get("__getattribute__")
             if own is not None:
                 return True
     return False
@@ -469,8 +481,8 @@ def _unpatch(kind: type) -> None:
         if _PATCHED[kind]:
             return
         del _PATCHED[kind]
-        own = _OWN.pop(kind)
-        if own is None:
-            type.__delattr__(kind, "__getattribute__")
-        else:
-            type.__setattr__(kind, "__getattribute__", own)
+        for name, method in _OWN.pop(kind).items():
+            if method is None:
+                type.__delattr__(kind, name)
+            else:
+                type.__setattr__(kind, name, method)

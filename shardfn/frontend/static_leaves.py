@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
+from shardfn.frontend.plain_objects import hashed
 from shardfn.frontend.strategy import is_cell, shape_of
 
 
@@ -26,20 +27,13 @@ class StaticLeaf:
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, StaticLeaf):
             return False
-        return self.value is other.value or bool(type(self.value) is type(other.value) and self._key() == other._key())
+        return self.value is other.value or bool(hashed(self.value) == hashed(other.value))
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(hashed(self.value))
 
     def __repr__(self) -> str:
         return repr(self.value)
-
-    def _key(self) -> Any:
-        try:
-            hash(self.value)
-        except TypeError:
-            return id(self.value)
-        return self.value
 
 
 def hide_static(tree: Any) -> Any:

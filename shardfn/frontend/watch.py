@@ -30,9 +30,10 @@ class _Nothing(enum.Enum):
     UNSEEN = "an object that was not reached yet"
     CONTENT = "what an object of a user's class holds as the list, the number or the like that it is as well"
     FACTORY = "what makes the missing entries of a defaultdict"
+    IDENTITY = "which object it is, where the call looked something up by it"
 
 
-ABSENT, UNSEEN, CONTENT, FACTORY = _Nothing
+ABSENT, UNSEEN, CONTENT, FACTORY, IDENTITY = _Nothing
 
 
 class Kind(NamedTuple):
@@ -214,16 +215,29 @@ def _own(obj: Any) -> dict[str, Any]:
         return {}
 
 
+def reference_to(obj: Any) -> Any:
+    """One weak reference for each object; the object itself if it has none."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return obj
+
+
 def raw(obj: Any, name: Any) -> Any:
     """An attribute without running a property: the object's own, in a slot, or that of its class."""
     own = _own(obj)
     if name is CONTENT:
         return obj
+    if name is IDENTITY:
+        return reference_to(obj)
     if name == "__dict__":
         return own
     if name in own:
         return own[name]
-    found = getattr(type(obj), name, ABSENT)
+    try:
+        found = getattr(type(obj), name, ABSENT)
+    except Exception:  # of a descriptor, which has no value for the class
+        return ABSENT
     if isinstance(found, types.MemberDescriptorType):
         try:
             return found.__get__(obj)
@@ -263,6 +277,8 @@ ITEMS = Kind(lambda o: (type(o), len(o)), _item)
 ENTRIES = Kind(lambda o: (type(o), tuple(o)), _item)
 SELF = Kind(lambda o: o, lambda o, name: getattr(o, name, ABSENT))
 """What has parts but is compared by its identity: a class, a function."""
+OWN = Kind(lambda o: o, lambda o, name: vars(o).get(name, ABSENT))
+"""A class, with what it defines itself."""
 MADE = Kind(type, getattr)
 """What is its parts: a bound method, a partial, the items of a dict."""
 REFERENCE = Kind(type, _referent)

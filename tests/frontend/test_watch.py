@@ -8,6 +8,7 @@ import enum
 import functools
 import random
 import types
+import weakref
 
 import equinox as eqx
 import jax
@@ -530,3 +531,121 @@ def test_a_class_is_as_it_was_after_a_trace():
     before = dict(vars(Scale))
     scaled(Scale(k=2.0).decorated, 2)
     assert dict(vars(Scale)) == before and Scale.__getattribute__ is object.__getattribute__
+
+
+class PerObject:
+    """A descriptor that keeps the values of its objects itself."""
+
+    def __init__(self):
+        self.values = weakref.WeakKeyDictionary()
+
+    def __get__(self, obj, kind=None):
+        if obj is None:
+            raise TypeError("no value of the class")
+        return self.values.get(obj, 1.0)
+
+    def __set__(self, obj, value):
+        self.values[obj] = value
+
+
+class ByDescriptor:
+    k = PerObject()
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    @shard
+    def __call__(self, x):
+        return self.k * x
+
+
+@pytest.mark.parametrize("attributes", [{}, {"w": X}])
+def test_descriptors_that_keep_values_by_object(attributes):
+    one, other = ByDescriptor(**attributes), ByDescriptor(**attributes)
+    one.k = 2.0
+    scaled(one, 2)
+    scaled(other, 1)
+    one.k, other.k = 3.0, 4.0
+    scaled(one, 3)
+    scaled(other, 4)
+    scaled(shard(one.__call__), 3)
+
+
+def test_an_object_is_itself_in_a_call():
+    factors, seen = {}, []
+
+    class Net:
+        def __init__(self):
+            self.w = jnp.ones(2)
+
+        @functools.cache  # noqa: B019
+        def table(self):
+            seen.append(self)
+            return factors[self]
+
+        @shard
+        def __call__(self, x):
+            return self.table() * self.w * x
+
+    net = Net()
+    factors[net] = 2.0
+    scaled(net, 2)
+    assert net.table() == 2 and hash(net) == object.__hash__(net) and net == net and net != Net()
+    net.w = 3 * net.w
+    scaled(net, 6)
+    other = Net()
+    factors[other] = 5.0
+    scaled(other, 5)
+    scaled(net, 6)
+    assert "__eq__" not in vars(Net) and "__hash__" not in vars(Net)
+
+
+class OfClasses(type):
+    shared = 2.0
+
+    @property
+    def factor(cls):
+        return cls.shared * cls.own
+
+
+@pytest.mark.parametrize("name", ["shared", "factor"])
+def test_attributes_of_a_metaclass(name):
+    kind = OfClasses("Kinds", (OfClasses,), {}) if name == "shared" else OfClasses
+
+    class Net(metaclass=kind):
+        own = 1.0
+
+        @shard
+        def __call__(self, x):
+            return (type(self).shared if name == "shared" else type(self).factor) * x
+
+    net = Net()
+    scaled(net, 2)
+    kind.shared = 3.0
+    try:
+        scaled(net, 3)
+        Net.own = 2.0
+        scaled(net, 3 if name == "shared" else 6)
+    finally:
+        OfClasses.shared = 2.0
+
+
+@pytest.mark.parametrize("bind", [lambda f: f, classmethod, staticmethod, property])
+def test_a_method_behind_super(bind):
+    of = {classmethod: lambda cls: 2.0, staticmethod: lambda: 2.0}
+    others = {classmethod: lambda cls: 3.0, staticmethod: lambda: 3.0}
+
+    class Base:
+        factor = bind(of.get(bind, lambda self: 2.0))
+
+    class Net(Base):
+        factor = 5.0
+
+        @shard
+        def __call__(self, x):
+            return (super().factor if bind is property else super().factor()) * x
+
+    net = Net()
+    scaled(net, 2)
+    Base.factor = bind(others.get(bind, lambda self: 3.0))
+    scaled(net, 3)

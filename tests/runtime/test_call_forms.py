@@ -8,9 +8,11 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import shardfn
+from shardfn import train
 
 X = jnp.arange(64.0).reshape(8, 8)
 
@@ -95,6 +97,60 @@ def test_plan_of_a_training_step_shards_the_parameters_of_an_evaluation(tmp_path
         (note,) = [text for text in made.diagnostics if "matches no array" in text]
         assert "moments/w" in note
         np.testing.assert_allclose(found({"w": X}, X)[0], (X * X).sum(1))
+
+
+def squares(params, x):
+    return (jnp.tanh(x @ params["up"]) @ params["down"]) ** 2
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.up, self.down = nnx.Param(X), nnx.Param(X)
+
+    def __call__(self, x):
+        return squares({"up": self.up[...], "down": self.down[...]}, x)
+
+
+EVALUATIONS = {
+    "the loss": (lambda params, x: squares(params, x).mean(), lambda state: state.params),
+    "another name": (lambda weights, x: squares(weights, x), lambda state: state.params),
+    "the state": (lambda state, x: squares(state.params, x), lambda state: state),
+    "the state by another name": (lambda trained, x: squares(trained.params, x), lambda state: state),
+    "inside a dict": (lambda tree, x: squares(tree["ema"], x), lambda state: {"ema": state.params}),
+}
+
+
+@pytest.mark.parametrize("of_file", [False, True])
+def test_plan_of_train_step_shards_the_parameters_of_an_evaluation(tmp_path, of_file):
+    plan = {"up": (1, 4), "down": (4, 1)}
+    step = train.step(
+        lambda params, x: squares(params, x).mean(), optax.adam(1e-2), mode="semi_auto_parallel", parameter_plan=plan
+    )
+    state = step.init(lambda: {"up": X, "down": X}, X)
+    layout = step.plan(state, X)
+    if of_file:
+        layout.save(tmp_path / "step.toml")
+        layout = tmp_path / "step.toml"
+    for name, (function, given) in EVALUATIONS.items():
+        found = shardfn.shard(function, layout=layout)
+        made = found.plan(given(state), X)
+        matched = {d.path.rsplit("/", 1)[-1]: d.strategy for d in made.inputs if "opt_state" not in d.path}
+        assert name == "inside a dict" or {key: matched[key] for key in plan} == plan, name
+        (note,) = [text for text in made.diagnostics if "no array of this call" in text]
+        assert ("state/params/up" in note.partition("; the arrays are")[0]) == (name == "inside a dict")
+        np.testing.assert_allclose(found(given(state), X), function(given(state), X), rtol=1e-5)
+
+
+def test_plan_of_train_step_shards_the_module_that_it_trained():
+    step = train.step(
+        lambda model, x: model(x).mean(), optax.sgd(1e-2), mode="semi_auto_parallel", parameter_plan={"*up*": (1, 4)}
+    )
+    state = step.init(Net, X)
+    layout, model = step.plan(state, X), step.model(state)
+    for evaluate, args in ((lambda model, x: model(x), (model, X)), (model, (X,))):
+        found = shardfn.shard(evaluate, layout=layout)
+        assert {d.strategy for d in found.plan(*args).inputs if "up" in d.path} == {(1, 4)}
+        np.testing.assert_allclose(found(*args), model(X), rtol=1e-5)
 
 
 class Dense:

@@ -285,6 +285,34 @@ def test_types_structures_and_static_values_are_part_of_a_plan():
     assert len(sharded._calls.entries) == 6
 
 
+def test_static_values_that_are_equal_but_not_the_same():
+    def f(x, value):
+        return x * sum(3**i * b for i, b in enumerate(f"{value}".encode()))
+
+    by_place, by_name = shard(f, static_argnums=1), shard(f, static_argnames="value")
+    nans = [float("nan"), float("nan")]
+    for value in (
+        1,
+        True,
+        1.0,
+        0.0,
+        -0.0,
+        complex(0.0, -0.0),
+        0j,
+        *nans,
+        (0.0, 1),
+        (-0.0, 1),
+        ((0.0,), True),
+        ((-0.0,), 1),
+        np.float32(0.0),
+        np.float32(-0.0),
+    ):
+        wanted = f(X, value)
+        close(by_place(X, value), wanted)
+        close(by_name(X, value=value), wanted)
+    assert len(by_place._calls.entries) == 14  # both NaN are one
+
+
 def test_x64_is_part_of_a_plan():
     sharded, x = shard(lambda x, c: x * c, ((8, 1), ())), np.ones((8, 2))
     for wide in (False, True, False):

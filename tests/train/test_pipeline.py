@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -547,6 +548,19 @@ def test_a_sum_that_nothing_shows_is_refused_where_the_batch_is_sharded(name):
     pipe = train.pipeline(UNKNOWN[name], 2, pipeline_stages=2, auto_pipeline=True, loss="sum")
     with pytest.raises(StrategyError, match="nothing shows how the losses of 4 shards"):
         pipe(WS, X, Y)
+
+
+@pytest.mark.parametrize("name", ["a weighted mean", "a sum and a penalty", "a largest"])
+def test_a_mean_that_nothing_shows_warns(name):
+    def pipe(loss, micro):
+        return train.pipeline(loss, micro, pipeline_stages=2, auto_pipeline=True, device=TWO)
+
+    with pytest.warns(UserWarning, match="nothing shows that the loss is a mean over the batch"):
+        pipe(UNKNOWN[name], 2)(WS, X, Y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="nothing shows")
+        pipe(ADDED["a mean and a penalty"], 2)(WS, X, Y)
+        pipe(lambda ws, x, y: jnp.mean((x @ ws[0]).reshape(8, 16)), 2)(WS, X, Y)  # for one size only
 
 
 def test_the_mean_of_a_sum_is_refused():

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import shardfn.mindspore as ms
-from shardfn import train
+from shardfn import AUTO, train
 from shardfn.errors import ContextError
 
 X, Y, W = jnp.ones((16, 8)), jnp.ones((16, 4)), jnp.ones((8, 4))
@@ -89,6 +89,8 @@ CASES = {
     "level in a pipeline": ({"stage": 1, "level": 2}, "a pipeline has its own shardings"),
     "auto_pipeline of the context": ({"context": {"auto_pipeline": True}}, "the loss of this step is no pipeline"),
     "pinned_host": ({**DATA, "opt_state_memory_kind": "pinned_host"}, "host and device memory are the same"),
+    "style of given shardings": (
+        {"mode": "semi_auto_parallel", "style": "fsdp", "parameter_plan": {"w": (8, 1)}}, "others are replicated"),
     "reuse": ({"reuse": True}, "`reuse` has no effect"),
     "stages of a pipeline's data": (
         {"stage": 1, "context": {"dataset_strategy": ((4, 1), (4, 1))}}, "a pipeline shards dimension 0 of the batch"),
@@ -114,6 +116,8 @@ ACT = {
         "loss_repeated_mean": False,
     },
     "level of a search": {"level": 0},
+    "style of a search": {"style": "fsdp"},
+    "style of open entries": {"mode": "semi_auto_parallel", "style": "fsdp", "parameter_plan": {"w": AUTO}},
     "fusion": {**DATA, "fusion": {"w": 1}},
     "optimizer parallel": {"parallel_optimizer_config": {"parallel_optimizer_threshold": 0}},
     "cross_batch": {"cross_batch": True, "mode": "semi_auto_parallel"},

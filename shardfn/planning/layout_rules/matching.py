@@ -15,7 +15,7 @@ from typing import Any
 from shardfn.errors import Problem
 from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.paths import escaped, listed, near, normal, ruled
+from shardfn.frontend.paths import Ruled, escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
 from shardfn.frontend.validation import NAMED_DIVISORS, any_of, check_strategy
 from shardfn.ir.divisors import divisors
@@ -69,7 +69,7 @@ def match_rules(
     """
     rules: tuple[LayoutRule, ...] = getattr(layout, section)
     paths = [normal(leaf.path) for leaf in leaves]
-    found = ruled([rule.glob for rule in rules], paths, lambda one, two: rules[one].sharding == rules[two].sharding)
+    found = _ruled(layout, rules, paths)
     if layout.every_rule_matches:
         missing = [rules[i] for i in found.missing if not rules[i].optional]
         _report((_no_match(rule, paths, section, layout.name) for rule in missing), len(missing),
@@ -88,11 +88,42 @@ def unmatched_note(layout: LayoutFile, inputs: Sequence[str], outputs: Sequence[
     """
     missing: list[str] = []
     for rules, paths in ((layout.arguments, inputs), (layout.results, outputs)):
-        found = ruled([rule.glob for rule in rules], list(map(normal, paths)), lambda one, two: True)
+        found = _ruled(layout, rules, [normal(path) for path in paths])
         missing += [printable(rules[i].glob) for i in found.missing if not rules[i].optional]
     match = "rule that matches" if len(missing) == 1 else "rules that match"
     text = f"{layout.name} has {len(missing)} {match} no array of this call: {listed(missing)}"
     return f"{text}; the arrays are {listed([*inputs])}" if missing else ""
+
+
+_TRAINED = "state/", "state/params/"
+"""How the paths of parameters begin in the plan of a training step."""
+
+
+def _ruled(layout: LayoutFile, rules: Sequence[LayoutRule], paths: Sequence[str]) -> Ruled:
+    """Which rule has which array, by their positions. Where the file need not be for this function, a rule for a parameter of a
+    training step that matches no array is one for the parameter of that path in any argument.
+
+    >>> rules = [LayoutRule("state/params/w", (2,)), LayoutRule("state/step", ())]
+    >>> _ruled(LayoutFile(every_rule_matches=False), rules, ["model/w", "x"])
+    Ruled(rules={0: 0}, missing=(1,), clashes=())
+    """
+
+    def same(one: int, two: int) -> bool:
+        return rules[one].sharding == rules[two].sharding
+
+    found = ruled([rule.glob for rule in rules], paths, same)
+    for start in () if layout.every_rule_matches else _TRAINED:
+        left = [i for i in found.missing if rules[i].glob.startswith(_TRAINED[-1])]
+        bare = [i for i in range(len(paths)) if i not in found.rules]
+        ends = [rules[i].glob.removeprefix(start) for i in left]
+        more = ruled(ends, [paths[i] for i in bare], lambda one, two, left=left: same(left[one], left[two]))
+        missing = {left[i] for i in more.missing}
+        found = Ruled(
+            found.rules | {bare[path]: left[rule] for path, rule in more.rules.items()},
+            tuple(i for i in found.missing if i in missing or i not in left),
+            (*found.clashes, *((bare[path], left[one], left[two]) for path, one, two in more.clashes)),
+        )
+    return found
 
 
 def printable(text: str) -> str:

@@ -215,7 +215,8 @@ def build_pipeline(
 def _adds_parts(
     options: PipelineOptions, jaxpr: FlatJaxpr, shards: int, traced: Callable[[Any], FlatJaxpr], micro_batch: Any
 ) -> bool:
-    """Whether the loss of a micro-batch is the sum of the losses of its shards, rather than their mean.
+    """Whether the loss of a micro-batch is the sum of the losses of its shards, rather than their mean. It warns of a loss that
+    is taken for a mean and need be none.
 
     Args:
       options: checked options.
@@ -232,7 +233,9 @@ def _adds_parts(
     try:
         found = batch_reduction(jaxpr, traced(tree_util.tree_map(_twice, micro_batch)))
     except Exception:  # the user's function is written for one size of the batch
-        found = None
+        found, is_known = None, False
+    else:
+        is_known = True
     if options.loss == MEAN and found == SUM:
         fail(StrategyError, "the loss is a sum over the batch, and the pipeline takes a mean", where="loss = 'mean'",
              why=f"the mean of {shards * options.micro_size} parts of a sum is not the sum over the batch",
@@ -243,6 +246,11 @@ def _adds_parts(
              why="the loss is neither written as a sum over the batch nor as a mean: neither the sum nor the mean of its "
              "shards' losses need be its value",
              fix="end the loss with jnp.sum or jnp.mean over the batch, or use as many devices as stages")  # fmt: skip
+    if options.loss == MEAN and found is None and is_known:
+        parts = shards * options.micro_size
+        warn(f"nothing shows that the loss is a mean over the batch, and the pipeline takes the mean of the losses of {parts} "
+             "parts of it: another loss, such as a mean with weights or a mask, has another value; fix: end the loss with "
+             "jnp.mean over the batch, or return a sum with loss='sum' and divide it outside")  # fmt: skip
     return options.loss == SUM and found == SUM
 
 

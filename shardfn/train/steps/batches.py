@@ -132,7 +132,8 @@ def batch_problems(
         if not shape and not takes_scalars:
             yield Problem(f"{name} is a scalar, which has no batch dimension", f"{path}: {short(x)}",
                           "dimension 0 of every array of the batch is split into micro-batches",
-                          "close over it in the loss function")  # fmt: skip
+                          "give each example its own, jax.random.split(key, size) or jnp.full(size, x); or close over it in the "
+                          "loss function, if it never changes")  # fmt: skip
         if not shape:
             continue
         sizes.setdefault(shape[0], kind)

@@ -13,8 +13,9 @@ from typing import Any
 
 from jax import tree_util
 
-from shardfn.errors import Problem, StrategyTypeError, a, fail
-from shardfn.frontend.plain_objects import arrays_of_cells, cells_with_arrays
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
+from shardfn.frontend.left_objects import tracers_in
+from shardfn.frontend.plain_objects import arrays_of_cells, attributes_of, cells_with_arrays, inner_objects
 from shardfn.frontend.strategy import is_cell
 
 
@@ -77,6 +78,23 @@ def with_arrays(model: Any, arrays: Any) -> Any:
     """The inverse of `arrays_of`: copies of the Cells of `model`, with other arrays."""
     leaves, treedef = tree_util.tree_flatten(model)
     return treedef.unflatten(cells_with_arrays(leaves, treedef.flatten_up_to(arrays)))
+
+
+def refuse_lost_arrays(model: Any) -> None:
+    """Refuse a model, made while it was traced, with arrays in plain objects inside its Cells: they are no parameters.
+
+    Raises:
+      StrategyError: there are such arrays.
+    """
+    for cell in filter(is_cell, tree_util.tree_leaves(model)):
+        for inner in inner_objects(cell):
+            lost = [name for name, value in attributes_of(inner).items() if tracers_in([value])]
+            if lost:
+                kind = type(inner).__name__
+                fail(StrategyError, f"{kind}.{lost[0]} is an array of an object inside {type(cell).__name__} that is no Cell",
+                     where=", ".join(f"{kind}.{name}" for name in lost),
+                     why="a model is made on the devices, and of a plain object in it only the Cells inside are parameters",
+                     fix=f"make {kind} a `Cell`; or, for a constant, pass the model itself: init(model, *batch)")  # fmt: skip
 
 
 def hidden_cells(model: Any) -> Iterator[Problem]:

@@ -158,6 +158,7 @@ def model_shapes(make: Callable[[], Any]) -> Any:
 
     shapes = jax.eval_shape(arrays)
     leaves, treedef, model = found
+    cells.refuse_lost_arrays(model)
     held = treedef.unflatten(a if b is None else b for a, b in zip(leaves, shapes, strict=True))
     return retie(cells.with_arrays(model, held), tied_variables(model))
 

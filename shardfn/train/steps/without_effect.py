@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardfn.errors import warn
-from shardfn.frontend.strategy import short
+from shardfn.frontend.strategy import AUTO, short
 from shardfn.frontend.training_settings import OPTIMIZER, TrainingSettings
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.options import StepOptions
@@ -122,6 +122,11 @@ _SWITCHES = ("fully_use_devices", "enable_algo_approxi", "tensor_slice_align_ena
 
 def _of_the_search(asked: StepOptions) -> Iterator[WithoutEffect]:
     """Settings of a search where nothing is searched; those of `SHARDING_OPTIONS` are errors as arguments of the step."""
+    style, layout, plan, entries = (asked.options.get(k) for k in ("style", "layout", "parameter_plan", "in_strategy"))
+    given = (*(plan or {}).values(), *(entries or ()))
+    if asked.mode.layouts == "given" and style and layout is None and not any(entry is AUTO for entry in given):
+        yield (f"style={style!r}", f"in mode {asked.mode.name!r} parameter_plan says how parameters are sharded, and others are "
+               "replicated", 'use mode="auto_parallel", or AUTO for entries that the style chooses')  # fmt: skip
     if not asked.has_own_shardings:
         return
     piped = isinstance(asked.loss_fn, Pipeline)
