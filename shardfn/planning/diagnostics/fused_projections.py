@@ -12,6 +12,9 @@ from typing import NamedTuple
 from shardfn.ir.model import Graph, Op
 from shardfn.ir.op_traits import ELEMENTWISE
 
+REACH = 32
+"""Values that are followed from a matmul: a split comes soon after, behind a bias, an activation or a reshape."""
+
 
 class FusedProjection(NamedTuple):
     """A matmul whose result is split.
@@ -83,8 +86,8 @@ class _Program:
         start, ops = self.graph.values[value].shape[dim], list[Op]()
         parts: dict[tuple[int, int], int] = {}  # by where it begins
         waiting, seen = [(value, dim)], {(value, dim)}
-        while waiting:
-            v, d = waiting.pop()
+        while waiting and len(seen) <= REACH:
+            v, d = waiting.pop(0)
             size = self.graph.values[v].shape[d]
             for op in self.readers.get(v, ()):
                 after = list(_followed(op, v, d, self.graph))
