@@ -74,6 +74,7 @@ def test_one_device():
         (2, 1e-5, 0.0, "best of the candidates; the cost model summed over ops cannot be better, on the meshes tried"),
         (0, 0.023, 1.0, "best of the candidates; the cost model summed over ops cannot be more than 2.3% better, on the meshes tried"),
         (2, 0.25, 1.0, "best of the candidates; the cost model summed over ops cannot be better than 3 s, on the meshes tried"),
+        (0, 0.93, 1.0, "best of the candidates"),
         (0, None, 1.0, "best of the candidates"),
         (1, None, 0.0, "best of the candidates"),
     ],

@@ -107,6 +107,10 @@ def _largest_part(plan: Plan) -> str:
     return f"largest part: {key[0]}{where}, {time_text(parts[key])}"
 
 
+LOOSE = 0.5
+"""A bound this part below a plan's cost says nothing of the plan."""
+
+
 def optimality(plan: Plan) -> str:
     """What the search says of the headline's figures: the best of its candidates, and what the cost model summed over ops allows.
 
@@ -115,7 +119,7 @@ def optimality(plan: Plan) -> str:
     if plan.gap == 0 and plan.level == COMMUNICATION and not plan.cost.communication_s:
         return "proved optimal: nothing is sent, and the work is even"
     best = "best of the candidates" if len(plan.candidates) > 1 else "the only candidate"
-    if plan.gap is None:
+    if plan.gap is None or plan.gap > LOOSE:
         return best
     if plan.gap < 5e-5:
         limit = "better"
