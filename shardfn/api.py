@@ -50,6 +50,7 @@ class More(TypedDict, total=False):
     layout: Any
     compiler_options: Mapping[str, Any] | None
     closed_over: str
+    assumed_trips: int
     check: bool
 
 
@@ -126,6 +127,8 @@ def shard(
       closed_over: what becomes of arrays that the function closes over. "constant": every device holds all of each, as in
         `jax.jit`. "argument": they are sharded as arguments are, by the search or by `parameter_plan`, with paths such as
         "closed_over/weights".
+      assumed_trips: how often the cost model counts a loop whose length is not known before it runs, such as that of
+        `lax.while_loop`. It changes no result.
       check: whether the first call with new shapes also runs the unsharded function, and compares results and gradients leaf by
         leaf (`ShardedFunction.check`). A difference beyond rounding is a `CheckError`. The function runs a few more times.
 

@@ -68,9 +68,13 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
         path = join("", key) or BARE
         kind, stored = _stored(value)
         if stored is None:
+            fix = "remove it from the tree, or make it a static field"
+            if isinstance(value, str | bytes):
+                encode = ".encode()" if isinstance(value, str) else ""
+                fix += f"; or save its bytes, np.frombuffer(text{encode}, np.uint8), and read them back by bytes(array)"
+                fix += ".decode()" if isinstance(value, str) else ""
             problems.append(Problem(f"`{path}` is {a(value)}, not an array", where=f"{what} at `{path}`",
-                                    why="only arrays, numbers and PRNG keys can be saved",
-                                    fix="remove it from the tree, or make it a static field"))  # fmt: skip
+                                    why="only arrays, numbers and PRNG keys can be saved", fix=fix))  # fmt: skip
         elif not _storable(stored.dtype):
             problems.append(Problem(f"`{path}` has the dtype {stored.dtype}", where=f"{what} at `{path}`",
                                     why="the file format does not have it", fix="cast it before saving"))  # fmt: skip

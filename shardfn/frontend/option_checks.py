@@ -16,7 +16,7 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
-from shardfn.frontend.value_checks import boolean, one_of, option_problems
+from shardfn.frontend.value_checks import boolean, integer, one_of, option_problems
 from shardfn.search.generators import STYLES
 from shardfn.search.problem import BUDGETS, OBJECTIVES
 
@@ -150,6 +150,7 @@ def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem
         problems.append(found)
     problems += [*_of_the_style(options), *_bounds(options), *_of_the_compiler(options.compiler_options)]
     problems += option_problems(one_of(*CLOSED_OVER), "closed_over", options.closed_over)
+    problems += option_problems(integer(1), "assumed_trips", options.assumed_trips)
     problems += option_problems(boolean, "check", options.check)
     for name in ("in_strategy", "out_strategy"):
         value = getattr(options, name)

@@ -80,6 +80,8 @@ class Options:
     compiler_options: Any = None
     closed_over: str = "constant"
     """What becomes of arrays that the function closes over, one of `closed_over.OPTIONS`."""
+    assumed_trips: int = 1
+    """How often the cost model counts loops whose length is not known before they run."""
     check: bool = False
     """Whether the first call of a kind compares the sharded function with the unsharded one."""
 
@@ -92,6 +94,7 @@ class Options:
             "time_limit",
             "budget",
             "tolerance",
+            "assumed_trips",
         ):
             object.__setattr__(self, name, plain(getattr(self, name)))
         object.__setattr__(self, "level", level_of(self.level))

@@ -116,11 +116,11 @@ def trace_jaxpr(
     return TracedJaxpr(traced, results, len(tree_util.tree_leaves(dynamic)), held, is_rewritten)
 
 
-def lower(traced: TracedJaxpr, platform: str) -> Traced:
+def lower(traced: TracedJaxpr, platform: str, assumed_trips: int = 1) -> Traced:
     """Lower a traced function for `platform` (as `lowering_platforms` of JAX names it), and read the module.
 
     What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
-    whose ops are the same but for those that a platform has of its own.
+    whose ops are the same but for those that a platform has of its own. Loops of unknown length count `assumed_trips` times.
     """
     stage = _without_checks(traced.stage)
     try:
@@ -130,7 +130,7 @@ def lower(traced: TracedJaxpr, platform: str) -> Traced:
             raise
         platform, lowered = jax.default_backend(), stage.lower()
     module = shardy.flat(lowered.compiler_ir("stablehlo"))
-    seen = shardy.ReaderCache()
+    seen = shardy.ReaderCache(assumed_trips)
     graph = shardy.read_graph(module, seen)
     captured, meshes = len(graph.inputs) - traced.arrays, shardy.used_meshes(module)
     return Traced(module, graph, captured, traced.results, meshes, traced.jaxpr, platform, seen, traced.closed_over)

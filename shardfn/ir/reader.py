@@ -49,9 +49,13 @@ class ReaderCache:
 
     Facts are kept by number, and by number and location: ops that Shardy merges can be in either's position. Shardy's own
     ops have no number; theirs are kept by all that is read of them.
+
+    Args:
+      assumed_trips: how often loops are counted whose length is not known before they run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, assumed_trips: int = 1) -> None:
+        self.assumed_trips = assumed_trips
         self.types: dict[Any, Value] = {}
         self.rules: dict[Any, ShardingRule] = {}
         self.lines: dict[Any, str] = {}
@@ -300,7 +304,7 @@ class Reader:
         count = trip_count(op, condition, body)
         if count is None:
             self.uncounted.setdefault(self.where(op))
-        inside = trips * (1 if count is None else count)
+        inside = trips * (self.seen.assumed_trips if count is None else count)
         carried = [env[o] for o in op.operands]
         results = self.results(op)
         returned = body.operations[len(body.operations) - 1].operation.operands

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
+from shardfn.cost.devices.chips import CHIPS
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.paths import alike, few, layer, mirrored, starred
 from shardfn.ir.model import Spec
@@ -47,7 +48,14 @@ class Subject:
 
 
 def _headline(of: Subject) -> Iterable[Part]:
-    yield Text("", tuple(headline(of.plan)))
+    is_preset = of.plan.hardware.chip.source == CHIPS["cpu"].source
+    yield Text("", (*headline(of.plan), *([ORDER_ALONE] if is_preset else [])))
+
+
+ORDER_ALONE = (
+    "times on virtual CPU devices order plans, no more; `python -m shardfn calibrate --save` measures this machine"
+)
+"""The line about the times of CPU devices that nobody calibrated."""
 
 
 def _diagnostics(of: Subject) -> Iterable[Part]:
@@ -186,7 +194,8 @@ def _memory(of: Subject) -> Iterable[Part]:
 def _runners_up(of: Subject) -> Iterable[Part]:
     chosen = [d for d in of.plan.inputs if d.runner_up]
     without = sum(d.source == "searched" and any(n > 1 for n in d.shape) for d in of.plan.inputs) - len(chosen)
-    groups = alike(chosen, lambda d: (layer(d.path), d.strategy, d.runner_up), least=2)
+    copies = mirrored([(d.path, d.shape) for d in of.plan.inputs])
+    groups = alike(chosen, lambda d: (layer(copies.get(d.path, d.path)), d.strategy, d.runner_up), least=2)
     rows = [
         (_name([d.path for d in same]), times(len(same)), str(same[0].strategy), same[0].runner_up) for same in groups
     ]

@@ -22,12 +22,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
+from shardfn.ir.model import Axes
 from shardfn.search.engine import Archive, CandidateGenerator, proposal_checks, run
 from shardfn.search.explanation import answer_of
 from shardfn.search.generators import (
@@ -77,33 +77,42 @@ LOCAL_SEARCH: Mapping[int, Mapping[str, CandidateGenerator]] = {
 }
 """Of each level."""
 
-_TENSOR_BASELINES = {styles.TENSOR_BASELINES: lambda problem, archive: styles.tensor_baselines(problem)}
+_TENSOR_BASELINES = {styles.TENSOR_BASELINES: styles.tensor_baselines}
 _TIME = {"exact, time": functools.partial(exact.generate, LEAST_TIME)}
 _SENT = {"exact, communication": functools.partial(exact.generate, LEAST_SENT)}
 _SHARDS = {"exact, smallest shards": functools.partial(exact.generate, LEAST_SENT_IN_SMALLEST_SHARDS)}
 
 
-def _first_of(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, CandidateGenerator]:
-    """The first proposal of each: what another objective contributes."""
+def _on_best_mesh(generators: Mapping[str, CandidateGenerator]) -> Mapping[str, CandidateGenerator]:
+    """The proposals of each on its first mesh: what another objective contributes."""
     return {
-        name: lambda problem, archive, generator=generator: itertools.islice(generator(problem, archive), 1)
+        name: lambda problem, archive, generator=generator: _with_first_axes(generator(problem, archive))
         for name, generator in generators.items()
     }
 
 
+def _with_first_axes(proposals: Iterator[Proposal | None]) -> Iterator[Proposal | None]:
+    axes: Axes | None = None
+    for proposal in proposals:
+        axes = axes or (proposal and proposal.axes)
+        if proposal is not None and proposal.axes != axes:
+            return
+        yield proposal
+
+
 GENERATORS: Mapping[int, Mapping[str, CandidateGenerator]] = {
     TIME: {
-        **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_first_of(_SENT | _SHARDS),
+        **_TENSOR_BASELINES, **_TIME, **LOCAL_SEARCH[TIME], **_on_best_mesh(_SENT | _SHARDS),
         "exact, three axes, time": functools.partial(exact.three_axes, LEAST_TIME),
     },
     COMMUNICATION: {
         **_TENSOR_BASELINES,
         "exact, balanced communication": functools.partial(exact.generate, LEAST_SENT_BALANCED),
-        **LOCAL_SEARCH[COMMUNICATION], **_SENT, **_first_of(_SHARDS),
+        **LOCAL_SEARCH[COMMUNICATION], **_SENT, **_on_best_mesh(_SHARDS),
         "exact, three axes, communication": functools.partial(exact.three_axes, LEAST_SENT_BALANCED),
     },
     MEMORY: {
-        **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_first_of(_TIME | _SENT),
+        **_TENSOR_BASELINES, **_SHARDS, **LOCAL_SEARCH[MEMORY], **_on_best_mesh(_TIME | _SENT),
         "exact, less memory": exact.less_memory,
     },
 }  # fmt: skip
@@ -150,9 +159,9 @@ def search_with(
 
 
 MODES: dict[str, Any] = {
-    "auto": functools.partial(search_with, "exact search", GENERATORS),
+    "auto": functools.partial(search_with, "search", GENERATORS),
     "sharding_propagation": sharding_propagation.search,
-    "dynamic_programming": functools.partial(search_with, "exact search", GENERATORS),
+    "dynamic_programming": functools.partial(search_with, "search", GENERATORS),
     "recursive_programming": functools.partial(search_with, "recursive search", RECURSIVE),
 }
 BUILT_IN = tuple(MODES)

@@ -134,6 +134,17 @@ def test_save_of_what_cannot_be_saved_is_refused(tmp_path, text, call):
     assert isinstance(error, CheckpointError) and text in error.problems[0].what
 
 
+@pytest.mark.parametrize("text", ["gpt-2, ünicode", b"raw"])
+def test_the_bytes_of_a_text_are_saved_as_the_message_says(tmp_path, text):
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.save(tmp_path, {"name": text, "w": np.ones(2)})
+    fix = error.value.problems[0].fix
+    stored = eval(fix.partition("save its bytes, ")[2].partition(", and read")[0], {"np": np, "text": text})
+    checkpoint.save(tmp_path, {"name": stored, "w": np.ones(2)})
+    array = checkpoint.restore(tmp_path)["name"]
+    assert eval(fix.rpartition("back by ")[2], {"array": array}) == text
+
+
 def test_message_of_a_bad_state_reads_as_the_golden_file(tmp_path, golden):
     error = refusal(checkpoint.save, tmp_path, {"a": "text", "b": object(), "c": jnp.ones(2)})
     golden("messages_checkpoint_save", str(error))

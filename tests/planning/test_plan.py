@@ -13,7 +13,7 @@ import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan.plan_diff import diff
-from shardfn.planning.plan.summary import proof
+from shardfn.planning.plan.summary import optimality
 
 
 def shaped(*shape):
@@ -67,16 +67,23 @@ def test_one_device():
 
 
 @pytest.mark.parametrize(
-    ("gap", "text"),
+    ("level", "gap", "sent_s", "text"),
     [
-        (0.0, "proved the optimum of the cost model summed over ops, on the meshes tried"),
-        (0.0101, "within 1.0% of the optimum of the cost model summed over ops, on the meshes tried"),
-        (1e-4, "within 0.1% of the optimum of the cost model summed over ops, on the meshes tried"),
-        (None, "no bound known"),
+        (0, 0.0, 0.0, "proved optimal: nothing is sent, and the work is even"),
+        (0, 0.0, 1.0, "best of the candidates; the cost model summed over ops cannot be better, on the meshes tried"),
+        (2, 1e-5, 0.0, "best of the candidates; the cost model summed over ops cannot be better, on the meshes tried"),
+        (0, 0.023, 1.0, "best of the candidates; the cost model summed over ops cannot be more than 2.3% better, on the meshes tried"),
+        (2, 0.25, 1.0, "best of the candidates; the cost model summed over ops cannot be better than 3 s, on the meshes tried"),
+        (0, 0.93, 1.0, "best of the candidates"),
+        (0, None, 1.0, "best of the candidates"),
+        (1, None, 0.0, "best of the candidates"),
     ],
-)
-def test_proof(gap, text):
-    assert proof(gap) == text
+)  # fmt: skip
+def test_only_a_cost_of_nothing_is_proved_optimal(level, gap, sent_s, text):
+    plan = made()
+    cost = dataclasses.replace(plan.cost, communication_s=sent_s, compute_s=4.0 - sent_s)
+    candidates = (*plan.candidates[:1], *plan.candidates[:1])
+    assert optimality(dataclasses.replace(plan, level=level, gap=gap, cost=cost, candidates=candidates)) == text
 
 
 @pytest.mark.parametrize(

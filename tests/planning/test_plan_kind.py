@@ -24,6 +24,10 @@ LAYOUTS = {
         ONE, A, parameters=((64, A), (1, NONE)), gathered=((64, A), (1, NONE)), optimizer_state=((64, A),)
     ),
     "ZeRO-1 over 8 devices": Layouts(ONE, A, parameters=((64, NONE),), optimizer_state=((64, A),)),
+    "ZeRO-2 over 8 devices": Layouts(ONE, A, parameters=((64, NONE),), optimizer_state=((64, A),), scattered=A),
+    "ZeRO-1 over 4 × data parallel over 2": Layouts(
+        TWO, A | B, parameters=((64, NONE),), optimizer_state=((64, A),), scattered=B
+    ),
     "tensor parallel over 8 devices": Layouts(ONE, parameters=((64, A), (32, NONE))),
     "tensor parallel over 2 × data parallel over 4": Layouts(TWO, A, parameters=((64, B),)),
     "FSDP over 4 × tensor parallel over 2": Layouts(TWO, A, parameters=((64, A | B),), gathered=((64, A),)),

@@ -19,7 +19,7 @@ from shardfn.ir.model import Graph, Op, Value
 from shardfn.ir.partitioned import Collective, Communication, PartitionedProgram
 from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan import Candidate, Decision, DimensionGroup, Figures, Plan
-from shardfn.planning.plan.summary import proof
+from shardfn.planning.plan.summary import optimality
 from shardfn.render import parts as render
 from shardfn.report.data import attributions
 from shardfn.report.report import Report, make_report
@@ -90,7 +90,7 @@ def made(**changes) -> Plan:
             Collective("all-to-all", ("a",), 4, (16, 16), "bf16", 384, 1, "", "return"),
         ),
         cost=Cost(1.5e6, 4 * 6144 + 384 + 12, MemoryEstimate(36992, 4100, 20480), 7.6e-9, 1.4e-5, unmodelled_ops=(f"cumsum ({FILE}:20)",)),
-        policy="exact search: 12 classes in 3 ms",
+        policy="search: 12 classes in 3 ms",
         diagnostics=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
         partitioned=PartitionedProgram(graph, specs, {"a": 4, "b": 2}, ()),
         constraints=(Constraint("dot_general", 2, f"{FILE}:13", (None, (("a",), ())), (X,)),) * 2,
@@ -356,7 +356,7 @@ def test_a_searched_plan_says_what_else_was_weighed():
     plan, report = function.plan(params, x), function.explain(params, x)
     data, text, html = report.to_dict(), report.full().to_text(200), report.to_html()
     assert data["optimality_gap"] == plan.gap
-    assert f"optimality: {proof(plan.gap)}" in text
+    assert f"optimality: {optimality(plan)}" in text
     best, *others = data["candidates"]
     assert best["name"] == "this plan"
     assert best["cost"]["time_s"] == plan.cost.time_s
@@ -465,3 +465,29 @@ def test_texts_in_a_terminal_keep_its_width(monkeypatch, width):
     made = shardfn.plan(jnp.matmul, ONES((64, 32)), ONES((32, 128)), device="tpu-v5e:2x4")
     for text in (str(made), str(shardfn.explain(made)), str(made.why("a"))):
         assert max(map(len, text.splitlines())) <= width
+
+
+def test_runners_up_of_a_parameter_and_its_moments_are_one_row():
+    def searched(path, size, other):
+        return Decision(path, (64, size), "float32", (4, 1), (("a",), ()), "searched", "", f"{other}: +1 us", 1024)
+
+    inputs = tuple(
+        searched(f"{tree}/{name}", size, other)
+        for tree in ("params", "state/0/mu", "state/0/nu")
+        for name, size, other in (("up", 128, "(1, 4)"), ("down", 32, "(1, 1)"))
+    )
+    full = make_report(made(inputs=inputs, outputs=(), dimension_groups=())).full()
+    (found,) = (part for part in full.parts if part.title.startswith("Runners-up"))
+    assert sorted((row[0], row[1]) for row in found.rows) == [
+        ("params/down and 2 alike", "3"), ("params/up and 2 alike", "3")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "is_said"), [("cpu:8", True), ("tpu-v5e:2x4", False)])
+def test_times_of_cpu_devices_that_nobody_calibrated_order_plans_alone(device, is_said):
+    x, w = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+    plan = shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((8, 1), (1, 1)), device=device)
+    assert str(shardfn.explain(plan)).count("order plans, no more") == is_said
+    chip = dataclasses.replace(plan.hardware.chip, source="measured here")
+    measured = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, chip=chip))
+    assert "order plans" not in str(make_report(measured))

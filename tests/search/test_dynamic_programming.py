@@ -109,12 +109,12 @@ def test_exact_plan_shards_parameters_for_memory_and_not_for_time():
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_exact_plan_says_that_it_is_proved(level):
+def test_exact_plan_costs_what_the_model_allows(level):
     """At level 0 too, where the fastest strategies, which are solved for first, are those that send least."""
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     made = shardfn.plan(two_layers, *args, level=level, device="h100:8", **EXACT)
-    assert "proved optimal under the cost model" in made.policy
-    assert made.gap == 0
+    assert "the plan has the solver's shardings" in made.policy
+    assert made.gap < 0.05
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -290,7 +290,7 @@ def test_interrupt_gives_the_best_so_far():
 @pytest.mark.usefixtures("_interactive")
 def test_interrupt_of_a_plan_is_said_in_its_policy():
     def interrupted(problem):
-        return search.search_with("exact search", GENERATORS, dataclasses.replace(problem, watch=stop))
+        return search.search_with("search", GENERATORS, dataclasses.replace(problem, watch=stop))
 
     def stop(generator, archive):
         raise KeyboardInterrupt

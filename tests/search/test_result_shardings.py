@@ -32,8 +32,6 @@ def test_result_made_of_a_key_is_sharded(level):
     assert made.outputs[0].source == "searched" and made.outputs[0].reason
     assert made.cost.flops <= by_hand.cost.flops < unsharded.cost.flops / 4
     assert made.cost.memory.peak <= by_hand.cost.memory.peak < unsharded.cost.memory.peak / 4
-    if made.gap is not None:
-        assert "proved" in made.policy
     assert "searched: with the arguments: propagation" in str(shardfn.explain(made, detail="full"))
 
 

@@ -276,7 +276,9 @@ def test_a_cell_with_marks():
     pipe = train.pipeline(net, 2, device=TWO, loss="sum")
     params = net.parameters_dict()
     close(pipe(params, X, Y), 2 * net(X, Y))
-    assert [row.parameters for row in pipe.describe(params, X, Y).stages] == [16 * D, 16 * 4]
+    described = pipe.describe(params, X, Y)
+    assert [row.parameters for row in described.stages] == [16 * D, 16 * 4]
+    assert pipe.describe(X, Y) == described == train.pipeline(net, 2, device=TWO, loss="sum").describe(X, Y)
 
 
 # ---- the rest

@@ -38,6 +38,17 @@ def test_the_words_of_other_libraries_name_options_that_work(word):
     assert jnp.isfinite(step(state, jnp.ones((64, 64)))[1])
 
 
+@pytest.mark.parametrize(("level", "kind"), [("level1", "ZeRO-1"), ("level2", "ZeRO-2"), ("level3", "FSDP")])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_reports_have_the_words_of_other_libraries_for_optimizer_levels(level, kind, micro_batches):
+    config = {"optimizer_level": level, "parallel_optimizer_threshold": 0}
+    step = train.step(
+        loss, optax.adam(1e-3), mode="data_parallel", parallel_optimizer_config=config, micro_batches=micro_batches
+    )
+    state = step.init({"w": jnp.ones((64, 64))})
+    assert step.plan(state, jnp.ones((64, 64))).kind.startswith(f"{kind} over ")
+
+
 def test_other_words_have_the_list():
     with pytest.raises(ContextError, match="use one of stand_alone, data_parallel"):
         train.step(loss, optax.adam(1e-3), mode="fast")

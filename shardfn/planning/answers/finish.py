@@ -26,7 +26,7 @@ from shardfn.planning.inside import (
 )
 from shardfn.planning.layout_rules import Constraint, change_since
 from shardfn.planning.plan import Decision, DimensionGroup, Layouts, Plan, layouts_of
-from shardfn.search.problem import Answer, OpConstraints, ResultSpecs, array_bytes, near_limit_note
+from shardfn.search.problem import Answer, OpConstraints, ResultSpecs, array_bytes, gap_of, near_limit_note
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
@@ -58,7 +58,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         partitioned=partitioned,
         constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
         detours=detours,
-        gap=answer.gap,
+        gap=gap_of(cost, problem, answer.bound_s),
         runner_up=answer.runner_up,
         candidates=candidates(problem, answer, cost),
         activations=call.layout.activations if call.layout is not None else (),

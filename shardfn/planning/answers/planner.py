@@ -241,7 +241,6 @@ def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
         answer, axes=candidate.axes, specs=candidate.specs, constraints=candidate.constraints,
         result_specs=candidate.result_specs,
         reasons=tuple(text if reason else "" for reason in answer.reasons), runners_up=(), runner_up="", policy=text,
-        gap=None,
     )  # fmt: skip
 
 

@@ -71,6 +71,8 @@ class CallFunction:
     """Ops that need a workaround for an XLA bug."""
     ambient: AmbientMesh | None = None
     """The mesh around the call, if the call uses it."""
+    assumed_trips: int = 1
+    """How often loops of unknown length are counted."""
 
     @property
     def base(self) -> Callable[..., Any]:
@@ -127,7 +129,7 @@ class CallFunction:
     def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
         """What `as_jaxpr` returned, lowered for a platform."""
         with explained_by_arguments(self.call), without_types(self.ambient, self.callee.name):
-            return lower(traced, platform)
+            return lower(traced, platform, self.assumed_trips)
 
     def traced(self, platform: str, mesh: PlanMesh | None = None) -> Traced:
         """The function traced on a mesh, as in `as_jaxpr`, and lowered for a platform."""

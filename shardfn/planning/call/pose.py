@@ -83,7 +83,7 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     frozen = callee.frozen(shapes)
     outer = OuterCall(hardware, takes_entries=ambient is None or not ambient.is_binding)
     pure = inside(pure_function(frozen, shapes), outer)
-    function = CallFunction(pure, outer, frozen, shapes, donated, ambient=ambient)
+    function = CallFunction(pure, outer, frozen, shapes, donated, ambient=ambient, assumed_trips=options.assumed_trips)
     function, traced, inner = _traced(function, hardware, layout, problems)
     inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, inner)
     result, changed = traced.results if call.returns_changes else (traced.results, {})

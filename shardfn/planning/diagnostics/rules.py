@@ -10,7 +10,7 @@ from typing import Any
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.estimate import estimate_cost
 from shardfn.frontend.paths import escaped
-from shardfn.ir.model import Axes, Spec, axis_name, mesh_sizes_text
+from shardfn.ir.model import Axes, Op, Spec, axis_name, mesh_sizes_text
 from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
@@ -19,6 +19,7 @@ from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.diagnostics.expert_einsums import expert_einsums
 from shardfn.planning.diagnostics.field_lookups import field_lookups
+from shardfn.planning.diagnostics.fused_projections import FusedProjection, fused_projections
 from shardfn.planning.diagnostics.masked_experts import masked_experts
 from shardfn.planning.plan import FIX, Decision, Plan
 from shardfn.search.moves import array_specs
@@ -208,7 +209,7 @@ def einsum_experts(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
         plan.partitioned,
         plan.hardware.count,
     )
-    lines = sorted({file_line(op.where) for op in found.ops if op.where})
+    lines = _lines(found.ops)
     sent = _total_sent(partitioned, _inserted_at(partitioned, lines))
     values = answered.posed.call.traced.graph.values
     rows = sum(int(array_bytes(values[v])) * trips for v, trips in found.moved.items()) * (devices - 1) // devices**2
@@ -233,6 +234,53 @@ def lookups_of_fields(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
                 "each field has rows of its own, shard rows and ids by fields, so that lookup and gradient send none of that: "
                 "`shardfn.embedding.lookup`; `compare` there has the time of both splits, and the memory of the padding"
             )
+
+
+def splits_of_projections(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
+    """Fused projections, such as of queries, keys and values, whose shards do not end where their parts do."""
+    traced, partitioned, parameters = answered.posed.call.traced, plan.partitioned, plan.layouts.parameter_paths
+    every: dict[
+        object, list[tuple[FusedProjection, Decision]]
+    ] = {}  # the layers of one model are split at the same lines
+    for found in fused_projections(traced.graph) if plan.cost.bytes_sent >= LEAST_BYTES else ():
+        d = plan.inputs[found.weight - traced.captured] if found.weight >= traced.captured else None
+        if d is not None and d.path in parameters and d.spec[found.dim]:
+            every.setdefault((_lines(found.ops), found.dim, found.sizes, d.shape, d.spec), []).append((found, d))
+    for same in every.values():
+        (found, d), lines = same[0], _lines(same[0][0].ops)
+        axes = set(d.spec[found.dim])
+        there = [c for c in _inserted_at(partitioned, lines) if axes & set(map(axis_name, c.axes))]
+        sent = _total_sent(partitioned, there)
+        if sent < LEAST_BYTES or sent < plan.cost.bytes_sent / 4:
+            continue
+        count, size = len(found.sizes), found.sizes[0]
+        name = (
+            f"`{d.path}` and {len(same) - 1} like it, {list(d.shape)}, are"
+            if same[1:]
+            else f"`{d.path}` {list(d.shape)} is"
+        )
+        yield (
+            f"{name} a fused projection of {count} parts, sharded {d.strategy[found.dim]} ways across them: splitting its "
+            f"results{_at(lines[-1])} takes {_share(sent, plan)};{FIX}give each part a weight of its own"
+            f"{_own_dimension(d, found) if size * count == d.shape[found.dim] else ''}"
+        )
+
+
+def _own_dimension(d: Decision, found: FusedProjection) -> str:
+    """The remedy for equal parts: the shape of the weight where they have a dimension of their own, and its sharding."""
+
+    def parted(of: tuple[int, ...], *own: int) -> tuple[int, ...]:
+        return (*of[: found.dim], *own, *of[found.dim + 1 :])
+
+    shape = parted(d.shape, len(found.sizes), found.sizes[0])
+    return (
+        f", or give the parts a dimension that is not sharded: {list(shape)} sharded "
+        f"{parted(d.strategy, 1, d.strategy[found.dim])}"
+    )
+
+
+def _lines(ops: Iterable[Op]) -> tuple[str, ...]:
+    return tuple(sorted({file_line(op.where) for op in ops if op.where}))
 
 
 def _inserted_at(partitioned: PartitionedProgram, lines: Collection[str]) -> list[Communication]:
@@ -417,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     masked_experts,
     einsum_experts,
     lookups_of_fields,
+    splits_of_projections,
     replicated,
     idle,
 )

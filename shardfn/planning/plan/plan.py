@@ -73,8 +73,8 @@ class Plan(WrittenAsLayout):
     detours: tuple[PlacedDetour, ...] = ()
     """The arrays that are gathered and sliced, where all-to-alls are not allowed."""
     gap: float | None = None
-    """The relative gap to the optimum of the cost model summed over ops: 0 is proved optimal, None is unknown. It holds on the
-    meshes tried."""
+    """The part of the plan's cost that may lie above the least of the cost model summed over ops; None is unknown. It
+    holds on the meshes tried."""
     runner_up: str = ""
     """The second best candidate and the cost of both; empty if there is none."""
     candidates: tuple[Candidate, ...] = ()

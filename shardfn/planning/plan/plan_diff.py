@@ -11,7 +11,7 @@ from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan.decisions import Change, Changes
 from shardfn.planning.plan.plan import Plan
-from shardfn.planning.plan.summary import proof
+from shardfn.planning.plan.summary import optimality
 from shardfn.units import bytes_text, flops_text, time_text
 
 
@@ -58,7 +58,7 @@ def diff(first: Plan, second: Plan) -> Changes:
     row("peak memory per device", bytes_text(first.cost.memory.peak), bytes_text(second.cost.memory.peak))
     row("FLOPs per device", flops_text(first.cost.flops), flops_text(second.cost.flops))
     row("collectives", len(first.collectives), len(second.collectives))
-    row("optimality", proof(first.gap), proof(second.gap))
+    row("optimality", optimality(first), optimality(second))
     return Changes(changes)
 
 

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.ir.model import Graph
-from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.ir.partitioned import USER_WRITTEN, PartitionedProgram
 from shardfn.planning.plan.decisions import Decision, DimensionGroup
 
 MOST, HALF, FEW = 0.9, 0.5, 0.1
@@ -51,6 +51,8 @@ class Layouts:
     """Mesh axes that shard an array of the function, one inside or of a call."""
     parameter_paths: frozenset[str] = frozenset()
     """The paths of the parameters."""
+    scattered: frozenset[str] = frozenset()
+    """Mesh axes over which the user, or a training step, scatters sums: of gradients, where parameters are replicated."""
     dimensions: tuple[tuple[str, str], ...] | None = None
     """Of a function without parameters, the dimension that each mesh axis shards, of the largest array; None of others."""
 
@@ -85,7 +87,7 @@ def kind_of(layouts: Layouts) -> str:
     return f"{parts[0]} devices" if len(parts) == 1 else " × ".join(parts)
 
 
-TEXTBOOK = ("FSDP", "ZeRO-1", "expert parallel", "tensor parallel", "data parallel", "replicated")
+TEXTBOOK = ("FSDP", "ZeRO-1", "ZeRO-2", "expert parallel", "tensor parallel", "data parallel", "replicated")
 
 
 DIMENSIONS = ("rows", "columns")
@@ -109,7 +111,9 @@ def _role(layouts: Layouts, axis: str) -> str:
         if parameters > FEW:
             return f"batch and {parameters:.0%} of the weights sharded"
         if state > FEW:
-            return "ZeRO-1" if state >= MOST else f"batch and {state:.0%} of the optimizer state sharded"
+            if state >= MOST:
+                return "ZeRO-2" if axis in layouts.scattered else "ZeRO-1"
+            return f"batch and {state:.0%} of the optimizer state sharded"
         return "data parallel"
     if axis in layouts.stacked:
         return "layers of a loop sharded"
@@ -188,6 +192,8 @@ def layouts_of(
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
         partitioned.used_axes,
         frozenset(d.path for d in parameters),
+        frozenset(axis for c in partitioned.communications if (c.kind, c.cause) == ("reduce-scatter", USER_WRITTEN)
+                  for axis in c.axes),
         None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions((*arguments, *results))),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from shardfn.planning.plan.plan import Decision, Plan
 from shardfn.render.cells import shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
-from shardfn.search.problem import OBJECTIVES
+from shardfn.search.problem import COMMUNICATION, OBJECTIVES, TIME
 from shardfn.units import bytes_text, flops_text, time_text
 
 MOST_ARRAYS = 10
@@ -44,7 +44,7 @@ def headline(plan: Plan) -> list[str]:
     if plan.entries:
         lines.append(f"entries: {plan.entries}")
     if any(d.source == "searched" for d in plan.inputs):
-        lines.append(f"optimality: {proof(plan.gap)}")
+        lines.append(f"optimality: {optimality(plan)}")
     steps = [text.rpartition(FIX)[2] for text in plan.diagnostics if FIX in text]
     return [*lines, *(f"next step: {step}" for step in steps[:1])]
 
@@ -107,19 +107,27 @@ def _largest_part(plan: Plan) -> str:
     return f"largest part: {key[0]}{where}, {time_text(parts[key])}"
 
 
-def proof(gap: float | None) -> str:
-    """How far a plan may be from the optimum of the cost model.
+LOOSE = 0.5
+"""A bound this part below a plan's cost says nothing of the plan."""
 
-    The bound holds for the sum over single ops, on the meshes tried. The estimate of a whole
-    partitioned program, by which plans are compared, may rank another plan first.
 
-    >>> proof(0.032)
-    'within 3.2% of the optimum of the cost model summed over ops, on the meshes tried'
+def optimality(plan: Plan) -> str:
+    """What the search says of the headline's figures: the best of its candidates, and what the cost model summed over ops allows.
+
+    That sum bounds no partitioned program, in which XLA merges collectives, so only a cost of nothing is proved optimal.
     """
-    if gap is None:
-        return "no bound known"
-    bound = f"within {max(gap, 0.001):.1%} of the optimum" if gap > 5e-5 else "proved the optimum"
-    return f"{bound} of the cost model summed over ops, on the meshes tried"
+    if plan.gap == 0 and plan.level == COMMUNICATION and not plan.cost.communication_s:
+        return "proved optimal: nothing is sent, and the work is even"
+    best = "best of the candidates" if len(plan.candidates) > 1 else "the only candidate"
+    if plan.gap is None or plan.gap > LOOSE:
+        return best
+    if plan.gap < 5e-5:
+        limit = "better"
+    elif plan.level == TIME:
+        limit = f"better than {time_text(plan.cost.time_s * (1 - plan.gap))}"
+    else:
+        limit = f"more than {max(plan.gap, 0.001):.1%} better"
+    return f"{best}; the cost model summed over ops cannot be {limit}, on the meshes tried"
 
 
 def summary(plan: Plan) -> str:

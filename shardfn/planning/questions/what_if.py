@@ -109,7 +109,7 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
              fix="name arrays of one shape, which can have one sharding")  # fmt: skip
     same = alike(globbed, lambda d: d.spec, least=1)
     if len(same) > 1:
-        asked = listed([f"why({_glob_of(group, paths)!r})" for group in same], 3)
+        asked = listed([f"why({glob_of(group, paths)!r})" for group in same], 3)
         fail(StrategyError, f"`{path}` names arrays with {len(same)} different shardings", where=f"why({path!r})",
              why=f"{_shardings_text(same)}: they have no common sharding to compare others with",
              fix=f"ask for each sharding separately: {asked}")  # fmt: skip
@@ -132,7 +132,7 @@ def _shardings_text(groups: Sequence[Sequence[Decision]]) -> str:
     return listed([f"`{d.path}` is {d.strategy}{'' if is_enough else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
 
 
-def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
+def glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
     """The glob of the arrays of layers that meets just these; the path of the first of them where there is none."""
     names = [d.path for d in group]
     if len(group) > 1 and len({layer(name) for name in names}) == 1:

@@ -149,17 +149,19 @@ class Archive:
 
         The model must hold: the candidate costs no less than the bound, up to the same tolerance. There is no bound of memory.
         """
-        problem = self.problem
-        own = {TIME: LEAST_TIME, COMMUNICATION: LEAST_SENT_BALANCED}.get(problem.level)
-        bounds = [one.bound for one in self.solutions if one.objective == own and one.is_exact]
-        if not bounds or not problem.tolerance or not problem.fits(best := self.best(problem.level)):
+        problem, bound = self.problem, self.bound_s()
+        if bound is None or not problem.tolerance or not problem.fits(best := self.best(problem.level)):
             return False
-        bound, aim = min(bounds), problem.rank(best).aim[0]
-        if problem.level == TIME:
-            aim = best.cost.time_s
-        else:
-            bound = max(0.0, bound - BALANCED * problem.even_s)
+        aim = best.cost.time_s if problem.level == TIME else problem.rank(best).aim[0]
         return not aim or abs(aim - bound) <= problem.tolerance * bound
+
+    def bound_s(self) -> float | None:
+        """The least that the label model allows on the meshes that were solved: seconds of a call at level 2, at level 0 those of
+        communication and of compute beyond a balanced share. None without a bound."""
+        own = {TIME: LEAST_TIME, COMMUNICATION: LEAST_SENT_BALANCED}.get(self.problem.level)
+        bounds = [one.bound for one in self.solutions if one.objective == own and one.is_exact]
+        beyond = 0.0 if self.problem.level == TIME else BALANCED * self.problem.even_s
+        return max(0.0, min(bounds) - beyond) if bounds else None
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""

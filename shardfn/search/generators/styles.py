@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, mesh_sizes_text
+from shardfn.ir.op_traits import CONTRACTIONS
 from shardfn.search.engine import Archive
 from shardfn.search.generators.default_policy import group_name
 from shardfn.search.moves import (
@@ -143,17 +144,35 @@ def _other_batch_dimensions(problem: SearchProblem, batch: Groups) -> Groups:
     return tuple(group for group in found if group not in kept and group not in batch)
 
 
-def tensor_baselines(problem: SearchProblem) -> Iterator[Proposal]:
+def tensor_baselines(problem: SearchProblem, archive: Archive) -> Iterator[Proposal]:
     """Tensor parallelism on every mesh, with other sets of dimensions sharded too, and its mixes with data parallelism and FSDP.
 
-    None where the user's entries shard arrays.
+    Meshes with better candidates so far, of whichever generator, come earlier. None where the user's entries shard arrays.
     """
-    if are_meant(problem) and problem.devices > 1:
-        batch = batch_groups(problem)
-        for most in (1, None):
-            for style, wanted in STYLES.items():
-                for roles in _roles(style, problem, batch) if wanted.has_tensor else ():
-                    yield from _with_roles(wanted, problem, roles, batch, most)
+    if not are_meant(problem) or problem.devices == 1:
+        return
+    batch = batch_groups(problem)
+    left: dict[Axes, list[Iterator[Proposal]]] = {}
+    for style, wanted in STYLES.items():
+        for roles in _roles(style, problem, batch) if wanted.has_tensor else ():
+            left.setdefault(roles.axes, []).append(_with_roles(wanted, problem, roles, batch))
+    rounds = dict.fromkeys(left, 0)
+    while left:
+        best = [_sizes(one.axes) for one in archive.best_of_each_mesh(problem.level)]
+        places = {axes: best.index(sizes) if (sizes := _sizes(axes)) in best else len(best) for axes in left}
+        axes = min(left, key=lambda axes: rounds[axes] + places[axes])
+        rounds[axes] += 1
+        for proposals in tuple(left[axes]):
+            if (proposal := next(proposals, None)) is not None:
+                yield proposal
+            else:
+                left[axes].remove(proposals)
+        if not left[axes]:
+            del left[axes]
+
+
+def _sizes(axes: Axes) -> tuple[int, ...]:
+    return tuple(size for _, size in axes)
 
 
 def _proposals(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Proposal]:
@@ -261,7 +280,8 @@ def _roles_of_entries(problem: SearchProblem, batch: Groups) -> dict[str, bool]:
 def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[Groups]:
     """Sets of dimension groups to shard over the tensor axes; no parameter has two groups of a set.
 
-    A set begins with what entries shard, or with one of the largest groups; the others follow, the largest first.
+    A set begins with what entries shard, or with one of the largest groups; the others follow, the largest first. Sets for which
+    matmuls make fewer bytes of partial sums come earlier: heads and hidden dimensions before the width of the model.
     """
     shards = math.prod(size for name, size in roles.axes if name in roles.tensor)
     common: dict[int, int] = {}  # the largest number of shards that divides all dimensions of a group, such as heads
@@ -291,7 +311,16 @@ def _tensor_groups(problem: SearchProblem, roles: Roles, batch: Groups) -> list[
             if group not in chosen and not together[group] & set(chosen):
                 chosen.append(group)
         found[tuple(sorted(chosen))] = None
-    return list(found)
+    return sorted(found, key=lambda groups: _partial_bytes(problem, groups))
+
+
+def _partial_bytes(problem: SearchProblem, groups: Groups) -> float:
+    """Bytes of what matmuls make by a sum over any of some groups, in all iterations of loops."""
+    total, of = 0.0, problem.value_groups
+    for op in problem.graph.ops:
+        if op.name in CONTRACTIONS and any(of[op.inputs[i]][dim] in groups for i, dim in op.reduced):
+            total += op.trips * sum(array_bytes(problem.graph.values[v]) for v in op.outputs)
+    return total
 
 
 def _on_mesh(problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups, tensor: Groups) -> Iterator[Proposal]:

@@ -28,7 +28,6 @@ from shardfn.search.labels.mesh_solution import (
     MeshSolution,
     Objective,
     SolvedProposal,
-    estimate_holds,
     estimated_rank,
     is_reached,
     next_strategies,
@@ -41,7 +40,7 @@ from shardfn.search.labels.resharding_costs import resharding_cost
 
 __all__ = [
     "FREE", "LEAST_SENT", "LEAST_SENT_BALANCED", "LEAST_SENT_IN_SMALLEST_SHARDS", "LEAST_TIME", "LEAST_TIME_IN_LESS_MEMORY",
-    "LabelSpace", "MeshModel", "MeshSolution", "Objective", "SolvedProposal", "build", "estimate_holds", "estimated_rank",
+    "LabelSpace", "MeshModel", "MeshSolution", "Objective", "SolvedProposal", "build", "estimated_rank",
     "filtered", "is_reached", "keeps_rules", "labelling_of", "next_strategies", "operand_specs", "resharding_cost",
     "shard_count", "specs_of", "transposed_mesh", "with_loss", "with_smallest_arguments",
 ]  # fmt: skip

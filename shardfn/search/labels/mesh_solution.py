@@ -21,16 +21,11 @@ from shardfn.search.problem import (
     Rank,
     SearchCandidate,
     SearchProblem,
-    is_no_worse,
     rank,
 )
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 from shardfn.units import signed, time_text
-
-ESTIMATE_HOLDS = 1.05
-"""An estimate holds for a program that costs at most this multiple of it; a proof for the estimate then says something of the
-program."""
 
 ESTIMATE_REACHED = 0.01
 """No more constraints are tried where a candidate's cost differs from its solution's estimate by at most this part."""
@@ -123,18 +118,6 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
     memory_bytes = problem.hardware.chip.memory_bytes
     figures = Figures(sent_s, compute_s, problem.even_s, found.peak, memory_bytes)
     return rank(problem.level, problem.memory_limit, figures)._replace(ties=(len(found.axes),))
-
-
-def estimate_holds(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:
-    """Whether a candidate costs at most `ESTIMATE_HOLDS` times its solution's estimate at the problem's level, and keeps the
-    memory limit if the estimate does."""
-    if problem.fits(candidate) < (found.peak <= problem.memory_limit):
-        return False
-    return is_no_worse(
-        problem.rank(candidate)._replace(over=0, ties=()),
-        estimated_rank(problem, found)._replace(over=0, ties=()),
-        ESTIMATE_HOLDS - 1,
-    )
 
 
 def is_reached(problem: SearchProblem, found: MeshSolution, candidate: SearchCandidate) -> bool:

@@ -7,6 +7,7 @@
 | `many_array_changes` | other shardings of many arrays at once |
 | `result_shardings` | constraints for open results |
 | `fewer_constraints` | constraints taken away |
+| `scattered_sums` | sums over devices that each device keeps a part of |
 | `constrained` | candidates from a mesh solution: which ops get a constraint |
 | `baselines` | the parts of baseline plans: batch, parameters, optimizer state |
 """

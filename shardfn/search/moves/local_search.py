@@ -10,6 +10,7 @@ from shardfn.search.moves.array_changes import alike_array_changes, one_array_ch
 from shardfn.search.moves.fewer_constraints import fewer_constraints
 from shardfn.search.moves.many_array_changes import follow_matmuls, fully_sharded, sliced_arguments
 from shardfn.search.moves.result_shardings import smallest_results
+from shardfn.search.moves.scattered_sums import scattered_sums
 from shardfn.search.problem import Proposal, SearchCandidate, SearchProblem
 
 Move = Callable[[SearchProblem, SearchCandidate, int], Iterator[Proposal]]
@@ -18,6 +19,7 @@ of single arrays does not begin with the same array each time."""
 
 MOVES: tuple[Move, ...] = (
     fewer_constraints,
+    scattered_sums,
     sliced_arguments,
     follow_matmuls,
     fully_sharded,

@@ -50,6 +50,7 @@ from shardfn.search.problem.search_problem import (
     SearchProblem,
     SmallerProblem,
     figures,
+    gap_of,
     objective,
     runner_up,
 )
@@ -58,6 +59,6 @@ __all__ = [
     "BALANCED", "BUDGETS", "COMMUNICATION", "DEFAULT", "FIXED_VISITS", "LEVELS", "MEMORY", "NO_RESULT_SPECS", "OBJECTIVES",
     "SLICED", "TIME", "TOLERANCE", "VISIT", "Algorithm", "Answer", "Figures", "GraphFacts", "Memo", "OpConstraints",
     "OpenResult", "Partitioner", "Proposal", "Rank", "ResultSpecs", "Search", "SearchCandidate", "SearchProblem",
-    "SmallerProblem", "affordable_compiles", "array_bytes", "figures", "is_no_worse", "near_limit_note", "objective", "rank",
-    "refuse_implausible_limit", "refuse_limit", "runner_up", "unit_slip", "visits_of", "work_of",
+    "SmallerProblem", "affordable_compiles", "array_bytes", "figures", "gap_of", "is_no_worse", "near_limit_note", "objective",
+    "rank", "refuse_implausible_limit", "refuse_limit", "runner_up", "unit_slip", "visits_of", "work_of",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, Spec
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.search.problem.budget import DEFAULT, TOLERANCE
 from shardfn.search.problem.graph_facts import GraphFacts, facts_of
-from shardfn.search.problem.objectives import Figures, Rank, rank
+from shardfn.search.problem.objectives import MEMORY, TIME, Figures, Rank, rank
 from shardfn.search.problem.read_as_given import constraints_as_given
 
 OpConstraints = Mapping[int, OpConstraint]
@@ -292,9 +292,8 @@ class Answer:
     runner_up: str = ""
     source: str = "searched"
     constraints: OpConstraints = dataclasses.field(default_factory=dict)
-    gap: float | None = None
-    """The part of the cost, 0 to 1, that may lie above the optimum of the label model on the meshes tried. 0 is proved, None not
-    known."""
+    bound_s: float | None = None
+    """The least seconds that the label model allows on the meshes tried, of what the level minimises; None without a bound."""
     others: tuple[SearchCandidate, ...] = ()
     """The other evaluated candidates, best first."""
     runners_up: tuple[str, ...] = ()
@@ -313,6 +312,24 @@ def objective(cost: Cost, problem: SearchProblem) -> Rank:
         cost.communication_s, cost.compute_s, problem.even_s, cost.memory.peak, problem.hardware.chip.memory_bytes
     )
     return rank(problem.level, problem.memory_limit, figures)
+
+
+ROUNDING = 1e-3
+"""A bound may exceed a cost by this part: it holds small charges that decide between equals."""
+
+
+def gap_of(cost: Cost, problem: SearchProblem, bound_s: float | None) -> float | None:
+    """The part of a cost at the problem's level, 0 to 1, that may lie above a bound; 0 for what costs nothing.
+
+    None where there is no bound, where the cost is below it, as XLA merges what the label model sums op by op, and for time
+    where an op has no checked rule.
+    """
+    seconds = cost.time_s if problem.level == TIME else objective(cost, problem).aim[0]
+    if problem.level == MEMORY or (problem.level == TIME and cost.is_lower_bound):
+        return None
+    if not seconds:
+        return 0.0
+    return None if not bound_s or bound_s > (1 + ROUNDING) * seconds else max(0.0, 1 - bound_s / seconds)
 
 
 def runner_up(best: SearchCandidate, others: Sequence[SearchCandidate]) -> str:

@@ -225,7 +225,7 @@ class Pipeline:
         """Describe the stages: ops, parameters, cost and bytes sent of each, and the schedule.
 
         Args:
-          params: the model or packed parameters; shapes will do.
+          params: the model or packed parameters; shapes will do. A pipeline of a `Cell` takes the batch alone too.
           *batch: arrays or shapes.
 
         Returns:
@@ -234,6 +234,8 @@ class Pipeline:
         Raises:
           StrategyError: if marks, batch or devices do not fit.
         """
+        if self.options.is_cell and hasattr(params, "shape"):  # the batch alone: the cell is known
+            params, batch = self.options.stages.parameters_dict(), (params, *batch)
         built = self._for(params, batch)
         return _description(built.executor, built.schedule)
 

@@ -79,6 +79,7 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
             parameter_plan=_of_mode(options, zip(paths, named, strict=True)),
             donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
             closed_over=options.options.get("closed_over", "constant"),
+            assumed_trips=options.options.get("assumed_trips", 1),
         )  # fmt: skip
         updated = update_sync(options, parts, shardings, sync)
         fused = step_buckets(options, parts.split(state.params)[0], sync, updated)
