@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
@@ -33,6 +33,7 @@ from shardfn.search.problem import (
     SearchCandidate,
     SearchProblem,
     array_bytes,
+    is_no_worse,
     runner_up,
 )
 
@@ -103,7 +104,9 @@ def search(style: str, problem: SearchProblem) -> Answer:
              where=f"style = {style!r}", why=_why_none(problem, wanted, batch),
              fix="leave entries out, or use another style" if problem.axes else
                  "use another number of devices, other shapes, or another style")  # fmt: skip
-    best, *others = archive.ranked(problem.level)
+    ranked = archive.ranked(problem.level)
+    best = min(_as_good(problem, ranked), key=lambda one: sum(map(any, one.specs)))
+    others = [one for one in ranked if one is not best]
     best = _without_constraints(problem, best)
     chosen = f"the best of {len(others) + 1} plans" if others else "the only plan"
     policy = f"style {style!r}: {chosen} at level {problem.level}: {best.name}"
@@ -345,6 +348,19 @@ def _on_mesh(problem: SearchProblem, wanted: Style, roles: Roles, batch: Groups,
         ]
         parts += [f"{len(tensor) - 2} more groups"] if len(tensor) > 2 else []
         yield Proposal(", ".join(parts), roles.axes, specs, constraints)
+
+
+def _as_good(problem: SearchProblem, ranked: Sequence[SearchCandidate]) -> list[SearchCandidate]:
+    """The best candidate, and those on its mesh that are no worse but for a hundredth of its memory."""
+    best, *others = ranked
+    aim, most = problem.rank(best)._replace(ties=()), 1.01 * best.cost.memory.peak
+    return [best] + [
+        one
+        for one in others
+        if one.axes == best.axes
+        and one.cost.memory.peak <= most
+        and is_no_worse(problem.rank(one)._replace(ties=()), aim)
+    ]
 
 
 def _without_constraints(problem: SearchProblem, best: SearchCandidate) -> SearchCandidate:
