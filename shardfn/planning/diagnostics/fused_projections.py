@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardfn.ir.model import Graph, Op
-from shardfn.ir.op_traits import ELEMENTWISE
+from shardfn.ir.op_traits import ELEMENTWISE, REARRANGING
 
 REACH = 32
 """Values that are followed from a matmul: a split comes soon after, behind a bias, an activation or a reshape."""
@@ -119,4 +119,4 @@ def _outermost(factors: Sequence[int], sizes: Sequence[int]) -> int | None:
     return next((f for f in factors if sizes[f] > 1), None)
 
 
-_KEEPING = ELEMENTWISE | {"slice", "reshape", "transpose"}
+_KEEPING = ELEMENTWISE | REARRANGING | {"slice"}
