@@ -25,8 +25,8 @@ def scattered_sums(problem: SearchProblem, candidate: SearchCandidate, first: in
     }
     found: dict[tuple[tuple[str, ...], int], dict[int, OpConstraint]] = {}
     for index, op, there in pairs(problem.graph, partitioned.graph):
-        c = summed.get(there.outputs[0])
-        if c is None or op.name not in CONTRACTIONS or index not in problem.can_constrain:
+        c = summed.get(there.outputs[0]) if op.name in CONTRACTIONS else None
+        if c is None or index not in problem.can_constrain:
             continue
         known = candidate.constraints.get(index, OpConstraint((None,) * len(op.inputs), ()))
         for dim, n in enumerate(problem.graph.values[op.outputs[0]].shape):
