@@ -20,8 +20,8 @@ from shardfn.planning.workarounds.uneven_movement import moved_dims
 
 
 def reads_its_array(op: Op, partitioned: PartitionedProgram) -> bool:
-    """Whether a dynamic update slice of several rows, along unsharded dimensions, may be computed in one fusion with a read of its
-    operand."""
+    """Whether a dynamic update slice of several rows, along unsharded dimensions, may be computed in one fusion with a read of
+    its operand."""
     if op.name != "dynamic_update_slice" or op.rule is None or not (moved := moved_dims(op, partitioned)):
         return False
     if any(partitioned.shards(v)[d] > 1 for v in (*op.inputs[:2], op.outputs[0]) for d in moved[0]):
