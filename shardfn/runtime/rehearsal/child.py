@@ -156,7 +156,8 @@ def _profiled(calls: _Calls) -> tuple[Any, float]:
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             calls.seconds(PROFILED)
-        with warnings.catch_warnings():  # Python 3.13 warns of a type of JAX 0.12, which ends the process where that is an error
+        with warnings.catch_warnings():
+            # Python 3.13 warns of a type of JAX 0.12, which ends the process where that is an error
             warnings.simplefilter("ignore", DeprecationWarning)
             seen = list(events(directory, module[1] if module else ""))
     return kernels_of(seen, instruction_lines(text), PROFILED, MOST_KERNELS)
