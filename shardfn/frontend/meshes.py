@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyTypeError, a, fail
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, mesh_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:
     >>> dict(mesh_on(jax.devices()[:1], [("data", 1), ("model", 1)]).shape)
     {'data': 1, 'model': 1}
     """
-    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    names, sizes = tuple(name for name, _ in axes), mesh_sizes(axes)
     return Mesh(np.asarray(devices, dtype=object).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -150,7 +150,7 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
     >>> abstract_mesh([("data", 2), ("model", 4)]).size
     8
     """
-    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    names, sizes = tuple(name for name, _ in axes), mesh_sizes(axes)
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 

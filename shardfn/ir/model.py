@@ -33,13 +33,22 @@ def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes) or "of one device"
 
 
+def mesh_sizes(axes: Iterable[tuple[str, int]]) -> tuple[int, ...]:
+    """The number of devices along each axis.
+
+    >>> mesh_sizes((("a", 2), ("b", 4)))
+    (2, 4)
+    """
+    return tuple(size for _, size in axes)
+
+
 def mesh_sizes_text(axes: Iterable[tuple[str, int]]) -> str:
     """The sizes of a mesh alone.
 
     >>> mesh_sizes_text((("a", 2), ("b", 4))), mesh_sizes_text(())
     ('2x4', '1')
     """
-    return "x".join(str(size) for _, size in axes) or "1"
+    return "x".join(map(str, mesh_sizes(axes))) or "1"
 
 
 INNER_AXIS = "shardfn_inner"

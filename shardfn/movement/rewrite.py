@@ -143,13 +143,7 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
     if name == "reduce_sum" and 0 in eqn.invars[0].aval.shape and 0 not in eqn.outvars[0].aval.shape:
         out = eqn.outvars[0].aval
         return [Spread(out.shape, out.dtype, np.zeros((), out.dtype), ())]
-    at = range(len(eqn.invars))[
-        slice(*_PLACES.get(name, (0, 0)))
-    ]  # an update of a whole array has a place without elements
-    whole = {"concatenate": eqn.outvars, "split": eqn.invars}.get(
-        name, [*(v for i, v in enumerate(eqn.invars) if i not in at), *eqn.outvars]
-    )
-    if not eqn.effects and not any(0 in v.aval.shape for v in whole if hasattr(v.aval, "shape")):
+    if not eqn.effects and not any(0 in v.aval.shape for v in _with_elements(eqn) if hasattr(v.aval, "shape")):
         known = [array for o in operands if (array := _known(o)) is not None]
         if len(known) == len(operands) and (array := folded(eqn, known)) is not None:
             out = eqn.outvars[0].aval
@@ -173,6 +167,16 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
     if opened is not None and any(map(may_move, inner(eqn))):
         return opened(eqn, arrays, rules, 0)
     return bind_one(eqn, arrays)
+
+
+def _with_elements(eqn: Any) -> Sequence[Any]:
+    """The operands and results that have elements if an equation moves any. The place of an update of a whole array has none."""
+    name = eqn.primitive.name
+    if name in ("concatenate", "split"):
+        return eqn.outvars if name == "concatenate" else eqn.invars
+    start, stop = _PLACES.get(name, (0, 0))
+    behind = [] if stop is None else eqn.invars[stop:]
+    return [*eqn.invars[:start], *behind, *eqn.outvars]
 
 
 def _known(operand: Value) -> np.ndarray | None:

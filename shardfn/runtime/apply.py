@@ -23,6 +23,7 @@ from shardfn.frontend.memories import brought, other_memory
 from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
+from shardfn.ir.model import mesh_sizes
 from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pure_function
 from shardfn.planning.inside import apply_constraints
 from shardfn.planning.meshes import PlanMesh, expresses
@@ -79,7 +80,7 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
     has no axes.
     """
     call = answered_call(plan).posed.call
-    shapes = [tuple(size for _, size in axes) for axes in call.traced.meshes]
+    shapes = [*map(mesh_sizes, call.traced.meshes)]
     meshes = [shape for shape in shapes if math.prod(shape) == plan.hardware.count]
     is_prime = nested or not all(expresses(plan.axes, shape) for shape in meshes)
     mesh = (PlanMesh.with_prime_axes if is_prime else PlanMesh.of)(plan.mesh)

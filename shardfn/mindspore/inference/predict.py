@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from shardfn import api
 from shardfn.errors import ContextError, StrategyTypeError, a, fail
 from shardfn.frontend.plain_objects import SHARDED
-from shardfn.ir.model import mesh_text
+from shardfn.ir.model import mesh_sizes, mesh_text
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call
 from shardfn.mindspore.parallel import layout_of
@@ -44,7 +44,7 @@ class PredictLayout(Mapping[str, WeightLayout]):
     def __getitem__(self, name: str) -> WeightLayout:
         path = self.weights.paths[name]
         found, decision = layout_of(self.plan, path), decision_of(self.plan, path)
-        matrix = tuple(size for _, size in found.axes)
+        matrix = mesh_sizes(found.axes)
         return WeightLayout(matrix, found.tensor_map, decision.local_shape, 0, True, "", decision.shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ def reduce_rule(
         return _row_by_row(call, axes, combine) if combine else None
     if frame.shape == value.shape:
         return None
-    call.emitter.shifted += inside(value, frame, axes) is not None
+    call.emitter.shifted += any(frame.shape[d] != value.shape[d] for d in axes)
     found = call.bound(_masked(call, value, frame, identity(value.dtype)))
     kept = [d for d in range(len(value.shape)) if d not in axes]
     for own, dim in enumerate(kept):

@@ -11,7 +11,7 @@ from shardfn.frontend.paths import few
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Axes, Graph
+from shardfn.ir.model import Axes, Graph, mesh_sizes
 from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.planning.diagnostics.random_numbers import same_random_numbers
@@ -45,7 +45,7 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
         found.append(
             f'one device: strategies are checked, the function runs unsharded;{FIX}use more devices, or device="cpu:8" to plan'
         )
-    own, *shapes = [tuple(size for _, size in mesh) for mesh in (axes, *traced.meshes)]
+    own, *shapes = map(mesh_sizes, (axes, *traced.meshes))
     others = [one for one in shapes if math.prod(one) > 1 and one != own]
     if others:
         shapes = ", ".join("x".join(map(str, one)) for one in dict.fromkeys(others))

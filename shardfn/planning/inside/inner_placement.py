@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import DeviceError, Problem, fail
-from shardfn.ir.model import Axes, InnerSpec, Spec, mesh_text
+from shardfn.ir.model import Axes, InnerSpec, Spec, mesh_sizes, mesh_text
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.planning.inside.inner_entries import InnerEntry
 from shardfn.planning.meshes import expresses, finest, split_axes
@@ -69,7 +69,7 @@ def place_inner(
     if not axes and count > 1:
         axes = _only_mesh_of_all(meshes, count)
     own = axes or (("a", count),)
-    every = [tuple(size for _, size in mesh) for mesh in (*meshes, *(e.leaf.entry.axes for e in fixed))]
+    every = [*map(mesh_sizes, (*meshes, *(e.leaf.entry.axes for e in fixed)))]
     specs, inner = list(given.specs), dict(placed)
     if not all(math.prod(sizes) != count or expresses(own, sizes) for sizes in every):
         axes, parts = finest(own)

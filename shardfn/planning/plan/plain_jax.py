@@ -16,7 +16,7 @@ from jax import tree_util
 from jax.sharding import Mesh
 
 from shardfn.frontend.static_leaves import without_static
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, mesh_sizes
 from shardfn.ir.rewrite import equations
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan.plan import Decision, Plan, answered_call
@@ -114,7 +114,7 @@ def _wrapper(plan: Plan, name: str) -> list[str]:
 
 def _mesh(plan: Plan) -> str:
     axes = plan.axes or (("a", 1),)
-    names, sizes = _quoted([name for name, _ in axes]), tuple(size for _, size in axes)
+    names, sizes = _quoted([name for name, _ in axes]), mesh_sizes(axes)
     types = f"axis_types=(AxisType.Auto,) * {len(axes)}"
     order = _order(plan)
     if order is None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from shardfn.ir.model import Graph, Op
-from shardfn.ir.op_traits import OP_TRAITS
+from shardfn.ir.op_traits import CHEAP, EXPENSIVE, SLICES, VIEWS
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.planning.workarounds.uneven_movement import moved_dims
 
@@ -64,7 +64,5 @@ def selected(inputs: Sequence[Any]) -> Any:
     return jnp.where(is_inside, shifted, array)
 
 
-_IN_FUSIONS = frozenset(
-    name for name, row in OP_TRAITS.items() if row.fusion in ("cheap", "expensive", "view", "slice")
-)
+_IN_FUSIONS = CHEAP | EXPENSIVE | VIEWS | SLICES
 """Ops that XLA may compute in one fusion with what reads them."""

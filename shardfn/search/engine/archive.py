@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from shardfn.ir.model import Axes
+from shardfn.ir.model import Axes, mesh_sizes
 from shardfn.search.engine.meshes import meshes
 from shardfn.search.labels import (
     LEAST_SENT_BALANCED,
@@ -107,7 +107,7 @@ class Archive:
 
     def _keep_best(self, candidate: SearchCandidate) -> None:
         for level in LEVELS:
-            mesh = level, _sizes(candidate.axes)
+            mesh = level, mesh_sizes(candidate.axes)
             self._least[mesh] = min(self._at[level].rank(candidate).aim[0], self._least.get(mesh, math.inf))
             known = self._best.get(mesh)
             if known is None or self._order(level, candidate) < self._order(level, known):
@@ -133,7 +133,7 @@ class Archive:
         """The least first figure of a level's aim among the candidates on a mesh, also of those beyond the memory limit;
         infinite where there is none.
         """
-        return self._least.get((level, _sizes(axes)), math.inf)
+        return self._least.get((level, mesh_sizes(axes)), math.inf)
 
     def best(self, level: int) -> SearchCandidate:
         """The best candidate at a level."""
@@ -177,10 +177,6 @@ class Archive:
 
     def _solutions_of(self, candidate: SearchCandidate) -> Mapping[Objective, MeshSolution]:
         return self._solved.get(_shardings(candidate), {})
-
-
-def _sizes(axes: Axes) -> tuple[int, ...]:
-    return tuple(size for _, size in axes)
 
 
 def _shardings(proposal: Proposal) -> object:

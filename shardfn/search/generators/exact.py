@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from shardfn.ir.model import Axes
+from shardfn.ir.model import Axes, mesh_sizes
 from shardfn.search.engine import Archive, meshes, three_axis_meshes
 from shardfn.search.labels import (
     LEAST_SENT,
@@ -182,7 +182,7 @@ def solve_mesh(
         labelling_of(space, problem, objective.weight),
         space,
         problem.graph,
-        tuple(size for _, size in axes),
+        mesh_sizes(axes),
         problem.algorithm,
     )
     if objective.is_sharded:

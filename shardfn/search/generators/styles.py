@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
-from shardfn.ir.model import Axes, mesh_sizes_text
+from shardfn.ir.model import Axes, mesh_sizes, mesh_sizes_text
 from shardfn.ir.op_traits import CONTRACTIONS
 from shardfn.search.engine import Archive
 from shardfn.search.generators.default_policy import group_name
@@ -161,8 +161,8 @@ def tensor_baselines(problem: SearchProblem, archive: Archive) -> Iterator[Propo
             left.setdefault(roles.axes, []).append(_with_roles(wanted, problem, roles, batch))
     rounds = dict.fromkeys(left, 0)
     while left:
-        best = [_sizes(one.axes) for one in archive.best_of_each_mesh(problem.level)]
-        places = {axes: best.index(sizes) if (sizes := _sizes(axes)) in best else len(best) for axes in left}
+        best = [mesh_sizes(one.axes) for one in archive.best_of_each_mesh(problem.level)]
+        places = {axes: best.index(sizes) if (sizes := mesh_sizes(axes)) in best else len(best) for axes in left}
         axes = min(left, key=lambda axes: rounds[axes] + places[axes])
         rounds[axes] += 1
         for proposals in tuple(left[axes]):
@@ -172,10 +172,6 @@ def tensor_baselines(problem: SearchProblem, archive: Archive) -> Iterator[Propo
                 left[axes].remove(proposals)
         if not left[axes]:
             del left[axes]
-
-
-def _sizes(axes: Axes) -> tuple[int, ...]:
-    return tuple(size for _, size in axes)
 
 
 def _proposals(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Proposal]:

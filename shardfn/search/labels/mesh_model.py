@@ -11,7 +11,7 @@ import numpy as np
 from shardfn.cost.devices.chips import Chip, Hardware
 from shardfn.cost.devices.links import Link, link_over, links
 from shardfn.cost.platforms import backend_of
-from shardfn.ir.model import Axes, Spec
+from shardfn.ir.model import Axes, Spec, mesh_sizes
 from shardfn.partition.platforms import CollectiveRules, collective_rules
 from shardfn.solver.labelling import Array
 
@@ -38,7 +38,7 @@ class MeshModel:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices along each axis."""
-        return tuple(size for _, size in self.axes)
+        return mesh_sizes(self.axes)
 
     @property
     def rules(self) -> CollectiveRules:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardfn.ir.model import Axes, Spec
+from shardfn.ir.model import Axes, Spec, mesh_sizes
 from shardfn.ir.specs import strategy_of
 from shardfn.search.labels.label_tables import LabelSpace
 from shardfn.search.labels.level_costs import totals
@@ -108,8 +108,8 @@ class SolvedProposal(Proposal):
 
 def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution | None:
     """The first solution on the mesh with the reversed sizes, whose axes use other links."""
-    sizes = tuple(size for _, size in reversed(axes))
-    return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
+    sizes = mesh_sizes(axes)[::-1]
+    return next((f for f in found if mesh_sizes(f.axes) == sizes), None)
 
 
 def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
