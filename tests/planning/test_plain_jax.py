@@ -24,7 +24,7 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(32, 8)), jnp.float32)
 PARAMS = {"dense": {"w": W, "b": jnp.zeros(8)}, "layers": [W, None], "scale": (jnp.ones(()),)}
 OPTIMIZER = optax.adam(1e-2)
-State = collections.namedtuple("State", ["w", "count"])
+State = collections.namedtuple("State", ["w", "count"], module="__main__")  # pytest gives its own modules no parents
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["name"])
@@ -81,7 +81,7 @@ CASES = {
 def run(made, function, args, kwargs, arguments=None):
     """The results of the generated code, and its namespace."""
     name = function.__name__ if function.__name__.isidentifier() else "f"
-    space: dict[str, Any] = {name: function, **(arguments or {})}
+    space: dict[str, Any] = {name: function, "State": State, **(arguments or {})}
     exec(made.code(), space)
     statics = {k for k in kwargs if isinstance(kwargs[k], bool)}
     ordered = [*args, *(kwargs[k] for k in kwargs if k not in statics), *(kwargs[k] for k in kwargs if k in statics)]
