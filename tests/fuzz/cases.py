@@ -302,5 +302,18 @@ PROGRAMS = {
     "the gradient of cumulative products of roots": lines(
         (8, 4), (4, 1), "jnp.sqrt(jnp.diff(jnp.cumsum(jnp.abs(x0) + 0.1, 0), axis=0))", "jnp.cumprod(v0, 1)", devices=4
     ),
+    "the gradient of the least of windows and the greatest element": lines(
+        (16,),
+        (2,),
+        "lax.reduce_window(x0, jnp.inf, lax.min, (2,), (1,), [(0, 0)])",
+        "(v0, lax.top_k(x0, 1)[0])",
+        checks=("outside",),
+    ),
+    "the gradient of a sort and one looked-up row": lines(
+        (16, 3), (2, 1), "(jnp.sort(x0, 0), x0[jnp.argmax(x0[:, 0])[None]])", checks=("outside",)
+    ),
+    "the gradient of a sort and the greatest element": lines(
+        (16, 1), (4, 1), "(jnp.sort(x0, 0), lax.top_k(x0[:, 0], 1)[0])", devices=4, checks=("outside",)
+    ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""

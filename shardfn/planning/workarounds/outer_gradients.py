@@ -11,9 +11,10 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A convolution becomes one with the shardings of image and result exchanged: where the result is unsharded and the image is not,
   it is wrong.
 - A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
-- A scatter of one window becomes another one. Before JAX 0.12 XLA changes shards that it does not reach, if the array that it
-  updates is sharded just before (`workarounds`). What is sharded just before is not known here: the program around the call
-  decides it. So each such update, and its transpose, is between optimization barriers.
+- A scatter of one window becomes another one, and so do a lookup and a `top_k` of one. Before JAX 0.12 XLA changes shards that it
+  does not reach, if the array that it updates is sharded just before (`workarounds`), or is added to it. What is sharded just
+  before is not known here: the program around the call decides it. So each such update, and each transpose, is between
+  optimization barriers; the tangent of such a `top_k` is a masked sum.
 - A rotation becomes a sum of pads, which does not compile for some shards: its transpose is the rotation back.
 - A resharding becomes the one back, which may end the process since JAX 0.12 (`partition.xla_bugs.ends_process`).
 
@@ -100,7 +101,10 @@ def correct_gradients(
         if eqn.primitive.name == "fft":
             along = transformed_dims(eqn)
             return unsharded(mesh, transformed(eqn, unsharded(mesh, own, along)), along)
-        return even_lookup(eqn, own, others[0], multiple) if eqn.primitive.name == "gather" else None
+        if eqn.primitive.name != "gather":
+            return None
+        between = lax.optimization_barrier if _finds_window(eqn) else lambda x: x
+        return between(even_lookup(eqn, between(own), others[0], multiple))
 
     def bind_linear(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if _is_even_rotation(eqn, devices):
@@ -116,6 +120,8 @@ def correct_gradients(
             return _rotated(eqn, inputs, risks.rotations, mesh)
         if eqn.primitive.name == "sort":
             return _sorted(eqn)(*inputs)
+        if eqn.primitive.name == "top_k":
+            return _largest(eqn)(*inputs)
         if _updates_window(eqn):
             return lax.optimization_barrier(bind_one(eqn, [lax.optimization_barrier(inputs[0]), *inputs[1:]]))
         if eqn.primitive.name in AT_PLACES:
@@ -240,7 +246,9 @@ def _is_at_risk(eqn: Any, risks: Risks) -> bool:
         sizes = eqn.invars[0].aval.shape
         return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
     if name == "gather":
-        is_found = multiple > 1
+        is_found = multiple > 1 or _finds_window(eqn)
+    elif name == "top_k":
+        is_found = IS_BEFORE_JAX_0_12 and math.prod(eqn.outvars[0].aval.shape) == 1
     elif name == "slice":
         is_found = max(params["strides"] or (1,), default=1) > 1 or bool(_cropped(eqn, devices))
     elif name == _CONVOLUTION:
@@ -257,6 +265,11 @@ def _is_at_risk(eqn: Any, risks: Risks) -> bool:
 def _updates_window(eqn: Any) -> bool:
     """Whether an equation is a scatter of one window, before JAX 0.12."""
     return IS_BEFORE_JAX_0_12 and updates_window(eqn)
+
+
+def _finds_window(eqn: Any) -> bool:
+    """Whether the transpose of a gather is a scatter of one window, before JAX 0.12."""
+    return IS_BEFORE_JAX_0_12 and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
 def _overlapping(eqn: Any) -> list[int]:
@@ -309,6 +322,24 @@ def _sorted(eqn: Any) -> Callable[..., list[Any]]:
             for t in tangents
         ]
         return found, moved
+
+    op.defjvp(derivative)
+    return op
+
+
+def _largest(eqn: Any) -> Callable[..., list[Any]]:
+    """A `top_k` of one element, whose tangent is a masked sum."""
+    dim = eqn.params["axis"]
+
+    @jax.custom_jvp
+    def op(x: Any) -> list[Any]:
+        return bind_one(eqn, [x])
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        largest, place = op(*primals)
+        is_there = lax.broadcasted_iota(place.dtype, primals[0].shape, dim) == place
+        found = jnp.where(is_there, tangents[0], 0).sum(dim, keepdims=True)
+        return [largest, place], [found, np.zeros(place.shape, jax.dtypes.float0)]
 
     op.defjvp(derivative)
     return op
