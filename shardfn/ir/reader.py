@@ -97,7 +97,7 @@ class Reader:
         self.communications: list[Communication] = []
         self.manual = False
         self.line = ""
-        """The user's line of the `shard_map` that is read, for ops inside that a library wrote."""
+        """The user's line of the `shard_map` or the call that is read, for ops inside that a library wrote."""
         self.instances = 1
         """How many devices run what is read, each on shards of its own."""
         self.shards: list[tuple[int, int]] = []
@@ -247,7 +247,8 @@ class Reader:
         found = facts.get(at)
         if found is None:
             if number in facts:
-                same = dataclasses.replace(facts[number].op, where=self.where(op))
+                same = facts[number].op
+                same = dataclasses.replace(same, where=self.where(op) or same.where)
                 unruled = _at(same.name, same.where) if facts[number].unruled else ""
                 found = _Fact(same, facts[number].results, unruled, {})
             elif self.count:
@@ -297,7 +298,10 @@ class Reader:
         body = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value] if is_call else op
         block = body.regions[0].blocks[0]
         inner = {argument: env[o] for argument, o in zip(block.arguments, op.operands, strict=True)}
-        return self.walk(block, inner if is_call else {**env, **inner}, trips)
+        around, self.line = self.line, self.where(op)
+        returned = self.walk(block, inner if is_call else {**env, **inner}, trips)
+        self.line = around
+        return returned
 
     def loop(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         condition, body = (r.blocks[0] for r in op.regions)

@@ -13,6 +13,7 @@ import pytest
 import shardfn
 from examples.models import moe
 from shardfn import AUTO
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.mindspore import Layout
 
 ON = Layout((2, 4), ("a", "b"))
@@ -385,3 +386,28 @@ def test_fields_of_one_table_are_advised_to_be_split(entry):
         made = shardfn.plan(jax.grad(function), *args, in_strategy=(entry, (8, 1)), device="cpu:8")
         notes = said(made, "lookup of 8 fields in `table` [10000, 64] at test_diagnostics.py:")
         assert len(notes) == count and made.cost.bytes_sent > 2**20
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda u: jnp.roll(u, 1, 0) * 2,
+        lambda u: jnp.fft.fft(u, axis=0),
+        lambda u: jnp.sort(u, 0),
+        lambda u: u.at[1:-1].set(u[2:] + u[:-2]),
+        lambda u: jax.jit(jax.jit(lambda v: jnp.linalg.norm(jnp.roll(v, 3, 0))))(u),
+    ],
+)
+def test_collectives_inside_of_jaxs_functions_have_the_line_that_calls_them(function):
+    plan = shardfn.plan(function, jax.ShapeDtypeStruct((64, 64), "float32"), in_strategy=((8, 1),), device="cpu:8")
+    line = function.__code__.co_firstlineno
+    assert plan.collectives and all(c.where.endswith(f"test_diagnostics.py:{line}") for c in plan.collectives)
+
+
+@pytest.mark.skipif(not IS_BEFORE_JAX_0_12, reason="XLA transforms shards along their unsharded dimensions")
+@pytest.mark.parametrize("strategy", [(8, 1, 1), (1, 8, 1)])
+def test_fourier_transforms_of_given_shards_that_every_device_computes_are_said(strategy):
+    ensemble = jax.vmap(lambda u: jnp.fft.ifft(jnp.fft.fft(u, axis=1) * 2, axis=1).real)
+    plan = shardfn.plan(ensemble, jax.ShapeDtypeStruct((8, 64, 64), "float32"), in_strategy=(strategy,), device="h100:8")
+    (text,) = [text for text in plan.diagnostics if "each device transforms all of them" in text]
+    assert "test_diagnostics.py" in text and "jax.shard_map" in text

@@ -142,6 +142,24 @@ def test_plan_kind_of_a_forward_pass(strategy, kind):
     assert shardfn.plan(mlp, *args, in_strategy=strategy, device="cpu:8").kind == kind
 
 
+def fused_attention(x, qkv, out):
+    q, k, v = jnp.split(x @ qkv, 3, axis=-1)
+    return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ v @ out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        (((2, 1, 1), (1, 4), (4, 1)), "tensor parallel over 4 × data parallel over 2"),
+        (((8, 1, 1), (1, 1), (1, 1)), "data parallel over 8 devices"),
+        (((8, 1, 1), (8, 1), (8, 1)), "FSDP over 8 devices"),
+    ],
+)
+def test_kind_where_results_have_the_shape_of_the_batch_and_weights_are_square(strategy, kind):
+    args = shaped(8, 16, 32), shaped(32, 96), shaped(32, 32)
+    assert shardfn.plan(fused_attention, *args, in_strategy=strategy, device="cpu:8").kind == kind
+
+
 @pytest.mark.parametrize(
     ("params", "momentum", "x", "kind"),
     [

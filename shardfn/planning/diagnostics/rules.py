@@ -19,6 +19,8 @@ from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.diagnostics.expert_einsums import expert_einsums
 from shardfn.planning.diagnostics.field_lookups import field_lookups
+from shardfn.planning.diagnostics.full_transforms import REMEDY as TRANSFORM_SHARDS
+from shardfn.planning.diagnostics.full_transforms import full_transforms
 from shardfn.planning.diagnostics.fused_projections import FusedProjection, fused_projections
 from shardfn.planning.diagnostics.masked_experts import masked_experts
 from shardfn.planning.plan import FIX, Decision, Plan
@@ -172,10 +174,7 @@ def _remedy(plan: Plan, answered: AnsweredCall) -> str:
     }
     if sum(transforms.values()) > facts.flops / 2:
         largest = max(transforms, key=transforms.__getitem__)
-        return (
-            f"XLA transforms arrays in full{_at(file_line(largest))}: transform the unsharded "
-            "dimensions of each shard in a `jax.shard_map`, and reshard between two transforms; or shard another dimension"
-        )
+        return f"XLA transforms arrays in full{_at(file_line(largest))}: {TRANSFORM_SHARDS}"
     return "use fewer devices, or a larger batch" if plan.layouts.dimensions is None else "use fewer devices"
 
 
@@ -466,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     einsum_experts,
     lookups_of_fields,
     splits_of_projections,
+    full_transforms,
     replicated,
     idle,
 )

@@ -164,10 +164,11 @@ def layouts_of(
     graph = partitioned.graph
     returned = {(end, d.shape) for d in results for end in _ends(d.path)}
     mirrored = {d.path for d in arguments if (_without_argument(d.path), d.shape) in returned}
-    batch = _batch_dimensions(arguments, results, groups, mirrored, graph.trip_counts)
+    sources = _sources(graph, len(arguments))
+    contracted = _contracted(graph, sources, arguments)
+    batch = _batch_dimensions(arguments, results, groups, mirrored, contracted, graph.trip_counts)
     with_batch = {path for path, _ in batch}
     weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
-    sources = _sources(graph, len(arguments))
     feeds = functools.reduce(
         operator.or_, (sources.get(v, 0) for op in graph.ops if op.name in READ_WEIGHTS for v in op.inputs), 0
     )
@@ -248,13 +249,14 @@ def _batch_dimensions(
     results: Sequence[Decision],
     groups: Sequence[DimensionGroup],
     mirrored: Collection[str],
+    contracted: Collection[str],
     stacks: Collection[int],
 ) -> set[tuple[str, int]]:
     """The dimensions, as (path, number), of the groups that look most like a batch.
 
     A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates, and
-    which no result has in another dimension. Of these, those of arguments whose shape no result has. Of these, those that a
-    result has too.
+    which no result has in another dimension. Of these, those of arguments whose shape no result has, and that a matmul reads along
+    other dimensions. Of these, those that a result has too.
 
     `search.generators.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where
     here a gradient of the same path counts too. It chooses one batch, where a plan may shard several.
@@ -267,12 +269,24 @@ def _batch_dimensions(
         mine = {(path, number) for path, number in members if path in own}
         if not mine or any(number or path in mirrored for path, number in mine):
             continue
-        is_returned = any(own[path] in shapes for path, _ in mine)
+        is_like_weight = any(own[path] in shapes or path in contracted for path, _ in mine)
         is_elsewhere = any(number for path, number in members if path not in own)
-        ranked.setdefault((group.size in stacks or is_elsewhere, is_returned, len(mine) == len(members)), set()).update(
+        ranked.setdefault((group.size in stacks or is_elsewhere, is_like_weight, len(mine) == len(members)), set()).update(
             mine
         )
     return ranked[min(ranked)] if ranked else set()
+
+
+def _contracted(graph: Graph, sources: Mapping[int, int], arguments: Sequence[Decision]) -> set[str]:
+    """The arguments, by path, of which every matmul that reads them contracts dimension 0."""
+    path_of = {(1 << i, d.shape): d.path for i, d in enumerate(arguments) if d.shape}
+    found, others = set[str](), set[str]()
+    for op in graph.ops:
+        if op.name == "dot_general" and op.rule is not None:
+            for v, dims in zip(op.inputs, op.rule.operands, strict=True):
+                if path := path_of.get((sources.get(v, 0), tuple(graph.values[v].shape))):
+                    (found if op.rule.reduction.issuperset(dims[0]) else others).add(path)
+    return found - others
 
 
 READ_WEIGHTS = ("dot_general", "convolution", "gather")

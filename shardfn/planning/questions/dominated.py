@@ -21,7 +21,7 @@ OPS = 4_000
 """Ops of all partitioned programs together that are evaluated for one report: a part of a second."""
 
 SHARE = 0.1
-"""Entries are looked at whose collectives send at least this part of the bytes, as many as that can be."""
+"""Of a large program, entries are looked at whose collectives send at least this part of the bytes, as many as that can be."""
 
 WORTH = 0.05
 """The part of the time that another sharding must save: estimates of two shardings of one program differ by less by chance."""
@@ -29,32 +29,36 @@ WORTH = 0.05
 
 def with_dominated_entries(plan: Plan) -> Plan:
     """The plan with a diagnostic for each entry that another one dominates."""
-    found = tuple(_dominated(plan)) if plan._answered is not None else ()
+    found = tuple(_dominated(plan)) if plan._answered is not None and plan.cost.bytes_sent else ()
     return dataclasses.replace(plan, diagnostics=(*plan.diagnostics, *found)) if found else plan
 
 
 def _dominated(plan: Plan) -> Iterator[str]:
-    groups = _suspects(plan)
     programs = OPS // (1 + len(plan.partitioned.graph.ops))
-    for same in groups[:programs]:
+    groups = _suspects(plan, programs)
+    for same in groups:
         path = glob_of(same, [d.path for d in (*plan.inputs, *plan.outputs)])
-        yield from _better(plan, path, same, why(plan, path, min(MOST, programs // len(groups[:programs]))))
+        yield from _better(plan, path, same, why(plan, path, min(MOST, programs // len(groups))))
 
 
-def _suspects(plan: Plan) -> list[list[Decision]]:
-    """The user's entries, those of all layers together, that cause at least `SHARE` of the bytes sent; most bytes first."""
+def _suspects(plan: Plan, programs: int) -> list[list[Decision]]:
+    """The user's entries, those of all layers together, that cause at least `SHARE` of the bytes sent, most bytes first; all of
+    them where so many programs suffice, as what one entry causes may be cured by another.
+    """
     partitioned = plan.partitioned
     sent = [c for c in partitioned.communications if c.group_size > 1 and c.cause != USER_WRITTEN]
     caused = collections.Counter[int]()
     for c, dims in zip(sent, attribute(partitioned, len(plan.inputs), sent), strict=True):
         for i in {i for i, _ in dims}:
             caused[i] += communication_bytes(partitioned, c) * c.trips
-    given = [i for i, d in enumerate(plan.inputs) if d.source == "you" and caused[i]]
+    given = [i for i, d in enumerate(plan.inputs) if d.source == "you"]
     groups = alike(
         given, lambda i: (layer(plan.inputs[i].path), plan.inputs[i].shape, plan.inputs[i].strategy), least=2
     )
     ranked = sorted(((sum(caused[i] for i in same), same) for same in groups), key=lambda row: -row[0])
-    return [[plan.inputs[i] for i in same] for total, same in ranked if total >= SHARE * plan.cost.bytes_sent]
+    if len(ranked) * MOST > programs:
+        ranked = [row for row in ranked if row[0] >= max(1, SHARE * plan.cost.bytes_sent)][:programs]
+    return [[plan.inputs[i] for i in same] for _, same in ranked]
 
 
 def _better(plan: Plan, path: str, same: Sequence[Decision], others: Alternatives) -> Iterator[str]:

@@ -38,7 +38,7 @@ _NOTES = {
     ),
     "transform": (
         "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "
-        "a program that may stop when it runs. To avoid it, shard the first dimension only"
+        "a program that may stop when it runs. To avoid it, shard one dimension that they do not transform"
     ),
     "padding": (
         "shardfn gathers the dimensions that are padded between elements, or cropped, at {}: for this sharding XLA computes "
