@@ -408,6 +408,8 @@ def test_collectives_inside_of_jaxs_functions_have_the_line_that_calls_them(func
 @pytest.mark.parametrize("strategy", [(8, 1, 1), (1, 8, 1)])
 def test_fourier_transforms_of_given_shards_that_every_device_computes_are_said(strategy):
     ensemble = jax.vmap(lambda u: jnp.fft.ifft(jnp.fft.fft(u, axis=1) * 2, axis=1).real)
-    plan = shardfn.plan(ensemble, jax.ShapeDtypeStruct((8, 64, 64), "float32"), in_strategy=(strategy,), device="h100:8")
+    plan = shardfn.plan(
+        ensemble, jax.ShapeDtypeStruct((8, 64, 64), "float32"), in_strategy=(strategy,), device="h100:8"
+    )
     (text,) = [text for text in plan.diagnostics if "each device transforms all of them" in text]
     assert "test_diagnostics.py" in text and "jax.shard_map" in text

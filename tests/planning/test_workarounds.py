@@ -137,7 +137,9 @@ def test_fourier_transforms_of_cut_arrays_run(strategy, mended):
     np.testing.assert_allclose(sharded(*SIGNAL), filtered(*SIGNAL), rtol=1e-3, atol=1e-3)
     said = [f for f in sharded.plan(*SIGNAL).diagnostics if "may stop when it runs" in f]
     assert bool(said) == mended
-    assert all("test_workarounds.py" in text and "shard one dimension that they do not transform" in text for text in said)
+    assert all(
+        "test_workarounds.py" in text and "shard one dimension that they do not transform" in text for text in said
+    )
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 8), (2, 4, 8)])

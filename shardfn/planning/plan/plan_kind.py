@@ -255,8 +255,8 @@ def _batch_dimensions(
     """The dimensions, as (path, number), of the groups that look most like a batch.
 
     A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates, and
-    which no result has in another dimension. Of these, those of arguments whose shape no result has, and that a matmul reads along
-    other dimensions. Of these, those that a result has too.
+    which no result has in another dimension. Of these, those of arguments whose shape no result has, and that a matmul reads
+    along other dimensions. Of these, those that a result has too.
 
     `search.generators.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where
     here a gradient of the same path counts too. It chooses one batch, where a plan may shard several.
@@ -271,9 +271,9 @@ def _batch_dimensions(
             continue
         is_like_weight = any(own[path] in shapes or path in contracted for path, _ in mine)
         is_elsewhere = any(number for path, number in members if path not in own)
-        ranked.setdefault((group.size in stacks or is_elsewhere, is_like_weight, len(mine) == len(members)), set()).update(
-            mine
-        )
+        ranked.setdefault(
+            (group.size in stacks or is_elsewhere, is_like_weight, len(mine) == len(members)), set()
+        ).update(mine)
     return ranked[min(ranked)] if ranked else set()
 
 

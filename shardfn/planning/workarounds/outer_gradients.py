@@ -10,19 +10,20 @@ JAX transposes the tangent program of each op. Some transposes meet bugs of XLA 
 - A Fourier transform may read a transposed array on CPU, and fail.
 - A convolution becomes one with the shardings of image and result exchanged: where the result is unsharded and the image is not,
   it is wrong.
-- A sort becomes a scatter with an index of unsigned integers, which ends the process where its shards are uneven.
-- A scatter of one window becomes another one, and so do a lookup and a `top_k` of one. Before JAX 0.12 XLA changes shards that it
-  does not reach, if the array that it updates is sharded just before (`workarounds`), or is added to it. What is sharded just
-  before is not known here: the program around the call decides it. So each such update, and each transpose, is between
-  optimization barriers; the tangent of such a `top_k` is a masked sum.
+- A sort and a `top_k` become a scatter that combines. With uneven shards it is wrong, or ends the process where its index is of
+  unsigned integers.
+- A scatter or a lookup of one window becomes a scatter of one. Before JAX 0.12 XLA changes shards that it does not reach, if the
+  array that it updates is sharded just before (`workarounds`), or is added to it. What is sharded just before is not known
+  here: the program around the call decides it. So each such update, and each transpose, is between optimization barriers.
 - A rotation becomes a sum of pads, which does not compile for some shards: its transpose is the rotation back.
 - A resharding becomes the one back, which may end the process since JAX 0.12 (`partition.xla_bugs.ends_process`).
 
 Here the tangents of strided slices, pads and sums are written with reshapes, slices and concatenations, whose transposes XLA
 computes correctly for every sharding. Those of plain slices with uneven shards are along gathered dimensions, those of pooling
-and of such convolutions along unsharded windows, those of lookups have even shards, and dynamic places are clamped. Cumulative
-ops have tangents made of such ops. Where a resharding back would end the process, the tangents of results are replicated; between
-constraints of the user's own inside, XLA reshards them as they say. The values of a function are computed as without these rules.
+and of such convolutions along unsharded windows, those of lookups, sorts and `top_k` have even shards, and dynamic places are
+clamped. Cumulative ops have tangents made of such ops. Where a resharding back would end the process, the tangents of results
+are replicated; between constraints of the user's own inside, XLA reshards them as they say. The values of a function are
+computed as without these rules.
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ def correct_gradients(
         if _is_even_rotation(eqn, devices):
             return _rotated(eqn, inputs, risks.rotations, mesh)
         if eqn.primitive.name == "sort":
-            return _sorted(eqn)(*inputs)
+            return _sorted(eqn, mesh, devices)(*inputs)
         if eqn.primitive.name == "top_k":
-            return _largest(eqn)(*inputs)
+            return _largest(eqn, mesh, devices)(*inputs)
         if _updates_window(eqn):
             return lax.optimization_barrier(bind_one(eqn, [lax.optimization_barrier(inputs[0]), *inputs[1:]]))
         if eqn.primitive.name in AT_PLACES:
@@ -242,13 +243,11 @@ def _is_at_risk(eqn: Any, risks: Risks) -> bool:
     name, params, (devices, multiple, convolutions, *_) = eqn.primitive.name, eqn.params, risks
     if _updates_window(eqn) or _is_even_rotation(eqn, devices):
         return True
-    if name == "sort":
-        sizes = eqn.invars[0].aval.shape
+    if name in ("sort", "top_k"):
+        sizes = (n for v in (eqn.invars[0], eqn.outvars[0]) for n in v.aval.shape)
         return any(n % devices for n in sizes) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars)
     if name == "gather":
         is_found = multiple > 1 or _finds_window(eqn)
-    elif name == "top_k":
-        is_found = IS_BEFORE_JAX_0_12 and math.prod(eqn.outvars[0].aval.shape) == 1
     elif name == "slice":
         is_found = max(params["strides"] or (1,), default=1) > 1 or bool(_cropped(eqn, devices))
     elif name == _CONVOLUTION:
@@ -304,7 +303,7 @@ def _convolved(eqn: Any, mesh: Any) -> Callable[..., Any]:
     return op
 
 
-def _sorted(eqn: Any) -> Callable[..., list[Any]]:
+def _sorted(eqn: Any, mesh: Any, devices: int) -> Callable[..., list[Any]]:
     """`lax.sort`, whose tangents are looked up at signed places."""
     dim, shape = eqn.params["dimension"], eqn.invars[0].aval.shape
 
@@ -318,7 +317,9 @@ def _sorted(eqn: Any) -> Callable[..., list[Any]]:
             (*primals, place), dimension=dim, is_stable=eqn.params["is_stable"], num_keys=eqn.params["num_keys"]
         )
         moved = [
-            np.zeros(shape, jax.dtypes.float0) if t.dtype == jax.dtypes.float0 else jnp.take_along_axis(t, order, dim)
+            np.zeros(shape, jax.dtypes.float0)
+            if t.dtype == jax.dtypes.float0
+            else _looked_up(t, order, dim, mesh, devices)
             for t in tangents
         ]
         return found, moved
@@ -327,22 +328,27 @@ def _sorted(eqn: Any) -> Callable[..., list[Any]]:
     return op
 
 
-def _largest(eqn: Any) -> Callable[..., list[Any]]:
-    """A `top_k` of one element, whose tangent is a masked sum."""
-    dim = eqn.params["axis"]
+def _largest(eqn: Any, mesh: Any, devices: int) -> Callable[..., list[Any]]:
+    """`lax.top_k`, whose tangent is looked up in even shards."""
 
     @jax.custom_jvp
     def op(x: Any) -> list[Any]:
         return bind_one(eqn, [x])
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        largest, place = op(*primals)
-        is_there = lax.broadcasted_iota(place.dtype, primals[0].shape, dim) == place
-        found = jnp.where(is_there, tangents[0], 0).sum(dim, keepdims=True)
-        return [largest, place], [found, np.zeros(place.shape, jax.dtypes.float0)]
+        largest, order = op(*primals)
+        found = _looked_up(tangents[0], order, eqn.params["axis"], mesh, devices)
+        return [largest, order], [found, np.zeros(order.shape, jax.dtypes.float0)]
 
     op.defjvp(derivative)
     return op
+
+
+def _looked_up(x: Any, order: Any, dim: int, mesh: Any, devices: int) -> Any:
+    """`jnp.take_along_axis`, unsharded along uneven dimensions: its transpose is a scatter that combines."""
+    uneven = [d for d, sizes in enumerate(zip(x.shape, order.shape, strict=True)) if any(n % devices for n in sizes)]
+    x, order = (unsharded(mesh, each, uneven) for each in (x, order))
+    return unsharded(mesh, jnp.take_along_axis(x, order, dim), uneven)
 
 
 def _slice(params: dict[str, Any], x: Any) -> Any:
