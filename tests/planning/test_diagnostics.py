@@ -411,5 +411,18 @@ def test_fourier_transforms_of_given_shards_that_every_device_computes_are_said(
     plan = shardfn.plan(
         ensemble, jax.ShapeDtypeStruct((8, 64, 64), "float32"), in_strategy=(strategy,), device="h100:8"
     )
-    (text,) = [text for text in plan.diagnostics if "each device transforms all of them" in text]
+    (text,) = [text for text in plan.diagnostics if "XLA gathers the operands of `fft`" in text]
     assert "test_diagnostics.py" in text and "jax.shard_map" in text
+
+
+@pytest.mark.parametrize("device", ["cpu:8", "h100:8"])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(jnp.linalg.eigvalsh, True), (jnp.linalg.inv, True), (jnp.linalg.svd, True), (jax.vmap(jnp.linalg.svd), False)],
+)
+def test_matrices_of_library_calls_that_every_device_computes_are_said(function, said, device):
+    shape, strategy = ((64, 64), (8, 1)) if said else ((8, 64, 64), (8, 1, 1))
+    plan = shardfn.plan(
+        lambda x: function(x), jax.ShapeDtypeStruct(shape, "float32"), in_strategy=(strategy,), device=device
+    )
+    assert any("and each device computes all of it" in text for text in plan.diagnostics) == said

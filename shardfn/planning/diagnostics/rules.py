@@ -19,10 +19,9 @@ from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.diagnostics.expert_einsums import expert_einsums
 from shardfn.planning.diagnostics.field_lookups import field_lookups
-from shardfn.planning.diagnostics.full_transforms import REMEDY as TRANSFORM_SHARDS
-from shardfn.planning.diagnostics.full_transforms import full_transforms
 from shardfn.planning.diagnostics.fused_projections import FusedProjection, fused_projections
 from shardfn.planning.diagnostics.masked_experts import masked_experts
+from shardfn.planning.diagnostics.whole_operands import TRANSFORM_SHARDS, whole_operands
 from shardfn.planning.plan import FIX, Decision, Plan
 from shardfn.search.moves import array_specs
 from shardfn.search.problem import Algorithm, array_bytes, objective
@@ -465,7 +464,7 @@ RULES: tuple[Rule, ...] = (
     einsum_experts,
     lookups_of_fields,
     splits_of_projections,
-    full_transforms,
+    whole_operands,
     replicated,
     idle,
 )
