@@ -23,7 +23,6 @@ from jax.core import Tracer
 from shardfn.compiled.executable import read
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend import defaults
-from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.inputs_outputs import input_leaves
@@ -364,16 +363,14 @@ class ShardedFunction(Generic[P, R]):
         problems: list[Problem] = []
         input_leaves(callee, self.options, call, defaults.current(), problems)
         raise_problems(problems)
-        shapes = call.of_shapes()
-        jitted = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics)
-        with without_types(call.ambient, self.callee.name):
-            result = jitted.eval_shape(*shapes.values)
+        result = self._calls.results(callee, call)
         return restore_static(result[0] if call.returns_changes else result)
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function with these options."""
         self._calls.entries.clear()
         self._calls.closed_over.clear()
+        self._calls.results_of.clear()
         self._fast, self._fast_defaults = _no_fast_path, None
 
     # ---- inside

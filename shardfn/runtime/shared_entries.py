@@ -16,7 +16,7 @@ from typing import Any
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.options import Options
 from shardfn.runtime.entries import Entries
-from shardfn.runtime.executable import Entry
+from shardfn.runtime.executable import Entry, Results
 from shardfn.search import BUILT_IN
 
 _NAME = "__shardfn_kept__"
@@ -28,6 +28,8 @@ class Kept:
 
     entries: Entries[Entry] = dataclasses.field(default_factory=Entries)
     closed_over: Entries[ClosedOverArguments] = dataclasses.field(default_factory=Entries)
+    results_of: Entries[Results] = dataclasses.field(default_factory=Entries)
+    """Of calls that were traced, and not planned."""
     is_shared: bool = False
 
 
