@@ -203,7 +203,7 @@ class Recorder:
         for node, parts, obj in zip(self._nodes, self._parts, self._objects, strict=True):
             if obj is None or node.kind in (MADE, SELF):
                 continue
-            if node.kind is not ATTRIBUTES and node.kind.header(obj) != node.header:
+            if node.kind is not ATTRIBUTES and not node.is_header_of(obj):
                 found.append(node.path)
                 continue
             for key, wanted in parts.items():

@@ -1,9 +1,11 @@
 """A call sees what Python state is now, whatever kind of object holds it; and what it does not read costs nothing."""
 
 import argparse
+import array
 import collections
 import copy
 import dataclasses
+import decimal
 import enum
 import functools
 import random
@@ -380,6 +382,43 @@ def test_numbers_that_are_equal_but_not_the_same():
     for value, wanted in ((1, 1), (True, 2), (1.0, 2), (0.0, 2), (-0.0, -2), (float("nan"), 2)):
         sign.k = value
         scaled(sign, wanted)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({0.0: 1}, {-0.0: 1}),
+        ({1: 1}, {True: 1}),
+        ({(1, 0.0): 1}, {(True, 0.0): 1}),
+        ({(1, 0.0): 1}, {(1, -0.0): 1}),
+        ({"a": {1: 2}}, {"a": {1.0: 2}}),
+        (collections.OrderedDict({1: 1}), collections.OrderedDict({1.0: 1})),
+        ({1, 2}, {True, 2}),
+        ({0.0}, {-0.0}),
+        (frozenset({(0.0, "a")}), frozenset({(-0.0, "a")})),
+        ([0.0, "a"], [-0.0, "a"]),
+        ((1, (2,)), (True, (2,))),
+        (range(0, 3, 2), range(0, 4, 2)),
+        (decimal.Decimal("0"), decimal.Decimal("-0")),
+        (array.array("i", [0, 1065353216]), array.array("f", [0.0, 1.0])),
+        (memoryview(b"\0\0\0\0"), memoryview(b"\0\0\0\0").cast("i")),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("nan", [False, True])
+def test_containers_that_are_equal_but_not_the_same(before, after, nan):
+    traced = []
+
+    def call(self, x):
+        traced.append(repr(list(self.k) if isinstance(self.k, memoryview) else self.k))
+        return x * len(traced)
+
+    made = Scale(k=before)
+    call = shard(types.MethodType(call, made))
+    for value in (before, copy.copy(before) if type(before) is not memoryview else before, after, before):
+        made.k = [value, {float("nan"): 1}] if nan else value
+        call(X)
+    assert len(traced) == (4 if nan else 2) and (nan or traced[0] != traced[1])
 
 
 def test_numpy_arrays():
