@@ -13,7 +13,8 @@ _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subcl
 
 def data_of_class(kind: type) -> list[str]:
     """The class attributes that hold data, its metaclass's too, and that a method of the class names: `type(self).k` and `Net.k`
-    are no reads of an object. What only `__init__` and its like name is a counter of instances, say.
+    are no reads of an object. What only `__init__` and its like name is a counter of instances, say. Likewise its methods that
+    Python looks up in the class, as `__getitem__`.
 
     >>> class Net:
     ...     __module__ = "model"
@@ -22,10 +23,11 @@ def data_of_class(kind: type) -> list[str]:
     ...     def __call__(self, x):
     ...         return Net.k * x
     >>> data_of_class(Net)
-    ['k']
+    ['__call__', 'k']
     """
     data = {name: value for base in _users(kind) for name, value in list(vars(base).items())}
-    return sorted(name for name in data.keys() & _named(kind) if not (name.startswith("__") or _is_bound(data[name])))
+    read = {name for name in data.keys() & _named(kind) if not (name.startswith("__") or _is_bound(data[name]))}
+    return sorted(read | {name for name, value in data.items() if _is_of_operator(name, value)})
 
 
 def looked_up(kind: type) -> Iterator[tuple[type, list[str]]]:
@@ -60,6 +62,14 @@ def _users(kind: type) -> list[type]:
 def _named(kind: type) -> set[str]:
     values = ((name, value) for base in _users(kind) for name, value in list(vars(base).items()))
     return {found for name, value in values if name not in _CONSTRUCTORS for found in _names(value)}
+
+
+def _is_of_operator(name: str, value: Any) -> bool:
+    """Whether Python looks a method up in the class itself. Those of attributes and equality are the recorder's at times."""
+    is_special = (
+        name.startswith("__") and name not in _CONSTRUCTORS and name not in ("__getattribute__", "__eq__", "__hash__")
+    )
+    return is_special and isinstance(value, types.FunctionType)
 
 
 def _is_bound(value: Any) -> bool:

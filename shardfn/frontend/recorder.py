@@ -5,18 +5,15 @@ The classes of the objects that are reached get a `__getattribute__` that tells 
 
 from __future__ import annotations
 
-import array
-import collections
 import contextlib
 import dataclasses
 import enum
 import functools
-import random
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,27 +27,21 @@ from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
 from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
 from shardfn.frontend.plain_objects import METHODS, SHARDED, attributes_of, is_plain, is_users_class
 from shardfn.frontend.strategy import is_cell
+from shardfn.frontend.value_parts import content_of, is_consumed, parts_of
 from shardfn.frontend.watch import (
     ABSENT,
     ARRAY,
-    ATOM,
     ATOMS,
     ATTRIBUTES,
-    BYTES,
     CONTENT,
-    ENTRIES,
-    FACTORY,
     IDENTITY,
-    ITEMS,
     MADE,
     NAMESPACE,
     NOTHING_READ,
     OWN,
     REFERENCE,
     SELF,
-    SET,
     UNSEEN,
-    VALUES,
     Kind,
     Node,
     Ref,
@@ -59,52 +50,8 @@ from shardfn.frontend.watch import (
     place_in,
     raw,
 )
-from shardfn.frontend.wrapped import PARTS
 
 # ---- kinds of value
-
-
-def _parts_of(value: Any) -> tuple[str, ...] | None:
-    """The attributes that make up a value, for `SELF` and `MADE`."""
-    if isinstance(value, types.MethodType):
-        return "__func__", "__self__"
-    if isinstance(value, functools.partial):
-        return "func", "args", "keywords"
-    if isinstance(value, types.FunctionType):
-        return _parts_of_function(value)
-    if isinstance(value, KeysView | ValuesView | ItemsView):
-        return ("mapping",) if hasattr(value, "mapping") else ("_mapping",)
-    return getattr(type(value), PARTS, None)
-
-
-def _parts_of_function(value: types.FunctionType) -> tuple[str, ...]:
-    """Its attributes, and its defaults if a program can change them; of a `functools.singledispatch` what it chooses from."""
-    if hasattr(value, "registry") and hasattr(value, "_clear_cache"):
-        return ("registry",)
-    defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
-    changing = (not ATOMS.issuperset(map(type, values)) for values in defaults)
-    parts = zip(("__dict__", "__defaults__", "__kwdefaults__"), (bool(value.__dict__), *changing), strict=True)
-    return tuple(name for name, is_one in parts if is_one)
-
-
-def _content_of(value: Any) -> tuple[Kind, Sequence[Any]] | None:
-    """How a container, or a number or a string of a class of its own, is compared, and by which parts."""
-    if isinstance(value, set | frozenset):
-        return SET, ()
-    if isinstance(value, bytearray | memoryview | array.array):
-        return BYTES, ()
-    if isinstance(value, dict | types.MappingProxyType):
-        return ENTRIES, (*value, FACTORY) if isinstance(value, collections.defaultdict) else (*value,)
-    if isinstance(value, list | tuple | collections.deque):
-        return (VALUES, ()) if ATOMS.issuperset(map(type, value)) else (ITEMS, range(len(value)))
-    return (ATOM, ()) if isinstance(value, int | float | complex | str | bytes) else None
-
-
-def _is_consumed(value: Any) -> bool:
-    """Whether reading a value changes it, out of sight: generators, files, random number generators."""
-    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator):
-        return True
-    return hasattr(type(value), "__next__")
 
 
 def _is_module(value: Any) -> bool:
@@ -243,7 +190,7 @@ class Recorder:
             return value
         if isinstance(value, np.ndarray):
             return self._see_numpy(value, path)
-        if (content := _content_of(value)) is not None:
+        if (content := content_of(value)) is not None:
             if not is_users_class(kind):
                 return self._node(content[0], value, path, content[1])
             ref = self._see_object(value, path)
@@ -251,15 +198,15 @@ class Recorder:
             return ref
         if isinstance(value, type):
             return self._node(SELF, value, path, data_of_class(value)) if is_users_class(value) else value
-        if isinstance(value, types.SimpleNamespace):
+        if isinstance(value, types.SimpleNamespace | threading.local):
             return self._node(NAMESPACE, value, path, list(vars(value)))
-        if (names := _parts_of(value)) is not None:
+        if (names := parts_of(value)) is not None:
             of = SELF if isinstance(value, types.FunctionType) else MADE
             self._left += [LeftObject.of(value, path)] if of is SELF else []
             return self._node(of, value, path, list(names)) if names else value
         if is_cell(value) or _is_module(value) or is_plain(value):
             return self._see_object(value, path)
-        if self._is_strict and _is_consumed(value):
+        if self._is_strict and is_consumed(value):
             fail(StrategyError, f"the call reads {path or 'a value'}, a {kind.__name__}, which changes when it is used",
                  where=path, why="a compiled call keeps what it read when it was traced, and such a change cannot be seen",
                  fix="draw the values before the call and pass them as arrays; random numbers from a jax.random key that is "

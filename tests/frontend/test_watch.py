@@ -8,7 +8,9 @@ import dataclasses
 import decimal
 import enum
 import functools
+import os
 import random
+import threading
 import types
 import weakref
 
@@ -419,6 +421,63 @@ def test_containers_that_are_equal_but_not_the_same(before, after, nan):
         made.k = [value, {float("nan"): 1}] if nan else value
         call(X)
     assert len(traced) == (4 if nan else 2) and (nan or traced[0] != traced[1])
+
+
+def test_values_of_a_thread_and_of_the_environment(monkeypatch):
+    class Local(threading.local):
+        def __init__(self):
+            self.k = 2.0
+
+    plain = threading.local()
+    plain.k = 2.0
+    monkeypatch.setenv("SHARDFN_TEST_K", "2")
+
+    class Holder(Scale):
+        def factor(self):
+            return float(self.held["SHARDFN_TEST_K"]) if self.held is os.environ else self.held.k
+
+    calls = [Holder(held=held).decorated for held in (plain, Local(), os.environ)]
+    for call in calls:
+        scaled(call, 2)
+    for call in calls[:2]:
+        call.fn.__self__.held.k = 3.0
+    monkeypatch.setenv("SHARDFN_TEST_K", "3")
+    for call in calls:
+        scaled(call, 3)
+
+
+@pytest.mark.parametrize("of", ["itself", "base", "inside"])
+@pytest.mark.parametrize("name", ["__call__", "__getitem__", "__len__", "__neg__"])
+def test_methods_of_operators_that_are_replaced_in_a_class(name, of):
+    class Base:
+        def __call__(self, x):
+            return 2 * x
+
+        def __getitem__(self, i):
+            return 2.0
+
+        def __len__(self):
+            return 2
+
+        def __neg__(self):
+            return 2.0
+
+    class Holder(Base):
+        inner = None
+
+        @shard
+        def apply(self, x):
+            one = self.inner or self
+            uses = {"__getitem__": lambda: one[0], "__len__": lambda: len(one), "__neg__": lambda: -one}
+            return one(x) if name == "__call__" else x * uses[name]()
+
+    made = Holder()
+    if of == "inside":
+        made.inner = Base()
+    scaled(made.apply, 2)
+    new = {"__call__": lambda self, x: 3 * x, "__getitem__": lambda self, i: 3.0}.get(name, lambda self: 3)
+    setattr(Holder if of == "itself" else Base, name, new)
+    scaled(made.apply, 3)
 
 
 def test_numpy_arrays():
