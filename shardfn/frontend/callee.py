@@ -27,6 +27,7 @@ from shardfn.frontend.recorder import active, refuse_changes
 from shardfn.frontend.refs import HeldRefs, held_refs
 from shardfn.frontend.static_leaves import objects_in
 from shardfn.frontend.strategy import is_cell
+from shardfn.frontend.value_parts import may_change
 from shardfn.frontend.wrapped import PARTS
 
 
@@ -112,11 +113,12 @@ class Callee:
 
     def objects_of(self, call: Call) -> list[Any]:
         """The objects of users' classes that are no arrays and by which a call is found, whose attributes it may read: static
-        arguments, static fields of pytrees, attributes of Flax NNX objects among the arguments."""
+        arguments, static fields of pytrees, attributes of Flax NNX objects among the arguments. Of the first two also lists,
+        dicts and the like."""
         found = [call.values[i] for i in call.statics]
         found += objects_in(tree_util.tree_structure(call.dynamic))
-        found += self.objects.attributes()
-        return [value for value in found if is_plain(value)]
+        found = [value for value in found if is_plain(value) or may_change(value)]
+        return [*found, *filter(is_plain, self.objects.attributes())]
 
     def frozen(self, call: Call) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.

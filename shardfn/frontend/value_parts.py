@@ -53,6 +53,14 @@ def content_of(value: Any) -> tuple[Kind, Sequence[Any]] | None:
     return (ATOM, ()) if isinstance(value, int | float | complex | str | bytes) else None
 
 
+def may_change(value: Any) -> bool:
+    """Whether a value is a container whose content may be another one later."""
+    content = content_of(value)
+    if content is None or content[0] is ATOM:
+        return False
+    return content[0] is ITEMS or not isinstance(value, tuple | frozenset)
+
+
 def is_consumed(value: Any) -> bool:
     """Whether reading a value changes it, out of sight: generators, files, random number generators."""
     if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator):

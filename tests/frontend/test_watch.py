@@ -13,13 +13,14 @@ import random
 import threading
 import types
 import weakref
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 from shardfn import shard
 from shardfn.errors import StrategyError
@@ -421,6 +422,74 @@ def test_containers_that_are_equal_but_not_the_same(before, after, nan):
         made.k = [value, {float("nan"): 1}] if nan else value
         call(X)
     assert len(traced) == (4 if nan else 2) and (nan or traced[0] != traced[1])
+
+
+class Equinox(eqx.Module):
+    held: Any = eqx.field(static=True)
+    w: jax.Array
+
+
+@struct.dataclass
+class Struct:
+    w: jax.Array
+    held: Any = struct.field(pytree_node=False)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["held"])
+@dataclasses.dataclass
+class Registered:
+    w: jax.Array
+    held: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    def __init__(self, w, held):
+        self.w, self.held = w, held
+
+    def tree_flatten(self):
+        return (self.w,), self.held
+
+    @classmethod
+    def tree_unflatten(cls, held, children):
+        return cls(*children, held)
+
+
+CONTAINERS = {
+    "dict": (lambda: {"k": 2.0}, lambda c: c["k"], lambda c, k: c.update(k=k)),
+    "list": (lambda: [2.0], lambda c: c[0], lambda c, k: c.__setitem__(0, k)),
+    "longer": (lambda: [1.0, 1.0], lambda c: sum(c), lambda c, k: c.append(k - sum(c))),
+    "set": (lambda: {2.0}, lambda c: max(c), lambda c, k: (c.clear(), c.add(k))),
+    "inside": (lambda: {"a": [{"k": 2.0}]}, lambda c: c["a"][0]["k"], lambda c, k: c["a"][0].update(k=k)),
+    "in a tuple": (lambda: (1, [2.0]), lambda c: c[1][0], lambda c, k: c[1].__setitem__(0, k)),
+    "ordered": (lambda: collections.OrderedDict(k=2.0), lambda c: c["k"], lambda c, k: c.update(k=k)),
+    "deque": (lambda: collections.deque([2.0]), lambda c: c[0], lambda c, k: c.__setitem__(0, k)),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("kind", [Equinox, Struct, Registered, Node])
+def test_containers_in_static_fields_of_arguments(kind, container):
+    make, read, change = CONTAINERS[container]
+    held = make()
+    one, other = (kind(held=h, w=jnp.eye(2)) for h in (held, make()))
+    call, nested = (
+        shard(lambda m, x: x @ m.w * read(m.held)),
+        shard(lambda m, x: x @ m["a"][0].w * read(m["a"][0].held)),
+    )
+    for value in (2.0, 3.0, 2.0, 4.0):
+        change(held, value)
+        scaled(lambda x: call(one, x), value)
+        scaled(lambda x: nested({"a": [one]}, x), value)
+        scaled(lambda x: call(other, x), 2)
+
+
+def test_a_static_tuple_with_a_list_or_an_object():
+    config = Config(2.0)
+    call = shard(lambda x, held: x * held[0].k, static_argnums=1)
+    scaled(lambda x: call(x, (config,)), 2)
+    config.k = 3.0
+    scaled(lambda x: call(x, (config,)), 3)
 
 
 def test_values_of_a_thread_and_of_the_environment(monkeypatch):

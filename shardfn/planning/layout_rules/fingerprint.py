@@ -44,9 +44,9 @@ def fingerprint(arrays: Iterable[tuple[str, Sequence[int]]], jaxpr: Any) -> str:
 
 
 def as_it_holds(layout: LayoutFile, name: str, inputs: Sequence[Leaf]) -> LayoutFile:
-    """A layout file as it holds for a function. One that was made from a plan of another function, such as the training step of an
-    evaluation step, or of a function with other arguments, such as a step with another optimizer, holds for the arrays that it
-    names, and its rules need not match.
+    """A layout file as it holds for a function. One that was made from a plan of another function, such as the training step of
+    an evaluation step, or of a function with other arguments, such as a step with another optimizer, holds for the arrays that
+    it names, and its rules need not match.
 
     Args:
       layout: the layout file.

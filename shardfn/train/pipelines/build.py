@@ -232,8 +232,8 @@ def _refuse_mixing(
              fix="take the op out of the pipeline, and apply it to the outputs of the whole batch")  # fmt: skip
     if found:
         warn(f"{found} is computed over the batch, of which the pipeline sees {parts} parts one by one: the loss may have "
-             "another value than on the whole batch; fix: compute it outside of the pipeline, or keep it where parts of the batch are "
-             "meant, as in a batch norm of micro-batches")  # fmt: skip
+             "another value than on the whole batch; fix: compute it outside of the pipeline, or keep it where parts of the "
+             "batch are meant, as in a batch norm of micro-batches")  # fmt: skip
 
 
 def _adds_parts(
