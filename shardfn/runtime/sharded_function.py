@@ -57,7 +57,7 @@ from shardfn.runtime.nested_call import run_nested
 from shardfn.runtime.planned_calls import PlannedCalls
 from shardfn.runtime.processes import check_devices, is_traced
 from shardfn.runtime.progress import progress
-from shardfn.runtime.shared_entries import kept_for
+from shardfn.runtime.shared_entries import Kept, kept_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,7 +101,7 @@ class ShardedFunction(Generic[P, R]):
         self.options = options
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
-        self._calls = PlannedCalls(self.callee, options, kept_for(fn, options))
+        self._calls = PlannedCalls(self.callee, options, kept_for(fn, options) if self.callee.is_plain else Kept())
         self._fast: Callable[..., Any] = _no_fast_path
         self._fast_defaults: Any = None
         self._fast_watch = NOTHING_READ

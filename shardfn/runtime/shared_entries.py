@@ -1,12 +1,14 @@
 """Sharded functions of one function with the same options share what they keep, as those of `jax.jit` do.
 
-A function holds what is kept of its calls, and frees it when it goes. It is another function where its code, its defaults, a
-variable that it closes over, or a global that it names is another object than before.
+What is kept of the calls of a function, a partial or a callable object goes when that goes. It is another function where its
+code, its defaults, a variable that it closes over, or a global that it names is another object than before. A bound method is a
+new one each time that it is looked up, here as for `jax.jit`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import types
 import weakref
@@ -15,6 +17,7 @@ from typing import Any
 
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.options import Options
+from shardfn.frontend.plain_objects import is_plain
 from shardfn.runtime.entries import Entries
 from shardfn.runtime.executable import Entry, Results
 from shardfn.search import BUILT_IN
@@ -59,22 +62,51 @@ def kept_for(function: Callable[..., Any], options: Options) -> Kept:
     """What is kept of the calls of a function with some options; nothing yet if neither can be recognised.
 
     Args:
-      function: what is sharded.
+      function: what is sharded; an object of a Flax NNX or Equinox module shares with its copies already.
       options: those of `shard`.
     """
-    if not isinstance(function, types.FunctionType) or not _is_settled(options):
+    code = _code_of(function)
+    if code is None or not _is_settled(options):
         return Kept()
     try:
         key = tuple(_frozen(getattr(options, f.name)) for f in dataclasses.fields(options))
         hash(key)
     except TypeError:
         return Kept()
-    held, reads = vars(function).get(_NAME), _reads(function)
-    if not isinstance(held, _KeptByOptions) or held.owner() is not function:  # that of a function that it wraps
-        held = vars(function)[_NAME] = _KeptByOptions(function)
+    held, reads = _held_by(function), (type(function), *_reads(code))
+    if held is None:
+        return Kept()
     if len(held.reads) != len(reads) or any(a is not b for a, b in zip(held.reads, reads, strict=True)):
         held.by_options, held.reads = {}, reads
     return held.by_options.setdefault(key, Kept(is_shared=True))
+
+
+def _code_of(function: Any) -> types.FunctionType | None:
+    """The function that a call of `function` runs, where it stays the same object."""
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    if not isinstance(function, types.FunctionType | types.MethodType) and is_plain(function):
+        function = type(function).__call__
+    return function if isinstance(function, types.FunctionType) else None
+
+
+_OF_OBJECTS: dict[int, _KeptByOptions] = {}
+"""By the ids of objects that are no functions."""
+
+
+def _held_by(function: Any) -> _KeptByOptions | None:
+    """What a function or an object holds; None if it cannot be told when an object goes."""
+    place = vars(function) if isinstance(function, types.FunctionType) else _OF_OBJECTS
+    name: Any = _NAME if place is not _OF_OBJECTS else id(function)
+    held = place.get(name)
+    if not isinstance(held, _KeptByOptions) or held.owner() is not function:  # that of a function that it wraps
+        try:
+            held = place[name] = _KeptByOptions(function)
+            if place is _OF_OBJECTS:
+                weakref.finalize(function, lambda: _OF_OBJECTS.pop(name, None)).atexit = False
+        except TypeError:
+            return None
+    return held
 
 
 def _is_settled(options: Options) -> bool:

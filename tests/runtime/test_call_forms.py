@@ -183,7 +183,7 @@ def test_layout_that_shards_no_array_of_the_call_warns(tmp_path):
     plan.save(tmp_path / "squares.toml")
     text = (tmp_path / "squares.toml").read_text().replace('"params/up"', '"params/ub"')
     (tmp_path / "squares.toml").write_text(text)
-    with pytest.raises(StrategyError, match="a rule of .* matches no array: `params/ub`"):  # the function is the same
+    with pytest.raises(StrategyError, match=r"a rule of .* matches no array: `params/ub`"):  # the function is the same
         shardfn.plan(squares, {"up": X, "down": X}, X, layout=tmp_path / "squares.toml")
 
 
