@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import configparser
 import copy
+import enum
 import functools
+import queue
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -49,18 +53,20 @@ def is_users_class(kind: type) -> bool:
 
 _HOLDERS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
-    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, configparser.RawConfigParser, queue.Queue,
+    threading.Event, threading.Semaphore, np.poly1d,
 )  # fmt: skip
-"""Classes of the standard library whose instances hold what a program puts there, in attributes."""
+"""Classes of the standard library and of NumPy whose instances hold what a program puts there, in attributes."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an object is an instance of a user's class, or one of `_HOLDERS`; a Flax Linen module has rules of its own."""
+    """Whether an object is an instance of a user's class, or one of `_HOLDERS`; a Flax Linen module has rules of its own, and a
+    member of an enum is a value."""
     if isinstance(value, _HOLDERS):
         return True
     linen = sys.modules.get("flax.linen")
     is_linen = linen is not None and isinstance(value, linen.Module)
-    return is_users_class(type(value)) and not isinstance(value, type) and not is_linen
+    return is_users_class(type(value)) and not isinstance(value, type | enum.Enum) and not is_linen
 
 
 def is_holder(value: Any) -> bool:
@@ -69,8 +75,13 @@ def is_holder(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array, or a shape in the place of one. Python's numbers are none."""
-    return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
+    """Whether a value is an array, or a shape in the place of one. Python's numbers are none, nor are arrays with a mask."""
+    return (
+        not isinstance(value, np.ma.MaskedArray)
+        and hasattr(value, "shape")
+        and hasattr(value, "dtype")
+        and shape_of(value) is not None
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -118,6 +118,11 @@ class Recorder:
             UNSEEN if isinstance(value, functools.cached_property) else self._seen(value, self._nodes[index], name)
         )
 
+    def has_read(self, obj: Any, name: str) -> bool:
+        """Whether an attribute of an object was read."""
+        index = self._indices.get(id(obj))
+        return index is not None and self._parts[index].get(name, UNSEEN) is not UNSEEN
+
     def stands_for(self, copy: Any, original: Any) -> None:
         """Note that a copy of an object takes its place in a call."""
         if copy is not original and original is not None:
@@ -222,8 +227,9 @@ class Recorder:
         if not (is_large or is_outdated):
             return self._node(ARRAY, value, path)
         if self._is_strict and is_large:
-            fail(StrategyError, f"the call reads {path or 'a value'}, a writeable NumPy array of {value.nbytes:,} bytes",
-                 where=path, why="a compiled call keeps it, and its content is too large to compare at each call",
+            fail(StrategyError, f"the call reads {path or 'a value'}, a writeable NumPy array of "
+                 f"{'dtype object' if value.dtype.hasobject else f'{value.nbytes:,} bytes'}",
+                 where=path, why="a compiled call keeps it, and its content cannot be compared at each call",
                  fix="make it a JAX array, jnp.asarray(...), or an attribute of the object itself, which is an argument of "
                  "the call; or set flags.writeable = False, also in what it is a view of")  # fmt: skip
         if self._is_strict:
@@ -314,6 +320,12 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("_RECORDER", default=None)
 def active() -> Recorder | None:
     """The recorder of the trace of now."""
     return _RECORDER.get()
+
+
+def was_read(obj: Any, name: str) -> bool:
+    """Whether the trace of now has read an attribute of an object, for what it was before."""
+    recorder = active()
+    return recorder is not None and recorder.has_read(obj, name)
 
 
 @contextlib.contextmanager

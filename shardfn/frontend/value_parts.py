@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import functools
 import os
 import random
@@ -23,6 +24,8 @@ def parts_of(value: Any) -> tuple[str, ...] | None:
         return "__func__", "__self__"
     if isinstance(value, functools.partial):
         return "func", "args", "keywords"
+    if isinstance(value, types.CellType):
+        return ("cell_contents",)
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value)
     if isinstance(value, KeysView | ValuesView | ItemsView):
@@ -44,7 +47,7 @@ def content_of(value: Any) -> tuple[Kind, Sequence[Any]] | None:
     """How a container, or a number or a string of a class of its own, is compared, and by which parts."""
     if isinstance(value, set | frozenset):
         return SET, ()
-    if isinstance(value, bytearray | memoryview | array.array):
+    if isinstance(value, bytearray | memoryview | array.array | ctypes._SimpleCData | ctypes.Array | ctypes.Structure):
         return BYTES, ()
     if isinstance(value, dict | types.MappingProxyType | type(os.environ)):
         return ENTRIES, (*value, FACTORY) if isinstance(value, collections.defaultdict) else (*value,)

@@ -48,6 +48,7 @@ from shardfn.runtime.processes import check_same_plan, is_of_several_processes, 
 from shardfn.runtime.progress import progress
 from shardfn.runtime.rehearsal.candidates import best_rehearsed
 from shardfn.runtime.verify import compile_plan
+from shardfn.runtime.without_effect import without_effect
 from shardfn.search.engine import Archive
 from shardfn.search.problem import Answer, figures
 
@@ -171,6 +172,8 @@ def make_entry(
     layout = _layout_file(options, defaults)
     with recording(callee.root, callee.name, callee.objects_of(call)) as read:
         posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
+    for note in without_effect(options, posed):
+        warn(note)
     answer = search(posed)
     count = candidates.count_of(posed.problem, posed.call.search.compile_candidates) if posed.problem.is_open else 0
     rehearsed = posed.call.search.rehearse_candidates if posed.problem.is_open else 0

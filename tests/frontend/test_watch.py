@@ -3,12 +3,15 @@
 import argparse
 import array
 import collections
+import configparser
 import copy
+import ctypes
 import dataclasses
 import decimal
 import enum
 import functools
 import os
+import queue
 import random
 import threading
 import types
@@ -513,6 +516,100 @@ def test_values_of_a_thread_and_of_the_environment(monkeypatch):
     monkeypatch.setenv("SHARDFN_TEST_K", "3")
     for call in calls:
         scaled(call, 3)
+
+
+class Library:
+    """What objects of the standard library and of NumPy hold."""
+
+    def __init__(self):
+        self.config, self.flag, self.queue, self.number = (
+            configparser.ConfigParser(),
+            threading.Event(),
+            queue.Queue(),
+            ctypes.c_double(2.0),
+        )
+        self.config.read_string("[a]\nk = 2")
+        self.queue.put(2.0)
+        self.row, self.polynomial, self.semaphore = (ctypes.c_int * 2)(1, 2), np.poly1d([2.0]), threading.Semaphore(2)
+        k = 2.0
+        (self.variable,) = (lambda: k).__closure__
+
+
+LIBRARY = {
+    "config": (lambda o: float(o.config["a"]["k"]), lambda o: o.config.set("a", "k", "3")),
+    "flag": (lambda o: 3.0 if o.flag.is_set() else 2.0, lambda o: o.flag.set()),
+    "queue": (lambda o: 1.0 + o.queue.qsize(), lambda o: o.queue.put(1.0)),
+    "number": (lambda o: o.number.value, lambda o: setattr(o.number, "value", 3.0)),
+    "row": (lambda o: o.row[1], lambda o: o.row.__setitem__(1, 3)),
+    "polynomial": (lambda o: float(o.polynomial(1.0)), lambda o: o.polynomial.__setitem__(0, 3.0)),
+    "semaphore": (lambda o: o.semaphore._value, lambda o: o.semaphore.release()),
+    "variable": (lambda o: o.variable.cell_contents, lambda o: setattr(o.variable, "cell_contents", 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_objects_of_the_standard_library(name):
+    read, change = LIBRARY[name]
+    held = Library()
+    call = shard(types.MethodType(lambda self, x: x * read(self.held), Scale(held=held)))
+    scaled(call, 2)
+    change(held)
+    scaled(call, 3)
+    taken = shard(types.MethodType(lambda self, x: x * self.held.queue.get(), Scale(held=held)))
+    with pytest.raises(StrategyError, match="changes what is no array"):
+        taken(X)
+
+
+def test_methods_of_an_enum():
+    class Op(enum.Enum):
+        ADD, DOUBLE = 1, 2
+
+        @shard
+        def decorated(self, x):
+            return self.plain(x)
+
+        def plain(self, x):
+            return x + 2 if self is Op.ADD else 2 * x
+
+    for call in (Op.ADD.decorated, shard(Op.ADD.plain), shard(lambda x, op: op.decorated(x), static_argnums=1)):
+        for _ in range(2):
+            np.testing.assert_array_equal(call(X, *[Op.ADD] * (call.__name__ == "<lambda>")), X + 2)
+    scaled(Op.DOUBLE.decorated, 2)
+
+
+def test_arrays_with_a_mask_are_values():
+    made = Scale(masked=np.ma.array([2.0, 3.0], mask=[False, True]))
+    scaled(made.decorated, 2)
+    call = shard(types.MethodType(lambda self, x: x * float(self.masked[0]), made))
+    scaled(call, 2)
+    made.masked[0] = 4.0
+    scaled(call, 4)
+    made.masked = np.array([2.0, "a"], dtype=object)
+    with pytest.raises(StrategyError, match="a writeable NumPy array of dtype object"):
+        shard(types.MethodType(lambda self, x: x * self.masked[0], made))(X)
+
+
+@pytest.mark.parametrize("arrays", [{}, {"w": jnp.ones(2)}], ids=["no arrays", "arrays"])
+def test_array_that_takes_the_place_of_what_the_call_read(arrays):
+    def first(self, x):
+        self.held = x if self.held is None else self.held + x
+        return self.held
+
+    def last(self, x):
+        self.held = 2 * x
+        return self.held
+
+    def counts(self, x):
+        self.held, self.k = 2 * x, self.k + 1
+        return self.held
+
+    made = Scale(held=None, **arrays)
+    with pytest.warns(UserWarning, match="makes arrays in its call that are not kept: held"):
+        scaled(shard(types.MethodType(last, made)), 2)
+    for method, where in ((first, "held"), (counts, "k")):
+        with pytest.raises(StrategyError, match=f"changes what is no array(.|\n)*where: .*{where}"):
+            shard(types.MethodType(method, made))(X)
+    assert made.held is None and made.k == 2
 
 
 @pytest.mark.parametrize("of", ["itself", "base", "inside"])
