@@ -26,7 +26,7 @@ def data_of_class(kind: type) -> list[str]:
     ['__call__', 'k']
     """
     data = {name: value for base in _users(kind) for name, value in list(vars(base).items())}
-    read = {name for name in data.keys() & _named(kind) if not (name.startswith("__") or _is_bound(data[name]))}
+    read = {name for name in data.keys() & named_in(kind) if not (name.startswith("__") or _is_bound(data[name]))}
     return sorted(read | {name for name, value in data.items() if _is_of_operator(name, value)})
 
 
@@ -45,7 +45,7 @@ def looked_up(kind: type) -> Iterator[tuple[type, list[str]]]:
     >>> [(base.__name__, names) for base, names in looked_up(Twice)]
     [('Net', ['factor'])]
     """
-    named = _named(kind)
+    named = named_in(kind)
     for base in filter(is_users_class, kind.__mro__):
         is_behind = base is not kind and "super" in named
         rows = [(name, value) for name, value in list(vars(base).items()) if name in named and _is_bound(value)]
@@ -59,7 +59,8 @@ def _users(kind: type) -> list[type]:
     return [base for base in reversed(bases) if is_users_class(base)]
 
 
-def _named(kind: type) -> set[str]:
+def named_in(kind: type) -> set[str]:
+    """The names that the methods of a class and of its bases use."""
     values = ((name, value) for base in _users(kind) for name, value in list(vars(base).items()))
     return {found for name, value in values if name not in _CONSTRUCTORS for found in _names(value)}
 

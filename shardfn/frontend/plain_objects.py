@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import tree_util
 
@@ -48,7 +49,10 @@ def is_users_module(name: Any) -> bool:
 
 def is_users_class(kind: type) -> bool:
     """Whether a class is written in Python, in a user's module."""
-    return bool(kind.__flags__ & 1 << 9) and is_users_module(kind.__module__)  # a heap type
+    is_heap_type = bool(kind.__flags__ & 1 << 9)
+    return is_heap_type and (
+        is_users_module(kind.__module__) or kind.__module__ == "builtins"
+    )  # of code without a `__name__`
 
 
 _HOLDERS = (
@@ -75,13 +79,13 @@ def is_holder(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array, or a shape in the place of one. Python's numbers are none, nor are arrays with a mask."""
-    return (
-        not isinstance(value, np.ma.MaskedArray)
-        and hasattr(value, "shape")
-        and hasattr(value, "dtype")
-        and shape_of(value) is not None
-    )
+    """Whether a value is an array that JAX takes, or a shape in the place of one. Python's numbers are none, nor are arrays with
+    a mask and those of other libraries."""
+    is_one = isinstance(value, _ARRAYS) or hasattr(type(value), "__jax_array__")
+    return is_one and not isinstance(value, np.ma.MaskedArray) and shape_of(value) is not None
+
+
+_ARRAYS = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardfn.errors import StrategyError, fail
-from shardfn.frontend.class_data import data_of_class, looked_up
+from shardfn.frontend.class_data import data_of_class, looked_up, named_in
 from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
 from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
 from shardfn.frontend.plain_objects import METHODS, SHARDED, attributes_of, is_plain, is_users_class
@@ -85,6 +85,8 @@ class Recorder:
         self._originals: dict[int, Any] = {}
         """What copies stand for, by the copies' ids."""
         self._is_strict = True
+        self._reads_around = False
+        """Whether methods of an object that was met read attributes around their objects."""
         self._see(root, "")
 
     def watch(self) -> Watch:
@@ -129,7 +131,8 @@ class Recorder:
             if not _is_module(original):
                 self._originals[id(copy)] = self._originals.get(id(original), original)
             self.include(original)
-            self._follow(copy, self._indices[id(original)])
+            if (index := self._indices.get(id(original))) is not None:
+                self._follow(copy, index)
 
     def original(self, obj: Any) -> Any:
         """What a copy stands for, whose identity the call then has read; any other object itself."""
@@ -248,7 +251,8 @@ class Recorder:
         if not (is_cell(value) or _is_module(value)):
             self._left.append(LeftObject.of(value, path))
         ref = self._node(ATTRIBUTES, value, path)
-        if _has_own_reads(kind):  # which may look an attribute up under another name
+        self._reads_around |= not named_in(kind).isdisjoint(_AROUND)
+        if self._reads_around or _has_own_reads(kind):  # which may look an attribute up under another name
             for name in attributes_of(value):
                 self.read(value, name)
         if is_users_class(kind) and kind not in self._classes:
@@ -305,13 +309,20 @@ def _holding(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-_OWN_READS = frozenset({"functools", "shardfn", "copy", "flax", "equinox", "dataclasses"})
+_OWN_READS = frozenset({"functools", "shardfn", "flax", "equinox", "dataclasses"})
 """Modules that look into an object's `__dict__` for what they read as attributes, or keep there for themselves."""
 
 
+_WHOLE = "__dict__", "__getstate__"
+"""What gives all attributes of an object; the second is what `copy` asks for."""
+
+
 def _caller(depth: int) -> str:
+    """The top-level module of the code that reads an attribute; of a copy, the one that makes it."""
     frame = sys._getframe(depth)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    while (name := str(frame.f_globals.get("__name__", "")).partition(".")[0]) in ("copy", "copyreg") and frame.f_back:
+        frame = frame.f_back
+    return name
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("_RECORDER", default=None)
@@ -390,8 +401,8 @@ def _patch(kind: type) -> bool:
 
         def __getattribute__(self: Any, name: str) -> Any:
             recorder = _RECORDER.get()
-            if recorder is not None and (name != "__dict__" or _caller(2) not in _OWN_READS):
-                recorder.read(self, name)
+            if recorder is not None and (name not in _WHOLE or _caller(2) not in _OWN_READS):
+                recorder.read(self, "__dict__" if name in _WHOLE else name)
             return inherited(self, name)  # pyright: ignore[reportCallIssue]
 
         new: dict[str, Any] = {"__getattribute__": __getattribute__}
@@ -429,9 +440,13 @@ def _has_own_reads(kind: type) -> bool:
     for base in kind.__mro__:
         if is_users_class(base) and base.__module__.partition(".")[0] not in _OWN_READS:
             own = (_OWN[base] if base in _PATCHED else vars(base)).get("__getattribute__")
-            if own is not None:
+            if own is not None or "__getattr__" in vars(base):
                 return True
     return False
+
+
+_AROUND = frozenset({"__getattribute__", "__getstate__", "__reduce_ex__", "getattr_static"})
+"""Names by which methods read attributes of their object around it."""
 
 
 def _unpatch(kind: type) -> None:

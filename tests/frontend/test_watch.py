@@ -10,6 +10,7 @@ import dataclasses
 import decimal
 import enum
 import functools
+import inspect
 import os
 import queue
 import random
@@ -558,6 +559,86 @@ def test_objects_of_the_standard_library(name):
     taken = shard(types.MethodType(lambda self, x: x * self.held.queue.get(), Scale(held=held)))
     with pytest.raises(StrategyError, match="changes what is no array"):
         taken(X)
+
+
+class Fields:
+    """Values behind `__getattr__`, as in configurations."""
+
+    def __init__(self, **fields):
+        object.__setattr__(self, "_fields", fields)
+
+    def __getattr__(self, name):
+        return object.__getattribute__(self, "_fields")[name]
+
+    def __setattr__(self, name, value):
+        object.__getattribute__(self, "_fields")[name] = value
+
+
+class Behind:
+    def __init__(self, k):
+        self._k = k
+
+    @property
+    def k(self):
+        return super().__getattribute__("_k")
+
+    @k.setter
+    def k(self, value):
+        self._k = value
+
+
+class Static(Behind):
+    @property
+    def k(self):
+        return inspect.getattr_static(self, "_k")
+
+    @k.setter
+    def k(self, value):
+        self._k = value
+
+
+AROUND = {
+    "fields": (lambda: Fields(k=2.0), lambda self: self.held.k),
+    "super": (lambda: Behind(2.0), lambda self: self.held.k),
+    "static": (lambda: Static(2.0), lambda self: self.held.k),
+    "copy": (lambda: Config(2.0), lambda self: copy.copy(self.held).k),
+    "deep copy": (lambda: Config(2.0), lambda self: copy.deepcopy([self.held])[0].k),
+    "copy of the object": (lambda: Config(2.0), lambda self: copy.copy(self).held.k),
+    "state": (lambda: Config(2.0), lambda self: self.held.__getstate__()["k"]),
+    "object": (lambda: Config(2.0), lambda self: object.__getattribute__(self.held, "k")),
+    "getattr_static": (lambda: Config(2.0), lambda self: inspect.getattr_static(self.held, "k")),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_attributes_that_are_read_around_their_object(name):
+    make, read = AROUND[name]
+
+    class Reading(Scale):
+        factor = read
+
+    made = Reading(held=make())
+    scaled(made.decorated, 2)
+    made.held.k = 3.0
+    scaled(made.decorated, 3)
+
+
+class Foreign:
+    """An array of another library."""
+
+    shape, dtype, format = (2, 2), np.dtype(np.float32), "csr"
+
+
+def test_arrays_of_other_libraries_and_classes_without_a_module_are_objects():
+    made = Scale(foreign=Foreign())
+    scaled(made.decorated, 2)
+    names = {"shard": shard}
+    exec("class Nameless:\n  k = 2.0\n  @shard\n  def f(self, x): return self.k * x\n", names)
+    made = names["Nameless"]()
+    assert type(made).__module__ == "builtins"
+    scaled(made.f, 2)
+    made.k = 3.0
+    scaled(made.f, 3)
 
 
 def test_methods_of_an_enum():
