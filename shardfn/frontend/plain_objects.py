@@ -35,9 +35,6 @@ State = dict[str, Any]
 SHARDED = "_shardfn_sharded"
 """Attribute of a Cell that holds its sharded call; a rebuilt copy goes without."""
 
-METHODS = "_shardfn_methods"
-"""Attribute of a plain object that holds its sharded methods."""
-
 LIBRARIES = frozenset({*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "flax", "optax", "shardfn"}) - {"__main__"}
 """Top-level modules whose classes are no user's."""
 
@@ -97,7 +94,7 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """An object's own attributes, those in slots too."""
-    found = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != METHODS}
+    found = dict(getattr(value, "__dict__", {}))
     for name, member in _slots(type(value)):
         try:
             found[name] = member.__get__(value)

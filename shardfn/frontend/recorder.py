@@ -25,7 +25,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.class_data import data_of_class, looked_up, named_in
 from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
 from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
-from shardfn.frontend.plain_objects import METHODS, SHARDED, attributes_of, is_plain, is_users_class
+from shardfn.frontend.plain_objects import SHARDED, attributes_of, is_plain, is_users_class
 from shardfn.frontend.strategy import is_cell
 from shardfn.frontend.value_parts import content_of, is_consumed, parts_of
 from shardfn.frontend.watch import (
@@ -113,7 +113,7 @@ class Recorder:
             return
         if name.startswith("__") and name.endswith("__") and name != "__dict__":
             return
-        if name.startswith("_pytree__") or name == METHODS or (name == SHARDED and raw(obj, name) is None):
+        if name.startswith("_pytree__") or (name == SHARDED and raw(obj, name) is None):
             return
         value = raw(obj, name)
         parts[name] = (

@@ -36,8 +36,8 @@ class PlannedCalls:
 
     def __init__(self, callee: Callee, options: Options, kept: Kept):
         self.callee, self.options = callee, options
-        self.entries, self.closed_over, self.is_shared = kept.entries, kept.closed_over, kept.is_shared
-        self.results_of = kept.results_of
+        self.kept, self.entries, self.closed_over = kept, kept.entries, kept.closed_over
+        self.results_of, self.is_shared = kept.results_of, kept.is_shared
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callee, Call]:
         """What is called, with the objects among the arguments; and the call as a jitted function takes it.

@@ -43,6 +43,8 @@ class _KeptByOptions:
         self.owner = (lambda: None) if owner is None else weakref.ref(owner)
         self.reads: tuple[Any, ...] = ()
         self.by_options: dict[Any, Kept] = {}
+        self.methods: dict[Any, Any] = {}
+        """The sharded methods of an object, by those of its class."""
         _HELD.add(self)
 
     def __reduce__(self) -> Any:
@@ -73,7 +75,7 @@ def kept_for(function: Callable[..., Any], options: Options) -> Kept:
         hash(key)
     except TypeError:
         return Kept()
-    held, reads = _held_by(function), (type(function), *_reads(code))
+    held, reads = held_by(function), (type(function), *_reads(code))
     if held is None:
         return Kept()
     if len(held.reads) != len(reads) or any(a is not b for a, b in zip(held.reads, reads, strict=True)):
@@ -94,18 +96,30 @@ _OF_OBJECTS: dict[int, _KeptByOptions] = {}
 """By the ids of objects that are no functions."""
 
 
-def _held_by(function: Any) -> _KeptByOptions | None:
-    """What a function or an object holds; None if it cannot be told when an object goes."""
-    place = vars(function) if isinstance(function, types.FunctionType) else _OF_OBJECTS
-    name: Any = _NAME if place is not _OF_OBJECTS else id(function)
+def held_by(function: Any, makes: bool = True) -> _KeptByOptions | None:
+    """What is kept of a function or of an object, outside of the object.
+
+    Args:
+      function: the function or the object.
+      makes: whether to begin it.
+
+    Returns:
+      It; None if there is nothing yet, or it cannot be told when the object goes.
+    """
+    is_object = not isinstance(function, types.FunctionType)
+    place: Any = _OF_OBJECTS if is_object else vars(function)
+    name: Any = id(function) if is_object else _NAME
     held = place.get(name)
-    if not isinstance(held, _KeptByOptions) or held.owner() is not function:  # that of a function that it wraps
-        try:
-            held = place[name] = _KeptByOptions(function)
-            if place is _OF_OBJECTS:
-                weakref.finalize(function, lambda: _OF_OBJECTS.pop(name, None)).atexit = False
-        except TypeError:
-            return None
+    if isinstance(held, _KeptByOptions) and held.owner() is function:  # and is not that of a function that it wraps
+        return held
+    if not makes:
+        return None
+    try:
+        held = place[name] = _KeptByOptions(function)
+    except TypeError:
+        return None
+    if is_object:
+        weakref.finalize(function, lambda: _OF_OBJECTS.pop(name, None)).atexit = False
     return held
 
 

@@ -85,6 +85,39 @@ def test_second_shard_of_an_object_or_a_partial_traces_nothing(kind):
     assert gone() is None and len(shared_entries._OF_OBJECTS) < kept
 
 
+class Plain:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    @shardfn.shard
+    def apply(self, x):
+        TRACES.append(x)
+        return x * sum(vars(self).values())
+
+
+@pytest.mark.parametrize("attributes", [{"by": 2.0}, {"by": 1.0, "w": jnp.ones(8)}], ids=["no arrays", "arrays"])
+def test_sharded_method_leaves_nothing_in_its_object(attributes):
+    made = Plain(**attributes)
+    TRACES.clear()
+    for _ in range(3):
+        np.testing.assert_array_equal(made.apply(X), 2 * X)
+    assert len(TRACES) == 1 and vars(made) == attributes
+    assert made.apply == made.apply and len({made.apply, made.apply}) == 1
+    other = copy.copy(made)
+    assert made.apply != other.apply
+    other.by += 1.0
+    np.testing.assert_array_equal(other.apply(X), 3 * X)
+    np.testing.assert_array_equal(made.apply(X), 2 * X)
+    assert vars(copy.deepcopy(other)).keys() == vars(pickle.loads(pickle.dumps(other))).keys() == attributes.keys()
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+
+
 def test_other_options_are_planned_anew():
     function, _ = counted()
     entries = {"x": (8, 1)}
