@@ -335,6 +335,41 @@ def test_eval_shape_takes_static_arguments():
     assert sharded.eval_shape(X, 3).shape == X.shape
 
 
+class Counted:
+    """A module whose method says how often it was traced."""
+
+    width = 2
+
+    def __init__(self):
+        self.w, self.calls = X, jnp.zeros(())
+
+    def __call__(self, x):
+        TRACES.append(self.width)
+        self.calls = self.calls + 1
+        return {"y": (x * self.w)[: self.width], "weak": 2 * 3.0}
+
+
+TRACES: list[int] = []
+
+
+@pytest.mark.parametrize("before", ["__call__", "plan", "lower", "eval_shape"])
+@pytest.mark.parametrize("shapes_of", [lambda f, x: f.eval_shape(x), jax.eval_shape], ids=["method", "jax"])
+def test_eval_shape_traces_no_call_that_was_traced(before, shapes_of):
+    module = Counted()
+    sharded, shape = shard(module), jax.ShapeDtypeStruct(X.shape, X.dtype)
+    getattr(sharded, before)(X)
+    TRACES.clear()
+    wanted = {
+        "y": jax.ShapeDtypeStruct((2, *X.shape[1:]), X.dtype),
+        "weak": jax.ShapeDtypeStruct((), X.dtype, weak_type=True),
+    }
+    assert sharded.eval_shape(X) == sharded.eval_shape(shape) == wanted and not TRACES
+    assert jax.tree.map(jnp.shape, shapes_of(sharded, shape)) == jax.tree.map(jnp.shape, wanted)
+    assert not TRACES or before == "eval_shape"  # `jax.eval_shape` plans the call
+    module.width = 3
+    assert sharded.eval_shape(X)["y"].shape == (3, *X.shape[1:]) and TRACES[-1] == 3
+
+
 def test_plans_of_a_sharded_function_are_dropped_beyond_a_bound_but_not_those_in_use():
     sharded = shard(lambda x: x + 1, ((1,),))
     first, second = (sharded.plan(jnp.ones(n)) for n in (1, 2))

@@ -23,10 +23,11 @@ from shardfn.frontend.arguments import Call, Slot
 from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
 from shardfn.frontend.plain_objects import SHARDED, is_array, is_holder, is_plain
-from shardfn.frontend.recorder import active, refuse_changes
+from shardfn.frontend.recorder import active, refuse_changes, was_read
 from shardfn.frontend.refs import HeldRefs, held_refs
 from shardfn.frontend.static_leaves import objects_in
 from shardfn.frontend.strategy import is_cell
+from shardfn.frontend.value_parts import may_change
 from shardfn.frontend.wrapped import PARTS
 
 
@@ -112,11 +113,12 @@ class Callee:
 
     def objects_of(self, call: Call) -> list[Any]:
         """The objects of users' classes that are no arrays and by which a call is found, whose attributes it may read: static
-        arguments, static fields of pytrees, attributes of Flax NNX objects among the arguments."""
+        arguments, static fields of pytrees, attributes of Flax NNX objects among the arguments. Of the first two also lists,
+        dicts and the like."""
         found = [call.values[i] for i in call.statics]
         found += objects_in(tree_util.tree_structure(call.dynamic))
-        found += self.objects.attributes()
-        return [value for value in found if is_plain(value)]
+        found = [value for value in found if is_plain(value) or may_change(value)]
+        return [*found, *filter(is_plain, self.objects.attributes())]
 
     def frozen(self, call: Call) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.
@@ -157,7 +159,8 @@ class Callee:
         return result, self.changed(state, self.adapter.read(owner), attributes, self.adapter.attributes(owner))
 
     def changed(self, before: State, after: State, attributes: State, attributes_after: State) -> State:
-        """Those arrays of an object that a call changed; it warns of new ones, which are lost.
+        """Those arrays of an object that a call changed. It warns of new ones, which are lost: they take the place of nothing
+        that the call had read.
 
         Args:
           before: the arrays.
@@ -168,12 +171,14 @@ class Callee:
         Raises:
           StrategyError: the call changed what is no array.
         """
-        if attributes != attributes_after and after.keys() <= before.keys():
-            absent = object()
-            paths = [path for path in {**attributes, **attributes_after}
-                     if attributes.get(path, absent) != attributes_after.get(path, absent)]  # fmt: skip
-            refuse_changes(self.name, paths)
-        if new := sorted(after.keys() - before.keys()):
+        absent, new = object(), sorted(after.keys() - before.keys())
+        paths = [path for path in {**attributes, **attributes_after}
+                 if attributes.get(path, absent) != attributes_after.get(path, absent)]  # fmt: skip
+        lost = [path for path in paths if not any(f"{one}/".startswith(f"{path}/" if path else "") for one in new)]
+        lost += [path for path in new if path in attributes and was_read(self.owner, path)]
+        if lost:
+            refuse_changes(self.name, lost)
+        if new:
             warn(
                 f"`{self.name}` makes arrays in its call that are not kept: {', '.join(new)}; "
                 "to keep them, create them before the call, in `__init__`",

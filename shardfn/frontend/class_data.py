@@ -13,7 +13,8 @@ _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__init_subcl
 
 def data_of_class(kind: type) -> list[str]:
     """The class attributes that hold data, its metaclass's too, and that a method of the class names: `type(self).k` and `Net.k`
-    are no reads of an object. What only `__init__` and its like name is a counter of instances, say.
+    are no reads of an object. What only `__init__` and its like name is a counter of instances, say. Likewise its methods that
+    Python looks up in the class, as `__getitem__`.
 
     >>> class Net:
     ...     __module__ = "model"
@@ -22,10 +23,11 @@ def data_of_class(kind: type) -> list[str]:
     ...     def __call__(self, x):
     ...         return Net.k * x
     >>> data_of_class(Net)
-    ['k']
+    ['__call__', 'k']
     """
     data = {name: value for base in _users(kind) for name, value in list(vars(base).items())}
-    return sorted(name for name in data.keys() & _named(kind) if not (name.startswith("__") or _is_bound(data[name])))
+    read = {name for name in data.keys() & named_in(kind) if not (name.startswith("__") or _is_bound(data[name]))}
+    return sorted(read | {name for name, value in data.items() if _is_of_operator(name, value)})
 
 
 def looked_up(kind: type) -> Iterator[tuple[type, list[str]]]:
@@ -43,7 +45,7 @@ def looked_up(kind: type) -> Iterator[tuple[type, list[str]]]:
     >>> [(base.__name__, names) for base, names in looked_up(Twice)]
     [('Net', ['factor'])]
     """
-    named = _named(kind)
+    named = named_in(kind)
     for base in filter(is_users_class, kind.__mro__):
         is_behind = base is not kind and "super" in named
         rows = [(name, value) for name, value in list(vars(base).items()) if name in named and _is_bound(value)]
@@ -57,9 +59,18 @@ def _users(kind: type) -> list[type]:
     return [base for base in reversed(bases) if is_users_class(base)]
 
 
-def _named(kind: type) -> set[str]:
+def named_in(kind: type) -> set[str]:
+    """The names that the methods of a class and of its bases use."""
     values = ((name, value) for base in _users(kind) for name, value in list(vars(base).items()))
     return {found for name, value in values if name not in _CONSTRUCTORS for found in _names(value)}
+
+
+def _is_of_operator(name: str, value: Any) -> bool:
+    """Whether Python looks a method up in the class itself. Those of attributes and equality are the recorder's at times."""
+    is_special = (
+        name.startswith("__") and name not in _CONSTRUCTORS and name not in ("__getattribute__", "__eq__", "__hash__")
+    )
+    return is_special and isinstance(value, types.FunctionType)
 
 
 def _is_bound(value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,20 +33,20 @@ class LeftObject:
     @classmethod
     def of(cls, obj: Any, path: str) -> LeftObject:
         """An object as it is now."""
-        attributes = attributes_of(obj)
+        attributes = _attributes(obj)
         return cls(obj, path, attributes, frozenset(map(id, tracers_in(attributes.values()))))
 
     def written(self) -> list[str]:
         """The attributes that hold arrays of the trace."""
         return [
             name
-            for name, value in attributes_of(self.obj).items()
+            for name, value in _attributes(self.obj).items()
             if any(id(tracer) not in self.tracers for tracer in tracers_in([value]))
         ]
 
     def replaced(self) -> list[str]:
         """The attributes that now hold another value. One that was not there before is taken for a cache."""
-        now = attributes_of(self.obj)
+        now = _attributes(self.obj)
         rows = ((name, value, now.get(name, ABSENT)) for name, value in self.attributes.items())
         return [name for name, value, found in rows if found is not value and not is_same(found, value)]
 
@@ -56,6 +57,11 @@ class LeftObject:
                 object.__setattr__(self.obj, name, self.attributes[name])
             else:
                 object.__delattr__(self.obj, name)
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    """What a program keeps in an object; of a function not its globals."""
+    return dict(vars(obj)) if isinstance(obj, types.FunctionType) else attributes_of(obj)
 
 
 def restored(objects: Iterable[LeftObject], names: Callable[[LeftObject], list[str]]) -> list[str]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import argparse
 import collections
+import configparser
 import copy
+import enum
 import functools
+import queue
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import tree_util
 
@@ -30,9 +35,6 @@ State = dict[str, Any]
 SHARDED = "_shardfn_sharded"
 """Attribute of a Cell that holds its sharded call; a rebuilt copy goes without."""
 
-METHODS = "_shardfn_methods"
-"""Attribute of a plain object that holds its sharded methods."""
-
 LIBRARIES = frozenset({*sys.stdlib_module_names, "jax", "jaxlib", "numpy", "flax", "optax", "shardfn"}) - {"__main__"}
 """Top-level modules whose classes are no user's."""
 
@@ -44,23 +46,28 @@ def is_users_module(name: Any) -> bool:
 
 def is_users_class(kind: type) -> bool:
     """Whether a class is written in Python, in a user's module."""
-    return bool(kind.__flags__ & 1 << 9) and is_users_module(kind.__module__)  # a heap type
+    is_heap_type = bool(kind.__flags__ & 1 << 9)
+    return is_heap_type and (
+        is_users_module(kind.__module__) or kind.__module__ == "builtins"
+    )  # of code without a `__name__`
 
 
 _HOLDERS = (
     argparse.Namespace, types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap,
-    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet,
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, configparser.RawConfigParser, queue.Queue,
+    threading.Event, threading.Semaphore, np.poly1d,
 )  # fmt: skip
-"""Classes of the standard library whose instances hold what a program puts there, in attributes."""
+"""Classes of the standard library and of NumPy whose instances hold what a program puts there, in attributes."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an object is an instance of a user's class, or one of `_HOLDERS`; a Flax Linen module has rules of its own."""
+    """Whether an object is an instance of a user's class, or one of `_HOLDERS`; a Flax Linen module has rules of its own, and a
+    member of an enum is a value."""
     if isinstance(value, _HOLDERS):
         return True
     linen = sys.modules.get("flax.linen")
     is_linen = linen is not None and isinstance(value, linen.Module)
-    return is_users_class(type(value)) and not isinstance(value, type) and not is_linen
+    return is_users_class(type(value)) and not isinstance(value, type | enum.Enum) and not is_linen
 
 
 def is_holder(value: Any) -> bool:
@@ -69,8 +76,13 @@ def is_holder(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array, or a shape in the place of one. Python's numbers are none."""
-    return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
+    """Whether a value is an array that JAX takes, or a shape in the place of one. Python's numbers are none, nor are arrays with
+    a mask and those of other libraries."""
+    is_one = isinstance(value, _ARRAYS) or hasattr(type(value), "__jax_array__")
+    return is_one and not isinstance(value, np.ma.MaskedArray) and shape_of(value) is not None
+
+
+_ARRAYS = jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,7 +94,7 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """An object's own attributes, those in slots too."""
-    found = {k: v for k, v in getattr(value, "__dict__", {}).items() if k != METHODS}
+    found = dict(getattr(value, "__dict__", {}))
     for name, member in _slots(type(value)):
         try:
             found[name] = member.__get__(value)

@@ -5,18 +5,15 @@ The classes of the objects that are reached get a `__getattribute__` that tells 
 
 from __future__ import annotations
 
-import array
-import collections
 import contextlib
 import dataclasses
 import enum
 import functools
-import random
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,32 +22,26 @@ import numpy as np
 from jax.core import Tracer
 
 from shardfn.errors import StrategyError, fail
-from shardfn.frontend.class_data import data_of_class, looked_up
+from shardfn.frontend.class_data import data_of_class, looked_up, named_in
 from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
 from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
-from shardfn.frontend.plain_objects import METHODS, SHARDED, attributes_of, is_plain, is_users_class
+from shardfn.frontend.plain_objects import SHARDED, attributes_of, is_plain, is_users_class
 from shardfn.frontend.strategy import is_cell
+from shardfn.frontend.value_parts import content_of, is_consumed, parts_of
 from shardfn.frontend.watch import (
     ABSENT,
     ARRAY,
-    ATOM,
     ATOMS,
     ATTRIBUTES,
-    BYTES,
     CONTENT,
-    ENTRIES,
-    FACTORY,
     IDENTITY,
-    ITEMS,
     MADE,
     NAMESPACE,
     NOTHING_READ,
     OWN,
     REFERENCE,
     SELF,
-    SET,
     UNSEEN,
-    VALUES,
     Kind,
     Node,
     Ref,
@@ -59,52 +50,8 @@ from shardfn.frontend.watch import (
     place_in,
     raw,
 )
-from shardfn.frontend.wrapped import PARTS
 
 # ---- kinds of value
-
-
-def _parts_of(value: Any) -> tuple[str, ...] | None:
-    """The attributes that make up a value, for `SELF` and `MADE`."""
-    if isinstance(value, types.MethodType):
-        return "__func__", "__self__"
-    if isinstance(value, functools.partial):
-        return "func", "args", "keywords"
-    if isinstance(value, types.FunctionType):
-        return _parts_of_function(value)
-    if isinstance(value, KeysView | ValuesView | ItemsView):
-        return ("mapping",) if hasattr(value, "mapping") else ("_mapping",)
-    return getattr(type(value), PARTS, None)
-
-
-def _parts_of_function(value: types.FunctionType) -> tuple[str, ...]:
-    """Its attributes, and its defaults if a program can change them; of a `functools.singledispatch` what it chooses from."""
-    if hasattr(value, "registry") and hasattr(value, "_clear_cache"):
-        return ("registry",)
-    defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
-    changing = (not ATOMS.issuperset(map(type, values)) for values in defaults)
-    parts = zip(("__dict__", "__defaults__", "__kwdefaults__"), (bool(value.__dict__), *changing), strict=True)
-    return tuple(name for name, is_one in parts if is_one)
-
-
-def _content_of(value: Any) -> tuple[Kind, Sequence[Any]] | None:
-    """How a container, or a number or a string of a class of its own, is compared, and by which parts."""
-    if isinstance(value, set | frozenset):
-        return SET, ()
-    if isinstance(value, bytearray | memoryview | array.array):
-        return BYTES, ()
-    if isinstance(value, dict | types.MappingProxyType):
-        return ENTRIES, (*value, FACTORY) if isinstance(value, collections.defaultdict) else (*value,)
-    if isinstance(value, list | tuple | collections.deque):
-        return (VALUES, ()) if ATOMS.issuperset(map(type, value)) else (ITEMS, range(len(value)))
-    return (ATOM, ()) if isinstance(value, int | float | complex | str | bytes) else None
-
-
-def _is_consumed(value: Any) -> bool:
-    """Whether reading a value changes it, out of sight: generators, files, random number generators."""
-    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | np.random.BitGenerator):
-        return True
-    return hasattr(type(value), "__next__")
 
 
 def _is_module(value: Any) -> bool:
@@ -138,6 +85,8 @@ class Recorder:
         self._originals: dict[int, Any] = {}
         """What copies stand for, by the copies' ids."""
         self._is_strict = True
+        self._reads_around = False
+        """Whether methods of an object that was met read attributes around their objects."""
         self._see(root, "")
 
     def watch(self) -> Watch:
@@ -164,12 +113,17 @@ class Recorder:
             return
         if name.startswith("__") and name.endswith("__") and name != "__dict__":
             return
-        if name.startswith("_pytree__") or name == METHODS or (name == SHARDED and raw(obj, name) is None):
+        if name.startswith("_pytree__") or (name == SHARDED and raw(obj, name) is None):
             return
         value = raw(obj, name)
         parts[name] = (
             UNSEEN if isinstance(value, functools.cached_property) else self._seen(value, self._nodes[index], name)
         )
+
+    def has_read(self, obj: Any, name: str) -> bool:
+        """Whether an attribute of an object was read."""
+        index = self._indices.get(id(obj))
+        return index is not None and self._parts[index].get(name, UNSEEN) is not UNSEEN
 
     def stands_for(self, copy: Any, original: Any) -> None:
         """Note that a copy of an object takes its place in a call."""
@@ -177,7 +131,8 @@ class Recorder:
             if not _is_module(original):
                 self._originals[id(copy)] = self._originals.get(id(original), original)
             self.include(original)
-            self._follow(copy, self._indices[id(original)])
+            if (index := self._indices.get(id(original))) is not None:
+                self._follow(copy, index)
 
     def original(self, obj: Any) -> Any:
         """What a copy stands for, whose identity the call then has read; any other object itself."""
@@ -203,7 +158,7 @@ class Recorder:
         for node, parts, obj in zip(self._nodes, self._parts, self._objects, strict=True):
             if obj is None or node.kind in (MADE, SELF):
                 continue
-            if node.kind is not ATTRIBUTES and node.kind.header(obj) != node.header:
+            if node.kind is not ATTRIBUTES and not node.is_header_of(obj):
                 found.append(node.path)
                 continue
             for key, wanted in parts.items():
@@ -243,7 +198,7 @@ class Recorder:
             return value
         if isinstance(value, np.ndarray):
             return self._see_numpy(value, path)
-        if (content := _content_of(value)) is not None:
+        if (content := content_of(value)) is not None:
             if not is_users_class(kind):
                 return self._node(content[0], value, path, content[1])
             ref = self._see_object(value, path)
@@ -251,15 +206,15 @@ class Recorder:
             return ref
         if isinstance(value, type):
             return self._node(SELF, value, path, data_of_class(value)) if is_users_class(value) else value
-        if isinstance(value, types.SimpleNamespace):
+        if isinstance(value, types.SimpleNamespace | threading.local):
             return self._node(NAMESPACE, value, path, list(vars(value)))
-        if (names := _parts_of(value)) is not None:
+        if (names := parts_of(value)) is not None:
             of = SELF if isinstance(value, types.FunctionType) else MADE
             self._left += [LeftObject.of(value, path)] if of is SELF else []
             return self._node(of, value, path, list(names)) if names else value
         if is_cell(value) or _is_module(value) or is_plain(value):
             return self._see_object(value, path)
-        if self._is_strict and _is_consumed(value):
+        if self._is_strict and is_consumed(value):
             fail(StrategyError, f"the call reads {path or 'a value'}, a {kind.__name__}, which changes when it is used",
                  where=path, why="a compiled call keeps what it read when it was traced, and such a change cannot be seen",
                  fix="draw the values before the call and pass them as arrays; random numbers from a jax.random key that is "
@@ -275,8 +230,9 @@ class Recorder:
         if not (is_large or is_outdated):
             return self._node(ARRAY, value, path)
         if self._is_strict and is_large:
-            fail(StrategyError, f"the call reads {path or 'a value'}, a writeable NumPy array of {value.nbytes:,} bytes",
-                 where=path, why="a compiled call keeps it, and its content is too large to compare at each call",
+            fail(StrategyError, f"the call reads {path or 'a value'}, a writeable NumPy array of "
+                 f"{'dtype object' if value.dtype.hasobject else f'{value.nbytes:,} bytes'}",
+                 where=path, why="a compiled call keeps it, and its content cannot be compared at each call",
                  fix="make it a JAX array, jnp.asarray(...), or an attribute of the object itself, which is an argument of "
                  "the call; or set flags.writeable = False, also in what it is a view of")  # fmt: skip
         if self._is_strict:
@@ -295,7 +251,8 @@ class Recorder:
         if not (is_cell(value) or _is_module(value)):
             self._left.append(LeftObject.of(value, path))
         ref = self._node(ATTRIBUTES, value, path)
-        if _has_own_reads(kind):  # which may look an attribute up under another name
+        self._reads_around |= not named_in(kind).isdisjoint(_AROUND)
+        if self._reads_around or _has_own_reads(kind):  # which may look an attribute up under another name
             for name in attributes_of(value):
                 self.read(value, name)
         if is_users_class(kind) and kind not in self._classes:
@@ -352,13 +309,20 @@ def _holding(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-_OWN_READS = frozenset({"functools", "shardfn", "copy", "flax", "equinox", "dataclasses"})
+_OWN_READS = frozenset({"functools", "shardfn", "flax", "equinox", "dataclasses"})
 """Modules that look into an object's `__dict__` for what they read as attributes, or keep there for themselves."""
 
 
+_WHOLE = "__dict__", "__getstate__"
+"""What gives all attributes of an object; the second is what `copy` asks for."""
+
+
 def _caller(depth: int) -> str:
+    """The top-level module of the code that reads an attribute; of a copy, the one that makes it."""
     frame = sys._getframe(depth)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    while (name := str(frame.f_globals.get("__name__", "")).partition(".")[0]) in ("copy", "copyreg") and frame.f_back:
+        frame = frame.f_back
+    return name
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("_RECORDER", default=None)
@@ -367,6 +331,12 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("_RECORDER", default=None)
 def active() -> Recorder | None:
     """The recorder of the trace of now."""
     return _RECORDER.get()
+
+
+def was_read(obj: Any, name: str) -> bool:
+    """Whether the trace of now has read an attribute of an object, for what it was before."""
+    recorder = active()
+    return recorder is not None and recorder.has_read(obj, name)
 
 
 @contextlib.contextmanager
@@ -431,8 +401,8 @@ def _patch(kind: type) -> bool:
 
         def __getattribute__(self: Any, name: str) -> Any:
             recorder = _RECORDER.get()
-            if recorder is not None and (name != "__dict__" or _caller(2) not in _OWN_READS):
-                recorder.read(self, name)
+            if recorder is not None and (name not in _WHOLE or _caller(2) not in _OWN_READS):
+                recorder.read(self, "__dict__" if name in _WHOLE else name)
             return inherited(self, name)  # pyright: ignore[reportCallIssue]
 
         new: dict[str, Any] = {"__getattribute__": __getattribute__}
@@ -470,9 +440,13 @@ def _has_own_reads(kind: type) -> bool:
     for base in kind.__mro__:
         if is_users_class(base) and base.__module__.partition(".")[0] not in _OWN_READS:
             own = (_OWN[base] if base in _PATCHED else vars(base)).get("__getattribute__")
-            if own is not None:
+            if own is not None or "__getattr__" in vars(base):
                 return True
     return False
+
+
+_AROUND = frozenset({"__getattribute__", "__getstate__", "__reduce_ex__", "getattr_static"})
+"""Names by which methods read attributes of their object around it."""
 
 
 def _unpatch(kind: type) -> None:

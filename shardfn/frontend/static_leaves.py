@@ -87,7 +87,7 @@ def objects_in(structure: Any) -> Iterator[Any]:
     todo = [] if data is None or data[0] is dict else [data[1]]
     while todo:
         value = todo.pop()
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple):
             todo += value
         elif isinstance(value, StaticLeaf):
             yield value.value

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardfn.errors import Problem, a
 from shardfn.frontend.meant_entries import meant
@@ -74,6 +74,11 @@ def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
                       "a plan says how arrays are sharded, and XLA how a device stores its shard",
                       "write the sharding of the Format; or use the plan without shardfn: jax.jit(plan.apply(f), "
                       "in_shardings=...) takes Formats of plan.in_shardings, and of plan.out_shardings")  # fmt: skip
+        return
+    if isinstance(strategy, Sharding):
+        yield Problem(f"the entry of {leaf.label} is a {type(strategy).__name__}", leaf.source,
+                      "an entry shards an array over the devices of the call, which are given once for all arrays",
+                      "write device=jax.devices()[i] for a call on one device, or a NamedSharding or a strategy")  # fmt: skip
         return
     if not isinstance(strategy, tuple):
         likely, code = (

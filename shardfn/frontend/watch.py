@@ -13,6 +13,7 @@ them, and so does `shard`.
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import enum
 import operator
 import types
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from shardfn.frontend.plain_objects import exactly
 
 
 class _Nothing(enum.Enum):
@@ -68,9 +71,11 @@ class Node:
             found = self.kind.header(obj)
         except Exception:  # another kind of object
             return False
-        if self.kind is VALUES:
-            is_long = len(found) == len(self.header)
-            return is_long and (all(map(operator.is_, found, self.header)) or all(map(is_same, found, self.header)))
+        if self.kind is VALUES or self.kind is ENTRIES:
+            if len(found) != len(self.header):
+                return False
+            equals = self.kind is VALUES or found == self.header  # NaN is a key of its own
+            return all(map(operator.is_, found, self.header)) or (equals and all(map(is_same, found, self.header)))
         return found is self.header or bool(found == self.header)
 
 
@@ -197,8 +202,10 @@ def is_same(value: Any, wanted: Any) -> bool:
         return True
     if type(value) is not type(wanted) or isinstance(value, jax.Array | np.ndarray):
         return False
-    if isinstance(value, float | complex | np.inexact):
+    if isinstance(value, float | complex | np.inexact | decimal.Decimal | range):
         return repr(value) == repr(wanted)
+    if isinstance(value, tuple | frozenset):  # a key
+        return exactly(value) == exactly(wanted)
     try:
         return bool(value == wanted)
     except Exception:  # a class whose instances cannot be compared
@@ -265,6 +272,9 @@ def _referent(value: Any, key: Any) -> Any:
     return value.get(ABSENT) if isinstance(value, ContextVar) else value()
 
 
+_TEXTS = frozenset({str})
+
+
 def _whole(header: Callable[[Any], Any]) -> Kind:
     return Kind(header, _item)
 
@@ -274,7 +284,7 @@ NAMESPACE = Kind(lambda o: (type(o), tuple(vars(o))), getattr)
 VALUES = Kind(lambda o: (type(o), *o), getattr)
 """A list or a tuple of numbers and strings."""
 ITEMS = Kind(lambda o: (type(o), len(o)), _item)
-ENTRIES = Kind(lambda o: (type(o), tuple(o)), _item)
+ENTRIES = Kind(lambda o: (type(o), *o), _item)
 SELF = Kind(lambda o: o, lambda o, name: getattr(o, name, ABSENT))
 """What has parts but is compared by its identity: a class, a function."""
 OWN = Kind(lambda o: o, lambda o, name: vars(o).get(name, ABSENT))
@@ -286,8 +296,8 @@ REFERENCE = Kind(type, _referent)
 ATOM = Kind(_atom, getattr)
 """A number or a string of a user's class."""
 SET, BYTES, ARRAY = (
-    _whole(lambda o: (type(o), frozenset(o))),
-    _whole(lambda o: (type(o), bytes(o))),  # of a memoryview or an array.array its bytes likewise
+    _whole(lambda o: (type(o), frozenset(o if _TEXTS.issuperset(map(type, o)) else map(exactly, o)))),
+    _whole(lambda o: (type(o), getattr(o, "typecode", getattr(o, "format", "")), getattr(o, "shape", ()), bytes(o))),
     _whole(_content),
 )
 

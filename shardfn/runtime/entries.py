@@ -87,10 +87,3 @@ class Entries(Generic[E]):
     def clear(self) -> None:
         """Forget all."""
         self._kinds.clear()
-
-
-class Methods(dict[Any, Any]):
-    """The sharded methods of one plain object, kept in its attributes; pickles and deep copies of it go without."""
-
-    def __reduce__(self) -> Any:
-        return Methods, ()

@@ -48,8 +48,24 @@ from shardfn.runtime.processes import check_same_plan, is_of_several_processes, 
 from shardfn.runtime.progress import progress
 from shardfn.runtime.rehearsal.candidates import best_rehearsed
 from shardfn.runtime.verify import compile_plan
+from shardfn.runtime.without_effect import without_effect
 from shardfn.search.engine import Archive
 from shardfn.search.problem import Answer, figures
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The shapes of what a call returns."""
+
+    shapes: Any
+    watch: Watch
+    """What the function read when it was traced."""
+
+    @classmethod
+    def of(cls, jaxpr: Any, like: Any, watch: Watch) -> Results:
+        """The shapes of a jaxpr's results in the structure of `like`."""
+        shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in jaxpr.out_avals]
+        return cls(tree_util.tree_unflatten(tree_util.tree_structure(like), shapes), watch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +95,12 @@ class Entry:
     """`Call.types` of arguments as planned."""
     watch: Watch = NOTHING_READ
     """What the function read when it was traced: the entry fits calls that would read the same."""
+
+    @property
+    def results(self) -> Results:
+        """The shapes of the results."""
+        traced = answered_call(self.plan).posed.call.traced
+        return Results.of(traced.jaxpr, traced.results, self.watch)
 
     def shapes(self, call: Call) -> Sequence[Any]:
         """The shapes of a call's arrays in the memories of the plan, with the Explicit axes of their types."""
@@ -129,16 +151,14 @@ def watched(posed: PosedCall, say: Callable[[str], None]) -> PosedCall:
     return dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, watch=watch))
 
 
-def _layout_file(options: Options, defaults: Defaults, name: str) -> LayoutFile | None:
-    """The layout file of the options, or the default one, which is for every function. One that was made from a plan of another
-    function than that of this name holds for the arguments that it names, as the parameters of an evaluation step."""
+def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
+    """The layout file of the options, or the default one, which is for every function."""
     if options.layout is not None:
-        found = files.read_layout(options.layout)
-        is_of_another = bool(found.fingerprint) and found.function != name
-        return dataclasses.replace(found, results=(), every_rule_matches=False) if is_of_another else found
+        return files.read_layout(options.layout)
     if not defaults.layout_file:
         return None
-    return dataclasses.replace(files.read_layout(pathlib.Path(defaults.layout_file)), every_rule_matches=False)
+    found = files.read_layout(pathlib.Path(defaults.layout_file))
+    return dataclasses.replace(found, fingerprint="", every_rule_matches=False)
 
 
 def make_entry(
@@ -149,9 +169,11 @@ def make_entry(
     Raises:
       ShardError: all problems of the call.
     """
-    layout = _layout_file(options, defaults, callee.name)
+    layout = _layout_file(options, defaults)
     with recording(callee.root, callee.name, callee.objects_of(call)) as read:
         posed = watched(with_completed_entries(pose(callee, options, call, defaults, layout)), say)
+    for note in without_effect(options, posed):
+        warn(note)
     answer = search(posed)
     count = candidates.count_of(posed.problem, posed.call.search.compile_candidates) if posed.problem.is_open else 0
     rehearsed = posed.call.search.rehearse_candidates if posed.problem.is_open else 0
@@ -163,9 +185,12 @@ def make_entry(
     if note := not_fully_used(plan, defaults.algorithm):
         warn(note)
         plan = with_notes(plan, note)
+    layout = posed.call.layout
     if layout is not None and not layout.every_rule_matches:
         note = unmatched_note(layout, [d.path for d in plan.inputs], [d.path for d in plan.outputs])
         plan = with_notes(plan, note) if note else plan
+        if note and options.layout is not None and not any(d.source == "file" for d in plan.inputs):
+            warn(f"{layout.name} shards no argument of `{plan.function}`: {note}")
     if defaults.plan_file and jax.process_index() == 0:
         files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:

@@ -9,17 +9,18 @@ import jax
 
 from shardfn.errors import StrategyTypeError, fail
 from shardfn.frontend import defaults
+from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.annotations import rules_in_force
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import ClosesOverRef
 from shardfn.frontend.options import OPTION_NAMES, Options
-from shardfn.frontend.recorder import include
+from shardfn.frontend.recorder import include, recording
 from shardfn.frontend.refs import is_ref
 from shardfn.frontend.static_leaves import hide_static
 from shardfn.frontend.strategy import short
-from shardfn.planning.call import closed_over_arguments
-from shardfn.runtime.executable import Entry, compile_entry, make_entry, typed_as_planned
+from shardfn.planning.call import closed_over_arguments, pure_function
+from shardfn.runtime.executable import Entry, Results, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.progress import progress
 from shardfn.runtime.shared_entries import Kept
 
@@ -35,7 +36,8 @@ class PlannedCalls:
 
     def __init__(self, callee: Callee, options: Options, kept: Kept):
         self.callee, self.options = callee, options
-        self.entries, self.closed_over, self.is_shared = kept.entries, kept.closed_over, kept.is_shared
+        self.kept, self.entries, self.closed_over = kept, kept.entries, kept.closed_over
+        self.results_of, self.is_shared = kept.results_of, kept.is_shared
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callee, Call]:
         """What is called, with the objects among the arguments; and the call as a jitted function takes it.
@@ -117,6 +119,25 @@ class PlannedCalls:
             self.entries.warn_of_variants(key, self.callee.name, root)
         include(entry.watch, root)
         return entry
+
+    def results(self, callee: Callee, call: Call) -> Any:
+        """The shapes of what a call returns, with what it changes where it does (`Call.returns_changes`). It is traced if no call
+        of its kind was, and not planned."""
+        key, root = self.key(callee, call), callee.root
+        entry = self.entries.find(key, root)
+        found = self.results_of.find(key, root) if entry is None else entry.results
+        if found is None:
+            shapes = call.of_shapes()
+            with (
+                recording(root, callee.name, callee.objects_of(call)) as read,
+                without_types(call.ambient, callee.name),
+            ):
+                traced = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics).trace(
+                    *shapes.values
+                )
+            found = self.results_of.keep(key, Results.of(traced.jaxpr, traced.out_info, read()), root)
+        include(found.watch, root)
+        return found.shapes
 
     def compiled(self, callee: Callee, call: Call, entry: Entry, values: Callable[[Entry], Sequence[Any]]) -> Entry:
         """The entry of a call after it was compiled, which may change its plan (`compile_entry`)."""

@@ -23,7 +23,6 @@ from jax.core import Tracer
 from shardfn.compiled.executable import read
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend import defaults
-from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.inputs_outputs import input_leaves
@@ -31,10 +30,8 @@ from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import is_per_device, outer_hardware
-from shardfn.frontend.plain_objects import METHODS
 from shardfn.frontend.static_leaves import restore_static
 from shardfn.frontend.user_errors import begin_in_function
-from shardfn.frontend.watch import NOTHING_READ
 from shardfn.frontend.wrapped import unwrapped, wrapped
 from shardfn.planning.call import OtherCall, call_inside, pure_function
 from shardfn.planning.plan import Plan
@@ -52,13 +49,14 @@ from shardfn.runtime.call_checks import (
     transfers,
 )
 from shardfn.runtime.check import check_entry, checked, refuse_uncheckable, warn_of_tracers
-from shardfn.runtime.entries import Methods
 from shardfn.runtime.executable import Entry, agreed, jitted_as_called
+from shardfn.runtime.fast_path import FastPath
+from shardfn.runtime.method_of import MethodOf
 from shardfn.runtime.nested_call import run_nested
 from shardfn.runtime.planned_calls import PlannedCalls
 from shardfn.runtime.processes import check_devices, is_traced
 from shardfn.runtime.progress import progress
-from shardfn.runtime.shared_entries import kept_for
+from shardfn.runtime.shared_entries import Kept, held_by, kept_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,14 +100,9 @@ class ShardedFunction(Generic[P, R]):
         self.options = options
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
-        self._calls = PlannedCalls(self.callee, options, kept_for(fn, options))
-        self._fast: Callable[..., Any] = _no_fast_path
-        self._fast_defaults: Any = None
-        self._fast_watch = NOTHING_READ
-        self._fast_context: Any = None
-        self._checks_arrays = False
+        self._calls = PlannedCalls(self.callee, options, kept_for(fn, options) if self.callee.is_plain else Kept())
+        self._fast = FastPath()
         self._donates = bool(options.donate_argnums or options.donate_argnames)
-        self._transfers_arrays = False
 
     def __repr__(self) -> str:
         given = ", ".join(
@@ -118,6 +111,15 @@ class ShardedFunction(Generic[P, R]):
             if getattr(self.options, f.name) != f.default
         )
         return f"shard({self.callee.name}{', ' if given else ''}{given})"
+
+    def __eq__(self, other: Any) -> bool:
+        """A method of one object equals itself each time that it is looked up, as Python's methods do."""
+        if self is other or not isinstance(other, ShardedFunction) or not isinstance(self.fn, types.MethodType):
+            return self is other
+        return self.fn == other.fn and self.options is other.options
+
+    def __hash__(self) -> int:
+        return hash(self.fn) if isinstance(self.fn, types.MethodType) else object.__hash__(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that a program gives it are the function's own, where a call sees their changes."""
@@ -134,17 +136,17 @@ class ShardedFunction(Generic[P, R]):
         """As a decorated method: bound to the instance, whose arrays become arguments where its kind is known."""
         if instance is None:
             return self
-        kept = getattr(instance, "__dict__", {}).get(METHODS, {})
-        found = kept.get(self)
-        if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
-            return found
-        found = ShardedFunction(types.MethodType(self.fn, instance), self.options.of_bound_method())
-        is_open = isinstance(getattr(instance, "__dict__", None), dict)  # that of a class is not
-        if not found.callee.is_plain or not is_open or found.callee.read():
+        bound = types.MethodType(self.fn, instance)
+        held = held_by(instance, makes=False)
+        if held is not None and self in held.methods:
+            return held.methods[self].bound_to(bound)
+        found = ShardedFunction(bound, self.options.of_bound_method())
+        if found.callee.owner is not instance or not found.callee.is_plain or found.callee.read():
             found._calls.entries = self._calls.entries  # `nnx.grad` makes a new instance for every call
-        else:  # what is compiled keeps a copy of the instance: that goes when it goes
-            own = {method: bound for method, bound in kept.items() if bound.fn.__self__ is instance}
-            instance.__dict__[METHODS] = Methods({**own, self: found})
+        elif (
+            held := held_by(instance)
+        ) is not None:  # what is compiled keeps a copy of the instance: that goes when it goes
+            held.methods[self] = MethodOf(found)
         return found
 
     def __reduce__(self) -> Any:
@@ -194,16 +196,17 @@ class ShardedFunction(Generic[P, R]):
           ShardError: all problems of the call.
         """
         # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
+        fast = self._fast
         if (
             not kwargs
-            and defaults.current() is self._fast_defaults
-            and jax.sharding.get_abstract_mesh() is self._fast_context
+            and defaults.current() is fast.defaults
+            and jax.sharding.get_abstract_mesh() is fast.context
             and outer_hardware() is None
-            and (not self._checks_arrays or are_usable(tree_util.tree_leaves(args), self._donates))
-            and self._fast_watch.holds(self.callee.root)
+            and (not fast.checks_arrays or are_usable(tree_util.tree_leaves(args), self._donates))
+            and fast.watch.holds(self.callee.root)
         ):
             try:
-                return self._fast(*args)
+                return fast.run(*args)
             except (OtherCall, ValueError, TypeError):  # a TypeError for a leaf that is no array
                 pass
         try:
@@ -364,17 +367,15 @@ class ShardedFunction(Generic[P, R]):
         problems: list[Problem] = []
         input_leaves(callee, self.options, call, defaults.current(), problems)
         raise_problems(problems)
-        shapes = call.of_shapes()
-        jitted = jax.jit(pure_function(callee.frozen(shapes), shapes), static_argnums=call.statics)
-        with without_types(call.ambient, self.callee.name):
-            result = jitted.eval_shape(*shapes.values)
+        result = self._calls.results(callee, call)
         return restore_static(result[0] if call.returns_changes else result)
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled programs of this function with these options."""
         self._calls.entries.clear()
         self._calls.closed_over.clear()
-        self._fast, self._fast_defaults = _no_fast_path, None
+        self._calls.results_of.clear()
+        self._fast.close()
 
     # ---- inside
 
@@ -444,18 +445,15 @@ class ShardedFunction(Generic[P, R]):
             if self.options.check and not entry.is_checked:
                 entry = self._calls.entries.keep(self._calls.key(callee, call), checked(entry, leaves), callee.root)
             # A first state may arrive otherwise; what the call returns is sharded as planned.
-            self._transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
+            transfers_arrays = any(map(lies_elsewhere, leaves, entry.targets))
             result = entry.jitted(*arrays)
         has_keywords = any(s.keyword for s in call.slots)
         is_bound = call.ambient is not None and call.ambient.is_binding
         simple = not (call.stateful or call.returns_changes or entry.holds_static or has_keywords or is_bound)
-        if simple and entry.is_compiled and self._calls.entries.kinds == 1 and not self._transfers_arrays:
-            self._fast_watch = entry.watch
-            self._checks_arrays = entry.plan.hardware.count > 1
-            self._fast, self._fast_defaults = entry.jitted, defaults.current()
-            self._fast_context = jax.sharding.get_abstract_mesh()
+        if simple and entry.is_compiled and self._calls.entries.kinds == 1 and not transfers_arrays:
+            self._fast.open(entry)
         else:
-            self._fast, self._fast_defaults = _no_fast_path, None
+            self._fast.close()
         return finish(callee, call, result, entry.holds_static)
 
     def _counted(self, callee: Callee, call: Call, entry: Entry) -> tuple[Counted, ...]:
@@ -467,10 +465,7 @@ class ShardedFunction(Generic[P, R]):
         return counted_run(entry.plan, _arrays(call, entry, leaves, treedef))
 
 
-_ATTRIBUTES = frozenset({
-    "fn", "options", "callee", "_calls", "_fast", "_fast_defaults", "_fast_watch", "_fast_context",
-    "_checks_arrays", "_donates", "_transfers_arrays",
-})  # fmt: skip
+_ATTRIBUTES = frozenset({"fn", "options", "callee", "_calls", "_fast", "_donates"})
 """The attributes of a sharded function itself."""
 
 
@@ -481,7 +476,3 @@ _HOLDING = "fget", "func", "__func__"
 def _arrays(call: Call, entry: Entry, leaves: list[Any], treedef: Any) -> list[Any]:
     """The values of a call with its arrays transferred to the shardings of an entry where `jax.jit` would refuse them."""
     return call.replaced(treedef, moved(leaves, entry.targets, entry.replaced))
-
-
-def _no_fast_path(*args: Any) -> Any:
-    raise OtherCall

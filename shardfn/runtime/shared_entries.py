@@ -1,12 +1,14 @@
 """Sharded functions of one function with the same options share what they keep, as those of `jax.jit` do.
 
-A function holds what is kept of its calls, and frees it when it goes. It is another function where its code, its defaults, a
-variable that it closes over, or a global that it names is another object than before.
+What is kept of the calls of a function, a partial or a callable object goes when that goes. It is another function where its
+code, its defaults, a variable that it closes over, or a global that it names is another object than before. A bound method is a
+new one each time that it is looked up, here as for `jax.jit`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import types
 import weakref
@@ -15,8 +17,9 @@ from typing import Any
 
 from shardfn.frontend.closed_over import ClosedOverArguments
 from shardfn.frontend.options import Options
+from shardfn.frontend.plain_objects import is_plain
 from shardfn.runtime.entries import Entries
-from shardfn.runtime.executable import Entry
+from shardfn.runtime.executable import Entry, Results
 from shardfn.search import BUILT_IN
 
 _NAME = "__shardfn_kept__"
@@ -28,6 +31,8 @@ class Kept:
 
     entries: Entries[Entry] = dataclasses.field(default_factory=Entries)
     closed_over: Entries[ClosedOverArguments] = dataclasses.field(default_factory=Entries)
+    results_of: Entries[Results] = dataclasses.field(default_factory=Entries)
+    """Of calls that were traced, and not planned."""
     is_shared: bool = False
 
 
@@ -38,6 +43,8 @@ class _KeptByOptions:
         self.owner = (lambda: None) if owner is None else weakref.ref(owner)
         self.reads: tuple[Any, ...] = ()
         self.by_options: dict[Any, Kept] = {}
+        self.methods: dict[Any, Any] = {}
+        """The sharded methods of an object, by those of its class."""
         _HELD.add(self)
 
     def __reduce__(self) -> Any:
@@ -57,22 +64,63 @@ def kept_for(function: Callable[..., Any], options: Options) -> Kept:
     """What is kept of the calls of a function with some options; nothing yet if neither can be recognised.
 
     Args:
-      function: what is sharded.
+      function: what is sharded; an object of a Flax NNX or Equinox module shares with its copies already.
       options: those of `shard`.
     """
-    if not isinstance(function, types.FunctionType) or not _is_settled(options):
+    code = _code_of(function)
+    if code is None or not _is_settled(options):
         return Kept()
     try:
         key = tuple(_frozen(getattr(options, f.name)) for f in dataclasses.fields(options))
         hash(key)
     except TypeError:
         return Kept()
-    held, reads = vars(function).get(_NAME), _reads(function)
-    if not isinstance(held, _KeptByOptions) or held.owner() is not function:  # that of a function that it wraps
-        held = vars(function)[_NAME] = _KeptByOptions(function)
+    held, reads = held_by(function), (type(function), *_reads(code))
+    if held is None:
+        return Kept()
     if len(held.reads) != len(reads) or any(a is not b for a, b in zip(held.reads, reads, strict=True)):
         held.by_options, held.reads = {}, reads
     return held.by_options.setdefault(key, Kept(is_shared=True))
+
+
+def _code_of(function: Any) -> types.FunctionType | None:
+    """The function that a call of `function` runs, where it stays the same object."""
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    if not isinstance(function, types.FunctionType | types.MethodType) and is_plain(function):
+        function = type(function).__call__
+    return function if isinstance(function, types.FunctionType) else None
+
+
+_OF_OBJECTS: dict[int, _KeptByOptions] = {}
+"""By the ids of objects that are no functions."""
+
+
+def held_by(function: Any, makes: bool = True) -> _KeptByOptions | None:
+    """What is kept of a function or of an object, outside of the object.
+
+    Args:
+      function: the function or the object.
+      makes: whether to begin it.
+
+    Returns:
+      It; None if there is nothing yet, or it cannot be told when the object goes.
+    """
+    is_object = not isinstance(function, types.FunctionType)
+    place: Any = _OF_OBJECTS if is_object else vars(function)
+    name: Any = id(function) if is_object else _NAME
+    held = place.get(name)
+    if isinstance(held, _KeptByOptions) and held.owner() is function:  # and is not that of a function that it wraps
+        return held
+    if not makes:
+        return None
+    try:
+        held = place[name] = _KeptByOptions(function)
+    except TypeError:
+        return None
+    if is_object:
+        weakref.finalize(function, lambda: _OF_OBJECTS.pop(name, None)).atexit = False
+    return held
 
 
 def _is_settled(options: Options) -> bool:

@@ -136,3 +136,29 @@ def test_traced_arrays_of_an_outer_trace_may_be_there():
 
     gradient = jax.grad(lambda w: jax.jit(lambda x: shard(Reads(w))(x))(X).sum())(jnp.ones(2))
     np.testing.assert_allclose(gradient, X.sum(0))
+
+
+SEEN: list[object] = []
+
+
+class Logs:
+    def helper(self, x):
+        SEEN.append(x)
+        return 2 * x
+
+    def __call__(self, x):
+        return self.helper(x)
+
+    @shard
+    def apply(self, x):
+        return self(x)
+
+
+@pytest.mark.parametrize(
+    "call", [shard(Logs()), shard(Logs().helper), Logs().apply], ids=["object", "method", "decorated"]
+)
+def test_arrays_that_a_method_puts_into_a_global_are_its_own(call):
+    SEEN.clear()
+    for _ in range(2):
+        np.testing.assert_array_equal(call(X), 2 * X)
+    assert len(SEEN) == 1

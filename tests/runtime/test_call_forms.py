@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+import warnings
 
 import flax.nnx as nnx
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import shardfn
 from shardfn import train
+from shardfn.errors import StrategyError
 
 X = jnp.arange(64.0).reshape(8, 8)
 
@@ -59,6 +61,12 @@ def test_class_and_static_methods_over_shard():
         assert Model.scaled(X)[0, 1] == 5 and Other.scaled(X)[0, 1] == 3
     finally:
         Model.factor = 2.0
+
+
+def test_sharding_of_one_device_as_an_entry_is_refused():
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    with pytest.raises(StrategyError, match=r"is a SingleDeviceSharding(.|\n)*write device=jax.devices\(\)\[i\]"):
+        shardfn.shard(lambda x: 2 * x, (one,)).plan(X)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +141,56 @@ def test_plan_of_train_step_shards_the_parameters_of_an_evaluation(tmp_path, of_
         layout = tmp_path / "step.toml"
     for name, (function, given) in EVALUATIONS.items():
         found = shardfn.shard(function, layout=layout)
-        made = found.plan(given(state), X)
+        with warnings.catch_warnings(record=True) as warned:
+            made = found.plan(given(state), X)
         matched = {d.path.rsplit("/", 1)[-1]: d.strategy for d in made.inputs if "opt_state" not in d.path}
         assert name == "inside a dict" or {key: matched[key] for key in plan} == plan, name
         (note,) = [text for text in made.diagnostics if "no array of this call" in text]
+        assert name != "inside a dict" or any("shards no argument" in str(w.message) for w in warned)
         assert ("state/params/up" in note.partition("; the arrays are")[0]) == (name == "inside a dict")
         np.testing.assert_allclose(found(given(state), X), function(given(state), X), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "missing"),
+    [
+        (optax.sgd(1e-2), {}, "state/opt_state/0/mu/down"),
+        (optax.sgd(1e-2, momentum=0.9), {"mode": "auto_parallel"}, "state/opt_state/0/nu/down"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), {}, "state/opt_state/0/count"),
+        (optax.adam(1e-2), {"frozen": ("down",)}, "state/opt_state/0/mu/down"),
+    ],
+    ids=["no states", "momentum", "states elsewhere", "frozen"],
+)
+def test_plan_of_train_step_shards_the_parameters_of_a_step_with_another_optimizer(
+    optimizer, options, missing, tmp_path
+):
+    loss = lambda params, x: squares(params, x).mean()  # noqa: E731
+    plan = {"up": (1, 4), "down": (4, 1)}
+    first = train.step(loss, optax.adam(1e-2), mode="semi_auto_parallel", parameter_plan=plan)
+    layout = first.plan(first.init(lambda: {"up": X, "down": X}, X), X)
+    layout.save(tmp_path / "step.toml")
+    for given in (layout, tmp_path / "step.toml"):
+        step = train.step(loss, optimizer, **({"mode": "semi_auto_parallel"} | options), layout=given)
+        with pytest.warns(UserWarning, match="`update` has changed since .* its arguments") as warned:
+            state = step.init(lambda: {"up": X, "down": X}, X)
+            made = step.plan(state, X)
+        assert len([w for w in warned if "has changed" in str(w.message)]) == 1
+        assert {name: made.decision(f"state/params/{name}").strategy for name in plan} == plan
+        (note,) = [text for text in made.diagnostics if "no array of this call" in text]
+        assert missing in note.partition("; the arrays are")[0]
+
+
+def test_layout_that_shards_no_array_of_the_call_warns(tmp_path):
+    plan = shardfn.plan(squares, {"up": X, "down": X}, X)
+    with pytest.warns(
+        UserWarning, match="the plan of squares shards no argument of `<lambda>`: .* 3 rules that match no array"
+    ):
+        shardfn.shard(lambda a, b: a @ b, layout=plan).plan(X, X)
+    plan.save(tmp_path / "squares.toml")
+    text = (tmp_path / "squares.toml").read_text().replace('"params/up"', '"params/ub"')
+    (tmp_path / "squares.toml").write_text(text)
+    with pytest.raises(StrategyError, match=r"a rule of .* matches no array: `params/ub`"):  # the function is the same
+        shardfn.plan(squares, {"up": X, "down": X}, X, layout=tmp_path / "squares.toml")
 
 
 def test_plan_of_train_step_shards_the_module_that_it_trained():

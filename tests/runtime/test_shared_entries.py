@@ -9,9 +9,11 @@ import weakref
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import shardfn
 from shardfn import search
+from shardfn.runtime import shared_entries
 
 X = jnp.arange(64.0).reshape(8, 8)
 
@@ -36,6 +38,84 @@ def test_second_shard_of_a_function_traces_and_plans_nothing():
     assert len(plans) == 1 and shardfn.shard(function, ((8, 1),)).plan(X) is shardfn.plan(
         function, X, in_strategy=((8, 1),)
     )
+
+
+class Scale:
+    by = 2.0
+
+    def __init__(self, **arrays):
+        vars(self).update(arrays)
+
+    def __call__(self, x):
+        TRACES.append(x)
+        return self.by * x * getattr(self, "w", 1.0)
+
+
+TRACES: list[object] = []
+
+
+@pytest.mark.parametrize("kind", ["object", "with arrays", "partial", "partial of a partial", "partial of an object"])
+def test_second_shard_of_an_object_or_a_partial_traces_nothing(kind):
+    def scale(x, by):
+        TRACES.append(x)
+        return by * x
+
+    made = {
+        "object": lambda: Scale(),
+        "with arrays": lambda: Scale(w=jnp.ones((8, 8))),
+        "partial": lambda: functools.partial(scale, by=2.0),
+        "partial of a partial": lambda: functools.partial(functools.partial(scale, by=3.0), by=2.0),
+        "partial of an object": lambda: functools.partial(Scale()),
+    }[kind]()
+    TRACES.clear()
+    for _ in range(3):
+        np.testing.assert_array_equal(shardfn.shard(made, ((8, 1),))(X), 2 * X)
+    assert len(TRACES) == 1
+    np.testing.assert_array_equal(shardfn.shard(made, ((1, 8),))(X), 2 * X)
+    assert len(TRACES) == 2
+    held = made.func if kind == "partial of an object" else made
+    if isinstance(held, Scale):
+        held.by = 3.0
+        np.testing.assert_array_equal(shardfn.shard(made, ((8, 1),))(X), 3 * X)
+        np.testing.assert_array_equal(shardfn.shard(copy.copy(made), ((8, 1),))(X), 3 * X)
+    kept = len(shared_entries._OF_OBJECTS)
+    gone = weakref.ref(made)
+    del made, held
+    gc.collect()
+    assert gone() is None and len(shared_entries._OF_OBJECTS) < kept
+
+
+class Plain:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    @shardfn.shard
+    def apply(self, x):
+        TRACES.append(x)
+        return x * sum(vars(self).values())
+
+
+@pytest.mark.parametrize("attributes", [{"by": 2.0}, {"by": 1.0, "w": jnp.ones(8)}], ids=["no arrays", "arrays"])
+def test_sharded_method_leaves_nothing_in_its_object(attributes):
+    made = Plain(**attributes)
+    TRACES.clear()
+    for _ in range(3):
+        np.testing.assert_array_equal(made.apply(X), 2 * X)
+    assert len(TRACES) == 1 and vars(made) == attributes
+    assert made.apply == made.apply and len({made.apply, made.apply}) == 1
+    other = copy.copy(made)
+    assert made.apply != other.apply
+    other.by += 1.0
+    np.testing.assert_array_equal(other.apply(X), 3 * X)
+    np.testing.assert_array_equal(made.apply(X), 2 * X)
+    assert vars(copy.deepcopy(other)).keys() == vars(pickle.loads(pickle.dumps(other))).keys() == attributes.keys()
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
 
 
 def test_other_options_are_planned_anew():

@@ -552,6 +552,57 @@ def test_a_sum_that_nothing_shows_is_refused_where_the_batch_is_sharded(name):
         pipe(WS, X, Y)
 
 
+@pytest.mark.parametrize("name", ["a weighted mean", "a sum and a penalty", "a largest", "a mean of an earlier mean"])
+def test_a_sum_that_nothing_shows_warns_where_micro_batches_are_added(name):
+    pipe = train.pipeline(UNKNOWN[name], 2, pipeline_stages=2, auto_pipeline=True, loss="sum", device=TWO)
+    with pytest.warns(UserWarning, match="nothing shows that the loss is a sum over the batch"):
+        pipe(WS, X, Y)
+
+
+ACROSS = {
+    "centred": lambda x: x - x.mean(0),
+    "scaled": lambda x: x / jnp.max(x),
+    "attention to examples": lambda x: jax.nn.softmax(x @ x.T) @ x,
+    "reversed": lambda x: x[::-1],
+    "shifted": lambda x: jnp.roll(x, 1, 0),
+    "ranked": lambda x: jnp.sort(x, 0),
+    "summed up": lambda x: jnp.cumsum(x, 0),
+    "the first": lambda x: x - x[0],
+    "in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c - c.mean(0), x),
+}
+WITHIN = {
+    "layer norm": lambda x: x - x.mean(1, keepdims=True),
+    "reversed": lambda x: x[:, ::-1],
+    "attention": lambda x: jax.nn.softmax(x[:, :, None] * x[:, None]) @ jnp.ones(x.shape[1]),
+    "shifted": lambda x: jnp.roll(x, 1, 1),
+    "chosen": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
+    "rows": lambda x: jax.lax.map(jnp.cumsum, x),
+    "in a loop": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c - c.mean(1, keepdims=True), x),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_outputs_and_losses_of_an_op_across_the_batch(name):
+    model = lambda ws, x: ACROSS[name](jnp.tanh(x @ ws[0])) @ ws[1]  # noqa: E731
+    how = {"pipeline_stages": 2, "auto_pipeline": True, "device": TWO}
+    with pytest.raises(StrategyError, match="an output of a pipeline depends on other examples of the batch"):
+        train.pipeline(model, 2, loss=None, **how)(WS, X)
+    loss = lambda ws, x, y: jnp.mean((model(ws, x) @ ws[2] - y) ** 2)  # noqa: E731
+    with pytest.warns(UserWarning, match="is computed over the batch, of which the pipeline sees 2 parts one by one"):
+        train.pipeline(loss, 2, **how).pack(WS, X, Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train.pipeline(model, 1, loss=None, **how | {"pipeline_stages": 1, "device": TWO[:1]})(WS, X)
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_outputs_of_an_op_within_each_example(name):
+    model = lambda ws, x: WITHIN[name](jnp.tanh(x @ ws[0])) @ ws[1]  # noqa: E731
+    for micro in (2, len(X)):
+        pipe = train.pipeline(model, micro, loss=None, pipeline_stages=2, auto_pipeline=True, device=TWO)
+        close(pipe(WS, X), model(WS, X))
+
+
 @pytest.mark.parametrize("name", ["a weighted mean", "a sum and a penalty", "a largest"])
 def test_a_mean_that_nothing_shows_warns(name):
     def pipe(loss, micro):

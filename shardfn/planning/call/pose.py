@@ -45,7 +45,7 @@ from shardfn.planning.inside import (
     refuse_other_devices,
     resolve_read_inside,
 )
-from shardfn.planning.layout_rules import LayoutFile, change_since, mesh_axes, with_layout
+from shardfn.planning.layout_rules import LayoutFile, as_it_holds, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
 from shardfn.planning.workarounds import has_windows, windows_clash
 from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes
@@ -69,6 +69,7 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     hardware = _hardware(options, inputs, call.ambient, defaults, problems)
     ambient = call.ambient if call.ambient is not None and _is_on(call.ambient, hardware) else None
     if layout is not None:
+        layout = as_it_holds(layout, callee.name, inputs)
         inputs = with_layout(layout, inputs, hardware.count, problems, given=call.names)
     if ambient is not None:
         inputs = with_types(inputs, call.types)

@@ -9,7 +9,7 @@
 The TOML is in `shardfn.layoutfile`.
 """
 
-from shardfn.planning.layout_rules.fingerprint import change_since, fingerprint
+from shardfn.planning.layout_rules.fingerprint import as_it_holds, change_since, fingerprint
 from shardfn.planning.layout_rules.layout_file import (
     ELLIPSIS,
     UNSHARDED,
@@ -35,6 +35,6 @@ from shardfn.planning.layout_rules.matching import (
 
 __all__ = [
     "ELLIPSIS", "MAX_REPORTED", "UNSHARDED", "Constraint", "DecisionSource", "LayoutFile", "LayoutRule", "RuleDim",
-    "WrittenAsLayout", "as_layout", "at_line", "change_since", "fingerprint", "match_rules", "mesh_axes", "printable",
-    "rule_entries", "rule_entry", "unmatched_note", "with_layout",
+    "WrittenAsLayout", "as_it_holds", "as_layout", "at_line", "change_since", "fingerprint", "match_rules", "mesh_axes",
+    "printable", "rule_entries", "rule_entry", "unmatched_note", "with_layout",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ does what JAX releases write differently: arithmetic, reshapes, conversions, and
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,7 +40,25 @@ def fingerprint(arrays: Iterable[tuple[str, Sequence[int]]], jaxpr: Any) -> str:
     (True, False, False)
     """
     counts = collections.Counter(_op(eqn) for _, eqn, _ in equations(jaxpr) if _is_counted(eqn))
-    return f"{_digest(sorted((path, len(shape)) for path, shape in arrays))}-{_digest(sorted(counts.items()))}"
+    return f"{_of_arguments(arrays)}-{_digest(sorted(counts.items()))}"
+
+
+def as_it_holds(layout: LayoutFile, name: str, inputs: Sequence[Leaf]) -> LayoutFile:
+    """A layout file as it holds for a function. One that was made from a plan of another function, such as the training step of
+    an evaluation step, or of a function with other arguments, such as a step with another optimizer, holds for the arrays that
+    it names, and its rules need not match.
+
+    Args:
+      layout: the layout file.
+      name: the function's name.
+      inputs: the arrays of its arguments.
+    """
+    if not layout.fingerprint:
+        return layout
+    if layout.function != name:
+        return dataclasses.replace(layout, results=(), every_rule_matches=False)
+    is_same = layout.fingerprint.startswith(f"{_of_arguments((leaf.path, leaf.shape) for leaf in inputs)}-")
+    return layout if is_same else dataclasses.replace(layout, every_rule_matches=False)
 
 
 def change_since(layout: LayoutFile, name: str, inputs: Sequence[Leaf], jaxpr: Any) -> str:
@@ -51,17 +70,22 @@ def change_since(layout: LayoutFile, name: str, inputs: Sequence[Leaf], jaxpr: A
       inputs: the arrays of its arguments.
       jaxpr: its jaxpr.
     """
-    if layout.function != name or not layout.fingerprint or not layout.every_rule_matches:
+    if layout.function != name or not layout.fingerprint:
         return ""
     found = fingerprint([(leaf.path, leaf.shape) for leaf in inputs], jaxpr)
     halves = zip(("arguments", "ops"), layout.fingerprint.split("-"), found.split("-"), strict=False)
     changed = [half for half, old, new in halves if old != new]
     if not changed:
         return ""
+    as_they_are = ", or remove the line `fingerprint` from the file to use its shardings as they are"
     return (
         f"`{name}` has changed since {layout.name} was made: its {' and '.join(changed)} differ; fix: plan it anew and save the "
-        "plan, or remove the line `fingerprint` from the file to use its shardings as they are"
+        f"plan{', as here only the arrays that it names are sharded by it' if 'arguments' in changed else as_they_are}"
     )
+
+
+def _of_arguments(arrays: Iterable[tuple[str, Sequence[int]]]) -> str:
+    return _digest(sorted((path, len(shape)) for path, shape in arrays))
 
 
 def _is_counted(eqn: Any) -> bool:

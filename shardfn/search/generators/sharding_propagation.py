@@ -55,7 +55,8 @@ def search(problem: SearchProblem) -> Answer:
     if not problem.is_open or not problem.shards_given:
         return followed
     given = dataclasses.replace(problem.at(COMMUNICATION), specs=followed.specs)
-    archive = run(given, {}, {"entries spread": lambda *_: iter([_proposal(followed)]), "least communication": _inside})
+    first = dataclasses.replace(_proposal(followed), name="arguments as they follow from the entries")
+    archive = run(given, {}, {"entries spread": lambda *_: iter([first]), "least communication": _inside})
     best, *others = archive.ranked(COMMUNICATION)
     return dataclasses.replace(
         followed, constraints=best.constraints, result_specs=best.result_specs, others=(*others, *followed.others)

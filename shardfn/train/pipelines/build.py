@@ -21,6 +21,7 @@ from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.train.flat_jaxpr import FlatJaxpr
 from shardfn.train.pipelines import flat_parameters
+from shardfn.train.pipelines.across_batch import across_batch
 from shardfn.train.pipelines.batch_reduction import MEAN, SUM, batch_reduction
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, pipeline_executor
 from shardfn.train.pipelines.flat_parameters import PackedParameters, flat_layout
@@ -188,6 +189,8 @@ def build_pipeline(
         adds_parts = _adds_parts(
             options, jaxpr, mesh.shape[DATA], lambda batch: trace_loss(loss, arrays, batch), micro_batch
         )
+    if earlier is None:
+        _refuse_mixing(options, loss, arrays, micro_batch, mesh.shape[DATA])
     stages = [None if mark is None else mark[1] * devices + mark[0] for mark in marks]
     layers, by_cost, like = len(options.stages) if options.is_list else 0, options.auto, None
     if layout is not None and earlier is not None:  # another batch: the parameters stay on their stages
@@ -212,6 +215,27 @@ def build_pipeline(
     return BuiltPipeline(parts, executor, order, _differentiable(executor, order))
 
 
+def _refuse_mixing(
+    options: PipelineOptions, loss: Callable[..., Any], arrays: Any, micro_batch: Any, shards: int
+) -> None:
+    """Refuse outputs that mix the examples of a batch, which runs in parts (`across_batch`); a loss that does warns."""
+    parts = shards * options.micro_size
+    is_one = any(x.ndim and x.shape[0] == 1 for x in tree_util.tree_leaves(micro_batch))
+    batch = tree_util.tree_map(_twice, micro_batch) if is_one else micro_batch
+    try:
+        found = across_batch(loss, arrays, batch, options.loss is None) if parts > 1 else ""
+    except Exception:  # the user's function is written for one size of the batch
+        return
+    if found and options.loss is None:
+        fail(StrategyError, "an output of a pipeline depends on other examples of the batch", where=found,
+             why=f"the model sees {parts} parts of the batch one by one, and this op has another result there",
+             fix="take the op out of the pipeline, and apply it to the outputs of the whole batch")  # fmt: skip
+    if found:
+        warn(f"{found} is computed over the batch, of which the pipeline sees {parts} parts one by one: the loss may have "
+             "another value than on the whole batch; fix: compute it outside of the pipeline, or keep it where parts of the "
+             "batch are meant, as in a batch norm of micro-batches")  # fmt: skip
+
+
 def _adds_parts(
     options: PipelineOptions, jaxpr: FlatJaxpr, shards: int, traced: Callable[[Any], FlatJaxpr], micro_batch: Any
 ) -> bool:
@@ -228,7 +252,7 @@ def _adds_parts(
     Raises:
       StrategyError: it cannot be known, or the mean is asked for of a loss that is a sum.
     """
-    if options.loss == MEAN and shards * options.micro_size == 1:
+    if shards * options.micro_size == 1:
         return False
     try:
         found = batch_reduction(jaxpr, traced(tree_util.tree_map(_twice, micro_batch)))
@@ -245,12 +269,16 @@ def _adds_parts(
              where=f"loss = 'sum', {shards} shards of the batch",
              why="the loss is neither written as a sum over the batch nor as a mean: neither the sum nor the mean of its "
              "shards' losses need be its value",
-             fix="end the loss with jnp.sum or jnp.mean over the batch, or use as many devices as stages")  # fmt: skip
+             fix="end the loss with jnp.sum or jnp.mean over the batch")  # fmt: skip
+    parts = shards * options.micro_size
     if options.loss == MEAN and found is None and is_known:
-        parts = shards * options.micro_size
         warn(f"nothing shows that the loss is a mean over the batch, and the pipeline takes the mean of the losses of {parts} "
              "parts of it: another loss, such as a mean with weights or a mask, has another value; fix: end the loss with "
              "jnp.mean over the batch, or return a sum with loss='sum' and divide it outside")  # fmt: skip
+    if options.loss == SUM and found is None and is_known:
+        warn(f"nothing shows that the loss is a sum over the batch, and the pipeline adds the losses of {parts} parts of it: "
+             "another loss, such as a sum with a penalty on the parameters, has another value; fix: end the loss with jnp.sum "
+             "over the batch, and add what does not depend on it outside")  # fmt: skip
     return options.loss == SUM and found == SUM
 
 

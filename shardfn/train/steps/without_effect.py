@@ -52,6 +52,8 @@ def without_effect(asked: StepOptions) -> Iterator[WithoutEffect]:
     if one and (settings.comm_fusion or settings.all_reduce_fusion_config or asked.fusion):
         names = [name for name in ("comm_fusion", "all_reduce_fusion_config") if getattr(settings, name)]
         yield (", ".join([*names, *["fusion"] * bool(asked.fusion)]), "one device sends nothing", "leave it out")
+    if one and asked.layerwise_parallel:
+        yield ("layerwise_parallel", "there is one device, whose parameters are its own anyway", "leave it out")
     if asked.cross_batch and mode.per_device:
         yield (
             "cross_batch=True",
