@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
@@ -204,13 +204,11 @@ def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
     """An array from the values of `want.boxes`, each copied to the devices that hold it."""
     if want.on_host:
         return shards[0]
-    kind = want.sharding.memory_kind
-    parts = [
-        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
-        for shard, (_, devices) in zip(shards, want.boxes, strict=True)
-        for device in devices
-    ]
-    return jax.make_array_from_single_device_arrays(want.entry.shape, want.sharding, parts)
+    shape = want.entry.shape
+    values = {repr(box): shard for shard, (box, _) in zip(shards, want.boxes, strict=True)}
+    return jax.make_array_from_callback(
+        shape, want.sharding, lambda index: values[repr(closed_box(index or (), shape))]
+    )
 
 
 def damage(folder: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:

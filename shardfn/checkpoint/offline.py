@@ -15,7 +15,7 @@ import numpy as np
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, state_tree, targets
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
-from shardfn.checkpoint.contents import StoredArray, stored_text
+from shardfn.checkpoint.contents import StoredArray
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step, steps
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
@@ -188,7 +188,7 @@ def write_copy(
     sources = {}
     for entry, read in zip(described, readers, strict=True):
         boxes_of = [(box, functools.partial(read, box)) for box in boxes(entry.shape, entry.chunks.file)]
-        sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, stored_text(entry.mesh, entry.spec))
+        sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, orbax_arrays.stored_text(entry.mesh, entry.spec))
     folder = absolute_path(target)
     if step in steps(folder):
         fail(CheckpointError, f"step {step} exists already", where=f"{folder}", why="steps are never overwritten",
