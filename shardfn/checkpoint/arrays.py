@@ -246,17 +246,6 @@ def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
 
 
 @contextlib.contextmanager
-def read_errors(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
-    """Raise TensorStore's errors about an array in `folder` as errors that name it."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise CheckpointFileError(damage(folder, entry, error)) from None
-
-
-@contextlib.contextmanager
 def write_errors(path: pathlib.Path, kinds: Any = OSError) -> Iterator[None]:
     """Raise failed writes, errors of these `kinds` (a class or a tuple of them), as errors with a fix."""
     try:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -104,7 +105,7 @@ class StoredArray:
     @property
     def itemsize(self) -> float:
         """Bytes per element; 0.5 for int4."""
-        return bits(self.dtype) / 8
+        return jax.dtypes.itemsize_bits(self.numpy_dtype) / 8
 
     @property
     def nbytes(self) -> int:
@@ -142,9 +143,6 @@ class Contents:
         """Bytes of all arrays, uncompressed."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def __getitem__(self, path: str) -> StoredArray:
-        return next(entry for entry in self.entries if entry.path == path)
-
 
 def orbax_name(keys: Iterable[tuple[str, str]]) -> str:
     """The name of an array in Orbax's files, from its place in the tree.
@@ -153,14 +151,3 @@ def orbax_name(keys: Iterable[tuple[str, str]]) -> str:
     'layers.0.w'
     """
     return ".".join(name for _, name in keys)
-
-
-def bits(dtype: Any) -> int:
-    """Bits per element of a dtype.
-
-    >>> bits("float32"), bits("int4")
-    (32, 4)
-    """
-    dtype = jnp.dtype(dtype)
-    small = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
-    return small[dtype.name] if dtype.name in small else int(dtype.itemsize) * 8

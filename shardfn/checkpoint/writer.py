@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
-from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, mesh_order
+from shardfn.checkpoint.contents import StoredArray, StoredMesh, mesh_order
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
@@ -130,7 +130,7 @@ def _source(leaf: state_tree.StateLeaf) -> Any:
 
     sharding = leaf.value.sharding if isinstance(leaf.value, jax.Array) else None
     mesh, strategy, spec = stored_sharding(leaf.shape, sharding, _order(getattr(sharding, "mesh", None)))
-    chunks = choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
+    chunks = choose_chunks(leaf.shape, strategy, jax.dtypes.itemsize_bits(leaf.value.dtype) / 8)
     entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
     boxes = [(box, functools.partial(np.asarray, shard)) for box, shard in arrays.local_shards(leaf.value)]
     return source_of(entry, boxes, jax_sharding_text(sharding))
