@@ -151,6 +151,16 @@ def test_a_folder_of_another_form_says_what_to_pass(tmp_path):
     assert checkpoint.restore(tmp_path / "named" / "ckpt_3", jax.devices()[0])["w"].shape == (3,)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("net.ckpt", "load_distributed_checkpoint"), ("x.safetensors", "import_safetensors")]
+)
+def test_files_of_other_forms_say_what_reads_them(tmp_path, name, told):
+    (tmp_path / name).touch()
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=told):
+            checkpoint.restore(path)
+
+
 def test_an_object_store_is_refused():
     with pytest.raises(CheckpointError, match=r"gs://bucket/run is no folder of a file system"):
         checkpoint.restore("gs://bucket/run")
