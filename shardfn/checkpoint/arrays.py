@@ -32,7 +32,7 @@ CACHE_BYTES = 100 << 20
 """Bytes of decoded nodes of a database that are kept while arrays are read."""
 
 READ_BYTES = 1 << 30
-"""Most bytes of arrays that are being read at any time; a single array may be larger."""
+"""Most bytes that a process is reading at any time; its shards of a single array may be larger."""
 
 WORKERS = 4
 """Threads that copy arrays to devices."""
@@ -117,6 +117,11 @@ class ArrayRead:
         """Whether it stays a NumPy array: 64 bits would be truncated while `jax_enable_x64` is off."""
         return jax.dtypes.canonicalize_dtype(self.dtype) != jnp.dtype(self.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process reads, uncompressed."""
+        return int(sum(volume(box) for box, _ in self.boxes) * self.entry.itemsize)
+
     @functools.cached_property
     def boxes(self) -> tuple[tuple[Box, list[Any]], ...]:
         """The boxes of the array that this process holds, each with its devices."""
@@ -150,12 +155,12 @@ def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
                 raise
             return damage(folder, want.entry, error)
         finally:
-            limit.release(want.entry.nbytes)
+            limit.release(want.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         tasks = []
         for want, store in zip(wanted, open_arrays(folder, [want.entry for want in wanted]), strict=True):
-            limit.acquire(want.entry.nbytes)
+            limit.acquire(want.nbytes)
             tasks.append(pool.submit(finish, want, store))
         done = [task.result() for task in tasks]
     raise_problems([value for value in done if isinstance(value, Problem)], CheckpointFileError)
