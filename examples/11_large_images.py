@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 folder = pathlib.Path(tempfile.mkdtemp())
 random = np.random.default_rng(0)
 
-# An image in a file. A memmap, a Zarr array or a TIFF (data.Tiff) is read in windows; no process loads all of it.
+# An image in a file. A memmap, a Zarr array or a TIFF (tifffile) is read in windows; no process loads all of it.
 np.save(folder / "picture.npy", random.integers(0, 255, (2048, 3072, 3)).astype("uint8"))
 picture = np.load(folder / "picture.npy", mmap_mode="r")
 print(f"picture {picture.shape}, {picture.nbytes:,} bytes; rows sharded 2 ways, columns 4 ways:")

@@ -16,7 +16,6 @@ from shardfn.checkpoint.safetensors_files import read_tensors
 from shardfn.cluster.jobs import read_rank_table
 from shardfn.cluster.kubernetes import files
 from shardfn.cost.devices.chips import load_chip
-from shardfn.data import Tiff
 from shardfn.durable import Database, new_database
 from shardfn.files import check_regular, read_bytes
 from shardfn.layoutfile import read_layout
@@ -35,7 +34,6 @@ READERS = {
     "weights.safetensors": read_tensors,
     "model.safetensors.index.json": read_tensors,
     METADATA: lambda file: read_contents(pathlib.Path(file).parent),
-    "image.tif": Tiff,
 }
 
 

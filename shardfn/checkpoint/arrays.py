@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
@@ -32,7 +32,7 @@ CACHE_BYTES = 100 << 20
 """Bytes of decoded nodes of a database that are kept while arrays are read."""
 
 READ_BYTES = 1 << 30
-"""Most bytes of arrays that are being read at any time; a single array may be larger."""
+"""Most bytes that a process is reading at any time; its shards of a single array may be larger."""
 
 WORKERS = 4
 """Threads that copy arrays to devices."""
@@ -117,6 +117,11 @@ class ArrayRead:
         """Whether it stays a NumPy array: 64 bits would be truncated while `jax_enable_x64` is off."""
         return jax.dtypes.canonicalize_dtype(self.dtype) != jnp.dtype(self.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process reads, uncompressed."""
+        return int(sum(volume(box) for box, _ in self.boxes) * self.entry.itemsize)
+
     @functools.cached_property
     def boxes(self) -> tuple[tuple[Box, list[Any]], ...]:
         """The boxes of the array that this process holds, each with its devices."""
@@ -150,12 +155,12 @@ def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
                 raise
             return damage(folder, want.entry, error)
         finally:
-            limit.release(want.entry.nbytes)
+            limit.release(want.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         tasks = []
         for want, store in zip(wanted, open_arrays(folder, [want.entry for want in wanted]), strict=True):
-            limit.acquire(want.entry.nbytes)
+            limit.acquire(want.nbytes)
             tasks.append(pool.submit(finish, want, store))
         done = [task.result() for task in tasks]
     raise_problems([value for value in done if isinstance(value, Problem)], CheckpointFileError)
@@ -204,13 +209,11 @@ def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
     """An array from the values of `want.boxes`, each copied to the devices that hold it."""
     if want.on_host:
         return shards[0]
-    kind = want.sharding.memory_kind
-    parts = [
-        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
-        for shard, (_, devices) in zip(shards, want.boxes, strict=True)
-        for device in devices
-    ]
-    return jax.make_array_from_single_device_arrays(want.entry.shape, want.sharding, parts)
+    shape = want.entry.shape
+    values = {repr(box): shard for shard, (box, _) in zip(shards, want.boxes, strict=True)}
+    return jax.make_array_from_callback(
+        shape, want.sharding, lambda index: values[repr(closed_box(index or (), shape))]
+    )
 
 
 def damage(folder: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:
@@ -245,17 +248,6 @@ def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
             held[device] = int(volume(box) * entry.itemsize)
             touched[device] = int(covering_volume(box, entry.chunks.chunk, entry.shape) * entry.itemsize)
     return held, touched
-
-
-@contextlib.contextmanager
-def read_errors(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
-    """Raise TensorStore's errors about an array in `folder` as errors that name it."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise CheckpointFileError(damage(folder, entry, error)) from None
 
 
 @contextlib.contextmanager

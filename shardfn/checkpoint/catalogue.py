@@ -15,7 +15,7 @@ from jax import tree_util
 
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Chunks
-from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, Contents, StoredArray, StoredMesh, mesh_order
+from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, TEXT, Contents, StoredArray, StoredMesh, mesh_order
 from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
 from shardfn.files import atomic_file, read_bytes
 from shardfn.ir.model import Spec
@@ -34,7 +34,7 @@ MAX_BYTES = 1 << 30
 SUMS = "SHA256SUMS"
 """The checksums of the files that describe the arrays, as `sha256sum -c` reads them. Only `save` writes it."""
 
-KINDS = {"np.ndarray": HOST, "scalar": NUMBER}
+KINDS = {"np.ndarray": HOST, "scalar": NUMBER, "string": TEXT}
 SEQUENCE = 1
 """Orbax's number for keys of lists and tuples."""
 
@@ -58,6 +58,8 @@ def read_contents(folder: pathlib.Path) -> Contents:
             raise
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         _damaged(file, why)
+    texts = tuple(row for row in rows if row.kind == TEXT)
+    rows = [row for row in rows if row.kind != TEXT]
     entries, problems = [], []
     for entry, opening in zip(rows, arrays.open_arrays(folder, rows), strict=True):
         try:
@@ -66,7 +68,7 @@ def read_contents(folder: pathlib.Path) -> Contents:
             problems.append(arrays.damage(folder, entry, error))
     raise_problems(problems, CheckpointFileError)
     devices = max((entry.mesh.devices for entry in entries), default=1)
-    return Contents(tuple(entries), devices, max(1, len(list(folder.glob("ocdbt.process_*")))))
+    return Contents(tuple(entries), devices, max(1, len(list(folder.glob("ocdbt.process_*")))), texts)
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:
@@ -117,8 +119,6 @@ def _tree(data: Mapping[str, Any], is_ocdbt: bool) -> list[StoredArray]:
             continue
         keys = tuple(("item" if key["key_type"] == SEQUENCE else "key", str(key["key"])) for key in row["key_metadata"])
         path, kind = "/".join(name for _, name in keys) or BARE, KINDS.get(value["value_type"], "array")
-        if value["value_type"] == "string":
-            raise ValueError(f"`{path}` is a string: only arrays, numbers and PRNG keys are restored here")
         found.append(
             StoredArray(path, (), "float32", keys, (), Chunks((), ()), kind=kind, driver=driver, is_ocdbt=is_ocdbt)
         )

@@ -1,20 +1,17 @@
-"""The description of a checkpoint: path, shape, dtype, sharding and chunks of every array; shardings as Orbax writes them."""
+"""The description of a checkpoint: path, shape, dtype, sharding and chunks of every array."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardfn.checkpoint.chunks import Chunks
-from shardfn.frontend.meshes import spec_of
 from shardfn.ir.model import Spec
 
 BARE = "value"
@@ -26,6 +23,8 @@ ARRAYS = ("array", HOST)
 """The kinds of arrays, which may be cast."""
 NUMBER = "number"
 """The kind of a Python number."""
+TEXT = "text"
+"""The kind of a text, which `save` does not write and `restore` does not read."""
 KEY = "key:"
 """Begins the kind of a typed PRNG key; the name of its implementation follows."""
 
@@ -106,7 +105,7 @@ class StoredArray:
     @property
     def itemsize(self) -> float:
         """Bytes per element; 0.5 for int4."""
-        return bits(self.dtype) / 8
+        return jax.dtypes.itemsize_bits(self.numpy_dtype) / 8
 
     @property
     def nbytes(self) -> int:
@@ -126,11 +125,13 @@ class Contents:
     Attributes:
       entries: its arrays.
       devices, processes: how many saved it, where that is known.
+      texts: the texts that another program saved beside them.
     """
 
     entries: tuple[StoredArray, ...]
     devices: int = 1
     processes: int = 1
+    texts: tuple[StoredArray, ...] = ()
 
     @property
     def meshes(self) -> tuple[StoredMesh, ...]:
@@ -142,9 +143,6 @@ class Contents:
         """Bytes of all arrays, uncompressed."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def __getitem__(self, path: str) -> StoredArray:
-        return next(entry for entry in self.entries if entry.path == path)
-
 
 def orbax_name(keys: Iterable[tuple[str, str]]) -> str:
     """The name of an array in Orbax's files, from its place in the tree.
@@ -153,48 +151,3 @@ def orbax_name(keys: Iterable[tuple[str, str]]) -> str:
     'layers.0.w'
     """
     return ".".join(name for _, name in keys)
-
-
-def bits(dtype: Any) -> int:
-    """Bits per element of a dtype.
-
-    >>> bits("float32"), bits("int4")
-    (32, 4)
-    """
-    dtype = jnp.dtype(dtype)
-    small = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
-    return small[dtype.name] if dtype.name in small else int(dtype.itemsize) * 8
-
-
-# ---- shardings, as Orbax writes them
-
-
-def sharding_text(axes: Mapping[str, int], types: Iterable[Any], spec: Spec, ids: np.ndarray) -> str:
-    """A sharding over a mesh, as it stands in `SHARDINGS`; `ids` are those of the devices, in the shape of the mesh."""
-    mesh = np.vectorize(lambda i: {"id": int(i)}, otypes=[object])(ids).tolist()
-    entries = [list(dim) if len(dim) > 1 else dim[0] if dim else None for dim in spec]
-    return json.dumps({
-        "sharding_type": "NamedSharding", "shape": list(axes.values()), "axis_names": list(axes),
-        "axis_types": [str(kind) for kind in types], "partition_spec": entries, "device_mesh": {"mesh": mesh},
-    })  # fmt: skip
-
-
-def jax_sharding_text(sharding: Sharding | None, rank: int) -> str | None:
-    """A sharding of JAX as it stands in `SHARDINGS`; None for kinds that Orbax does not record."""
-    if isinstance(sharding, SingleDeviceSharding):
-        (device,) = sharding.device_set
-        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
-    if not isinstance(sharding, NamedSharding):
-        return None
-    mesh = sharding.mesh
-    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
-    return sharding_text(mesh.shape, mesh.axis_types, spec_of(sharding.spec, rank), ids)
-
-
-def stored_text(mesh: StoredMesh, spec: Spec) -> str | None:
-    """The sharding of an array that was never on devices; None where it has no mesh."""
-    if not mesh.axes:
-        return None
-    sizes = dict(mesh.axes)
-    ids = np.asarray(mesh.order or range(mesh.devices)).reshape(tuple(sizes.values()))
-    return sharding_text(sizes, [jax.sharding.AxisType.Auto] * len(sizes), spec, ids)

@@ -15,7 +15,7 @@ import numpy as np
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, state_tree, targets
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
-from shardfn.checkpoint.contents import StoredArray, stored_text
+from shardfn.checkpoint.contents import StoredArray
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step, steps
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
@@ -76,7 +76,7 @@ def relayout(
     Args:
       source: the folder of a checkpoint.
       target: another folder; the step keeps its number.
-      layout: a plan, a layout file or the name of a recipe.
+      layout: a plan, a layout file or the name of a recipe; every array unsharded if None.
       devices: the device count, where the layout leaves the size of an axis open.
       step: which step; the last if None.
       only: as in `restore`.
@@ -102,7 +102,12 @@ def relayout(
     ...     checkpoint.relayout(run, pod, layout).arrays
     1
     """
-    return _copy(source, target, step, only, name_map, dtype, memory, layoutfile.read_layout(layout), devices)
+    bound = memory_bytes(memory)
+    read = None if layout is None else layoutfile.read_layout(layout)
+    folder, step, contents = open_step(source, step)
+    chosen = reader.choose_arrays(contents, None, only, name_map, dtype)
+    readers = (box_reader(folder, row) for row in chosen)
+    return write_copy(target, step, [new for _, new in chosen], readers, read, devices, bound)
 
 
 def merge(
@@ -133,18 +138,7 @@ def merge(
     ...     checkpoint.merge(os.path.join(folder, "run"), os.path.join(folder, "one"), only="w").arrays
     1
     """
-    return _copy(source, target, step, only, name_map, dtype, memory, None, None)
-
-
-def _copy(
-    source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str,
-    layout: LayoutFile | None, devices: int | None,
-) -> CopyResult:  # fmt: skip
-    bound = memory_bytes(memory)
-    folder, step, contents = open_step(source, step)
-    chosen = reader.choose_arrays(contents, None, only, name_map, dtype)
-    readers = (box_reader(folder, row) for row in chosen)
-    return write_copy(target, step, [new for _, new in chosen], readers, layout, devices, bound)
+    return relayout(source, target, None, step=step, only=only, name_map=name_map, dtype=dtype, memory=memory)
 
 
 def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
@@ -152,8 +146,10 @@ def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
     store = functools.cache(lambda: arrays.open_array(folder, row.stored, dtype=row.new.dtype))
 
     def read(box: Box) -> np.ndarray:
-        with arrays.read_errors(folder, row.stored):
+        try:
             return store()[box].read().result()
+        except (ValueError, OSError) as error:
+            raise CheckpointFileError(arrays.damage(folder, row.stored, error)) from None
 
     return read
 
@@ -188,7 +184,7 @@ def write_copy(
     sources = {}
     for entry, read in zip(described, readers, strict=True):
         boxes_of = [(box, functools.partial(read, box)) for box in boxes(entry.shape, entry.chunks.file)]
-        sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, stored_text(entry.mesh, entry.spec))
+        sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, orbax_arrays.stored_text(entry.mesh, entry.spec))
     folder = absolute_path(target)
     if step in steps(folder):
         fail(CheckpointError, f"step {step} exists already", where=f"{folder}", why="steps are never overwritten",

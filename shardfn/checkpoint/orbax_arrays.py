@@ -19,15 +19,17 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from orbax.checkpoint import future
 from orbax.checkpoint._src.metadata.array_metadata_store import Store
 from orbax.checkpoint._src.serialization.tensorstore_utils import build_array_write_spec
 
 from shardfn.checkpoint.catalogue import SHARDINGS
 from shardfn.checkpoint.chunks import Box, volume
-from shardfn.checkpoint.contents import HOST, KEY, NUMBER, StoredArray
+from shardfn.checkpoint.contents import HOST, KEY, NUMBER, StoredArray, StoredMesh
 from shardfn.checkpoint.failure import Failure
 from shardfn.files import atomic_file
+from shardfn.ir.model import Spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +63,29 @@ class NumberSource(ArraySource):
 def source_of(entry: StoredArray, boxes: Sequence[tuple[Box, Any]], sharding: str | None) -> ArraySource:
     """The source of an array, of the class of its kind."""
     return {HOST: HostArraySource, NUMBER: NumberSource}.get(entry.kind, ArraySource)(entry, boxes, sharding)
+
+
+def jax_sharding_text(sharding: Sharding | None) -> str | None:
+    """A sharding as Orbax writes it; None for kinds that it does not record."""
+    if isinstance(sharding, NamedSharding):
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
+    if isinstance(sharding, SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
+    return None
+
+
+def stored_text(mesh: StoredMesh, spec: Spec) -> str | None:
+    """The sharding of an array that was never on devices, as Orbax writes it; None where it has no mesh."""
+    if not mesh.axes:
+        return None
+    names, sizes = zip(*mesh.axes, strict=True)
+    ids = np.asarray(mesh.order or range(mesh.devices)).reshape(sizes)
+    devices = np.vectorize(lambda i: {"id": int(i)}, otypes=[object])(ids).tolist()
+    return json.dumps({
+        "sharding_type": "NamedSharding", "shape": sizes, "axis_names": names,
+        "axis_types": [str(jax.sharding.AxisType.Auto)] * len(names),
+        "partition_spec": [dim or None for dim in spec], "device_mesh": {"mesh": devices},
+    })  # fmt: skip
 
 
 ARRAY = "jax.Array"

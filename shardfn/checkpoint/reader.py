@@ -14,10 +14,10 @@ from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, state_tree, targets
-from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, Contents, StoredArray
+from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
-from shardfn.frontend.paths import join, listed, met, normal
+from shardfn.frontend.paths import join, listed, met, normal, without_value
 
 Globs = str | Sequence[str] | None
 Names = Mapping[str, str] | None
@@ -147,13 +147,18 @@ class Renamed(NamedTuple):
 def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, dtype: Any = None) -> list[Renamed]:
     """The arrays to restore, with their paths and dtypes in the result. Arguments as of `restore`."""
     problems: list[Problem] = []
-    named = {row.new.path: row for row in rename_arrays(contents.entries, name_map or {})}
+    named = {row.new.path: row for row in rename_arrays((*contents.entries, *contents.texts), name_map or {})}
+    wanted = {} if like is None else {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
+    named = _named_like(named, wanted)
     paths = _selected(tuple(named), only, "only", problems, [row.stored.path for row in named.values()])
     chosen = {path: row for path, row in named.items() if path in paths}
     problems += nested_arrays(chosen.values())
+    problems += [Problem(f"`{path}` is a text", where=f"checkpoint at `{row.stored.path}`",
+                         why="arrays, numbers and PRNG keys are restored here",
+                         fix='leave it out, by globs of the others: only=["params/*"]')
+                 for path, row in chosen.items() if row.stored.kind == TEXT]  # fmt: skip
     dtypes = {}
     if like is not None:
-        wanted = {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
         # Leaves of `like` that `only` does not match are kept, not missing.
         stored = [named[path].stored.path if path in named else path for path in wanted]
         inside = _selected(tuple(wanted), only, "only", [], stored)
@@ -162,6 +167,16 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
     raise_problems(problems, CheckpointError)
     found = casts([row.new for row in chosen.values()], dtypes, dtype)
     return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
+
+
+def _named_like(named: Mapping[str, Renamed], wanted: Collection[str]) -> dict[str, Renamed]:
+    """The arrays under the paths of `like`, where these differ in the `/value` of a Flax NNX variable alone."""
+    places = dict(zip(without_value([*wanted]), wanted, strict=True))
+    found = {}
+    for (path, row), short in zip(named.items(), without_value([*named]), strict=True):
+        new = path if path in wanted else places.get(short, path)
+        found[new] = row._replace(new=dataclasses.replace(row.new, path=new))
+    return found
 
 
 def array_reads(chosen: Sequence[Renamed], target: Any, like: Any) -> list[arrays.ArrayRead]:

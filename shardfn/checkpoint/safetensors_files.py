@@ -1,7 +1,7 @@
 """Files in the safetensors format, by the package `safetensors`, in bounded memory. https://huggingface.co/docs/safetensors
 
-The package checks a file's header, reads slices and writes a file. It gives NumPy no arrays of 8-bit floats, whose bytes are
-mapped here.
+The package checks a file's header and writes a file. The bytes of a tensor are mapped here: the package gives NumPy no arrays
+of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.checkpoint.chunks import Box, box_shape, full_box
+from shardfn.checkpoint.chunks import Box, box_shape, boxes, full_box
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.files import atomic_path, check_regular, open_regular, read_bytes
 from shardfn.runtime.extras import need
@@ -62,46 +62,30 @@ class FileTensor(TensorHeader):
         """A box of the tensor.
 
         Raises:
-          CheckpointFileError: a byte of a bool is neither 0 nor 1; the file has changed since it was opened.
+          CheckpointFileError: a byte of a bool is neither 0 nor 1; the file has been cut since it was opened.
         """
         out = np.empty(box_shape(box), jnp.dtype(self.dtype))
         if not out.size:
             return out
         rows, *others = box or full_box((1,))  # a scalar is read as a row
         target = np.atleast_1d(out)
-        step = max(1, STEP_BYTES // (math.prod(self.shape[1:]) * out.dtype.itemsize))
+        row_bytes = math.prod(self.shape[1:]) * out.dtype.itemsize
+        step = max(1, STEP_BYTES // row_bytes)
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
-            target[first - rows.start : last - rows.start] = self._part((slice(first, last), *others))
+            start = self.start + first * row_bytes
+            try:
+                with open_regular(self.file) as opened:
+                    mapped = np.memmap(opened, out.dtype, "r", start, (last - first, *self.shape[1:]))
+            except (OSError, ValueError) as error:
+                fail(CheckpointFileError, f"{self.file} cannot be read", where=f"`{self.name}`", why=str(error),
+                     fix="download or write it again")  # fmt: skip
+            target[first - rows.start : last - rows.start] = mapped[(slice(None), *others)]
         if out.dtype == bool and out.view(np.uint8).max() > 1:
             fail(CheckpointFileError, f"{self.file} is damaged", where=f"`{self.name}`: bool{list(self.shape)}",
                  why=f"a bool is a byte of 0 or 1, and one here is {out.view(np.uint8).max()}",
                  fix="download or write it again")  # fmt: skip
         return out
-
-    def _part(self, box: Box) -> np.ndarray:
-        """A box of a few rows, of the mapped file."""
-        dtype, (rows, *others) = jnp.dtype(self.dtype), box
-        start = self.start + rows.start * math.prod(self.shape[1:]) * dtype.itemsize
-        with open_regular(self.file) as opened:
-            mapped = np.memmap(opened, dtype, "r", start, (rows.stop - rows.start, *self.shape[1:]))
-        return mapped[(slice(None), *others)]
-
-
-@dataclasses.dataclass(frozen=True)
-class SafeTensor(FileTensor):
-    """One tensor of a safetensors file, of which the package reads slices."""
-
-    def _part(self, box: Box) -> np.ndarray:
-        if self.dtype.startswith("float8"):
-            return super()._part(box)
-        check_regular(self.file)
-        try:
-            with _package().safe_open(self.file, "numpy") as opened:
-                return opened.get_slice(self.name)[box if self.shape else ...]
-        except _package().SafetensorError as error:
-            fail(CheckpointFileError, f"{self.file} cannot be read", where=f"`{self.name}`", why=str(error),
-                 fix="download or write it again")  # fmt: skip
 
 
 def _package() -> ModuleType:
@@ -179,7 +163,7 @@ def _header(file: pathlib.Path) -> list[FileTensor]:
     at = file.stat().st_size - sum(header.nbytes for header in headers)
     found = []
     for header in headers:
-        found.append(SafeTensor(header.name, header.dtype, header.shape, file, at))
+        found.append(FileTensor(header.name, header.dtype, header.shape, file, at))
         at += header.nbytes
     return found
 
@@ -242,13 +226,9 @@ def contiguous_boxes(shape: Sequence[int], most: int, row_multiple: int = 1) -> 
     >>> [box[0] for box in contiguous_boxes((5, 4), 8)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    if not shape:
-        yield ()
-    elif (row := math.prod(shape[1:])) <= most or len(shape) == 1:
-        step = max(1, most // max(row, 1))
+    last = max(len(shape) - 1, 0)
+    dim = next((d for d in range(last) if math.prod(shape[d + 1 :]) <= most), last)
+    step = max(1, most // max(math.prod(shape[dim + 1 :]), 1))
+    if not dim:
         step = step // row_multiple * row_multiple or step
-        for start in range(0, shape[0], step):
-            yield (slice(start, min(start + step, shape[0])), *full_box(shape[1:]))
-    else:
-        for i in range(shape[0]):
-            yield from ((slice(i, i + 1), *rest) for rest in contiguous_boxes(shape[1:], most))
+    return boxes(shape, (*(1,) * dim, step, *shape[dim + 1 :]))

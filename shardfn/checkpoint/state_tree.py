@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -137,6 +137,11 @@ def restore_leaf(kind: str, value: Any) -> Any:
     return np.asarray(value).item() if kind == NUMBER else value
 
 
+def name_of(key: Any) -> str:
+    """The name in Orbax's files of the array at a pytree key."""
+    return orbax_name(map(_key, key))
+
+
 def _key(key: Any) -> tuple[str, str]:
     """A pytree key as plain data: the kind of its container, and its name in it."""
     match key:
@@ -147,25 +152,6 @@ def _key(key: Any) -> tuple[str, str]:
         case tree_util.GetAttrKey(name):
             return "field", str(name)
     return "key", str(getattr(key, "key", key))
-
-
-def plain(tree: Any, leaves: Iterator[Any]) -> Any:
-    """A tree of dicts and lists with other leaves, which has the paths and the empty containers of a pytree.
-
-    Nodes of other classes become dicts: what they do with leaves that are no arrays is their own.
-
-    >>> plain({"a": (1, {}), "b": None}, iter("x"))
-    {'a': ['x', {}], 'b': None}
-    """
-    rows = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
-    if not rows:
-        return tree if isinstance(tree, dict | list | tuple) else None
-    if not rows[0][0]:
-        return next(leaves)
-    children = [(key, plain(child, leaves)) for (key,), child in rows]
-    if all(isinstance(key, tree_util.SequenceKey) for key, _ in children):
-        return [child for _, child in children]
-    return {_key(key)[1]: child for key, child in children}
 
 
 def nested(values: Mapping[Keys, Any]) -> Any:

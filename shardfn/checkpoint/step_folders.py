@@ -35,11 +35,14 @@ def absolute_path(path: Any) -> pathlib.Path:
     """The absolute path of a folder, `~` expanded.
 
     Raises:
-      CheckpointError: `path` is not a path.
+      CheckpointError: `path` is not a path of a file system.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         fail(CheckpointError, f"a checkpoint's path must be a string or a path, not {a(path)}",
              where=f"path = {path!r:.60}", fix='write the folder of the checkpoints, such as "run/checkpoints"')  # fmt: skip
+    if "://" in os.fspath(path):
+        fail(CheckpointError, f"{path} is no folder of a file system", why="object stores are not supported here",
+             fix="mount it, or copy the folder")  # fmt: skip
     return pathlib.Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
 
 
@@ -125,11 +128,33 @@ def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int
         if known:
             fail(CheckpointError, f"there is no step {step!r:.40} in {folder}", why=f"the steps are {shown}",
                  fix="choose one of them, or leave step out for the last")  # fmt: skip
-        there = "it has no complete checkpoint" if folder.is_dir() else "there is no such folder"
-        fail(CheckpointError, f"there is no checkpoint in {folder}", why=there,
-             fix="pass the folder that `checkpoint.save` was called with, or a checkpoint of Orbax")  # fmt: skip
+        there = (
+            "it has no complete checkpoint"
+            if folder.is_dir()
+            else "it is a file"
+            if folder.exists()
+            else "there is no such folder"
+        )
+        fail(CheckpointError, f"there is no checkpoint in {folder}", why=there, fix=_meant(folder))
     held = _arrays_of(folder / str(step)) or [folder / str(step) / ITEM]
     return held[0], step, _contents(folder / str(step), held)
+
+
+OTHER_FORMS = (
+    ("*.safetensors", "make a checkpoint of them by `checkpoint.import_safetensors`"),
+    ("*.ckpt", "load MindSpore's files by `shardfn.mindspore.load_distributed_checkpoint`"),
+    ("checkpoint_*", "read Flax's own files by `flax.training.checkpoints.restore_checkpoint`"),
+)
+"""Names of files of weights that are no checkpoints of Orbax, and what reads them."""
+
+
+def _meant(path: pathlib.Path) -> str:
+    """What to do about a path without steps."""
+    inside = sorted(path.iterdir()) if path.is_dir() else [path]
+    if step := next((child for child in inside if _arrays_of(child)), None):
+        return f"pass the folder of one of its steps: {step}"
+    known = (fix for name, fix in OTHER_FORMS if any(file.match(name) and file.is_file() for file in inside))
+    return next(known, "pass the folder that `checkpoint.save` was called with, or a checkpoint of Orbax")
 
 
 def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Contents:

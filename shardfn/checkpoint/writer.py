@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
-from shardfn.checkpoint.contents import StoredArray, StoredMesh, bits, jax_sharding_text, mesh_order
+from shardfn.checkpoint.contents import StoredArray, StoredMesh, mesh_order
 from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
@@ -112,7 +113,11 @@ def save(
     layout = (
         targets.stored_layout([source.entry for source in sources]) if plan is None else layoutfile.read_layout(plan)
     )
-    saved = orbax_store.Saved(state_tree.plain(state, iter(sources)), layout, _devices(flat))
+    by_name = {source.entry.name: source for source in sources}
+    # Dicts and lists: what nodes of other classes do with leaves that are no arrays is their own.
+    tree = need("orbax.checkpoint", "checkpoint").tree.serialize_tree(state, keep_empty_nodes=True)
+    tree = tree_util.tree_map_with_path(lambda key, _: by_name[state_tree.name_of(key)], tree)
+    saved = orbax_store.Saved(tree, layout, _devices(flat))
     saving = orbax_store.begin(folder, step, saved, keep, keep_every)
     if not background:
         saving.wait()
@@ -121,14 +126,14 @@ def save(
 
 def _source(leaf: state_tree.StateLeaf) -> Any:
     """The description of a leaf, its shards in this process and its sharding, for Orbax."""
-    from shardfn.checkpoint.orbax_arrays import source_of
+    from shardfn.checkpoint.orbax_arrays import jax_sharding_text, source_of
 
     sharding = leaf.value.sharding if isinstance(leaf.value, jax.Array) else None
     mesh, strategy, spec = stored_sharding(leaf.shape, sharding, _order(getattr(sharding, "mesh", None)))
-    chunks = choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
+    chunks = choose_chunks(leaf.shape, strategy, jax.dtypes.itemsize_bits(leaf.value.dtype) / 8)
     entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
     boxes = [(box, functools.partial(np.asarray, shard)) for box, shard in arrays.local_shards(leaf.value)]
-    return source_of(entry, boxes, jax_sharding_text(sharding, len(leaf.shape)))
+    return source_of(entry, boxes, jax_sharding_text(sharding))
 
 
 def _devices(flat: Sequence[state_tree.StateLeaf]) -> int:

@@ -84,7 +84,7 @@ def read(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None
     """Read one large array window by window onto the devices that hold it; no process reads all of it.
 
     Args:
-      image: anything read by `image[0:512, 1024:1536]`: a memmap, a Zarr array, a `Tiff`, a NumPy array.
+      image: anything read by `image[0:512, 1024:1536]`: a memmap, a Zarr array, a NumPy array.
       entry: its strategy as a tuple of ints, a Layout, a NamedSharding, or None for data parallel.
       device: as in `shard`.
       plan: a plan whose mesh is used.
@@ -114,6 +114,6 @@ def _image_sharding(image: Any, entry: Any, device: Any, plan: Plan | None) -> N
     if not is_windowed(image):
         fail(StrategyTypeError, f"the image is {a(image)}, which cannot be read in windows", where=f"image = {short(image)}",
              why="each shard is read as image[0:512, 1024:1536]",
-             fix="give an array with shape and dtype; open a file first: data.Tiff(path), zarr.open_array(path)")  # fmt: skip
+             fix="give an array with shape and dtype; open a file first: tifffile.memmap, zarr.open_array")  # fmt: skip
     shape = jax.ShapeDtypeStruct(tuple(image.shape), jax.dtypes.canonicalize_dtype(image.dtype))
     return input_shardings({"image": shape}, (entry,), device=device, plan=plan).shardings[0]

@@ -123,7 +123,7 @@ def _column(leaf: Any, name: str) -> ArrayColumn | RecordsColumn:
     if None in shapes or not shapes:
         fail(StrategyTypeError, f"a record of input `{name}` is not made of arrays", where=f"{name}[0] = {short(first)}",
              why="records become arrays on devices",
-             fix="give arrays, numbers, or images to be read in windows, such as [data.Tiff(p) for p in paths]")  # fmt: skip
+             fix="give arrays, numbers, or images to be read in windows, such as [np.load(p) for p in paths]")  # fmt: skip
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in filter(None, shapes)]
     blocks = tuple(tuple(getattr(part, "chunks", None) or (1,) * len(struct.shape))
                    for part, struct in zip(parts, structs, strict=True))  # fmt: skip

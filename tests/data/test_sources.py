@@ -10,7 +10,7 @@ import pytest
 import tifffile
 import zarr
 
-from shardfn.data import Tiff, sources
+from shardfn.data import sources
 from shardfn.data.sources import PADDING, columns, names_of
 from shardfn.errors import StrategyError, StrategyTypeError
 
@@ -50,7 +50,7 @@ def grain_dataset(tmp_path):
 def tiffs(tmp_path):
     for i, image in enumerate(IMAGES):
         tifffile.imwrite(tmp_path / f"{i}.tif", image, photometric="rgb")
-    return [Tiff(tmp_path / f"{i}.tif") for i in range(len(IMAGES))]
+    return [tifffile.memmap(tmp_path / f"{i}.tif") for i in range(len(IMAGES))]
 
 
 KINDS = [lambda _: IMAGES, lambda _: Watched(IMAGES), lambda _: list(IMAGES), memmap, zarr_array, grain_dataset, tiffs]

@@ -391,8 +391,3 @@ def gather(
         at = rows.start if rows.ids is None else int(np.searchsorted(ids[rows.name], rows.ids[0]))
         found[rows.name][at : at + len(rows.values)] = rows.values
     return {name: array if specs[name].shape else array.reshape(()) for name, array in found.items()}
-
-
-def as_tree(params: Any, arrays: Mapping[str, Any]) -> Any:
-    """Arrays by name as a pytree with the structure of `params`."""
-    return jax.tree.unflatten(jax.tree.structure(params), [arrays[name] for name in array_paths("", params)])
