@@ -263,6 +263,10 @@ def _selected(
 
 def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.StateLeaf]) -> list[Problem]:
     """The problems of missing, surplus and incompatible leaves."""
+    if (inside := _prefix(chosen, wanted)) is not None:
+        return [Problem(f"the arrays of `like` are in `{inside}` of the checkpoint", where=f"like: {listed(list(wanted), 3)}",
+                        why="`like` has the structure of the checkpoint, or of the part that `only` selects",
+                        fix=f'restore(path, like={{"{inside}": like}}, only=["{inside}/*"])["{inside}"]')]  # fmt: skip
     problems = []
     surplus = chosen.keys() - wanted.keys()
     for path, leaf in wanted.items():
@@ -288,6 +292,14 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
         problems.append(Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
                                 fix='rename it with name_map, or restrict the restore: only=["params/*"]'))  # fmt: skip
     return problems
+
+
+def _prefix(stored: Collection[str], wanted: Collection[str]) -> str | None:
+    """The key of the checkpoint that holds all wanted arrays, where none is wanted by its own path."""
+    if not wanted or any(path in stored for path in wanted):
+        return None
+    keys = dict.fromkeys(path.partition("/")[0] for path in stored)
+    return next((key for key in keys if all(f"{key}/{path}" in stored for path in wanted)), None)
 
 
 def _near(path: str, others: Collection[str]) -> str:

@@ -163,7 +163,9 @@ def compare(layouts: Mapping[str, Any], *args: Any, **kwargs: Any) -> LayoutComp
             plan = layout if isinstance(layout, Plan) else layout.plan(*args, **kwargs)
         except ShardError as error:
             first = first or error
-            rows.append(ComparedLayout(name, None, None, False, error.problems[0].what))
+            problem = error.problems[0]
+            text = f"{problem.what}; fix: {problem.fix}" if problem.fix else problem.what
+            rows.append(ComparedLayout(name, None, None, False, text))
             continue
         limit = plan.hardware.chip.memory_bytes if plan.memory_limit is None else plan.memory_limit
         rows.append(ComparedLayout(name, plan, Figures.of(plan.cost), plan.cost.memory.peak <= limit))

@@ -21,6 +21,7 @@ WORDS = {
     "zero-3": 'mode="auto_parallel", style="fsdp"',
     "zero1": 'mode="auto_parallel", style="zero1"',
     "ZeRO_2": "level2",
+    "hsdp": "optimizer_weight_shard_size",
     "tensor_parallel": 'style="tensor_parallel"',
     "auto": 'mode="auto_parallel"',
 }

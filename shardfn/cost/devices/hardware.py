@@ -325,9 +325,13 @@ def _target(text: str) -> Hardware:
             kind, _, number = key.partition(":")
             every = "GPU" if kind == "cuda" else kind.upper()
             why = f'a name is that of all devices of a kind, "{every}", or of a target, such as "h100:8"'
-            fix = (
-                f'for that single device write device=[jax.devices("{kind}")[{number}]], and leave `device` out for all'
-            )
+            single = f'device=[jax.devices("{kind}")[{number}]]'
+            fix = f"for that single device write {single}, and leave `device` out for all"
+            here = {device.platform for device in jax.devices()}
+            if {"cuda": "gpu", "rocm": "gpu"}.get(kind, kind) not in here:
+                fix = (
+                    f"no {every} is here: leave `device` out, or name a target; elsewhere {single} is that device alone"
+                )
         elif several := cloud_names.machines(name, size):
             fix = f'a target is a chip and how many of it: did you mean "{several}"?'
         elif meant := _meant(name, size):

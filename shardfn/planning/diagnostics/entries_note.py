@@ -43,8 +43,8 @@ def entries_note(
         return ""
     figures = _compared(cost, problem.evaluate_answer(sharding_propagation.search(problem)), problem.level)
     what = _difference(with_search, without)
-    inside = f"inside, {what}: {figures} than with the entries followed"
-    return f"followed for arguments and results; {inside}; {FOLLOWED} follows them"
+    inside = f"inside, {what}, with {figures} than if the ops followed the entries too"
+    return f"followed for arguments and results; {inside}, as {FOLLOWED} makes them do"
 
 
 def _beside_a_style(
@@ -100,7 +100,7 @@ def _difference(one: Layouts, other: Layouts) -> str:
     }
     if gathered & one.inside:
         ways.append("weights are gathered (FSDP)")
-    return " and ".join(ways) or f"the plan is {kind_of(one)} instead of {kind_of(other)}"
+    return " and ".join(ways) or f"the plan is `{kind_of(one)}` instead of `{kind_of(other)}`"
 
 
 def _compared(one: Cost, other: Cost, level: int) -> str:
