@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -272,7 +273,7 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
     for path, leaf in wanted.items():
         if path not in chosen:
             problems.append(Problem(f"the checkpoint has no `{path}`", where=f"like: {path}: {leaf.dtype}{list(leaf.shape)}",
-                                    fix=_near(path, surplus)))  # fmt: skip
+                                    fix=_near(path, [p for p in surplus if chosen[p].stored.shape == leaf.shape])))  # fmt: skip
             continue
         entry = chosen[path].stored
         if KEY in entry.kind and KEY in leaf.kind and entry.kind != leaf.kind:
@@ -288,9 +289,17 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
             problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} in `like`",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
                                     fix="restore it without `like`, then convert it"))  # fmt: skip
-    for path in sorted(surplus):
-        problems.append(Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
-                                fix='rename it with name_map, or restrict the restore: only=["params/*"]'))  # fmt: skip
+    parts = dict.fromkeys(path.partition("/")[0] for path in wanted)
+    for part, of_part in itertools.groupby(sorted(surplus), key=lambda path: path.partition("/")[0]):
+        same = list(of_part)
+        if part in parts or len(same) == 1:
+            left_out = "add it to `like`" if part in parts else f"leave it out: only={[f'{one}/*' for one in parts]}"
+            problems += [Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
+                                 fix=f"rename it with name_map, or {left_out}") for path in same]  # fmt: skip
+        else:
+            what = f"the checkpoint has {len(same)} arrays in `{part}`, and `like` has none there"
+            left_out = f"leave them out: only={[f'{one}/*' for one in parts]}"
+            problems.append(Problem(what, where=listed(same, 3), fix=left_out))
     return problems
 
 

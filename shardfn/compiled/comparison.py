@@ -168,9 +168,11 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
         yield "results: XLA adds a table of pointers, 8 B for each result"
     if compiled.alias_bytes:
         yield f"donated arguments: {bytes_text(compiled.alias_bytes)} of the results reuse their buffers"
-    if (size := compiled.temp_bytes) is not None and size < memory.temporaries:
+    if (size := compiled.temp_bytes) is None or _close(size, memory.temporaries):
+        pass
+    elif size < memory.temporaries:
         yield "temporaries: XLA fuses more ops than predicted, and fused intermediates take no memory"
-    elif size is not None and size > memory.temporaries:
+    else:
         yield "temporaries: XLA needs more for collective buffers, padding and copies"
     peak, sizes = compiled.peak_bytes, compiled.together("")
     if plan.hardware.platform == "tpu" and peak is not None and sizes is not None:

@@ -64,7 +64,8 @@ OBJECTIVES = (
 
 OPTIONS = {
     "in_shardings": "in_strategy", "in_specs": "in_strategy", "in_axis_resources": "in_strategy", "strategy": "in_strategy",
-    "strategies": "in_strategy", "placements": "in_strategy", "in_placements": "in_strategy",
+    "strategies": "in_strategy", "shards": "in_strategy", "grid": "in_strategy",
+    "placements": "in_strategy", "in_placements": "in_strategy",
     "out_shardings": "out_strategy", "out_specs": "out_strategy", "out_axis_resources": "out_strategy",
     "out_placements": "out_strategy", "parallelize_plan": "parameter_plan", "tp_plan": "parameter_plan",
     "mesh": "device", "device_mesh": "device", "backend": "device", "platform": "device", "hardware": "device",

@@ -77,7 +77,9 @@ class LayoutComparison(PrintedTable):
             fits = "yes" if row.fits else "no"
             rows.append((row.name, kind, mesh, *row.figures.texts(), fits, row.sends_most))
         targets = {devices_text(row.plan.hardware): None for row in self.rows if row.plan}
-        columns = ("layout", "plan", "mesh", "time", "sent", "memory", "fits", "sends most")
+        where = [devices_text(row.plan.hardware) if row.plan and len(targets) > 1 else "" for row in self.rows]
+        rows = [(name, on, *cells) for (name, *cells), on in zip(rows, where, strict=True)]
+        columns = ("layout", "devices", "plan", "mesh", "time", "sent", "memory", "fits", "sends most")
         notes = [f"per device and call, modelled for {', '.join(targets)}"]
         notes += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
         return table("Layouts", columns, rows, "; ".join(notes), most=len(rows), optional=("mesh",))

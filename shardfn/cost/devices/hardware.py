@@ -160,6 +160,8 @@ def _meant(name: str, size: str) -> str:
 
     >>> _meant("tpuv5e", "8"), _meant("gpu", "8"), _meant("a100", "0"), _meant("tpu-v5e", "17"), _meant("quantum", "2")
     ('tpu-v5e:8', 'h100:8', 'a100:8', 'tpu-v5e:16 or tpu-v5e:32', '')
+    >>> _meant("nvidia-h200-sxm", "8")
+    'h200:8'
     """
     chips = {
         **dict.fromkeys(("nvidia",), "h100"),
@@ -167,7 +169,8 @@ def _meant(name: str, size: str) -> str:
         **cloud_names.CHIP_NAMES,
         **{chip: chip for chip in CHIPS},
     }
-    close = [name] if name in chips else difflib.get_close_matches(name, list(chips), 1)
+    inside = max((chip for chip in chips if chip in CHIPS and chip in name), key=len, default="")
+    close = [name] if name in chips else [inside] if inside else difflib.get_close_matches(name, list(chips), 1)
     found = re.match(r" *(\d+(x\d+)*)", size, re.ASCII)
     shape = found[1] if found and math.prod(map(int, found[1].split("x"))) else "8"
     if not close:
@@ -306,7 +309,7 @@ _SIZED_FAMILY = re.compile(
 )
 """The same for devices of no certain chip."""
 
-_INDEXED = re.compile(r"(gpu|tpu):0|cuda:[0-7]", re.ASCII)
+_INDEXED = re.compile(r"(cpu|gpu|tpu):0|cuda:[0-7]", re.ASCII)
 """A single device by its number, as PyTorch names one; a number above 0 of another kind is read as a count."""
 
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)

@@ -122,12 +122,12 @@ def optimality(plan: Plan) -> str:
     if plan.gap is None or plan.gap > LOOSE:
         return best
     if plan.gap < 5e-5:
-        limit = "better"
+        limit = "a better one"
     elif plan.level == TIME:
-        limit = f"better than {time_text(plan.cost.time_s * (1 - plan.gap))}"
+        limit = f"one better than {time_text(plan.cost.time_s * (1 - plan.gap))}"
     else:
-        limit = f"more than {max(plan.gap, 0.001):.1%} better"
-    return f"{best}; the cost model summed over ops cannot be {limit}, on the meshes tried"
+        limit = f"one more than {max(plan.gap, 0.001):.1%} better"
+    return f"{best}; summed over ops, the cost model does not allow {limit} on the meshes tried"
 
 
 def summary(plan: Plan) -> str:
