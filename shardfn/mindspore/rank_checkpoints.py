@@ -33,6 +33,7 @@ from shardfn.checkpoint.safetensors_files import (
 from shardfn.checkpoint.step_folders import StrPath, absolute_path
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail, raise_problems
 from shardfn.files import read_bytes
+from shardfn.frontend.paths import listed
 from shardfn.layoutfile.mindspore_json import checked
 from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_rows
 from shardfn.mindspore import ckpt_files
@@ -307,6 +308,12 @@ def transform_checkpoints(
     files = rank_files(absolute_path(src_checkpoints_dir), ranks_of(source))
     held = {rank: ckpt_files.tensors_of(file) for rank, file in files.items()}
     shapes = unsharded_shapes(held, source)
+    for which, strategy in (("src_strategy_file", source), ("dst_strategy_file", target)):
+        if strategy and shapes and not strategy.keys() & shapes.keys():
+            fail(CheckpointError, f"`{which}` names no parameter of the checkpoint", where=f"{which}: {listed([*strategy], 3)}",
+                 why=f"the checkpoint has {listed([*shapes], 3)}, and what no strategy names is replicated",
+                 fix="use the same names in both: export_safetensors(..., name_map={'params': ''}) leaves `params.` out, and so "
+                 "can the keys of a dict of the file's `parallel_layout_item`, given in place of the file")  # fmt: skip
     out, made = absolute_path(dst_checkpoints_dir), []
     most = max(1, bound // offline.SHARE // 8)
     with arrays.write_errors(out):

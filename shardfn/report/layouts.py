@@ -82,6 +82,7 @@ class LayoutComparison(PrintedTable):
         columns = ("layout", "devices", "plan", "mesh", "time", "sent", "memory", "fits", "sends most")
         notes = [f"per device and call, modelled for {', '.join(targets)}"]
         notes += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        notes += [f"{row.name}: entries {row.plan.entries}" for row in self.rows if row.plan and row.plan.entries]
         return table("Layouts", columns, rows, "; ".join(notes), most=len(rows), optional=("mesh",))
 
     def __getitem__(self, name: str) -> Plan:

@@ -163,3 +163,14 @@ def test_transform_of_ranks_with_missing_slices_is_refused(tmp_path):
         transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", cut)
     with pytest.raises(CheckpointFileError, match="cannot be read"):
         transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("which", ["src_strategy_file", "dst_strategy_file"])
+def test_a_strategy_that_names_no_parameter_is_refused(which, tmp_path):
+    (tmp_path / "source" / "rank_0").mkdir(parents=True)
+    safetensors.numpy.save_file(
+        {"w": np.ones((8, 4), np.float32)}, tmp_path / "source" / "rank_0" / "checkpoint0.safetensors"
+    )
+    other = {"params.w": row([1], [-1, -1], [8, 4])}
+    with pytest.raises(CheckpointError, match=f"`{which}` names no parameter"):
+        transform_checkpoints(tmp_path / "source", tmp_path / "target", "net", **{which: other})

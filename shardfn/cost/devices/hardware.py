@@ -78,7 +78,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             )
         )
     if device is None:
-        return _platform(default, count) if default else _real(_take(_devices(None, count), count), None)
+        return _of_context(default, count) if default else _real(_take(_devices(None, count), count), None)
     device = cloud_names.target_of(device) or device
     if what := cloud_names.without_figures(device):
         fail(DeviceError, f"there are no figures for {what}", where=f"device = {device!r}",
@@ -87,6 +87,19 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     if ":" in device:
         return _target(device)
     return _platform(device, count)
+
+
+def _of_context(platform: str, count: int | None) -> Hardware:
+    """The devices of the platform that MindSpore's context names."""
+    try:
+        return _platform(platform, count)
+    except DeviceError as error:
+        (problem,) = error.problems
+        where, fix = (
+            f"set_context(device_target={platform!r})",
+            f"{problem.fix}; leave device_target out for JAX's own default",
+        )
+        raise DeviceError(dataclasses.replace(problem, where=where, fix=fix)) from None
 
 
 def _devices(platform: str | None, count: int | None) -> list[Any]:

@@ -168,7 +168,7 @@ def _outputs(
             "with the arguments: propagation alone would choose another sharding" if i in answer.result_specs else ""
         )
         if given is None and i in call.same_as:
-            reason = f"as `{call.inputs[call.same_as[i]].path}`, which it can replace"
+            reason = f"as the argument which it can replace, `{call.inputs[call.same_as[i]].path}`"
         decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, "", kind))
     return tuple(decided), diagnostics
 
