@@ -344,6 +344,8 @@ def _target(text: str) -> Hardware:
             single = f'device=[jax.devices("{kind}")[{number}]]'
             fix = f"for that single device write {single}, and leave `device` out for all"
             here = {device.platform for device in jax.devices()}
+            if kind == "cpu":
+                fix += '; a target of eight is "cpu:8"'
             if {"cuda": "gpu", "rocm": "gpu"}.get(kind, kind) not in here:
                 fix = (
                     f"no {every} is here: leave `device` out, or name a target; elsewhere {single} is that device alone"
