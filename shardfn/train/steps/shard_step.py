@@ -145,7 +145,9 @@ def _planned(
     given_entries = rest.pop("in_strategy")
     entries = given_entries or dataset_entries(options.dataset_strategy, batch, of_mode)
     if not isinstance(entries, tuple) or len(entries) != len(batch):
-        name, asked = ("in_strategy", given_entries) if given_entries else ("dataset_strategy", options.dataset_strategy)
+        name, asked = (
+            ("in_strategy", given_entries) if given_entries else ("dataset_strategy", options.dataset_strategy)
+        )
         raise_problems([Problem(f"`{name}` must be a tuple with {len(batch)} entries", f"{name} = {asked!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
                                 "write an entry for each, None for data parallel")])  # fmt: skip
