@@ -174,3 +174,16 @@ def test_a_strategy_that_names_no_parameter_is_refused(which, tmp_path):
     other = {"params.w": row([1], [-1, -1], [8, 4])}
     with pytest.raises(CheckpointError, match=f"`{which}` names no parameter"):
         transform_checkpoints(tmp_path / "source", tmp_path / "target", "net", **{which: other})
+
+
+def test_ranks_that_differ_need_a_source_strategy(tmp_path):
+    for rank in range(2):
+        (tmp_path / "source" / f"rank_{rank}").mkdir(parents=True)
+        array = np.full((8, 4), rank, np.float32)
+        safetensors.numpy.save_file(
+            {"w": array}, tmp_path / "source" / f"rank_{rank}" / f"checkpoint{rank}.safetensors"
+        )
+    with pytest.raises(CheckpointError, match="there is no source strategy"):
+        transform_checkpoints(tmp_path / "source", tmp_path / "target", "net")
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        transform_checkpoints(tmp_path / "nowhere", tmp_path / "target", "net")

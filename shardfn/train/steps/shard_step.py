@@ -148,7 +148,8 @@ def _planned(
         name, asked = (
             ("in_strategy", given_entries) if given_entries else ("dataset_strategy", options.dataset_strategy)
         )
-        raise_problems([Problem(f"`{name}` must be a tuple with {len(batch)} entries", f"{name} = {asked!r}",
+        entry = "entry" if len(batch) == 1 else "entries"
+        raise_problems([Problem(f"`{name}` must be a tuple with {len(batch)} {entry}", f"{name} = {asked!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
                                 "write an entry for each, None for data parallel")])  # fmt: skip
     said = given_entries or (options.dataset_strategy if isinstance(options.dataset_strategy, tuple) else ())
