@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -53,8 +54,8 @@ def cpu_s() -> float:
 
 
 def local(text: str) -> str:
-    """A text without the folder of this repository."""
-    return text.replace(f"{harness.ROOT}/", "")
+    """A text without the folders of this repository and of installed packages."""
+    return re.sub(r"[^\s(`]*/site-packages/", "", text.replace(f"{harness.ROOT}/", ""))
 
 
 def planned(plan: shardfn.Plan, seconds: float) -> Row:

@@ -6,6 +6,7 @@ from typing import Any
 from shardfn.api import explain, load_layout, plan, reshard, shard
 from shardfn.cost.devices.chips import Chip
 from shardfn.errors import ShardError
+from shardfn.frontend.other_words import missing
 from shardfn.frontend.strategy import AUTO, DATA_PARALLEL, REPLICATED
 from shardfn.planning.inside import tag
 from shardfn.planning.plan import Plan
@@ -42,7 +43,7 @@ _PARTS = ("checkpoint", "cluster", "data", "draw", "embedding", "experts", "halo
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing(__name__, name, __dir__())
 
 
 def __dir__() -> list[str]:

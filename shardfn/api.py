@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardfn import layoutfile
-from shardfn.errors import StrategyTypeError, a, fail
-from shardfn.frontend import option_checks
+from shardfn.errors import Problem, StrategyTypeError, a, fail, raise_problems
+from shardfn.frontend import option_checks, other_words
 from shardfn.frontend.ambient_mesh import on_mesh_around, reshard_traced
 from shardfn.frontend.callee import describe
 from shardfn.frontend.meshes import MeshLayout
@@ -143,9 +143,11 @@ def shard(
     >>> dense(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
     (2, 4)
     """
-    for name in options.keys() - set(OPTION_NAMES):
-        fail(StrategyTypeError, f"`shard` has no option `{name}`", where=f"{name} = {short(options[name])}",
-             why=f"its options are {', '.join(OPTION_NAMES)}", fix=option_checks.nearest_option(name, OPTION_NAMES))  # fmt: skip
+    raise_problems(
+        Problem(f"`shard` has no option {name!r}", f"{name} = {short(value)}", "an option of that name would have no effect",
+                other_words.option_fix(name, OPTION_NAMES), is_type=True)
+        for name, value in options.items() if name not in OPTION_NAMES
+    )  # fmt: skip
     asked = Options(in_strategy, out_strategy, device, level, **options)
     return functools.partial(_sharded, options=asked) if fn is None else _sharded(fn, asked)
 
@@ -305,7 +307,7 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
     if unknown and parameters and not takes_any:
         fail(StrategyTypeError, f"`{unknown[0]}` is no argument of the function, and no option of `shard`",
              where=f"{unknown[0]} = {short(rest[unknown[0]])}", why=f"the function's arguments are {', '.join(parameters)}",
-             fix=option_checks.nearest_option(unknown[0], [*parameters, *OPTION_NAMES]))  # fmt: skip
+             fix=other_words.option_fix(unknown[0], [*parameters, *OPTION_NAMES]))  # fmt: skip
     return function, rest
 
 

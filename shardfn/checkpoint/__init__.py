@@ -13,12 +13,20 @@
 | `state_tree` | a pytree as arrays by path, and back |
 """
 
+from typing import Any
+
 from shardfn.checkpoint.offline import CopyResult, merge, relayout, verify
 from shardfn.checkpoint.reader import RestoreReads, reads, restore
 from shardfn.checkpoint.safetensors import export_safetensors, import_safetensors
 from shardfn.checkpoint.step_folders import Inspection, inspect, steps
 from shardfn.checkpoint.writer import save
 from shardfn.errors import CheckpointError, CheckpointFileError
+from shardfn.frontend.other_words import missing
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name, __all__)
+
 
 __all__ = [
     "CheckpointError",

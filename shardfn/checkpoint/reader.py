@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -278,12 +279,16 @@ def _selected(
 
 def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.StateLeaf]) -> list[Problem]:
     """The problems of missing, surplus and incompatible leaves."""
+    if (inside := _prefix(chosen, wanted)) is not None:
+        return [Problem(f"the arrays of `like` are in `{inside}` of the checkpoint", where=f"like: {listed(list(wanted), 3)}",
+                        why="`like` has the structure of the checkpoint, or of the part that `only` selects",
+                        fix=f'restore(path, like={{"{inside}": like}}, only=["{inside}/*"])["{inside}"]')]  # fmt: skip
     problems = []
     surplus = chosen.keys() - wanted.keys()
     for path, leaf in wanted.items():
         if path not in chosen:
             problems.append(Problem(f"the checkpoint has no `{path}`", where=f"like: {path}: {leaf.dtype}{list(leaf.shape)}",
-                                    fix=_near(path, surplus)))  # fmt: skip
+                                    fix=_near(path, [p for p in surplus if chosen[p].stored.shape == leaf.shape])))  # fmt: skip
             continue
         entry = chosen[path].stored
         if KEY in entry.kind and KEY in leaf.kind and entry.kind != leaf.kind:
@@ -299,10 +304,26 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
             problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} in `like`",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
                                     fix="restore it without `like`, then convert it"))  # fmt: skip
-    for path in sorted(surplus):
-        problems.append(Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
-                                fix='rename it with name_map, or restrict the restore: only=["params/*"]'))  # fmt: skip
+    parts = dict.fromkeys(path.partition("/")[0] for path in wanted)
+    for part, of_part in itertools.groupby(sorted(surplus), key=lambda path: path.partition("/")[0]):
+        same = list(of_part)
+        if part in parts or len(same) == 1:
+            left_out = "add it to `like`" if part in parts else f"leave it out: only={[f'{one}/*' for one in parts]}"
+            problems += [Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
+                                 fix=f"rename it with name_map, or {left_out}") for path in same]  # fmt: skip
+        else:
+            what = f"the checkpoint has {len(same)} arrays in `{part}`, and `like` has none there"
+            left_out = f"leave them out: only={[f'{one}/*' for one in parts]}"
+            problems.append(Problem(what, where=listed(same, 3), fix=left_out))
     return problems
+
+
+def _prefix(stored: Collection[str], wanted: Collection[str]) -> str | None:
+    """The key of the checkpoint that holds all wanted arrays, where none is wanted by its own path."""
+    if not wanted or any(path in stored for path in wanted):
+        return None
+    keys = dict.fromkeys(path.partition("/")[0] for path in stored)
+    return next((key for key in keys if all(f"{key}/{path}" in stored for path in wanted)), None)
 
 
 def _near(path: str, others: Collection[str]) -> str:

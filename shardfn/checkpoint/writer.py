@@ -81,6 +81,11 @@ def save(
     if shapes:
         fail(CheckpointError, f"`{shapes[0]}` is a shape, and no array", where=f"state at {listed(shapes)}",
              why="a ShapeDtypeStruct has no values", fix="give the array")  # fmt: skip
+    gone = [leaf.path for leaf in flat if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted()]
+    if gone:
+        fail(CheckpointError, f"`{gone[0]}` is deleted", where=f"state at {listed(gone)}",
+             why="it was donated: a step reuses the memory of its state for the next one",
+             fix="save the state that the step returned, or donate nothing (donate=False)")  # fmt: skip
     if not flat:
         fail(CheckpointError, "the state has no arrays", fix="pass a pytree of arrays, numbers or PRNG keys")
     orbax_store.wait_for_save(folder)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 import shardfn
-from shardfn.errors import ShardError, StrategyError, StrategyTypeError, fail
+from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of
 
@@ -84,7 +84,7 @@ def load(name: str, what: str) -> Callable[..., Any]:
                  fix=f"it has {listed(list(dict.fromkeys([*near, *own] or names)))}")  # fmt: skip
         found = getattr(found, part)
     if not callable(found):
-        fail(StrategyTypeError, f"`{name}` is a {type(found).__name__}, not a {what}", fix="name a callable")
+        fail(StrategyTypeError, f"`{name}` is {a(found)}, not a {what}", fix="name a callable")
     return found
 
 

@@ -27,6 +27,7 @@ from shardfn.search.problem import BUDGETS
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
 
+COMMON = ("layout", "device", "level", "search_mode", "style", "assumed_trips")
 SEARCH = ("memory_limit", "time_limit", "budget", "tolerance", "compile_candidates", "rehearse_candidates")
 """The options that bound a search."""
 
@@ -196,6 +197,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     add("--level", type=_number_or_word, help="objective of the search: communication, memory or time (or 0, 1, 2)")
     add("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
     add("--style", metavar="NAME", help=f"the parallel style of the plan: {', '.join(STYLES)}")
+    add("--assumed-trips", type=int, metavar="N", help="how often loops of unknown length count; default 1")
 
 
 def _add_search(command: argparse.ArgumentParser) -> None:
@@ -301,7 +303,7 @@ def _call(options: argparse.Namespace, *more: str) -> tuple[shardfn.ShardedFunct
     entries = {name: literal(getattr(options, name), f"--{name.replace('_', '-')}")
                for name in ("in_strategy", "out_strategy", "parameter_plan")}  # fmt: skip
     donated = None if options.donate is None else numbers(options.donate, "--donate")
-    plain = {name: getattr(options, name) for name in ("layout", "device", "level", "search_mode", "style", *more)}
+    plain = {name: getattr(options, name) for name in (*COMMON, *more)}
     given = {**entries, **plain, "donate_argnums": donated}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(function, shardfn.ShardedFunction):

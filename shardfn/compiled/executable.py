@@ -76,15 +76,23 @@ class Compiled:
         return min(total, self.peak_bytes or total) if platform == "tpu" else total
 
 
-def read(compiled: Executable) -> Compiled:
+def read(compiled: Executable, assumed_trips: int = 1) -> Compiled:
     """Read an executable: collectives and operations from its HLO text, bytes from its memory analysis.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returned.
+      assumed_trips: how often loops are counted whose length is not known before they run.
 
     >>> import jax, jax.numpy as jnp
     >>> read(jax.jit(jnp.dot).lower(jnp.ones((8, 4)), jnp.ones((4, 2))).compile()).flops
     128.0
     """
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    found = list(_found(text)) if text else ["this backend shows no HLO: collectives and operations are unknown"]
+    found = (
+        list(_found(text, assumed_trips))
+        if text
+        else ["this backend shows no HLO: collectives and operations are unknown"]
+    )
     sizes = {ours: getattr(memory, theirs, None) for ours, theirs in _SIZES.items()}
     return Compiled(
         collectives=tuple(x for x in found if isinstance(x, Collective)),
@@ -175,16 +183,16 @@ def _constants(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
                 yield from ((tuple(sorted(shape[1])), _bytes(shape)) for shape in _shapes(it.type) if shape[1])
 
 
-def _found(text: str) -> Iterator[Collective | int | str]:
+def _found(text: str, assumed_trips: int = 1) -> Iterator[Collective | int | str]:
     """Collectives, operation counts (int) and diagnostics (str), once for each call site."""
     for module in modules(text):
-        yield from _walk(module, module.entry, 1, "", set(), 0)
+        yield from _walk(module, module.entry, 1, "", set(), 0, assumed_trips)
 
 
 def _walk(
-    module: Module, name: str, trips: int, caller: str, channels: set[object], fused: int
+    module: Module, name: str, trips: int, caller: str, channels: set[object], fused: int, assumed: int
 ) -> Iterator[Collective | int | str]:
-    """One computation and what it calls, inside `fused` fusions.
+    """One computation and what it calls, inside `fused` fusions. Loops of unknown length count `assumed` times.
 
     `channels` are those seen so far in the fusions of one run and of its callers, with the kinds and shapes of their
     collectives: libtpu gives one channel to several."""
@@ -210,12 +218,11 @@ def _walk(
         where = _where(module, it) or caller
         runs = _trip_count(module, computation, it) if opcode == "while" else 1
         inside = fused + (opcode == "fusion")
-        rounds = trips * (1 if runs is None else runs)
-        inner = [
-            x for c in inside_of for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)
-        ]
+        rounds, seen = trips * (assumed if runs is None else runs), channels if inside else {*channels}
+        inner = [x for c in inside_of for x in _walk(module, c, rounds, where, seen, inside, assumed)]
         if runs is None and inner:
-            yield f"loop at {where or 'an unknown line'} runs an unknown number of times: counted once"
+            count = f"{assumed} times, as assumed_trips says" if assumed > 1 else "once"
+            yield f"loop at {where or 'an unknown line'} runs an unknown number of times: counted {count}"
         if opcode == "conditional" and inner:
             yield f"conditional at {where or 'an unknown line'}: every branch is counted, though one runs"
         yield from inner

@@ -87,7 +87,8 @@ def _steps(schedule: Schedule, hardware: Hardware) -> list[_Step]:
     found = list[_Step]()
     for run in kernel_runs(partitioned, hardware.chip, fusion):
         kernel = run.kernel
-        if kernel[-1] in schedule.loops:
+        if kernel[-1] in schedule.loops:  # its body is counted by itself; a GPU copies what it carries
+            found += [_Step(kernel[-1], run.total_s, frozenset(), frozenset())] if run.bytes_moved else []
             continue
         reads = frozenset(v for i in kernel for v in fusion.reads[i])
         writes = frozenset(v for i in kernel for v in ops[i].outputs)

@@ -82,3 +82,13 @@ def _text(text: str, ndim: int | None) -> str:
 def _word(text: str) -> str:
     """AUTO, REPLICATED or DATA_PARALLEL, however it is spelt; else ""."""
     return WORDS.get(re.sub(r"[-_ .]", "", text.lower()), "")
+
+
+def is_device(value: Any) -> bool:
+    """Whether a value is what `device` takes: devices, a mesh, or the name of hardware."""
+    if isinstance(value, str):
+        return value.lower().partition(":")[0] in ("cpu", "gpu", "tpu", "cuda", "rocm", "ascend") or bool(
+            re.fullmatch(r"[a-z0-9-]+:\d+(x\d+)*", value.lower())
+        )
+    each = value if isinstance(value, list | tuple) else [value]
+    return bool(each) and all(isinstance(one, jax.Device | jax.sharding.Mesh) for one in each)

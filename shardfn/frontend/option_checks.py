@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardfn import search
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, fail, nearest, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, fail, raise_problems
+from shardfn.frontend import other_words
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.closed_over import OPTIONS as CLOSED_OVER
 from shardfn.frontend.options import Options
@@ -22,33 +22,6 @@ from shardfn.search.problem import BUDGETS, OBJECTIVES
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
-
-
-ELSEWHERE = {
-    "in_shardings": "in_strategy", "in_specs": "in_strategy", "in_axis_resources": "in_strategy", "strategy": "in_strategy",
-    "strategies": "in_strategy",
-    "out_shardings": "out_strategy", "out_specs": "out_strategy", "out_axis_resources": "out_strategy",
-    "mesh": "device", "backend": "device", "platform": "device", "hardware": "device", "target": "device",
-    "objective": "level", "optimize": "level", "static": "static_argnames", "recipe": "layout", "rules": "parameter_plan",
-    "candidates": "compile_candidates", "timeout": "time_limit", "effort": "budget", "gap": "tolerance", "rtol": "tolerance",
-    "verify": "check", "validate": "check", "debug": "check",
-}  # fmt: skip
-"""What an option of `shard` is called in JAX, in other libraries or in speech."""
-
-
-OF_JIT = ("keep_unused", "inline")
-"""Options of `jax.jit` that `shard` has no counterpart of."""
-
-
-def nearest_option(word: str, names: Iterable[str]) -> str:
-    """The fix for an option that is not there; `names` are what could be meant.
-
-    >>> nearest_option("in_shardings", ["in_strategy"]), nearest_option("devices", ["device", "level"])
-    ('did you mean in_strategy?', 'did you mean device?')
-    """
-    if word in OF_JIT:
-        return f"leave it out; jax.jit(plan.apply(f), {word}=...) takes it"
-    return f"did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else nearest(word, names)
 
 
 def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:
@@ -138,9 +111,9 @@ def _of_any_function(options: Options, arguments: Sequence[str]) -> list[Problem
     is_type = isinstance(level, bool) or not isinstance(level, int | str)
     if level is not None and (is_type or level not in (0, 1, 2)):
         what = f"`level` is {a(level)}" if is_type else f"`level` is {short(level)}, which is no objective"
-        fix = f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2"
-        if isinstance(level, str) and (close := closest(level, OBJECTIVES)):
-            fix = f"did you mean {close[0]!r}?"
+        fix = (isinstance(level, str) and other_words.level_fix(level, OBJECTIVES)) or (
+            f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2"
+        )
         why = "the level is the objective of the search"
         is_type = is_type or isinstance(level, str)  # as in MindSpore
         problems.append(Problem(what, f"level = {short(level)}", why, fix, is_type=is_type))
@@ -170,18 +143,12 @@ def _of_the_style(options: Options) -> Iterator[Problem]:
         yield Problem(f"`style` is {a(style)}", where, "a style is asked for by its name",
                       f"write {any_of([*map(repr, STYLES)])}", is_type=True)  # fmt: skip
     elif style not in STYLES:
-        plain = re.sub(r"[^a-z0-9]+", "_", style.lower())
         yield Problem(f"there is no style {short(style)}", where, f"the styles are {', '.join(STYLES)}",
-                      nearest(SHORT_NAMES.get(plain, plain), STYLES))  # fmt: skip
+                      other_words.style_fix(style, STYLES))  # fmt: skip
     elif options.search_mode not in (None, "auto"):
         yield Problem(f"`style` and `search_mode` both choose how to search: {style!r} and {short(options.search_mode)}",
                       f"{where}, search_mode = {short(options.search_mode)}", "a style compares the plans of that style alone",
                       "leave one of the two out")  # fmt: skip
-
-
-SHORT_NAMES = {"dp": "data_parallel", "tp": "tensor_parallel", "megatron": "tensor_parallel", "zero": "zero1", "zero_1": "zero1",
-               "zero3": "fsdp", "zero_3": "fsdp", "fsdp_tp": "fsdp_tensor_parallel", "2d": "fsdp_tensor_parallel"}  # fmt: skip
-"""What people call the styles, for "did you mean"."""
 
 
 def _bounds(options: Options) -> Iterator[Problem]:

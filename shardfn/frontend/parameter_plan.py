@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
 from shardfn.errors import Problem, a
 from shardfn.frontend.closed_over import option_for
-from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal, ruled
+from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal, ruled, tidy
 from shardfn.frontend.strategy import ENTRY_KINDS, Leaf, PassedOn, is_entry, short, with_entry
 
 
@@ -77,6 +78,8 @@ def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     with that end."""
     hits, glob = met(pattern, paths)
     if not hits and pattern.startswith("self."):
-        hits, glob = met(glob.partition("/")[2], paths)
+        rest = glob.partition("/")[2]
+        hits = [i for i in met(rest, paths)[0] if fnmatch.fnmatchcase(tidy(paths[i]), tidy(rest))]  # whole paths alone
+        glob = rest if hits else glob
     ends = [] if hits else met_by_end(pattern, paths)
     return (ends, paths[ends[0]]) if len(ends) == 1 else (hits, glob)

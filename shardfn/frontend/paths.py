@@ -128,10 +128,12 @@ def _respelt(glob: str, paths: Sequence[str]) -> str:
 def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     """The positions of the `paths` (as `normal` gives them) that a pattern meets, and it as the glob that met them.
 
-    A glob that meets no whole path is held against paths without their first part.
+    A glob that meets no whole path is held against paths without their first part, then against what follows `params` in them.
 
     >>> met("layers[0].*", ["params/layers/0/w", "params/layers/1/w"])
     ([0], 'layers/0/*')
+    >>> met("layers/*/w", ["state/params/layers/0/w", "state/opt_state/0/mu/layers/0/w"])
+    ([0], 'layers/*/w')
     >>> met("up/kernel", ["m/up/kernel/value", "m/up/bias/value"]), met("up/kernel/value", ["m/up/kernel"])
     (([0], 'up/kernel'), ([0], 'up/kernel'))
     """
@@ -142,11 +144,17 @@ def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
         spellings.append(tidy(spellings[-1]))
     for glob in dict.fromkeys(spellings):
         matches = re.compile(fnmatch.translate(glob)).match
-        for rows in (zip(paths, bare, strict=True), ((_rest(p), _rest(b)) for p, b in zip(paths, bare, strict=True))):
+        for shorter in (str, _rest, _within_params):
+            rows = ((shorter(p), shorter(b)) for p, b in zip(paths, bare, strict=True))
             hits = [i for i, (path, one) in enumerate(rows) if matches(path) or (one != path and matches(one))]
             if hits:
                 return hits, glob
     return [], glob
+
+
+def _within_params(path: str) -> str:
+    """The part of a path after `params`, as a training step's parameters are named."""
+    return path.partition("/params/")[2]
 
 
 def _with_subscripts(pattern: str) -> str:

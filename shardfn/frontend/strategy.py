@@ -17,7 +17,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a, closest
-from shardfn.frontend.meant_entries import meant
+from shardfn.frontend.meant_entries import is_device, meant
 from shardfn.frontend.meshes import MeshLayout, partition_spec
 from shardfn.frontend.paths import array_paths, join
 
@@ -315,15 +315,18 @@ def _as_tuple(strategy: Any, name: str, arguments: Sequence[str] = ()) -> str:
     noun, word = _NOUN[name], meant(strategy) if isinstance(strategy, str) else ""
     if name == "in_strategy" and (strategy is AUTO or word == "AUTO"):
         return f"leave {name} out: then all of it is AUTO"
-    if isinstance(strategy, list):
+    if isinstance(strategy, list) and not is_device(strategy):
         return f"write {name}={short(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))}"
     if isinstance(strategy, dict):
         return _of_dict(strategy, name, arguments)
+    if is_device(strategy):
+        return f"devices are an option of their own: device={short(strategy)}"
     if isinstance(strategy, NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding):
         word = repr(strategy)
     if word:
         return f"write {name}=({word},), with one entry for each {noun}"
-    return f"write a tuple of entries, such as {name}=((4, 1), None)"
+    entries = ["(4, 1)"] * max(1, len(arguments))
+    return f"write a tuple with one entry for each {noun}, such as {name}=({', '.join(entries)}{',' * (len(entries) == 1)})"
 
 
 def _of_dict(strategy: dict[Any, Any], name: str, arguments: Sequence[str]) -> str:

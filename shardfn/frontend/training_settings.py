@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardfn.errors import ContextError, Problem, raise_problems
+from shardfn.frontend.other_words import optimizer_level_of
 from shardfn.frontend.value_checks import (
     Check,
     boolean,
@@ -98,6 +99,12 @@ def _accumulation(name: str, value: dict[str, Any]) -> Iterator[Problem]:
                     "drop gradient_accumulation_shard, or use level2")  # fmt: skip
 
 
+def _optimizer_level(name: str, value: Any) -> Iterator[Problem]:
+    meant = optimizer_level_of(value)
+    for problem in one_of("level1", "level2", "level3")(name, value):
+        yield dataclasses.replace(problem, fix=f'write "{meant}"') if meant else problem
+
+
 def shard_size(name: str, value: Any) -> Iterator[Problem]:
     """A number of devices, or -1 for all. MindSpore refuses its own default of -1 in some places."""
     if type(value) is not int or value != -1:
@@ -109,7 +116,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType({
                      "enable_parallel_optimizer", "auto_pipeline"), boolean),
     "parallel_optimizer_config": in_turn(
         record(gradient_accumulation_shard=boolean, parallel_optimizer_threshold=integer(0),
-               optimizer_weight_shard_size=shard_size, optimizer_level=one_of("level1", "level2", "level3")),
+               optimizer_weight_shard_size=shard_size, optimizer_level=_optimizer_level),
         _accumulation,
     ),
     "optimizer_weight_shard_size": shard_size,

@@ -112,7 +112,7 @@ def _of_dimension(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> I
         yield Problem(f"{leaf.label} has {a(ways)} as its number of shards along dimension {dim}", leaf.source,
                       "the number of shards is an int, or AUTO", _fix_ways(leaf, ways), is_type=True)  # fmt: skip
     elif ways < 1:
-        yield Problem(what, leaf.source, "the number of shards is at least 1, for an unsharded dimension",
+        yield Problem(what, leaf.source, "the number of shards is at least 1",
                       "write 1 to leave the dimension unsharded, or AUTO as the entry")  # fmt: skip
     elif size % ways:
         fix = _fix_divides(leaf, size, int(ways), devices)

@@ -24,6 +24,7 @@ from shardfn.cost.devices.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, fail
 from shardfn.files import atomic_file, open_regular
 from shardfn.frontend.meshes import MeshLayout
+from shardfn.frontend.other_words import scheme_of
 from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.static_leaves import hide_static, without_static
 from shardfn.frontend.strategy import Argument, leaves_of, short
@@ -141,10 +142,12 @@ def _recipe(name: str) -> pathlib.Path:
     if name in known and re.fullmatch(r"[a-z0-9_-]+/[a-z0-9_-]+", name):
         return recipes_folder() / f"{name}.toml"
     close = _near(pathlib.Path(name[:80]))
+    style = scheme.style if (scheme := scheme_of(name)) else ""
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
     fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
          why=f"the recipes are for {families}; a file's path ends in .toml, .json or .ckpt",
-         fix=did_you_mean(close) or f"use {_some_recipes()}, or a path")  # fmt: skip
+         fix=f'a style is an option of its own: style="{style}"' if style else did_you_mean(close) or
+         f"use {_some_recipes()}, or a path")  # fmt: skip
 
 
 def _near(path: pathlib.Path) -> list[str]:

@@ -3,8 +3,7 @@
 from typing import Any
 
 from shardfn.api import reshard
-from shardfn.errors import closest
-from shardfn.frontend.paths import did_you_mean
+from shardfn.frontend.other_words import missing
 from shardfn.mindspore.cell import Cell
 from shardfn.mindspore.communication import get_group_size, get_rank, init
 from shardfn.mindspore.context import (
@@ -81,6 +80,11 @@ _REPLACED = {
     "Parameter": "a jax.Array as an attribute of a `Cell`, or in a dict of parameters",
     "Tensor": "a jax.Array: jnp.asarray(x)",
     "dtype": "jax.numpy: jnp.float32, jnp.bfloat16",
+    "AutoParallel": "cell.shard(...), or shardfn.train.step, which makes a training step",
+    "PipelineCell": "shardfn.train.pipeline(net, micro_size)",
+    "Pipeline": "shardfn.train.pipeline(net, micro_size)",
+    "set_seed": "key = jax.random.key(1), passed on and split",
+    "TrainOneStepCell": "shardfn.train.step(loss, optimizer)",
     "Model": "shardfn.train.step, which makes a training step",
     "dataset": "shardfn.data.load, or any iterator of arrays",
     "value_and_grad": "jax.value_and_grad, or shardfn.train.step",
@@ -100,10 +104,7 @@ _REPLACED = {
 def __getattr__(name: str) -> Any:
     if name in _REPLACED:
         raise AttributeError(f"shardfn.mindspore has no {name}: the model is written in JAX; use {_REPLACED[name]}")
-    close = closest(name, __all__)
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}" + (f"; {did_you_mean(close)}" if close else "")
-    )
+    raise missing(__name__, name, __all__)
 
 
 def __dir__() -> list[str]:

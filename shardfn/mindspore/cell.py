@@ -14,6 +14,16 @@ from shardfn.frontend.callee import State, describe
 from shardfn.frontend.plain_objects import SHARDED
 from shardfn.mindspore.parallel import by_type
 
+_REPLACED = {
+    **dict.fromkeys(("trainable_params", "get_parameters", "parameters_and_names"), "parameters_dict()"),
+    "set_train": "an argument of `construct` that says whether it trains",
+    "set_grad": "jax.grad or jax.value_and_grad",
+    "to_float": "compute_dtype of shardfn.train.step",
+    "cells_and_names": "vars(cell)",
+    "update_parameters_name": "nothing: a parameter's path is its name",
+}
+"""What takes the place of the methods of MindSpore's cells."""
+
 
 class Cell:
     """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
@@ -88,6 +98,12 @@ class Cell:
                          parameter_plan=parameter_plan, **options)  # fmt: skip
         object.__setattr__(self, SHARDED, Unlisted(function))
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if (of_base := getattr(super(), "__getattr__", None)) is not None:  # Linen's modules have one
+            return of_base(name)
+        use = f"; use {_REPLACED[name]}" if name in _REPLACED else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
 
     def recompute(self, mode: bool = True, **options: Any) -> Any:
         """Rematerialise the calls of this instance: the backward pass recomputes its intermediate values.

@@ -295,7 +295,7 @@ AUTO_PARALLEL_KEYS = _table(
     _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states"),
     _later("group_ckpt_save_file", "", text, "writing the groups of devices"),
     _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss"),
-    _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("accumulate with optax.MultiSteps")),
+    _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("pass micro_batches=... to train.step")),
            "gradient accumulation"),
     _later("sharding_propagation", False, boolean, "the old switch of this search",
            instead="set search_mode='sharding_propagation'"),

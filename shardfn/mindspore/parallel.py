@@ -14,6 +14,13 @@ from shardfn.mindspore.layout import Layout, spec_layout
 from shardfn.planning.plan import Plan, decision_of, op_strategies
 
 
+def __getattr__(name: str) -> Any:
+    if name in ("auto_parallel", "nn"):
+        raise AttributeError(f"shardfn.mindspore.parallel has no {name}: instead of AutoParallel(cell) use cell.shard(...), or "
+                             "shardfn.train.step; instead of PipelineCell, shardfn.train.pipeline")  # fmt: skip
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def shard(
     fn: Callable[..., Any] | None = None,
     in_strategy: Any = None,

@@ -8,6 +8,7 @@ sharded again along dim 0, over a group of `opt_weight_shard_size` ranks that ar
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import functools
 import itertools
 import json
@@ -33,6 +34,7 @@ from shardfn.checkpoint.safetensors_files import (
 from shardfn.checkpoint.step_folders import StrPath, absolute_path
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail, raise_problems
 from shardfn.files import read_bytes
+from shardfn.frontend.paths import listed
 from shardfn.layoutfile.mindspore_json import checked
 from shardfn.layoutfile.mindspore_protobuf import FIRST_BYTE, strategy_rows
 from shardfn.mindspore import ckpt_files
@@ -305,8 +307,16 @@ def transform_checkpoints(
     bound = offline.memory_bytes(memory)
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
     files = rank_files(absolute_path(src_checkpoints_dir), ranks_of(source))
+    if not source:
+        _refuse_slices(absolute_path(src_checkpoints_dir), files[0])
     held = {rank: ckpt_files.tensors_of(file) for rank, file in files.items()}
     shapes = unsharded_shapes(held, source)
+    for which, strategy in (("src_strategy_file", source), ("dst_strategy_file", target)):
+        if strategy and shapes and not strategy.keys() & shapes.keys():
+            fail(CheckpointError, f"`{which}` names no parameter of the checkpoint", where=f"{which}: {listed([*strategy], 3)}",
+                 why=f"the checkpoint has {listed([*shapes], 3)}, and what no strategy names is replicated",
+                 fix="use the same names in both: export_safetensors(..., name_map={'params': ''}) leaves `params.` out, and so "
+                 "can the keys of a dict of the file's `parallel_layout_item`, given in place of the file")  # fmt: skip
     out, made = absolute_path(dst_checkpoints_dir), []
     most = max(1, bound // offline.SHARE // 8)
     with arrays.write_errors(out):
@@ -326,8 +336,24 @@ def transform_checkpoints(
     return tuple(made)
 
 
+def _refuse_slices(folder: pathlib.Path, first: pathlib.Path) -> None:
+    """Refuse ranks without a strategy that do not hold the same: what they hold are slices."""
+    others = sorted(_files_in(folder / "rank_1"), key=lambda file: _natural(file.name))
+    if others and not filecmp.cmp(first, others[-1], shallow=False):
+        fail(CheckpointError, "the ranks hold different arrays, and there is no source strategy",
+             where=f"{first}, {others[-1]}", why="without one every rank has all arrays unsharded",
+             fix="give src_strategy_file, of the run that wrote the files")  # fmt: skip
+
+
 def rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
     """The last file of each rank, of a folder with `rank_0`, `rank_1`, …"""
+    if not folder.is_dir():
+        fail(
+            CheckpointError,
+            f"there is no folder {folder}",
+            where=str(folder),
+            fix="give the folder with rank_0, rank_1, …",
+        )
     found, problems = {}, []
     for rank in range(ranks):
         files = sorted(_files_in(folder / f"rank_{rank}"), key=lambda file: _natural(file.name))

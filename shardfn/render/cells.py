@@ -17,7 +17,8 @@ def table(
 ) -> Table:
     """A table without its empty columns and with at most `most` rows."""
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    more = [f"… {len(rows) - most} more rows"] if len(rows) > most else []
+    left = len(rows) - most
+    more = [f"… {left} more row{'s'[: left != 1]}"] if left > 0 else []
     cells = tuple(tuple(row[i] for i in kept) for row in rows[:most])
     return Table(
         title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]), optional=optional

@@ -77,9 +77,12 @@ class LayoutComparison(PrintedTable):
             fits = "yes" if row.fits else "no"
             rows.append((row.name, kind, mesh, *row.figures.texts(), fits, row.sends_most))
         targets = {devices_text(row.plan.hardware): None for row in self.rows if row.plan}
-        columns = ("layout", "plan", "mesh", "time", "sent", "memory", "fits", "sends most")
+        where = [devices_text(row.plan.hardware) if row.plan and len(targets) > 1 else "" for row in self.rows]
+        rows = [(name, on, *cells) for (name, *cells), on in zip(rows, where, strict=True)]
+        columns = ("layout", "devices", "plan", "mesh", "time", "sent", "memory", "fits", "sends most")
         notes = [f"per device and call, modelled for {', '.join(targets)}"]
         notes += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        notes += [f"{row.name}: entries {row.plan.entries}" for row in self.rows if row.plan and row.plan.entries]
         return table("Layouts", columns, rows, "; ".join(notes), most=len(rows), optional=("mesh",))
 
     def __getitem__(self, name: str) -> Plan:
@@ -163,7 +166,9 @@ def compare(layouts: Mapping[str, Any], *args: Any, **kwargs: Any) -> LayoutComp
             plan = layout if isinstance(layout, Plan) else layout.plan(*args, **kwargs)
         except ShardError as error:
             first = first or error
-            rows.append(ComparedLayout(name, None, None, False, error.problems[0].what))
+            problem = error.problems[0]
+            text = f"{problem.what}; fix: {problem.fix}" if problem.fix else problem.what
+            rows.append(ComparedLayout(name, None, None, False, text))
             continue
         limit = plan.hardware.chip.memory_bytes if plan.memory_limit is None else plan.memory_limit
         rows.append(ComparedLayout(name, plan, Figures.of(plan.cost), plan.cost.memory.peak <= limit))

@@ -181,7 +181,7 @@ def _memory(of: Subject) -> Iterable[Part]:
              ("closed-over arrays", memory.constants), ("temporaries (estimate)", memory.temporaries),
              ("peak (estimate)", memory.peak))  # fmt: skip
     rows = [
-        (what, bytes_text(n), "<0.1%" if 0 < n < device / 1000 else f"{n / device:.1%}")
+        (what, bytes_text(n), "<0.1%" if 0 < abs(n) < device / 1000 else f"{n / device:.1%}")
         for what, n in sizes
         if n or what not in ("donated", "closed-over arrays")
     ]

@@ -274,7 +274,8 @@ class ShardedFunction(Generic[P, R]):
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
             entry = self._calls.compiled(callee, call, entry, lambda e: e.shapes(call))
-        found = read(self._lower(entry, call, len(call.slots)).compile()) if compiled else None
+        lowered = self._lower(entry, call, len(call.slots)) if compiled else None
+        found = read(lowered.compile(), self.options.assumed_trips) if lowered is not None else None
         if found is not None:
             found = dataclasses.replace(found, diagnostics=(*found.diagnostics, *entry.logged))
         counted = self._counted(callee, call, entry) if run else None

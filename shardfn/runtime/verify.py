@@ -51,15 +51,16 @@ def compile_plan(plan: Plan, function: Any = None) -> Compiled:
       DeviceError: there is no compiler for the target, or it refuses its shape.
       StrategyError: the compiled program does not fit, or the function cannot leave the process.
     """
-    function, args = function or jitted(plan), answered_call(plan).posed.call.function.call.values
+    posed = answered_call(plan).posed.call.function
+    function, args = function or jitted(plan), posed.call.values
     if plan.hardware.is_here:
         with progress(f"compiling {plan.function}"), without_types(None, plan.function):
             compiled, notes = compile_logged(function.lower(*args))
-            found = read(compiled)
+            found = read(compiled, posed.assumed_trips)
             return dataclasses.replace(found, diagnostics=(*found.diagnostics, *notes))
     where = target(plan.hardware)
     with progress(f"compiling {plan.function} for {plan.hardware.name}"):
-        return _elsewhere(plan, where, program_of(plan, function))
+        return _elsewhere(plan, where, program_of(plan, function), posed.assumed_trips)
 
 
 # ---- from this process to the other one and back
@@ -69,13 +70,14 @@ def compile_plan(plan: Plan, function: Any = None) -> Compiled:
 class _Job:
     target: Target
     program: Program
+    assumed_trips: int
 
 
 _CODE = "import sys; from shardfn.runtime.verify import compile_job; compile_job(sys.argv[1])"
 
 
-def _elsewhere(plan: Plan, of: Target, program: Program) -> Compiled:
-    answer = ask(_CODE, _Job(of, program), _environment(of))
+def _elsewhere(plan: Plan, of: Target, program: Program, assumed_trips: int) -> Compiled:
+    answer = ask(_CODE, _Job(of, program, assumed_trips), _environment(of))
     found = answer.said if answer.result is None else answer.result
     if isinstance(found, str):
         _refused(plan, of, found or f"its process ended with {answer.status}")
@@ -125,5 +127,5 @@ def _compile(job: _Job) -> tuple[Compiled, str]:
     """What was compiled, and its HLO."""
     function, shapes = job.program.on(devices(job.target))
     compiled, notes = compiled_for(job.target.platform, function.lower(*shapes))
-    found = read(compiled)
+    found = read(compiled, job.assumed_trips)
     return dataclasses.replace(found, diagnostics=(*found.diagnostics, *notes)), compiled.as_text() or ""

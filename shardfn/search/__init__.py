@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardfn.errors import ContextError, ContextTypeError, a, fail
+from shardfn.errors import ContextError, ContextTypeError, a, fail, nearest
 from shardfn.ir.model import Axes
 from shardfn.search.engine import Archive, CandidateGenerator, proposal_checks, run
 from shardfn.search.explanation import answer_of
@@ -233,7 +233,7 @@ def select(mode: str) -> Search:
     """
     if not isinstance(mode, str) or mode not in MODES:
         fail(ContextError, f"search_mode {mode!r} is unknown", where=f"search_mode = {mode!r}",
-             why="a search is chosen by its name", fix=f"use one of {', '.join(MODES)}")  # fmt: skip
+             why=f"the searches are {', '.join(MODES)}", fix=nearest(mode, MODES))  # fmt: skip
     return MODES[mode] if mode in BUILT_IN else functools.partial(_registered, mode)
 
 

@@ -29,7 +29,7 @@ def answer_of(what: str, archive: Archive) -> Answer:
     begin = f"{what} at level {problem.level}, {len(archive)} candidates"
     if solution is not None:
         policy = f"{begin}, meshes tried: {tried}; the plan has the solver's shardings"
-        reason = "the optimum of all ops together"
+        reason = "the solver's choice for all ops together"
     elif changed:
         policy = f"{begin}, meshes tried: {tried}; {start}{CHANGED}{changed}"
         reason = "better than what the solver and the baselines found"

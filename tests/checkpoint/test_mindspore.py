@@ -163,3 +163,27 @@ def test_transform_of_ranks_with_missing_slices_is_refused(tmp_path):
         transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", cut)
     with pytest.raises(CheckpointFileError, match="cannot be read"):
         transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("which", ["src_strategy_file", "dst_strategy_file"])
+def test_a_strategy_that_names_no_parameter_is_refused(which, tmp_path):
+    (tmp_path / "source" / "rank_0").mkdir(parents=True)
+    safetensors.numpy.save_file(
+        {"w": np.ones((8, 4), np.float32)}, tmp_path / "source" / "rank_0" / "checkpoint0.safetensors"
+    )
+    other = {"params.w": row([1], [-1, -1], [8, 4])}
+    with pytest.raises(CheckpointError, match=f"`{which}` names no parameter"):
+        transform_checkpoints(tmp_path / "source", tmp_path / "target", "net", **{which: other})
+
+
+def test_ranks_that_differ_need_a_source_strategy(tmp_path):
+    for rank in range(2):
+        (tmp_path / "source" / f"rank_{rank}").mkdir(parents=True)
+        array = np.full((8, 4), rank, np.float32)
+        safetensors.numpy.save_file(
+            {"w": array}, tmp_path / "source" / f"rank_{rank}" / f"checkpoint{rank}.safetensors"
+        )
+    with pytest.raises(CheckpointError, match="there is no source strategy"):
+        transform_checkpoints(tmp_path / "source", tmp_path / "target", "net")
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        transform_checkpoints(tmp_path / "nowhere", tmp_path / "target", "net")

@@ -284,3 +284,14 @@ def test_wrong_arguments_say_what_is_wrong(tmp_path, told, options):
 def test_a_shape_cannot_be_saved(tmp_path):
     error = refusal(checkpoint.save, tmp_path, {"a": jax.ShapeDtypeStruct((2,), "float32")})
     assert error.problems[0].what == "`a` is a shape, and no array"
+
+
+@pytest.mark.parametrize("inside", ["params", "model"])
+def test_a_part_of_the_checkpoint_as_like_is_one_problem_with_what_works(inside, tmp_path):
+    part = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
+    checkpoint.save(tmp_path, {inside: part, "step": jnp.ones(())})
+    with pytest.raises(CheckpointError, match=f"the arrays of `like` are in `{inside}`") as error:
+        checkpoint.restore(tmp_path, like=part)
+    (problem,) = error.value.problems
+    found = eval(problem.fix, {"restore": checkpoint.restore, "path": tmp_path, "like": part})
+    assert found.keys() == part.keys()

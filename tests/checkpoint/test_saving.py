@@ -233,3 +233,11 @@ def test_what_could_not_be_read_is_not_saved(tmp_path, value):
     with pytest.raises(CheckpointError, match="`x`"):
         checkpoint.save(tmp_path, {"x": value, "w": np.zeros(2)})
     assert checkpoint.steps(tmp_path) == ()
+
+
+def test_a_state_that_a_step_was_given_is_refused(tmp_path):
+    given = {"w": jnp.ones((8, 4))}
+    jax.jit(lambda state: jax.tree.map(lambda w: w + 1, state), donate_argnums=0)(given)
+    with pytest.raises(CheckpointError, match="`w` is deleted") as error:
+        checkpoint.save(tmp_path, given)
+    assert "the state that the step returned" in error.value.problems[0].fix

@@ -122,3 +122,12 @@ def test_a_collective_matmul_overlaps_with_nothing_else():
     first = 2 * 1024**3 / plan.hardware.chip.flops
     assert [c.in_matmul for c in plan.collectives] == [True] and cost.communication_s > cost.compute_s - first
     assert times.expected_s == pytest.approx(first + cost.communication_s, rel=0.05)
+
+
+def test_what_a_gpu_copies_of_a_loop_is_counted_too():
+    def heat(u):
+        return jax.lax.fori_loop(0, 10, lambda _, u: u.at[1:-1].add(0.1 * (u[2:] + u[:-2] - 2 * u[1:-1])), u)
+
+    plan = planned(heat, array(4096, 4096), in_strategy=((8, 1),), device="h100:8")
+    assert plan.overlap.none_s == pytest.approx(plan.cost.time_s)
+    assert plan.overlap.full_s >= plan.cost.compute_s

@@ -170,3 +170,24 @@ def test_copies_stay_sharded():
 def test_a_path_from_the_class_around_the_cell():
     cell = Two().first.shard(in_strategy=((8, 1),), parameter_plan={"self.first.w": (1, 8)})
     assert cell.plan(X).decision("w").strategy == (1, 8)
+
+
+@pytest.mark.parametrize("path", ["self.third.weight", "self.net.third.weight"])
+def test_a_path_from_the_class_around_names_whole_paths_of_the_cell(path):
+    class Dense(Cell):
+        def __init__(self):
+            self.weight = jnp.ones((32, 32))
+
+        def construct(self, x):
+            return x @ self.weight
+
+    class Two(Cell):
+        def __init__(self):
+            self.first, self.second = Dense(), Dense()
+
+        def construct(self, x):
+            return self.second(self.first(x))
+
+    cell = Two().shard(in_strategy=((8, 1),), parameter_plan={path: (1, 8)})
+    with pytest.raises(StrategyError, match="third"):
+        cell(jnp.ones((16, 32)))

@@ -1,11 +1,13 @@
 """The words of other libraries for modes, devices and names are answered with the right ones, and these work."""
 
+import contextvars
+
 import jax.numpy as jnp
 import optax
 import pytest
 
 import shardfn.mindspore as ms
-from shardfn import train
+from shardfn import shard, train
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ContextError, DeviceError
 
@@ -21,6 +23,7 @@ WORDS = {
     "zero-3": 'mode="auto_parallel", style="fsdp"',
     "zero1": 'mode="auto_parallel", style="zero1"',
     "ZeRO_2": "level2",
+    "hsdp": "optimizer_weight_shard_size",
     "tensor_parallel": 'style="tensor_parallel"',
     "auto": 'mode="auto_parallel"',
 }
@@ -70,3 +73,28 @@ def test_names_of_mindspore_say_what_takes_their_place(name, words):
     with pytest.raises(AttributeError, match=words):
         getattr(ms, name)
     assert not hasattr(ms, "__path_of_nothing__")
+
+
+def test_a_device_target_that_is_not_here_is_named_where_it_was_set():
+    def call():
+        ms.set_context(device_target="Ascend")
+        shard(jnp.sin)(jnp.ones(8))
+
+    with pytest.raises(DeviceError) as error:
+        contextvars.Context().run(call)
+    assert error.value.problems[0].where.startswith("set_context(device_target=")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("trainable_params", "parameters_dict"), ("set_train", "construct"), ("other", "no attribute 'other'$")],
+)
+def test_methods_of_cells_say_what_takes_their_place(name, words):
+    with pytest.raises(AttributeError, match=words):
+        getattr(ms.Cell(), name)
+
+
+@pytest.mark.parametrize("name", ["AutoParallel", "PipelineCell", "set_seed"])
+def test_classes_of_mindspore_say_what_takes_their_place(name):
+    with pytest.raises(AttributeError, match="use "):
+        getattr(ms, name)

@@ -78,7 +78,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             )
         )
     if device is None:
-        return _platform(default, count) if default else _real(_take(_devices(None, count), count), None)
+        return _of_context(default, count) if default else _real(_take(_devices(None, count), count), None)
     device = cloud_names.target_of(device) or device
     if what := cloud_names.without_figures(device):
         fail(DeviceError, f"there are no figures for {what}", where=f"device = {device!r}",
@@ -87,6 +87,19 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     if ":" in device:
         return _target(device)
     return _platform(device, count)
+
+
+def _of_context(platform: str, count: int | None) -> Hardware:
+    """The devices of the platform that MindSpore's context names."""
+    try:
+        return _platform(platform, count)
+    except DeviceError as error:
+        (problem,) = error.problems
+        where, fix = (
+            f"set_context(device_target={platform!r})",
+            f"{problem.fix}; leave device_target out for JAX's own default",
+        )
+        raise DeviceError(dataclasses.replace(problem, where=where, fix=fix)) from None
 
 
 def _devices(platform: str | None, count: int | None) -> list[Any]:
@@ -160,6 +173,8 @@ def _meant(name: str, size: str) -> str:
 
     >>> _meant("tpuv5e", "8"), _meant("gpu", "8"), _meant("a100", "0"), _meant("tpu-v5e", "17"), _meant("quantum", "2")
     ('tpu-v5e:8', 'h100:8', 'a100:8', 'tpu-v5e:16 or tpu-v5e:32', '')
+    >>> _meant("nvidia-h200-sxm", "8")
+    'h200:8'
     """
     chips = {
         **dict.fromkeys(("nvidia",), "h100"),
@@ -167,7 +182,8 @@ def _meant(name: str, size: str) -> str:
         **cloud_names.CHIP_NAMES,
         **{chip: chip for chip in CHIPS},
     }
-    close = [name] if name in chips else difflib.get_close_matches(name, list(chips), 1)
+    inside = max((chip for chip in chips if chip in CHIPS and chip in name), key=len, default="")
+    close = [name] if name in chips else [inside] if inside else difflib.get_close_matches(name, list(chips), 1)
     found = re.match(r" *(\d+(x\d+)*)", size, re.ASCII)
     shape = found[1] if found and math.prod(map(int, found[1].split("x"))) else "8"
     if not close:
@@ -306,7 +322,7 @@ _SIZED_FAMILY = re.compile(
 )
 """The same for devices of no certain chip."""
 
-_INDEXED = re.compile(r"(gpu|tpu):0|cuda:[0-7]", re.ASCII)
+_INDEXED = re.compile(r"(cpu|gpu|tpu):0|cuda:[0-7]", re.ASCII)
 """A single device by its number, as PyTorch names one; a number above 0 of another kind is read as a count."""
 
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
@@ -325,9 +341,15 @@ def _target(text: str) -> Hardware:
             kind, _, number = key.partition(":")
             every = "GPU" if kind == "cuda" else kind.upper()
             why = f'a name is that of all devices of a kind, "{every}", or of a target, such as "h100:8"'
-            fix = (
-                f'for that single device write device=[jax.devices("{kind}")[{number}]], and leave `device` out for all'
-            )
+            single = f'device=[jax.devices("{kind}")[{number}]]'
+            fix = f"for that single device write {single}, and leave `device` out for all"
+            here = {device.platform for device in jax.devices()}
+            if kind == "cpu":
+                fix += '; a target of eight is "cpu:8"'
+            if {"cuda": "gpu", "rocm": "gpu"}.get(kind, kind) not in here:
+                fix = (
+                    f"no {every} is here: leave `device` out, or name a target; elsewhere {single} is that device alone"
+                )
         elif several := cloud_names.machines(name, size):
             fix = f'a target is a chip and how many of it: did you mean "{several}"?'
         elif meant := _meant(name, size):

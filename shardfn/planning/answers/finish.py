@@ -15,7 +15,7 @@ from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.answers.candidates import candidates
 from shardfn.planning.call import AnsweredCall, PosedCall
-from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program
+from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program, shared_axes_note
 from shardfn.planning.inside import (
     RESHARDED,
     PlacedDetour,
@@ -111,11 +111,16 @@ def _entries_note(posed: PosedCall, answer: Answer, cost: Cost) -> str:
     is_of_user = any(
         leaf.by in sources for leaf, own in zip(posed.call.inputs, posed.entries, strict=True) if own is not None
     )
-    return (
-        entries_note(posed.problem, answer, cost, layouts, search.style)
-        if is_of_user and posed.call.hardware.count > 1
-        else ""
+    hardware = posed.call.hardware
+    if not is_of_user or hardware.count == 1:
+        return ""
+    note = entries_note(posed.problem, answer, cost, layouts, search.style)
+    own = [leaf.entry for leaf in posed.call.inputs if leaf.by == "you"]
+    has_integers = all(isinstance(entry, tuple) and all(isinstance(n, int) for n in entry) for entry in own)
+    shared = (
+        shared_axes_note(posed.problem, answer.axes, hardware.count) if has_integers and hardware.mesh is None else ""
     )
+    return "; ".join(filter(None, (shared, note)))
 
 
 def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:
@@ -168,7 +173,7 @@ def _outputs(
             "with the arguments: propagation alone would choose another sharding" if i in answer.result_specs else ""
         )
         if given is None and i in call.same_as:
-            reason = f"as `{call.inputs[call.same_as[i]].path}`, which it can replace"
+            reason = f"as the argument which it can replace, `{call.inputs[call.same_as[i]].path}`"
         decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, "", kind))
     return tuple(decided), diagnostics
 

@@ -12,8 +12,8 @@
 `planning.answers.finish` writes them into the plan. What is asked of a plan later is in `planning.questions`.
 """
 
-from shardfn.planning.diagnostics.entries_note import entries_note
+from shardfn.planning.diagnostics.entries_note import entries_note, shared_axes_note
 from shardfn.planning.diagnostics.rules import advice, not_fully_used
 from shardfn.planning.diagnostics.unpredicted import not_predicted, of_program
 
-__all__ = ["advice", "entries_note", "not_fully_used", "not_predicted", "of_program"]
+__all__ = ["advice", "entries_note", "not_fully_used", "not_predicted", "of_program", "shared_axes_note"]

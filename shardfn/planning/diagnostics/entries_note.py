@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
 from shardfn.cost.estimate import Cost
+from shardfn.ir.model import Axes
 from shardfn.planning.plan import Layouts, kind_of
 from shardfn.search.generators import STYLES, batch_groups, default_policy, sharding_propagation
 from shardfn.search.problem import Answer, SearchProblem, objective
@@ -43,8 +45,30 @@ def entries_note(
         return ""
     figures = _compared(cost, problem.evaluate_answer(sharding_propagation.search(problem)), problem.level)
     what = _difference(with_search, without)
-    inside = f"inside, {what}: {figures} than with the entries followed"
-    return f"followed for arguments and results; {inside}; {FOLLOWED} follows them"
+    inside = f"inside, {what}, with {figures} than if the ops followed the entries too"
+    return f"followed for arguments and results; {inside}, as {FOLLOWED} makes them do"
+
+
+def shared_axes_note(problem: SearchProblem, axes: Axes, devices: int) -> str:
+    """Where entries of two dimension groups share a part of the mesh, as no mesh has room for both; empty where there are none.
+
+    Args:
+      problem: the question, whose entries are integers.
+      axes: the mesh of its answer.
+      devices: how many there are.
+    """
+    sizes, held = dict(axes), dict[int, tuple[str, tuple[str, ...]]]()
+    for name, groups, spec in zip(problem.names, problem.groups, problem.specs, strict=True):
+        for dim, (group, over) in enumerate(zip(groups, spec or (), strict=False)):
+            if over:
+                held.setdefault(group, (f"dimension {dim} of `{name}`", tuple(over)))
+    for (one, first), (other, second) in itertools.combinations(held.values(), 2):
+        shared, ways = set(first) & set(second), [math.prod(map(sizes.__getitem__, over)) for over in (first, second)]
+        if shared and set(first) != set(second) and devices % math.prod(ways):
+            axis = ", ".join(sorted(shared))
+            room = f"side by side, {ways[0]} x {ways[1]} shards need a multiple of {math.prod(ways)} devices"
+            return f"{one} and {other} share the mesh axis {axis}: {room}"
+    return ""
 
 
 def _beside_a_style(
@@ -100,7 +124,7 @@ def _difference(one: Layouts, other: Layouts) -> str:
     }
     if gathered & one.inside:
         ways.append("weights are gathered (FSDP)")
-    return " and ".join(ways) or f"the plan is {kind_of(one)} instead of {kind_of(other)}"
+    return " and ".join(ways) or f"the plan is `{kind_of(one)}` instead of `{kind_of(other)}`"
 
 
 def _compared(one: Cost, other: Cost, level: int) -> str:

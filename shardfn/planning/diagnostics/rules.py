@@ -158,7 +158,8 @@ def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
         yield (
             f"{text}; the candidate `{c.name}` on the mesh {mesh_sizes_text(c.axes)} leaves each device "
             f"{_percent(max(1 / devices, c.figures.flops / total))}, in {time_text(c.figures.time_s)} instead of "
-            f"{time_text(cost.time_s)} (modelled);{FIX}{remedy}"
+            f"{time_text(cost.time_s)} (modelled);{FIX}"
+            + (f'level="time", for the fastest plan; or {remedy}' if c.figures.time_s < cost.time_s else remedy)
         )
         return
     worse = f"every candidate that shards the work more is worse at level {plan.level}"

@@ -112,6 +112,9 @@ class Plan(WrittenAsLayout):
         """
         return overlap(self.partitioned, self.hardware)
 
+    def __repr__(self) -> str:
+        return f"<Plan of {self.function}: {self.kind}, on {self.hardware.name or self.hardware.chip.name}>"
+
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook, where the dataclass's repr would be pages long
 

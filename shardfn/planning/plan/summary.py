@@ -122,12 +122,12 @@ def optimality(plan: Plan) -> str:
     if plan.gap is None or plan.gap > LOOSE:
         return best
     if plan.gap < 5e-5:
-        limit = "better"
+        limit = "a better one"
     elif plan.level == TIME:
-        limit = f"better than {time_text(plan.cost.time_s * (1 - plan.gap))}"
+        limit = f"one better than {time_text(plan.cost.time_s * (1 - plan.gap))}"
     else:
-        limit = f"more than {max(plan.gap, 0.001):.1%} better"
-    return f"{best}; the cost model summed over ops cannot be {limit}, on the meshes tried"
+        limit = f"one more than {max(plan.gap, 0.001):.1%} better"
+    return f"{best}; summed over ops, the cost model does not allow {limit} on the meshes tried"
 
 
 def summary(plan: Plan) -> str:
@@ -144,12 +144,13 @@ def summary(plan: Plan) -> str:
 
 
 def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
-    """The largest arrays, equal ones as one row."""
-    ordered = sorted(decisions, key=lambda d: -math.prod(d.shape))
-    groups = alike(ordered, lambda d: dataclasses.replace(d, path=layer(d.path), reason="", runner_up=""), least=2)
+    """The largest arrays in the order of the call, equal ones as one row."""
+    groups = alike(decisions, lambda d: dataclasses.replace(d, path=layer(d.path), reason="", runner_up=""), least=2)
+    largest = sorted(range(len(groups)), key=lambda i: -math.prod(groups[i][0].shape))
     rows = [
         (starred([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
          str(same[0].strategy), same[0].source)
-        for same in groups
+        for same in (groups[i] for i in sorted(largest[:most]))
     ]  # fmt: skip
-    return table("", (title, "count", "shape", "strategy", "chosen by"), rows, most=most)
+    note = f'the largest of {len(decisions)}; all: shardfn.explain(plan, detail="full")' if len(groups) > most else ""
+    return table("", (title, "count", "shape", "strategy", "chosen by"), rows, note)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
-from shardfn.errors import Problem, a, nearest
+from shardfn.errors import Problem, a
 from shardfn.frontend import option_checks
 from shardfn.frontend.options import Options
+from shardfn.frontend.other_words import option_fix
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import boolean, integer, option_problems
 from shardfn.train.collectives import id_problems
@@ -85,7 +86,7 @@ def _values(asked: StepOptions, names: Iterable[str]) -> Iterator[Problem]:
     known = sorted({*_OF_SHARD, *names} - {"options"})
     for name in sorted(asked.options.keys() - _OF_SHARD):
         yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(asked.options[name])}",
-                      "its options are its own and those of `shard`", nearest(name, known), is_type=True)  # fmt: skip
+                      "its options are its own and those of `shard`", option_fix(name, known), is_type=True)  # fmt: skip
     if not callable(asked.loss_fn):
         yield Problem(f"`loss_fn` is {a(asked.loss_fn)}, no function", f"loss_fn = {short(asked.loss_fn)}",
                       "it is called as loss_fn(params, *batch)", "pass the function first", is_type=True)  # fmt: skip

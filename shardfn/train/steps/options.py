@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +12,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import ContextError, fail
 from shardfn.frontend import defaults
 from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.other_words import mode_fix
 from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.shardings import OptimizerParallel, optimizer_parallel_of
@@ -43,26 +43,6 @@ MODES: Mapping[str, Mode] = MappingProxyType({
 })  # fmt: skip
 
 
-def _optimizer_level(level: int) -> str:
-    """The options of optimizer parallel, which is ZeRO, at a level."""
-    config = f'{{"optimizer_level": "level{level}", "parallel_optimizer_threshold": 0}}'
-    return f'mode="data_parallel", parallel_optimizer_config={config}'
-
-
-_OTHER_WORDS = (
-    (("ddp", "dp", "dataparallel", "distributeddataparallel"), 'mode="data_parallel"'),
-    (("fsdp", "fsdp2", "zero3", "fullysharded", "fullyshardeddataparallel"), 'mode="auto_parallel", style="fsdp"'),
-    (("zero", "zero1"), f'mode="auto_parallel", style="zero1"; or {_optimizer_level(1)}'),
-    (("zero2",), _optimizer_level(2)),
-    (("tp", "tensorparallel", "megatron"), 'mode="auto_parallel", style="tensor_parallel"'),
-    (("fsdptensorparallel", "fsdptp", "2d", "hsdp"), 'mode="auto_parallel", style="fsdp_tensor_parallel"'),
-    (("auto",), 'mode="auto_parallel"'),
-    (("semiauto",), 'mode="semi_auto_parallel"'),
-    (("standalone", "single", "none"), 'mode="stand_alone"'),
-)
-"""The words of other libraries for a mode, without separators, and the options that mean the same here."""
-
-
 def mode_of(name: str | None) -> Mode:
     """The mode of that name; None is the context's if set, else "auto_parallel".
 
@@ -71,10 +51,9 @@ def mode_of(name: str | None) -> Mode:
     """
     name = name or defaults.current().parallel_mode or "auto_parallel"
     if name not in MODES:
-        word = re.sub(r"[\W_]", "", name.lower()) if isinstance(name, str) else ""
-        meant = next((options for words, options in _OTHER_WORDS if word in words), "")
+        meant = mode_fix(name)
         fail(ContextError, f"there is no mode {name!r}", where=f"mode = {name!r}",
-             why="a mode is one of MindSpore's parallel modes; a style is an option of its own",
+             why=f"the modes are MindSpore's, {', '.join(MODES)}; a style is an option of its own",
              fix=f"write {meant}" if meant else f"use one of {', '.join(MODES)}")  # fmt: skip
     return MODES[name]
 

@@ -145,11 +145,18 @@ def _planned(
     given_entries = rest.pop("in_strategy")
     entries = given_entries or dataset_entries(options.dataset_strategy, batch, of_mode)
     if not isinstance(entries, tuple) or len(entries) != len(batch):
-        raise_problems([Problem(f"`in_strategy` must be a tuple with {len(batch)} entries", f"in_strategy = {entries!r}",
+        name, asked = (
+            ("in_strategy", given_entries) if given_entries else ("dataset_strategy", options.dataset_strategy)
+        )
+        entry = "entry" if len(batch) == 1 else "entries"
+        raise_problems([Problem(f"`{name}` must be a tuple with {len(batch)} {entry}", f"{name} = {asked!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
                                 "write an entry for each, None for data parallel")])  # fmt: skip
-    if given_entries:  # the function has the state before the batch
-        entries = tuple(PassedOn(entry, f"in_strategy[{i}]") for i, entry in enumerate(entries))
+    said = given_entries or (options.dataset_strategy if isinstance(options.dataset_strategy, tuple) else ())
+    if said:  # the function has the state before the batch
+        name = "in_strategy" if given_entries else "dataset_strategy"
+        own = (PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(said))
+        entries = (*own, *entries[len(said) :])
     plan = _parameter_plan(options, parts, state, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(

@@ -98,6 +98,8 @@ def shard_further(
 
     >>> shard_further((6, 64, 256), 4, ((), (), ("b",)), [("a", 4), ("b", 2)], OptimizerParallel())
     ((), ('a',), ('b',))
+    >>> shard_further((64,), 4, ((),), [("replica", 2), ("data", 2)], OptimizerParallel(threshold=0, shard_size=2))
+    (('data',),)
     """
     sizes = dict(axes)
     shards = strategy_of(spec, sizes)
@@ -105,7 +107,8 @@ def shard_further(
         return spec
     free = [a for a, n in axes if n > 1 and not any(a in dim for dim in spec)]
     for count in range(len(free), 0, -1):
-        for chosen in itertools.combinations(free, count):
+        # shards over neighbours, replicas across groups of them: of axes of one size, the last ones
+        for chosen in [*itertools.combinations(free, count)][:: 1 if how.shard_size == -1 else -1]:
             more = math.prod(sizes[a] for a in chosen)
             if how.shard_size != -1 and more != how.shard_size:
                 continue

@@ -98,8 +98,9 @@ def without_effect_on(
                "the batch is sharded over some of the mesh's axes only, and a gradient cannot be scattered over these alone",
                'use mode="data_parallel"')  # fmt: skip
     if zero is not None and shardings.mesh.size > 1 and not shardings.has_optimizer_parallel:
+        config = {name: value for name, value in settings.parallel_optimizer_config.items() if value != OPTIMIZER[name]}
         least = f"and has at least {zero.threshold} kB per device" if zero.threshold else ""
-        yield ("enable_parallel_optimizer=True",
+        yield (f"parallel_optimizer_config={config}" if config else "enable_parallel_optimizer=True",
                f"no array that is replicated has a dimension that the devices divide {least}".rstrip(),
                "lower parallel_optimizer_threshold" if zero.threshold else "leave it out")  # fmt: skip
     if asked.cross_batch and not each and shardings.mesh.size > 1:
