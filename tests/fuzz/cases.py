@@ -334,5 +334,21 @@ PROGRAMS = {
     "the gradient of the greatest three, padded": lines(
         (8, 8), (2, 1), "jnp.pad(lax.top_k(x0 * jnp.sum(x0), 3)[0], ((0, 0), (1, 2)))", devices=8, checks=("outside",)
     ),
+    "five points of one array beside differences of another": Pack(
+        (
+            Program(
+                (Input("x0", (24, 32), "float32", (6, 1)),),
+                (Step("v0", "x0[2:, 1:-1] + x0[:-2, 1:-1] + x0[1:-1, 2:] + x0[1:-1, :-2]", "elementwise"),),
+                ("v0",),
+            ),
+            Program(
+                (Input("x1", (24, 32), "float32", (3, 2)),),
+                (Step("v1", "jnp.diff(x1, axis=0)", "elementwise"),),
+                ("v1",),
+            ),
+        ),
+        6,
+        ("outside",),
+    ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""

@@ -41,6 +41,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.model import Spec
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation, rotated
@@ -60,19 +61,21 @@ class Risks(NamedTuple):
     """`wrong_ops.transposed_wrongly`."""
     ends_process: bool = False
     """`wrong_ops.ends_process_backwards`."""
-    rotations: Mapping[tuple[int, ...], NamedSharding] = types.MappingProxyType({})
-    """By shape of an array that the plan rotates, its sharding."""
+    rotations: Mapping[tuple[int, ...], NamedSharding | None] = types.MappingProxyType({})
+    """By shape of an array that the plan rotates, its sharding; None where arrays of one shape have several."""
 
 
 def risks_of(partitioned: PartitionedProgram, devices: int, mesh: PlanMesh) -> Risks:
     """Those of a program with its shardings over some devices, on a mesh of these."""
     graph = partitioned.graph
-    rotations: dict[tuple[int, ...], NamedSharding] = {}
+    specs: dict[tuple[int, ...], set[Spec]] = {}
     for op in graph.ops:
         if op.name == "rotate":
-            value, spec = op.outputs[0], partitioned.specs[op.outputs[0]]
-            if all(axis in mesh.parts for dim in spec for axis in dim):  # and no part of an axis
-                rotations.setdefault(tuple(graph.values[value].shape), mesh.sharding(spec))
+            specs.setdefault(tuple(graph.values[op.outputs[0]].shape), set()).add(partitioned.specs[op.outputs[0]])
+    rotations: dict[tuple[int, ...], NamedSharding | None] = dict.fromkeys(specs)
+    for shape, (spec, *others) in specs.items():
+        if not others and all(axis in mesh.parts for dim in spec for axis in dim):  # and no part of an axis
+            rotations[shape] = mesh.sharding(spec)
     lookups = (op for op in graph.ops if op.name == "gather")
     multiple = math.lcm(*(rows_multiple(op, partitioned, {}) for op in lookups))
     return Risks(devices, multiple, transposed_wrongly(partitioned), ends_process_backwards(partitioned),
@@ -204,7 +207,9 @@ def _turns(eqn: Any) -> list[tuple[int, int, int]]:
     return found if closed.jaxpr.outvars[0] is value else []
 
 
-def _rotated(eqn: Any, inputs: list[Any], shardings: Mapping[tuple[int, ...], NamedSharding], mesh: Any) -> list[Any]:
+def _rotated(
+    eqn: Any, inputs: list[Any], shardings: Mapping[tuple[int, ...], NamedSharding | None], mesh: Any
+) -> list[Any]:
     """The output of rotations, whose transpose is the rotations back, with cotangents that are sharded as the plan rotates.
 
     JAX's transpose is a sum of pads, of which XLA makes wrong shapes where a part has fewer rows than there are shards. So
