@@ -101,11 +101,14 @@ class ShardedOp:
         return found
 
     def spec(self, dims: DimFactors, factors: Factors) -> Spec:
-        """The sharding of one tensor whose factors are sharded so, as far as dimensions can express it."""
+        """The sharding of one tensor whose factors are sharded so, as far as dimensions can express it.
+
+        Of dimensions with one factor, as of `x[i, i]`, the first is sharded.
+        """
         spec: list[tuple[str, ...]] = []
-        for dim in dims:
+        for at, dim in enumerate(dims):
             axes: list[str] = []
-            for factor in dim:
+            for factor in () if dim in dims[:at] else dim:
                 axes += factors.get(factor, ())
                 if self.shards(factors.get(factor, ())) != self.rule.sizes[factor]:
                     break

@@ -205,3 +205,18 @@ def test_fit_of_a_plan_within_a_limit_above_the_device_says_that_it_exceeds_the_
     x = jax.ShapeDtypeStruct((40 * 2**20, 128), jnp.float32)  # 20 GiB, on one device of 14.9 GiB
     plan = shardfn.plan(lambda x: x + 1, x, device="tpu-v5e:1", memory_limit="64GiB")
     assert "fits the limit but not the device" in str(plan) and "too much for tpu-v5e" in str(plan)
+
+
+@pytest.mark.parametrize("device", ["h100:4", "h100:16", "tpu-v5e:2x4"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        jnp.diag,
+        lambda x: x[jnp.arange(64), jnp.arange(64)],
+        lambda x: jnp.fill_diagonal(x, 0.0, inplace=False),
+        lambda x: jnp.trace(x) * x,
+    ],
+)
+def test_plans_of_diagonals_whose_index_names_one_dimension_twice(function, device):
+    plan = shardfn.plan(lambda x: function(x), jax.ShapeDtypeStruct((64, 64), "float32"), device=device)
+    assert plan.cost.bytes_sent == 0 or len(plan.collectives) > 0
