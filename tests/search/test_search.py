@@ -284,3 +284,25 @@ def test_entries_that_a_search_does_not_follow_inside_are_in_the_headline(level)
     saved = {"communication": f"{1 - made.cost.bytes_sent / followed.cost.bytes_sent:.0%} fewer bytes sent",
              "time": f"{1 - made.cost.time_s / followed.cost.time_s:.0%} less time"}  # fmt: skip
     assert saved[level] in made.entries
+
+
+TABLE, ROWS, SQUARE = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
+                       [((4096, 64), "float32"), ((64,), "int32"), ((64, 64), "float32")])  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (lambda table, rows: table[rows], (TABLE, ROWS)),
+        (lambda x: x[::-1], (SQUARE,)),
+        (lambda: jnp.arange(4096.0), ()),
+        (lambda x: x.reshape(64, 64, 64) + 1, (TABLE,)),
+        (lambda x: x, (SQUARE,)),
+    ],
+    ids=["look-up", "reversal", "arange", "reshape", "identity"],
+)
+def test_of_plans_that_send_nothing_the_one_with_least_memory_is_taken(function, args, level):
+    plan, least = (shardfn.plan(lambda *args: function(*args), *args, device="h100:8", level=n) for n in (level, 1))
+    assert plan.cost.bytes_sent == least.cost.bytes_sent == 0
+    assert plan.cost.memory.peak == least.cost.memory.peak

@@ -147,13 +147,14 @@ class Archive:
     def is_proved(self) -> bool:
         """Whether the best candidate is proved to cost at most the problem's tolerance more than the optimum of the cost model.
 
-        The model must hold: the candidate costs no less than the bound, up to the same tolerance. There is no bound of memory.
+        Nothing costs less than nothing. Otherwise the model must hold: the candidate costs no less than the bound, up to the
+        same tolerance. There is no bound of memory.
         """
         problem, bound = self.problem, self.bound_s()
-        if bound is None or not problem.tolerance or not problem.fits(best := self.best(problem.level)):
+        if not problem.tolerance or not problem.fits(best := self.best(problem.level)):
             return False
         aim = best.cost.time_s if problem.level == TIME else problem.rank(best).aim[0]
-        return not aim or abs(aim - bound) <= problem.tolerance * bound
+        return not aim or (bound is not None and abs(aim - bound) <= problem.tolerance * bound)
 
     def bound_s(self) -> float | None:
         """The least that the label model allows on the meshes that were solved: seconds of a call at level 2, at level 0 those of

@@ -47,6 +47,8 @@ class _Turn:
     """Turns since it last found a better plan; at the start its place in the list."""
     idle: int = 0
     """Turns since it last proposed what was not known."""
+    is_fresh: bool = True
+    """Whether it had no turn."""
 
 
 def run(
@@ -91,8 +93,9 @@ def run(
 def _take_turns(
     problem: SearchProblem, generators: Mapping[str, CandidateGenerator], archive: Archive, least: int
 ) -> None:
-    """Let the generators propose until the best plan is proved within the tolerance, and as many turns as there are generators
-    found no other; or until the budget is spent, `least` candidates are evaluated, and a turn finds no better plan."""
+    """Let the generators propose until the best plan is proved within the tolerance, each had a turn, and as many turns as
+    there are generators found no other; or until the budget is spent, `least` candidates are evaluated, and a turn finds no
+    better plan."""
     budget, is_better, unchanged = archive.budget, False, 0
     running = [
         _Turn(name, iter(generator(problem, archive)), place)
@@ -115,7 +118,8 @@ def _take_turns(
                 _evaluate(archive, proposal, turn.name)
         found = archive.best_rank()
         unchanged = unchanged + 1 if known and archive.best(problem.level) is chosen else 0
-        if unchanged >= len(running) and archive.is_proved():  # local search may still need fewer constraints
+        turn.is_fresh = False
+        if not any(each.is_fresh for each in running) and unchanged >= len(running) and archive.is_proved():
             return
         is_better = best is not None and found is not None and not is_no_worse(best, found, MIN_IMPROVEMENT)
         turn.in_vain = 0 if is_better else turn.in_vain + 1

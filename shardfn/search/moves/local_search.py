@@ -34,11 +34,10 @@ def generate(level: int, problem: SearchProblem, archive: Archive) -> Iterator[P
     """The generator of the local search for the objective of a level.
 
     It starts from the best candidate of each mesh, the best of all first. A better candidate replaces its start: if the local
-    search proposed that, it repeats the move that made it; if another generator did, it begins with the first move. It ends
-    with a plan that costs nothing, such as one that sends nothing.
+    search proposed that, it repeats the move that made it; if another generator did, it begins with the first move.
     """
     at, proposed, ended, better, moves = problem.at(level), set[object](), set[object](), 0, deque(MOVES)
-    while (start := _start(archive, level, ended)) is not None and any(at.rank(start).aim):
+    while (start := _start(archive, level, ended)) is not None:
         if start.key not in proposed:
             moves = deque(MOVES)
         for _ in MOVES:
