@@ -271,6 +271,15 @@ class Cells(Cell):
         return jnp.mean((self.two(self.one(x)) - y) ** 2)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_function_of_a_cell_with_marks(inside):
+    net = Cells()
+    model = {"net": net} if inside else net
+    pipe = train.pipeline(lambda m, x, y: (m["net"] if inside else m)(x, y), 2, device=TWO)
+    close(pipe(model, X, Y), net(X, Y))
+    assert [row.parameters for row in pipe.describe(model, X, Y).stages] == [WS[0].size, 64]
+
+
 def test_a_cell_with_marks():
     net = Cells()
     pipe = train.pipeline(net, 2, device=TWO, loss="sum")
