@@ -64,10 +64,9 @@ def update_function(
         following = TrainState(parts.join(new, carried), opt_state, state.step + 1)
         return following, ((value, aux) if options.has_aux else value)
 
-    piped = isinstance(options.loss_fn, Pipeline)
-    update.__dict__["reads"] = (
-        options.loss_fn.options.stages if piped else options.loss_fn
-    )  # watched, as a function's attribute
+    called: Any = options.loss_fn
+    # Attributes of a function are watched.
+    update.__dict__["reads"] = called.options.stages if isinstance(called, Pipeline) else called
     return as_pure(update)
 
 
