@@ -321,10 +321,8 @@ def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
-        if isinstance(fn, classmethod | staticmethod):
+        if isinstance(fn, classmethod | staticmethod | property):
             fix = f"write @{type(fn).__name__} above @shard"
-        if isinstance(fn, property):
-            fix = "shard a method, and call it from the property"
         _not_a_function(fn, "shard", fix)
     sharded = ShardedFunction(fn, options)
     option_checks.check(options, sharded.callee.signature)

@@ -103,7 +103,7 @@ def read_layout(source: Any) -> LayoutFile:
             data = file.read(MAX_BYTES + 1)
         is_binary = data[:1] == bytes([FIRST_BYTE])
         rows = strategy_rows(data) if is_binary and len(data) <= MAX_BYTES else None
-        text = "" if is_binary else data.decode("utf-8")
+        text = "" if is_binary else data.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         is_folder = isinstance(error, IsADirectoryError)
         close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""

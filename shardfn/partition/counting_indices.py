@@ -45,6 +45,8 @@ def _counted(graph: Graph, op: Op) -> Op:
         along = _counted_along(graph, column)
         if along is not None and rows_of[d] == numbers_of[along] and len(table[d]) == len(index[along]) == 1:
             shared.append((table[d][0], index[along][0]))
+    if len({factor for _, factor in shared}) < len(shared):  # a diagonal, `x[i, i]`: XLA sees neither column
+        return op
     return dataclasses.replace(op, rule=_with_shared(op.rule, op.name, tuple(shared))) if shared else op
 
 

@@ -141,11 +141,13 @@ class ShardedFunction(Generic[P, R]):
         if held is not None and self in held.methods:
             return held.methods[self].bound_to(bound)
         found = ShardedFunction(bound, self.options.of_bound_method())
-        if found.callee.owner is not instance or not found.callee.is_plain or found.callee.read():
+        is_own = found.callee.owner is instance and found.callee.is_plain and not found.callee.read()
+        held = (
+            held_by(instance) if is_own else None
+        )  # what is compiled keeps a copy of the instance: that goes when it goes
+        if held is None:
             found._calls.entries = self._calls.entries  # `nnx.grad` makes a new instance for every call
-        elif (
-            held := held_by(instance)
-        ) is not None:  # what is compiled keeps a copy of the instance: that goes when it goes
+        else:
             held.methods[self] = MethodOf(found)
         return found
 

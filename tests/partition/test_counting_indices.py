@@ -86,3 +86,23 @@ def test_counted_rows_compiled_for_gpus(cuda, name):
 def test_counted_rows_compiled_for_tpus(name):
     plan = plan_of(name, "tpu-v5e:2x4")
     assert all(p.bytes_sent == c.bytes_sent for _, p, c in compare(plan, compile_plan(plan)).kinds)
+
+
+COUNTED = jnp.arange(64)
+DIAGONALS = {
+    "diag": jnp.diag,
+    "read": lambda x: x[COUNTED, COUNTED],
+    "set": lambda x: x.at[COUNTED, COUNTED].set(0.0),
+    "added": lambda x: x.at[COUNTED, COUNTED].add(1.0),
+}
+
+
+@pytest.mark.parametrize("name", DIAGONALS)
+@pytest.mark.parametrize("device", ["h100:4", "tpu-v5e:2x4"])
+def test_both_columns_of_an_index_count_along_one_dimension(name, device):
+    """XLA's `GetGatherScatterBatchParallelDims` takes no column then; not compiled."""
+    for entry in (None, ((4, 1),), ((2, 2),), ((1, 4),)):
+        plan = shardfn.plan(
+            DIAGONALS[name], S((64, 64), jnp.float32), device=device, **({"in_strategy": entry} if entry else {})
+        )
+        assert plan.cost.bytes_sent in (0, 384) and (entry is not None or plan.cost.bytes_sent == 0)

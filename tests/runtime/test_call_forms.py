@@ -74,7 +74,7 @@ def test_sharding_of_one_device_as_an_entry_is_refused():
     [
         (classmethod, "write @classmethod above @shard"),
         (staticmethod, "write @staticmethod above @shard"),
-        (property, "from the property"),
+        (property, "write @property above @shard"),
     ],
 )
 def test_shard_over_a_descriptor_names_the_right_order(kind, fix):

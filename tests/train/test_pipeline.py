@@ -271,6 +271,15 @@ class Cells(Cell):
         return jnp.mean((self.two(self.one(x)) - y) ** 2)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_function_of_a_cell_with_marks(inside):
+    net = Cells()
+    model = {"net": net} if inside else net
+    pipe = train.pipeline(lambda m, x, y: (m["net"] if inside else m)(x, y), 2, device=TWO)
+    close(pipe(model, X, Y), net(X, Y))
+    assert [row.parameters for row in pipe.describe(model, X, Y).stages] == [WS[0].size, 64]
+
+
 def test_a_cell_with_marks():
     net = Cells()
     pipe = train.pipeline(net, 2, device=TWO, loss="sum")
@@ -620,3 +629,61 @@ def test_the_mean_of_a_sum_is_refused():
     pipe = train.pipeline(ADDED["a sum"], 2, pipeline_stages=2, auto_pipeline=True, device=TWO)
     with pytest.raises(StrategyError, match="the loss is a sum over the batch, and the pipeline takes a mean"):
         pipe(WS, X, Y)
+
+
+# ---- Python state of the loss
+
+
+class Scaled:
+    k = 1.0
+
+    def __init__(self):
+        self.cfg = {"by": [1.0]}
+
+    def __call__(self, ws, x, y):
+        TRACES.append(self.k)
+        return self.k * self.cfg["by"][0] * jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2] - y) ** 2)
+
+
+TRACES: list[float] = []
+WAYS = {
+    "object": lambda loss: loss,
+    "method": lambda loss: loss.__call__,
+    "partial": functools.partial,
+    "list": lambda loss: [lambda w, x: x + w, functools.partial(lambda o, ws, x, y: o(ws, x, y), loss)],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pipeline_sees_what_its_loss_reads(way):
+    loss = Scaled()
+    pipe = train.pipeline(WAYS[way](loss), 2, pipeline_stages=2, auto_pipeline=way != "list", device=TWO)
+    ws = WS if way != "list" else [jnp.zeros(1), WS]
+    first = float(pipe(ws, X, Y))
+    TRACES.clear()
+    assert float(pipe(ws, X, Y)) == first and not TRACES
+    loss.k = 2.0
+    close(pipe(ws, X, Y), 2 * first)
+    loss.cfg["by"][0] = 3.0
+    value, grads = jax.value_and_grad(pipe)(ws, X, Y)
+    close(value, 6 * first)
+    close(grads if way != "list" else grads[1], jax.grad(loss)(WS, X, Y))
+
+
+@pytest.mark.parametrize("way", ["object", "method", "partial"])
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel", "pipeline"])
+def test_a_step_sees_what_its_loss_reads(mode, way):
+    loss = Scaled()
+    function, options = WAYS[way](loss), {"mode": mode}
+    if mode == "pipeline":
+        function, options = train.pipeline(function, 2, pipeline_stages=2, auto_pipeline=True, device=TWO), {}
+    step = train.step(function, optax.sgd(0.0), donate=False, **options)
+    state, first = step(step.init(WS, X, Y), X, Y)
+    TRACES.clear()
+    state, again = step(state, X, Y)
+    assert again == first and not TRACES
+    loss.k = 2.0
+    state, value = step(state, X, Y)
+    close(value, 2 * first)
+    loss.cfg = {"by": [3.0]}
+    close(step(state, X, Y)[1], 6 * first)

@@ -19,6 +19,7 @@ from shardfn.frontend.meshes import abstract_mesh, mesh_on
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
+from shardfn.frontend.watch import NOTHING_READ, Watch
 from shardfn.train.flat_jaxpr import FlatJaxpr
 from shardfn.train.pipelines import flat_parameters
 from shardfn.train.pipelines.across_batch import across_batch
@@ -64,6 +65,12 @@ class PipelineOptions:
         return getattr(type(self.stages), "__shardfn_cell__", False)
 
     @property
+    def root(self) -> tuple[Any, None, None]:
+        """What a call belongs to, for `frontend.watch`; nothing if a module gives its own parameters, which are arguments."""
+        is_plain = self.is_list or (not self.is_cell and tree_util.all_leaves([self.stages]))
+        return self.stages if is_plain else None, None, None
+
+    @property
     def order(self) -> str:
         """The name of the order of ticks; outputs need forwards alone."""
         return FORWARD if self.loss is None else self.schedule
@@ -97,6 +104,8 @@ class BuiltPipeline:
     executor: PipelineExecutor
     schedule: Schedule
     call: Callable[..., Any]
+    watch: Watch = NOTHING_READ
+    """What the functions of the stages read when they were traced."""
 
 
 def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:

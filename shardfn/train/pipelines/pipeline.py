@@ -15,7 +15,9 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.errors import StrategyError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.meshes import spec_of
+from shardfn.frontend.recorder import include, recording
 from shardfn.ir.model import Spec
+from shardfn.runtime.entries import Entries
 from shardfn.train.pipelines import flat_parameters
 from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, build_pipeline, pipeline_problems
 from shardfn.train.pipelines.executor import DATA, TENSOR, PipelineExecutor
@@ -164,7 +166,7 @@ class Pipeline:
 
     def __init__(self, options: PipelineOptions):
         self.options = options
-        self._built: dict[Any, BuiltPipeline] = {}
+        self._built: Entries[BuiltPipeline] = Entries()
         self._last: BuiltPipeline | None = None
 
     def __repr__(self) -> str:
@@ -281,10 +283,15 @@ class Pipeline:
         shape = lambda x: (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)  # noqa: E731
         leaves, treedef = tree_util.tree_flatten((params, batch))
         key = treedef, tuple(map(shape, leaves))
-        if key not in self._built:
-            self._built[key] = build_pipeline(self.options, params, batch, self._last)
-        self._last = self._built[key]
-        return self._last
+        root = self.options.root
+        found = self._built.find(key, root)
+        if found is None:
+            with recording(root, self.options.name) as read:
+                found = build_pipeline(self.options, params, batch, self._last)
+            found = self._built.keep(key, dataclasses.replace(found, watch=read()), root)
+        include(found.watch, root)
+        self._last = found
+        return found
 
 
 def _description(executor: PipelineExecutor, schedule: Schedule) -> PipelineDescription:

@@ -11,7 +11,7 @@ from jax import tree_util
 
 from shardfn.errors import Problem
 from shardfn.frontend.paths import listed, met, normal
-from shardfn.frontend.strategy import short
+from shardfn.frontend.strategy import is_cell, short
 from shardfn.train.pipelines.trace_loss import MARK
 
 Mark = tuple[int, int]
@@ -54,7 +54,7 @@ def module_marks(model: Any, arrays: Any) -> list[Mark | None]:
     [None]
     """
     keyed = tree_util.tree_flatten_with_path(arrays)[0]
-    return [_innermost(model, key[:-1], _child) for key, _ in keyed]
+    return [_innermost(model, key, _child) for key, _ in keyed]
 
 
 def cell_marks(cell: Any, paths: Sequence[str]) -> list[Mark | None]:
@@ -86,6 +86,10 @@ def _innermost(value: Any, keys: Sequence[Any], child: Callable[[Any, Any], Any]
     """The mark of the innermost value that has one, on the way along the keys."""
     marks = [_own_mark(value)]
     for key in keys:
+        if is_cell(value) and isinstance(key, tree_util.DictKey):  # a Cell in a model, whose arrays are by path
+            (mark,) = cell_marks(value, [str(key.key)])
+            marks.append(mark)
+            break
         try:
             value = child(value, key)
         except (AttributeError, KeyError, IndexError, TypeError):

@@ -16,6 +16,7 @@ from shardfn.frontend.callee import as_pure
 from shardfn.frontend.outer_call import per_device
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
+from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps import gradients
 from shardfn.train.steps.communication import update_sync
 from shardfn.train.steps.gradients import Gradients, GradientSync, Loss
@@ -63,6 +64,9 @@ def update_function(
         following = TrainState(parts.join(new, carried), opt_state, state.step + 1)
         return following, ((value, aux) if options.has_aux else value)
 
+    called: Any = options.loss_fn
+    # Attributes of a function are watched.
+    update.__dict__["reads"] = called.options.stages if isinstance(called, Pipeline) else called
     return as_pure(update)
 
 
