@@ -353,12 +353,8 @@ def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any)
         try:
             kind = jnp.dtype(kind)
         except TypeError:
-            fail(
-                CheckpointError,
-                f"{kind!r:.40} is not a dtype",
-                where=f"dtype = {dtype!r:.80}",
-                fix="write jnp.bfloat16",
-            )
+            fail(CheckpointError, f"{kind!r:.40} is not a dtype", where=f"dtype = {dtype!r:.80}",
+                 fix="write jnp.bfloat16")  # fmt: skip
         for path in _selected(tuple(found), glob, "dtype", problems):
             if family(found[path]) == "float" and family(kind) == "float":
                 found[path] = kind

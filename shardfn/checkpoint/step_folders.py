@@ -198,15 +198,8 @@ class Inspection:
             f"process{'es' if held.processes != 1 else ''}, mesh {'; '.join(meshes) or 'of one device'}",
             f"{len(held.entries)} arrays, {held.nbytes:,} B, {self.disk_bytes:,} B on disk",
         ]
-        rows = [
-            (
-                e.path,
-                e.kind if e.kind not in contents.ARRAYS else e.dtype + shape_text(e.shape),
-                str(e.strategy),
-                f"{e.nbytes:,}",
-            )
-            for e in held.entries
-        ]
+        kinds = [e.dtype + shape_text(e.shape) if e.kind in contents.ARRAYS else e.kind for e in held.entries]
+        rows = [(e.path, k, str(e.strategy), f"{e.nbytes:,}") for e, k in zip(held.entries, kinds, strict=True)]
         return to_text([Text("", tuple(lines)), Table("", ("array", "shape", "strategy", "B"), tuple(rows))])
 
 
