@@ -52,6 +52,8 @@ KINDS = {
     "crossing tables": Kind(),
     "chain": Kind(edges="chain", alive=(1, 3)),
     "grid": Kind(edges="grid"),
+    "blocks with hubs": Kind(edges="hubs"),
+    "blocks with hubs, all different": Kind(edges="hubs", labels=(2, 6), cost=1e6, alive=(3, 7), limit=0.3),
     "star": Kind(edges="star"),
     "all pairs": Kind(edges="all", labels=(2, 3)),
     "no tables": Kind(edges="none", usage=99),
@@ -146,6 +148,11 @@ def _ends(edges: str, nodes: int, rng: np.random.Generator) -> Iterator[tuple[in
         wide = math.isqrt(nodes)
         yield from ((v, v + 1) for v in range(nodes - 1) if (v + 1) % wide)
         yield from ((v, v + wide) for v in range(nodes - wide))
+    elif edges == "hubs":  # blocks of six nodes with loops; each node of a block has a table with a hub, or with two
+        hubs = 1 + nodes // 20
+        for v in range(hubs, nodes):
+            yield from ((v - step, v) for step in (1, 2) if v - step >= hubs and (v - hubs) % 6 >= step)
+            yield from ((hub, v) for hub in np.unique(rng.integers(hubs, size=2)).tolist())
     elif edges == "crossing":
         for _ in range(3 * nodes // 2 if nodes > 1 else 0):
             yield tuple(rng.choice(nodes, 2, replace=False).tolist())
