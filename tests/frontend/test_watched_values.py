@@ -47,7 +47,7 @@ from tests.frontend.test_watch import Config, Scale, X, scaled
         (array.array("i", [0, 1065353216]), array.array("f", [0.0, 1.0])),
         (memoryview(b"\0\0\0\0"), memoryview(b"\0\0\0\0").cast("i")),
     ],
-    ids=repr,
+    ids=lambda value: repr(value.tolist() if isinstance(value, memoryview) else value),
 )
 @pytest.mark.parametrize("nan", [False, True])
 def test_containers_that_are_equal_but_not_the_same(before, after, nan):
