@@ -146,7 +146,9 @@ def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
         matches = re.compile(fnmatch.translate(glob)).match
         for shorter in (str, _rest, _within_params):
             rows = ((shorter(p), shorter(b)) for p, b in zip(paths, bare, strict=True))
-            hits = [i for i, (path, one) in enumerate(rows) if matches(path) or (one != path and matches(one))]
+            hits = [
+                i for i, (path, one) in enumerate(rows) if path and (matches(path) or (one != path and matches(one)))
+            ]
             if hits:
                 return hits, glob
     return [], glob

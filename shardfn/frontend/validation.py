@@ -78,7 +78,8 @@ def _refusals(leaf: Leaf, strategy: Any, devices: int) -> Iterator[Problem]:
     if isinstance(strategy, Sharding):
         yield Problem(f"the entry of {leaf.label} is a {type(strategy).__name__}", leaf.source,
                       "an entry shards an array over the devices of the call, which are given once for all arrays",
-                      "write device=jax.devices()[i] for a call on one device, or a NamedSharding or a strategy")  # fmt: skip
+                      "write device=jax.devices()[i] for a call on one device, or a NamedSharding or a strategy",
+                      is_type=True)  # fmt: skip
         return
     if not isinstance(strategy, tuple):
         likely, code = (
