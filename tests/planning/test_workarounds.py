@@ -167,7 +167,7 @@ def test_fourier_transform_of_one_element_in_each_shard_runs():
     x = np.linspace(0, 1, 4, dtype="float32").reshape(1, 4)
     sharded = shardfn.shard(function, ((1, 4),), ((1, 2),))
     np.testing.assert_allclose(sharded(x), function(x), atol=1e-6)
-    assert not sharded.plan(x).diagnostics, "nothing is gathered"
+    assert not any("shardfn gathers" in text for text in sharded.plan(x).diagnostics)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -83,12 +83,14 @@ def with_config(
 
 
 def _innermost(value: Any, keys: Sequence[Any], child: Callable[[Any, Any], Any]) -> Mark | None:
-    """The mark of the innermost value that has one, on the way along the keys."""
+    """The mark of the innermost value that has one, on the way along the keys to an array."""
     marks = [_own_mark(value)]
-    for key in keys:
+    for number, key in enumerate(keys, 1):
         if is_cell(value) and isinstance(key, tree_util.DictKey):  # a Cell in a model, whose arrays are by path
             (mark,) = cell_marks(value, [str(key.key)])
             marks.append(mark)
+            break
+        if number == len(keys):  # the array has no mark
             break
         try:
             value = child(value, key)
