@@ -37,6 +37,11 @@ def _convolution(partitioned: PartitionedProgram, op: Op, out: int) -> float:
     return 2.0 * _on_image(partitioned, op, out * _depth(partitioned, op)) * groups
 
 
+def _fft(partitioned: PartitionedProgram, op: Op, out: int) -> float:
+    shape = partitioned.local_shape(op.outputs[0])
+    return out * 5 * sum(math.log2(max(2, shape[d])) for d in op.transformed or [-1])
+
+
 FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
     "none": lambda partitioned, op, out: 0.0,
     "per_element": lambda partitioned, op, out: float(out * _depth(partitioned, op)),
@@ -48,7 +53,7 @@ FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
     "top_k": lambda partitioned, op, out: (
         out * (_last(partitioned, op) / max(1, partitioned.local_shape(op.outputs[0])[-1]) * 2)
     ),
-    "fft": lambda partitioned, op, out: out * (5 * math.log2(max(2, _last(partitioned, op)))),
+    "fft": _fft,
     "cholesky": lambda partitioned, op, out: out * (_last(partitioned, op) / 3),
     "ragged_dot": lambda partitioned, op, out: (
         2.0 * math.prod(partitioned.local_shape(op.inputs[0])) * partitioned.local_shape(op.outputs[0])[-1]

@@ -193,6 +193,12 @@ class Op:
         return made
 
     @property
+    def transformed(self) -> list[int]:
+        """The dimensions of a Fourier transform."""
+        dims = self.rule.operands[0] if self.rule else ()
+        return [d for d, dim in enumerate(dims) if self.rule and not self.rule.replicated.isdisjoint(dim)]
+
+    @property
     def carries(self) -> list[tuple[int, int, int, int]]:
         """Of a loop, for each value that it changes: what goes in, what the body sees, what it returns, what comes out."""
         n = len(self.seen)

@@ -129,9 +129,8 @@ def _fft(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall |
         return UNKNOWN
     taken, made = op.inputs[0], op.outputs[0]
     values = partitioned.graph.values
-    dims = [d for d, dim in enumerate(op.rule.operands[0]) if not op.rule.replicated.isdisjoint(dim)]
-    longest = map(max, partitioned.local_shape(taken), partitioned.local_shape(made))
-    passes = sum(1 if n <= 4096 else 2 for d, n in enumerate(longest) if d in dims)
+    longest = [*map(max, partitioned.local_shape(taken), partitioned.local_shape(made))]
+    passes = sum(1 if longest[d] <= 4096 else 2 for d in op.transformed)
     own, other = float(partitioned.local_bytes(taken)), float(partitioned.local_bytes(made))
     held = max(partitioned.local_bytes(v) for v in (taken, made) if values[v].dtype.startswith("complex"))
     scaled = 2 * other if op.combines.startswith("I") else 0.0
