@@ -65,7 +65,7 @@ def test_class_and_static_methods_over_shard():
 
 def test_sharding_of_one_device_as_an_entry_is_refused():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
-    with pytest.raises(StrategyError, match=r"is a SingleDeviceSharding(.|\n)*write device=jax.devices\(\)\[i\]"):
+    with pytest.raises(StrategyTypeError, match=r"is a SingleDeviceSharding(.|\n)*write device=jax.devices\(\)\[i\]"):
         shardfn.shard(lambda x: 2 * x, (one,)).plan(X)
 
 

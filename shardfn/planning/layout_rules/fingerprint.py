@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.strategy import Leaf
 from shardfn.ir.op_traits import CHEAP, CONSTRAINABLE, ELEMENTWISE, EXPENSIVE, VIEWS
 from shardfn.ir.rewrite import equations
@@ -58,7 +59,8 @@ def as_it_holds(layout: LayoutFile, name: str, inputs: Sequence[Leaf]) -> Layout
     if layout.function != name:
         return dataclasses.replace(layout, results=(), every_rule_matches=False)
     is_same = layout.fingerprint.startswith(f"{_of_arguments((leaf.path, leaf.shape) for leaf in inputs)}-")
-    return layout if is_same else dataclasses.replace(layout, every_rule_matches=False)
+    lacks_option = any(option_for(rule.glob, [leaf.path for leaf in inputs]) for rule in layout.arguments)
+    return layout if is_same or lacks_option else dataclasses.replace(layout, every_rule_matches=False)
 
 
 def change_since(layout: LayoutFile, name: str, inputs: Sequence[Leaf], jaxpr: Any) -> str:
