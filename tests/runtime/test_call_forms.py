@@ -14,7 +14,7 @@ import pytest
 
 import shardfn
 from shardfn import train
-from shardfn.errors import StrategyError
+from shardfn.errors import StrategyError, StrategyTypeError
 
 X = jnp.arange(64.0).reshape(8, 8)
 
