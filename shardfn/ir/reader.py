@@ -31,6 +31,7 @@ from shardfn.ir.model import Graph, Op, ShardingRule, Spec, Value
 from shardfn.ir.op_attributes import form_of, op_by_attributes, op_line, rule_of, trip_count
 from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 from shardfn.ir.partitioned import USER_WRITTEN, Communication
+from shardfn.ir.source_lines import OURS
 
 
 class _Fact(NamedTuple):
@@ -98,6 +99,8 @@ class Reader:
         self.manual = False
         self.line = ""
         """The user's line of the `shard_map` or the call that is read, for ops inside that a library wrote."""
+        self.is_ours = False
+        """Whether a function of this library is read (`OURS`)."""
         self.instances = 1
         """How many devices run what is read, each on shards of its own."""
         self.shards: list[tuple[int, int]] = []
@@ -130,6 +133,8 @@ class Reader:
 
     def where(self, op: Any) -> str:
         """The user's line of an op; few ops have one of their own, and printing a location takes long."""
+        if self.is_ours:
+            return self.line
         location = op.location.attr
         found = self.seen.lines.get(location)
         if found is None:
@@ -295,12 +300,13 @@ class Reader:
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         """A function or a named computation, inline."""
         is_call = op.name == "func.call"
-        body = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value] if is_call else op
+        name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value if is_call else ""
+        body = self.functions[name] if is_call else op
         block = body.regions[0].blocks[0]
         inner = {argument: env[o] for argument, o in zip(block.arguments, op.operands, strict=True)}
-        around, self.line = self.line, self.where(op)
+        around, self.line, self.is_ours = (self.line, self.is_ours), self.where(op), name.startswith(OURS)
         returned = self.walk(block, inner if is_call else {**env, **inner}, trips)
-        self.line = around
+        self.line, self.is_ours = around
         return returned
 
     def loop(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:

@@ -21,6 +21,11 @@ _RUNTIME = os.path.join(_HERE, "runtime", "")
 """The package that a call goes through where it reaches no user's function."""
 
 
+OURS = "_shardfn_"
+"""How the names of compiled functions begin that this library writes into a program. JAX keeps a trace for all callers, and in
+it the lines of the first."""
+
+
 def user_line(frames: Sequence[tuple[str, str]]) -> str:
     """`file:line` of the innermost frame in the user's function: of the user's own code, else of another library's.
 

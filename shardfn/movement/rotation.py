@@ -9,7 +9,9 @@ from typing import Any
 import jax
 from jax import lax
 
-ROTATED = "_shardfn_rotation"
+from shardfn.ir.source_lines import OURS
+
+ROTATED = f"{OURS}rotation"
 """The name of the `jit` of a shift in a jaxpr."""
 
 

@@ -426,3 +426,17 @@ def test_matrices_of_library_calls_that_every_device_computes_are_said(function,
         lambda x: function(x), jax.ShapeDtypeStruct(shape, "float32"), in_strategy=(strategy,), device=device
     )
     assert any("and each device computes all of it" in text for text in plan.diagnostics) == said
+
+
+def test_a_collective_has_the_line_of_its_own_function_where_another_moved_the_same_rows():
+    def together(u):
+        return u.at[1:-1].set(u[2:] + u[:-2])
+
+    def apart(u):
+        found = u[2:] + u[:-2]
+        return u.at[1:-1].set(found)
+
+    for function in (together, apart):
+        plan = shardfn.plan(function, jax.ShapeDtypeStruct((64, 64), "float32"), in_strategy=((8, 1),), device="cpu:8")
+        line = function.__code__.co_firstlineno + 1
+        assert {c.where.rpartition(":")[2] for c in plan.collectives} == {str(line)}
