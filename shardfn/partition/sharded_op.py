@@ -101,14 +101,11 @@ class ShardedOp:
         return found
 
     def spec(self, dims: DimFactors, factors: Factors) -> Spec:
-        """The sharding of one tensor whose factors are sharded so, as far as dimensions can express it.
-
-        Of dimensions with one factor, as of `x[i, i]`, the first is sharded.
-        """
+        """The sharding of one tensor whose factors are sharded so, as far as dimensions can express it."""
         spec: list[tuple[str, ...]] = []
-        for at, dim in enumerate(dims):
+        for dim in dims:
             axes: list[str] = []
-            for factor in () if dim in dims[:at] else dim:
+            for factor in dim:
                 axes += factors.get(factor, ())
                 if self.shards(factors.get(factor, ())) != self.rule.sizes[factor]:
                     break
