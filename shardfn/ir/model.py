@@ -195,8 +195,9 @@ class Op:
     @property
     def transformed(self) -> list[int]:
         """The dimensions of a Fourier transform."""
-        dims = self.rule.operands[0] if self.rule else ()
-        return [d for d, dim in enumerate(dims) if self.rule and not self.rule.replicated.isdisjoint(dim)]
+        if self.rule is None:
+            return []
+        return [d for d, dim in enumerate(self.rule.operands[0]) if not self.rule.replicated.isdisjoint(dim)]
 
     @property
     def carries(self) -> list[tuple[int, int, int, int]]:

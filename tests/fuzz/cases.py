@@ -315,22 +315,20 @@ PROGRAMS = {
     "the gradient of a sort and the greatest element": lines(
         (16, 1), (4, 1), "(jnp.sort(x0, 0), lax.top_k(x0[:, 0], 1)[0])", devices=4, checks=("outside",)
     ),
-    "the gradient of an element times a sum, sorted and padded": lines(
-        (8, 8),
-        (2, 1),
-        "jnp.sum(x0, axis=(0, 1), keepdims=True) * x0[4:5, 5:6]",
-        "jnp.pad(jnp.sort(v0, axis=1, descending=True), ((0, 0), (1, 2)))",
-        devices=8,
-        checks=("outside",),
-    ),
-    "the gradient of the greatest of an element times a sum": lines(
-        (8, 8),
-        (2, 1),
-        "jnp.sum(x0, axis=(0, 1), keepdims=True) * x0[4:5, 5:6]",
-        "jnp.pad(lax.top_k(v0, 1)[0], ((0, 0), (1, 2)))",
-        devices=8,
-        checks=("outside",),
-    ),
+    **{
+        name: lines(
+            (8, 8),
+            (2, 1),
+            "jnp.sum(x0, axis=(0, 1), keepdims=True) * x0[4:5, 5:6]",
+            f"jnp.pad({ordered}, ((0, 0), (1, 2)))",
+            devices=8,
+            checks=("outside",),
+        )
+        for name, ordered in {
+            "the gradient of an element times a sum, sorted and padded": "jnp.sort(v0, axis=1, descending=True)",
+            "the gradient of the greatest of an element times a sum": "lax.top_k(v0, 1)[0]",
+        }.items()
+    },
     "the gradient of the greatest three, padded": lines(
         (8, 8), (2, 1), "jnp.pad(lax.top_k(x0 * jnp.sum(x0), 3)[0], ((0, 0), (1, 2)))", devices=8, checks=("outside",)
     ),

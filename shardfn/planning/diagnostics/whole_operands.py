@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardfn.ir.op_traits import OP_TRAITS
+from shardfn.ir.op_traits import LIBRARY
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.plan import FIX, Plan
@@ -22,7 +22,7 @@ def whole_operands(plan: Plan, _: AnsweredCall) -> Iterator[str]:
     found: dict[str, dict[str, None]] = {}
     for c in plan.partitioned.communications:
         library = c.cause.removeprefix("custom_call ")
-        is_library = library != c.cause or (c.cause in OP_TRAITS and OP_TRAITS[c.cause].is_library)
+        is_library = library != c.cause or c.cause in LIBRARY
         if c.kind == "all-gather" and is_library and not any(plan.partitioned.specs[c.result]):
             found.setdefault(library, {})[file_line(c.where)] = None
     for library, lines in found.items():

@@ -47,7 +47,14 @@ from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.movement import is_rotation, rotated
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.workarounds.even_scatters import even_lookup, rows_multiple, signed_index_dtype
-from shardfn.planning.workarounds.rewrites import clamped, transformed, transformed_dims, unsharded, updates_window
+from shardfn.planning.workarounds.rewrites import (
+    clamped,
+    has_one_place,
+    transformed,
+    transformed_dims,
+    unsharded,
+    updates_window,
+)
 from shardfn.planning.workarounds.wrong_ops import AT_PLACES, Shapes, ends_process_backwards, transposed_wrongly
 
 
@@ -273,7 +280,7 @@ def _updates_window(eqn: Any) -> bool:
 
 def _finds_window(eqn: Any) -> bool:
     """Whether the transpose of a gather is a scatter of one window, before JAX 0.12."""
-    return IS_BEFORE_JAX_0_12 and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+    return IS_BEFORE_JAX_0_12 and has_one_place(eqn)
 
 
 def _overlapping(eqn: Any) -> list[int]:

@@ -165,7 +165,12 @@ def _padded(eqn: Any) -> list[int]:
 
 def updates_window(eqn: Any) -> bool:
     """Whether an equation is a scatter of one window."""
-    return eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+    return eqn.primitive.name in ("scatter", *NEUTRAL) and has_one_place(eqn)
+
+
+def has_one_place(eqn: Any) -> bool:
+    """Whether the index of a scatter or a gather has one place."""
+    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
