@@ -13,7 +13,7 @@ from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import Shards, shares_halos
 from shardfn.planning.answers.finish import file_constraints, finish
-from shardfn.planning.call import AnsweredCall, PosedCall, TracedCall, pose_again, with_fewer_blocks
+from shardfn.planning.call import AnsweredCall, PosedCall, TracedCall, pose_again, pose_shifted, with_fewer_blocks
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan import Plan
 from shardfn.planning.workarounds import (
@@ -79,7 +79,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
-    posed, answer = _with_shared_halos(*_as_written(posed, answer))
+    posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
     first = plan_without_workarounds(posed, answer)
     if not (wrong := _wrong_ops(posed, first.partitioned)):
         return first
@@ -96,13 +96,16 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
-    posed, answer = _with_shared_halos(*_as_written(posed, answer))
+    posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
     return _with_all_workarounds(posed, plan_without_workarounds(posed, answer), answer)
 
 
-def _as_written(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
-    """The call without `movement`'s shifts and the answer for it, if with its shardings nothing moves along sharded dimensions;
-    else both as they are."""
+def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
+    """The call as the user wrote it, if with its shardings nothing moves along sharded dimensions, else with `movement`'s shifts;
+    and the answer for it."""
+    if posed.call.function.unshifted is not None:
+        shifted = pose_shifted(posed) if _moves_shards(posed, answer) else posed
+        return shifted, _answer_of(posed, shifted, answer)
     if not _is_shifted(posed.call) or _moves_shards(posed, answer):
         return posed, answer
     written = _without_shifts(posed)
@@ -115,6 +118,8 @@ def _answer_of(posed: PosedCall, other: PosedCall, answer: Answer) -> Answer:
 
     Candidates keep the costs of the form that they were searched in.
     """
+    if other.problem.graph is posed.problem.graph:
+        return answer
     ops = dict(matches(posed.problem.graph, other.problem.graph))
 
     def moved(constraints: OpConstraints) -> OpConstraints:
@@ -149,7 +154,7 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     """
     function = posed.call.function
     shards = _rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
-    if not shards:
+    if not shards or (function.inner and not function.shifted):  # the shardings inside have numbers of its ops
         return posed, answer
     before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
     if not shares_halos(before.jaxpr, shards):

@@ -55,6 +55,9 @@ class CallFunction:
     """`pure` after its first trace (`first_trace.replayed`)."""
     shifted: Callable[..., Any] | None = None
     """`pure` with its static movement as shifts (`movement`), made once; None if it has none."""
+    unshifted: TracedJaxpr | None = None
+    """The trace of the function, where it is still open whether its movement is to be shifts: they are found if it moves along
+    sharded dimensions."""
     is_as_written: bool = False
     """Whether the plan needs no shifts: nothing moves along sharded dimensions."""
     halo_shards: Shards = dataclasses.field(default_factory=dict)
@@ -113,8 +116,8 @@ class CallFunction:
         with without_types(self.ambient, self.callee.name):
             shifts = shifts_of(traced.stage.jaxpr)
         if shifts is None:
-            return self
-        return dataclasses.replace(self, shifted=with_shifts(self.base, self.call.statics, shifts))
+            return dataclasses.replace(self, unshifted=None)
+        return dataclasses.replace(self, unshifted=None, shifted=with_shifts(self.base, self.call.statics, shifts))
 
     def with_shared_halos(self, shards: Shards) -> CallFunction:
         """The function with its movement as shifts that share halos (`with_shared_halos`)."""

@@ -22,7 +22,8 @@ def _nothing() -> None:
 
 def _context() -> Any:
     """An object that stands for all settings which JAX's cache of traces knows: x64, matmul precision, meshes and so on."""
-    return jax.jit(_nothing).trace().jaxpr
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):  # none set is the same as an empty one
+        return jax.jit(_nothing).trace().jaxpr
 
 
 def replayed(

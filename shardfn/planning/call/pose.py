@@ -21,8 +21,8 @@ from shardfn.frontend.memories import with_entries
 from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import OuterCall, inside
-from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, without_mesh
-from shardfn.frontend.trace import Traced
+from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, has_open_dims, without_mesh
+from shardfn.frontend.trace import Traced, TracedJaxpr
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
 from shardfn.ir.model import Axes, Graph, Spec, mesh_text
@@ -85,7 +85,9 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     outer = OuterCall(hardware, takes_entries=ambient is None or not ambient.is_binding)
     pure = inside(pure_function(frozen, shapes), outer)
     function = CallFunction(pure, outer, frozen, shapes, donated, ambient=ambient, assumed_trips=options.assumed_trips)
-    function, traced, inner = _traced(function, hardware, layout, problems)
+    bounds = options.for_search(defaults, layout and layout.level, layout.style if layout else "")
+    is_open = bounds.search_ops or any(leaf.entry is AUTO or has_open_dims(leaf.entry) for leaf in inputs)
+    function, traced, inner = _traced(function, hardware, layout, problems, is_open)
     inputs = resolve_read_inside(inputs, traced.graph, traced.inputs, inner)
     result, changed = traced.results if call.returns_changes else (traced.results, {})
     returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
@@ -97,11 +99,21 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
     if layout is not None and (note := change_since(layout, callee.name, inputs, traced.jaxpr)):
         warn(note)
-    from_file = (layout.level, layout.style) if layout is not None else (None, "")
-    bounds = options.for_search(defaults, from_file[0], from_file[1])
     traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
                       call.leaves_of(donated), options.compiler_options, inner)  # fmt: skip
     return place_call(traced_call, problems)
+
+
+def pose_shifted(posed: PosedCall) -> PosedCall:
+    """The call with its movement as shifts, where that is still open (`CallFunction.unshifted`)."""
+    function = posed.call.function
+    if function.unshifted is None:
+        return posed
+    function, traced, lowered = _shifted(function, function.unshifted, posed.call.hardware)
+    if function.shifted is None:
+        return dataclasses.replace(posed, call=dataclasses.replace(posed.call, function=function))
+    traced = lowered or function.lowered(traced, posed.call.hardware.platform)
+    return pose_again(posed, dataclasses.replace(posed.call, function=function, traced=traced))
 
 
 def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
@@ -119,7 +131,8 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     groups = dimension_groups(call.traced.graph)
     placed = _placed(call, groups, problems)
     raise_problems(problems)
-    return _posed(call, placed, groups, problems)
+    posed = _posed(call, placed, groups, problems)
+    return pose_shifted(posed) if posed.problem.is_open else posed
 
 
 def pose_again(posed: PosedCall, call: TracedCall) -> PosedCall:
@@ -223,7 +236,7 @@ def _on_binding(ambient: AmbientMesh, asked: Hardware, defaults: Defaults) -> Ha
 
 
 def _traced(
-    function: CallFunction, hardware: Hardware, layout: LayoutFile | None, problems: list[Problem]
+    function: CallFunction, hardware: Hardware, layout: LayoutFile | None, problems: list[Problem], is_open: bool
 ) -> tuple[CallFunction, Traced, tuple[InnerEntry, ...]]:
     """The function with the constraints that it needs whatever the plan is, its trace, and its inner entries.
 
@@ -239,25 +252,43 @@ def _traced(
              why=f"JAX keeps the order of callbacks on one device only, and this call has {hardware.count}",
              fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
                  "device=jax.devices()[:1]")  # fmt: skip
-    if hardware.count > 1 and (shifted := function.with_shifts(traced)) is not function:
-        function, traced = shifted, shifted.as_jaxpr()
-    if hardware.count > 1 and has_windows(traced.jaxpr):
-        lowered = function.lowered(traced, hardware.platform)
-        if windows_clash(lowered.graph):
-            function = dataclasses.replace(function, separates_windows=True)
-            traced, lowered = function.as_jaxpr(), None
+    is_binding = function.ambient is not None and function.ambient.is_binding
+    if hardware.count > 1 and not is_open and (is_binding or not inner_entries(traced.jaxpr, hardware)):
+        function = dataclasses.replace(function, unshifted=traced)
+        function, traced, lowered = _with_windows_apart(function, traced, hardware)
+    elif hardware.count > 1:
+        function, traced, lowered = _shifted(function, traced, hardware)
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])
         tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems)
         if tags and hardware.count > 1 and not problems:
             function = dataclasses.replace(function, tags=tags, tag_axes=axes)
             traced, lowered = function.as_jaxpr(), None
-    is_binding = function.ambient is not None and function.ambient.is_binding
     inner = inner_entries(traced.jaxpr, hardware) if hardware.count > 1 and not is_binding else ()
     if inner:
         function = dataclasses.replace(function, inner={entry.number: None for entry in inner})
         traced, lowered = function.as_jaxpr(), None
     return function, lowered or function.lowered(traced, hardware.platform), inner
+
+
+def _shifted(
+    function: CallFunction, traced: TracedJaxpr, hardware: Hardware
+) -> tuple[CallFunction, TracedJaxpr, Traced | None]:
+    """The function with its movement as shifts, its trace, and that lowered, where that was needed; `traced` is the trace of the
+    function without."""
+    shifted = dataclasses.replace(function.with_shifts(traced), separates_windows=False)
+    return _with_windows_apart(shifted, traced if shifted.shifted is None else shifted.as_jaxpr(), hardware)
+
+
+def _with_windows_apart(
+    function: CallFunction, traced: TracedJaxpr, hardware: Hardware
+) -> tuple[CallFunction, TracedJaxpr, Traced | None]:
+    """`_shifted` of a function that has its shifts, or needs none."""
+    lowered = function.lowered(traced, hardware.platform) if has_windows(traced.jaxpr) else None
+    if lowered is None or not windows_clash(lowered.graph):
+        return function, traced, lowered
+    function = dataclasses.replace(function, separates_windows=True)
+    return function, function.as_jaxpr(), None
 
 
 def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) -> Placement:
