@@ -122,12 +122,6 @@ class Convolution:
     grouped: tuple[tuple[int, int, int], ...] = ()
     in_batches: bool = False
 
-    @property
-    def transposed(self) -> Convolution:
-        """The convolution that makes the image's gradient of the result's."""
-        grouped = tuple((2 - which, dim, groups) for which, dim, groups in self.grouped)
-        return dataclasses.replace(self, image=self.result, result=self.image, grouped=grouped)
-
 
 class WindowDim(NamedTuple):
     """Along `dim` of an operand, element i of the result's `out_dim` reads `extent` elements from i·stride + low.

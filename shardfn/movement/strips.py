@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from shardfn.ir.rewrite import bind_one
-from shardfn.movement.rotation import is_rotation, rotated, rotation_jit
+from shardfn.movement.rotation import is_rotation, rotated, rotation_jit, turns
 from shardfn.movement.rules.elements import ELEMENTWISE
 
 
@@ -52,11 +52,11 @@ class Halo(NamedTuple):
 
 def rotation_of(eqn: Any) -> Rotation | None:
     """The rotation that an equation is (`rotated`), or None."""
-    inside = eqn.params["jaxpr"].eqns if is_rotation(eqn) else []
-    if len(inside) != 3 or inside[-1].primitive.name != "concatenate":  # a part of a rotation
+    found = turns(eqn) if is_rotation(eqn) else []
+    if len(found) != 1:  # a part of a rotation
         return None
-    dim = inside[-1].params["dimension"]
-    size, start = eqn.outvars[0].aval.shape[dim], inside[0].params["start_indices"][dim]
+    ((dim, start),) = found
+    size = eqn.outvars[0].aval.shape[dim]
     return Rotation(eqn.invars[0], dim, size - start if 2 * start >= size else -start)
 
 

@@ -19,16 +19,21 @@ from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.memories import brought, other_memory
 from shardfn.frontend.notes import Counted, counting
+from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
+from shardfn.ir.mlir import ir
 from shardfn.ir.model import mesh_sizes
-from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pure_function
+from shardfn.movement import with_rotations_back
+from shardfn.planning.answers import plan_search_answer, search
+from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pose, pure_function
 from shardfn.planning.inside import apply_constraints
 from shardfn.planning.meshes import PlanMesh, expresses
 from shardfn.planning.plan import Plan, answered_call, shardings_on
-from shardfn.planning.workarounds import correct_gradients, has_gradients_at_risk, risks_of
+from shardfn.runtime.derivatives import Derived, Flat, Shardings, differentiable
 from shardfn.runtime.processes import as_global, is_local_input, own_copy, spans_processes
 
 
@@ -84,10 +89,10 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
     meshes = [shape for shape in shapes if math.prod(shape) == plan.hardware.count]
     is_prime = nested or not all(expresses(plan.axes, shape) for shape in meshes)
     mesh = (PlanMesh.with_prime_axes if is_prime else PlanMesh.of)(plan.mesh)
-    function, static_argnums = _constrained(plan, call.function, mesh), call.function.call.statics
+    static_argnums = call.function.call.statics
     ins, outs = shardings_on(plan, mesh)
     if nested:
-        function = _differentiable(plan, function, mesh, static_argnums)
+        function = _differentiable(plan, call.function, mesh)
 
         @functools.wraps(function)
         def constrained(*flat: Any) -> Any:
@@ -97,6 +102,7 @@ def _on_own_mesh(plan: Plan, nested: bool) -> tuple[Callable[..., Any], dict[str
             return tree_util.tree_map(_placed, results, outs)
 
         return constrained, {"static_argnums": static_argnums}
+    function = _constrained(plan, call.function, mesh)
     return function, {"in_shardings": ins, "out_shardings": outs, **outermost(call)}
 
 
@@ -108,7 +114,7 @@ def _on_ambient_mesh(plan: Plan, ambient: AmbientMesh, nested: bool) -> tuple[Ca
     """
     planned = answered_call(plan).posed.call
     call, mesh = planned.function.call, PlanMesh.of(ambient.auto)
-    function = _differentiable(plan, _constrained(plan, planned.function, mesh), mesh, call.statics)
+    function = _differentiable(plan, planned.function, mesh)
     ins, outs = shardings_on(plan, mesh)
     in_types, out_types = tree_util.tree_map(ambient.type_of, (ins, outs))
 
@@ -155,14 +161,68 @@ def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable
     return functools.wraps(found)(apply_constraints(found, plan.constraints, mesh, function.call.statics, plan.detours))
 
 
-def _differentiable(
-    plan: Plan, function: Callable[..., Any], mesh: PlanMesh, static_argnums: tuple[int, ...]
-) -> Callable[..., Any]:
-    """A function of a plan whose derivatives XLA computes rightly when they are taken from outside."""
-    risks = risks_of(plan.partitioned, plan.hardware.count, mesh)
-    if not has_gradients_at_risk(answered_call(plan).posed.call.traced.jaxpr, risks):
-        return function
-    return functools.wraps(function)(correct_gradients(function, mesh.mesh, static_argnums, risks))
+def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:
+    """The function of a call with the constraints of a plan. Derivatives that are taken from outside are planned too."""
+    planned, run = answered_call(plan).posed.call, _constrained(plan, function, mesh)
+    if plan.hardware.count == 1:
+        return run
+    if _keeps_own_derivatives(plan):
+        return functools.wraps(run)(with_rotations_back(run, function.call.statics))
+    call, results = function.call, tree_util.tree_structure(planned.traced.results)
+    shapes, treedef = tree_util.tree_flatten(call.dynamic)
+    ins, outs = map(tree_util.tree_leaves, shardings_on(plan, _shared_mesh(plan)))
+
+    def flat(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arrays: tree_util.tree_leaves(function(*call.replaced(treedef, arrays)))
+
+    own = flat(run)
+    if not plan.constraints:  # the plans of the derivatives have workarounds and detours of their own
+        bare = dataclasses.replace(function, halo_shards={}, wrong=())
+        own = flat(bare.on(mesh))
+    planner = functools.partial(_plan_flat, plan)
+    found = differentiable(Derived(flat(run), own, shapes, tuple(ins), tuple(outs), planner))
+
+    @functools.wraps(run)
+    def with_derivatives(*values: Any) -> Any:
+        arrays = tree_util.tree_leaves(dataclasses.replace(call, values=values).dynamic)
+        return tree_util.tree_unflatten(results, found(*arrays))
+
+    return with_derivatives
+
+
+def _keeps_own_derivatives(plan: Plan) -> bool:
+    """Whether JAX differentiates the function of a plan: one with effects, with arrays in another memory, in a `shard_map`, or that
+    closes over traced arrays."""
+    call = answered_call(plan).posed.call
+    is_manual = call.ambient_mesh is not None and bool(call.ambient_mesh.abstract.manual_axes)
+    in_other_memory = any(d.memory_kind for d in (*plan.inputs, *plan.outputs))
+    return bool(call.traced.jaxpr.effects or call.traced.captured) or is_manual or in_other_memory
+
+
+def _plan_flat(
+    plan: Plan, function: Flat, shapes: Sequence[Any], ins: Shardings, outs: Shardings
+) -> tuple[Flat, Shardings]:
+    """A `runtime.derivatives.Planner` for the hardware of a plan."""
+
+    def placed(*arrays: Any) -> list[Any]:
+        results = function(*arrays)
+        return [*map(_placed, results, outs), *results[len(outs) :]]
+
+    placed.__name__ = placed.__qualname__ = plan.function
+    options = Options(in_strategy=ins, device=plan.hardware)
+    callee = describe(placed)
+    slots, values = bind(callee.signature, shapes, {})
+    with ir.Context():  # JAX may be lowering the program around it: no op is to be put there
+        posed = pose(callee, options, Call(slots, values, stateful=False).in_place(), Defaults(), None)
+        own = plan_search_answer(posed, search(posed))
+    nested, _ = _for_calls(own, nested=True)
+    return nested, tuple(shardings_on(own, _shared_mesh(own))[1])
+
+
+def _shared_mesh(plan: Plan) -> PlanMesh:
+    """The mesh around the call, or that which all plans on the devices share."""
+    ambient = answered_call(plan).posed.call.ambient_mesh
+    return PlanMesh.with_prime_axes(plan.mesh) if ambient is None else PlanMesh.of(ambient.auto)
 
 
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +240,7 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
              why="it traces to another program, in which the plan's constraints have no place",
              fix=f"plan it: shardfn.plan({callee.name}, ...), or apply the plan to the function itself")  # fmt: skip
     mesh = PlanMesh.of(plan.mesh)
-    constrained = _differentiable(plan, _constrained(plan, function, mesh), mesh, call.statics)
+    constrained = _differentiable(plan, function, mesh)
 
     @functools.wraps(function.pure)
     def applied(*values: Any) -> Any:

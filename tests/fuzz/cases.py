@@ -188,6 +188,19 @@ PROGRAMS = {
         devices=8,
         checks=("second",),
     ),
+    "windows over all shards, of one result": lines(
+        (3,), (3,), "lax.reduce_window(x0, -jnp.inf, lax.max, (4,), (1,), [(1, 0)])", devices=3
+    ),
+    "windows with strides whose results are on a few shards": lines(
+        (8,), (8,), "lax.reduce_window(x0, 0.0, lax.add, (4,), (2,), [(1, 0)])", devices=8
+    ),
+    "a function inside, beside windows of its own": lines(
+        (48, 8),
+        (2, 1),
+        "jnp.einsum('ij,ij->i', x0, x0 + 1)",
+        "shard(lambda u: u.at[14:5:-1].add(-1.0), ((1, 1),))(v0.reshape((16, 3)))",
+        "(jnp.tanh(jnp.convolve(v0, jnp.cos(jnp.arange(3.0)), 'same')), lax.cummax(v1, 0), lax.cummin(v1, 0))",
+    ),
     "an image resized to its own size": lines((48, 12), (1, 1), "jax.image.resize(x0, (48, 12), 'cubic')"),
     "a cumulative sum of exponentials": lines((24,), (4,), "lax.cumlogsumexp(x0, 0)", devices=4),
     "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),

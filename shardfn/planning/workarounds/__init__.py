@@ -8,7 +8,6 @@
 | `self_updates` | updates that read the array they go into |
 | `rewrites` | the function rewritten around its wrong ops |
 | `windows` | windows over one array that exchange their padding, and the function without them |
-| `outer_gradients` | derivative rules for gradients that are taken from outside |
 | `notes` | the diagnostic of the workarounds |
 
 `partition.xla_bugs` has the rule for convolutions. The other bugs (JAX 0.10.2 and 0.12.0.1):
@@ -38,14 +37,12 @@
 """
 
 from shardfn.planning.workarounds.notes import workaround_note
-from shardfn.planning.workarounds.outer_gradients import correct_gradients, has_gradients_at_risk, risks_of
 from shardfn.planning.workarounds.rewrites import replicate_wrong_ops
 from shardfn.planning.workarounds.uneven_movement import movements_of_equation, moves_shards
 from shardfn.planning.workarounds.windows import has_windows, separate_windows, windows_clash
 from shardfn.planning.workarounds.wrong_ops import WrongOp, refuse_reshardings, wrong_ops
 
 __all__ = [
-    "WrongOp", "correct_gradients", "has_gradients_at_risk", "has_windows", "movements_of_equation", "moves_shards",
-    "refuse_reshardings", "replicate_wrong_ops", "risks_of", "separate_windows", "windows_clash", "workaround_note",
-    "wrong_ops",
+    "WrongOp", "has_windows", "movements_of_equation", "moves_shards", "refuse_reshardings", "replicate_wrong_ops",
+    "separate_windows", "windows_clash", "workaround_note", "wrong_ops",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scatters that combine, and lookups whose gradient is such a scatter, with updates of even shards.
+"""Scatters that combine, with updates of even shards.
 
 XLA (JAX 0.10 to 0.12) counts the padding of unevenly sharded updates in a scatter that combines (`.at[i].add(u)`, the gradient
 of a lookup, `segment_sum`): it combines the padding with row 0. Here updates and indices get further rows until their
@@ -87,18 +87,18 @@ def _signed(index: Any, rows: int) -> Any:
     outside too."""
     if not jnp.issubdtype(index.dtype, jnp.unsignedinteger):
         return index
-    dtype = signed_index_dtype(rows)
+    dtype = _signed_dtype(rows)
     most = jnp.iinfo(dtype).max
     return (jnp.minimum(index, most) if jnp.iinfo(index.dtype).max > most else index).astype(dtype)
 
 
-def signed_index_dtype(rows: int) -> Any:
+def _signed_dtype(rows: int) -> Any:
     """The dtype of a signed index into so many rows.
 
     Raises:
       StrategyError: it would be int64, and `jax_enable_x64` is off.
 
-    >>> signed_index_dtype(2**31 - 1)
+    >>> _signed_dtype(2**31 - 1)
     <class 'numpy.int32'>
     """
     if rows <= np.iinfo(np.int32).max:
@@ -109,14 +109,6 @@ def signed_index_dtype(rows: int) -> Any:
                  "2,147,483,647",
              fix="turn on jax_enable_x64, or use sizes that the number of shards divides")  # fmt: skip
     return np.int64
-
-
-def even_lookup(eqn: Any, operand: Any, index: Any, multiple: int) -> Any:
-    """The result of a gather, of which the index is padded to a multiple of rows: its transpose is a scatter of even rows."""
-    numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
-    rows = _further_rows(index, numbers.start_indices_batching_dims, multiple)
-    found = eqn.primitive.bind(operand, _with_rows(index, rows, 0), **_unordered(eqn.params, rows))
-    return lax.slice(found, (0,) * len(shape), shape)
 
 
 def _further_rows(index: Any, batching: Sequence[int], multiple: int) -> list[int]:

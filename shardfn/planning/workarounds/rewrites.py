@@ -57,24 +57,22 @@ def replicate_wrong_ops(
         return [kind for kind in kinds if kind in is_one and is_one[kind](eqn)]
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        if is_rotation(eqn):  # whose shards are even
-            return bind_one(eqn, inputs)
         own = kinds_of(eqn)
         dims = gathered_dims(eqn, moved) if "movement" in own else _gathered(eqn, own)
         if "bounds" in own:
-            inputs = clamped(eqn, inputs)
+            inputs = _clamped(eqn, inputs)
         if "update" in own and "movement" not in own:
             inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
-        inputs = [unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
+        inputs = [_unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
         if "scatter" in own:
             outputs = even_scatter(eqn, inputs, multiple)
         elif "self" in own:
-            outputs = [selected(clamped(eqn, inputs))]
+            outputs = [selected(_clamped(eqn, inputs))]
         else:
-            outputs = [transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
+            outputs = [_transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
         if "pair" in own:
             outputs = jax.lax.optimization_barrier(outputs)
-        return [unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
+        return [_unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
 
     def refuse(eqn: Any) -> None:
         found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
@@ -89,7 +87,7 @@ def replicate_wrong_ops(
     return rebind(function, lambda eqn, number: is_rotation(eqn) or bool(kinds_of(eqn)), bind, static_argnums, refuse)
 
 
-def clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+def _clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The inputs of a `dynamic_slice` or `dynamic_update_slice` with its place within the array."""
     count = len(inputs) - np.ndim(inputs[0])
     sizes = np.shape(inputs[1]) if count == 2 else eqn.params["slice_sizes"]
@@ -97,7 +95,7 @@ def clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     return [*inputs[:count], *(jnp.clip(start, 0, most) for start, most in zip(inputs[count:], last, strict=True))]
 
 
-def unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
+def _unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
     """An array with a constraint that unshards some of its dimensions; a scalar as it is."""
     if not dims or not np.ndim(x):
         return x
@@ -128,7 +126,7 @@ def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
     if name == _POOLING:
         return [[d for d, size in enumerate(params["window_dimensions"]) if size > 1]] * len(values)
     if name == _TRANSFORM:
-        return [transformed_dims(eqn)] * len(values)
+        return [_transformed_dims(eqn)] * len(values)
     if "window" in kinds and max(map(params.__getitem__, _GROUPS)) > 1:
         return [range(len(v.aval.shape)) for v in values]
     if "window" in kinds:
@@ -139,15 +137,15 @@ def _gathered(eqn: Any, kinds: Collection[str]) -> list[Sequence[int]]:
     return [()] * len(values)
 
 
-def transformed_dims(eqn: Any) -> range:
+def _transformed_dims(eqn: Any) -> range:
     """The dimensions of a Fourier transform."""
     rank = len(eqn.outvars[0].aval.shape)
     return range(rank - len(eqn.params["fft_lengths"]), rank)
 
 
-def transformed(eqn: Any, x: Any) -> Any:
+def _transformed(eqn: Any, x: Any) -> Any:
     """A Fourier transform of an array with one dimension more, which XLA on CPU does not hand over transposed."""
-    before = transformed_dims(eqn).start
+    before = _transformed_dims(eqn).start
     return jnp.squeeze(bind_one(eqn, [jnp.expand_dims(x, before)])[0], before)
 
 
@@ -163,14 +161,9 @@ def _padded(eqn: Any) -> list[int]:
     return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
 
 
-def updates_window(eqn: Any) -> bool:
+def _updates_window(eqn: Any) -> bool:
     """Whether an equation is a scatter of one window."""
-    return eqn.primitive.name in ("scatter", *NEUTRAL) and has_one_place(eqn)
-
-
-def has_one_place(eqn: Any) -> bool:
-    """Whether the index of a scatter or a gather has one place."""
-    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+    return eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
 _REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
@@ -188,7 +181,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "pair": lambda eqn: eqn.primitive.name in ("reduce_window", "select_and_gather_add") and len(eqn.invars) > 1,
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
-    "update": updates_window,
+    "update": _updates_window,
     "reduction": _reduced,
     "product": lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
 }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from shardfn.ir.model import Graph, Op
 from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.movement import turns
 
 OP_OF = {
     "slice": "slice", "split": "slice", "pad": "pad", "concatenate": "concatenate", "rev": "reverse",
@@ -20,6 +21,9 @@ OP_OF = {
 }  # fmt: skip
 """The op that a primitive of movement becomes."""
 
+_WINDOWS = dict.fromkeys(
+    ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), "reduce_window"
+)
 _OPS = frozenset(OP_OF.values())
 _DATA = {"concatenate": None, "scatter": (0, 2), "dynamic_update_slice": (0, 1)}
 """The operands that are moved; None for all. Others move operand 0."""
@@ -52,6 +56,8 @@ def movements_of_equation(eqn: Any) -> list[Movement]:
 
 def _movements(eqn: Any) -> list[tuple[int, Movement]]:
     """The movements of an equation, each with the number of its result."""
+    if (name := "rotate" if turns(eqn) else _WINDOWS.get(eqn.primitive.name)) and len(eqn.outvars) == 1:
+        return [(0, Movement(name, (tuple(eqn.invars[0].aval.shape),), tuple(eqn.outvars[0].aval.shape)))]
     name = OP_OF.get(eqn.primitive.name)
     if name is None:
         return []
@@ -66,7 +72,7 @@ def _movements(eqn: Any) -> list[tuple[int, Movement]]:
 def gathered_dims(eqn: Any, moved: Mapping[Movement, Iterable[Dims]]) -> list[list[int]]:
     """By operand and result of an equation of movement, the dimensions to gather; `moved` are those of its kinds of movement."""
     found: list[set[int]] = [set() for _ in (*eqn.invars, *eqn.outvars)]
-    places = _moved(OP_OF[eqn.primitive.name], range(len(eqn.invars)))
+    places = _moved(OP_OF.get(eqn.primitive.name, "rotate"), range(len(eqn.invars)))
     for result, movement in _movements(eqn):
         for dims in moved.get(movement, ()):
             for place, own in zip((*places, len(eqn.invars) + result), dims, strict=True):
@@ -98,11 +104,22 @@ def before_resharding(graph: Graph) -> dict[int, int]:
 def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
     """Whether an op moves along a dimension that has uneven shards.
 
+    A rotation does if its operand is resharded for it along that dimension: XLA may do so to the slices that it is made of.
+    Windows with padding in front do if some shard has no row of their result.
+
     Args:
       op: the op.
       partitioned: the program with its shardings.
       before: a value that is resharded, by the value that comes of it.
     """
+    own = op.inputs[0] if op.inputs else None
+    if op.name == "rotate":
+        dim, first = op.window_dims[0].dim, before.get(own, own)
+        return partitioned.shards(first)[dim] > 1 and partitioned.specs[first][dim] != partitioned.specs[own][dim]
+    if op.name == "reduce_window":
+        result, shards = partitioned.graph.values[op.outputs[0]].shape, partitioned.shards(op.outputs[0])
+        dims = [w.out_dim for w in op.window_dims if w.low < 0 and w.extent > 1]
+        return any(result[d] <= (shards[d] - 1) * -(-result[d] // shards[d]) for d in dims)
     return any(is_wrong for _, is_wrong in _along(op, partitioned, before))
 
 
@@ -117,7 +134,7 @@ def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -
 
     Of one row that is sliced without a stride, XLA asks which device has it; but not of the first, if each shard is one row.
     """
-    if not (moved := moved_dims(op, partitioned)):
+    if op.name not in _OPS or not (moved := moved_dims(op, partitioned)):
         return
     result = partitioned.graph.values[op.outputs[0]].shape
     rows = {w.dim: w for w in op.window_dims if result[w.dim] == 1} if op.name == "slice" else {}
@@ -134,6 +151,8 @@ def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -
 
 def moved_dims(op: Op, partitioned: PartitionedProgram) -> Dims:
     """The dimensions along which an op moves; empty for other ops."""
+    if op.name in ("rotate", "reduce_window"):
+        return (tuple(w.dim for w in op.window_dims if op.name == "rotate" or w.extent > 1),) * 2
     if op.name not in _OPS or op.rule is None:
         return ()
     shapes = [partitioned.graph.values[v].shape for v in (*_moved(op.name, op.inputs), op.outputs[0])]

@@ -106,11 +106,6 @@ def _may_end(partitioned: PartitionedProgram) -> list[tuple[Spec, Spec]]:
     return [(partitioned.specs[before], partitioned.specs[after]) for after, before in moved]
 
 
-def ends_process_backwards(partitioned: PartitionedProgram) -> bool:
-    """Whether a resharding of the program, in the other direction, ends the process (`xla_bugs.ends_process`)."""
-    return any(ends_process(after, before, partitioned.axes) for before, after in _may_end(partitioned))
-
-
 def _moves(graph: Graph) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """For values that are resharded, what they were before, and what they are in the end."""
     after: dict[int, int] = {}
@@ -120,21 +115,14 @@ def _moves(graph: Graph) -> tuple[Mapping[int, int], Mapping[int, int]]:
 
 
 def _is_wrong_convolution(
-    op: Op,
-    partitioned: PartitionedProgram,
-    before: Mapping[int, int],
-    after: Mapping[int, int],
-    transposed: bool = False,
+    op: Op, partitioned: PartitionedProgram, before: Mapping[int, int], after: Mapping[int, int]
 ) -> bool:
-    """Whether an op is a convolution that XLA may get wrong, or the one that makes the image's gradient of the result's; `before`
-    and `after` are those of `_moves`."""
+    """Whether an op is a convolution that XLA may get wrong; `before` and `after` are those of `_moves`."""
     if op.convolution is None:
         return False
     image, kernel = (partitioned.specs[before.get(v, v)] for v in op.inputs[:2])
     result = partitioned.specs[after.get(op.outputs[0], op.outputs[0])]
     window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
-    if transposed:
-        return is_miscompiled(op.convolution.transposed, (result, kernel, image), window, partitioned.axes)
     return is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes)
 
 
@@ -144,21 +132,6 @@ def _crops_between(op: Op, partitioned: PartitionedProgram) -> bool:
     return op.convolution is not None and any(
         w.operand == 0 and w.spacing > 1 and w.low > 0 and partitioned.specs[op.outputs[0]][w.out_dim]
         for w in op.window_dims
-    )
-
-
-Shapes = tuple[tuple[int, ...], ...]
-"""Of the operands of an op and its result."""
-
-
-def transposed_wrongly(partitioned: PartitionedProgram) -> frozenset[Shapes]:
-    """The convolutions, by the shapes of image, kernel and result, of which XLA may get the image's gradient wrong if it is taken
-    outside of the plan: it makes the image's sharding of the result's."""
-    before, after = _moves(partitioned.graph)
-    return frozenset(
-        tuple(partitioned.graph.values[v].shape for v in (*op.inputs[:2], op.outputs[0]))
-        for op in partitioned.graph.ops
-        if _is_wrong_convolution(op, partitioned, before, after, transposed=True)
     )
 
 

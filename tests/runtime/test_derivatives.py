@@ -1,0 +1,210 @@
+"""Derivatives of sharded functions that are taken from outside."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import shardfn
+from shardfn.compiled.executable import read
+from shardfn.planning.plan import answered_call
+from shardfn.runtime.derivatives import Residuals
+
+X, W = jnp.arange(32.0).reshape(8, 4) / 10, jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+
+
+def f(x, w):
+    return jnp.sin(jnp.pad(x[1:], ((0, 1), (0, 0))) @ w)
+
+
+def total(function):
+    return lambda *args: jnp.sum(jnp.real(function(*args)) ** 2)
+
+
+def assert_same(got, want, tolerance=1e-4):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+SHARDED = shardfn.shard(f, ((8, 1), (1, 1)))
+
+
+def scanned(function):
+    def run(x, w):
+        last, sums = jax.lax.scan(lambda c, _: (function(c, w), c.sum()), x, None, length=3)
+        return last.sum() + sums.sum()
+
+    return run
+
+
+@pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("taken", [
+    pytest.param(lambda g: jax.grad(total(g), 1), id="grad by one argument"),
+    pytest.param(lambda g: jax.grad(total(g), (0, 1)), id="grad"),
+    pytest.param(lambda g: lambda x, w: jax.vjp(g, x, w)[1](x), id="vjp"),
+    pytest.param(lambda g: lambda x, w: jax.jvp(g, (x, w), (x, w)), id="jvp"),
+    pytest.param(lambda g: lambda x, w: jax.linearize(functools.partial(g, x), w)[1](w), id="linearize"),
+    pytest.param(lambda g: jax.jacfwd(total(g), 1), id="jacfwd"),
+    pytest.param(lambda g: jax.jacrev(g, 0), id="jacrev"),
+    pytest.param(lambda g: jax.hessian(total(g), 1), id="hessian"),
+    pytest.param(lambda g: jax.jacrev(jax.jacrev(total(g), 1), 1), id="reverse over reverse"),
+    pytest.param(lambda g: lambda x, w: jax.jvp(jax.grad(total(g)), (x, w), (x, w)), id="forward over reverse"),
+    pytest.param(lambda g: lambda x, w: jax.vmap(jax.grad(total(g)), (0, None))(jnp.stack([x, x + 1]), w), id="vmap of grad"),
+    pytest.param(lambda g: lambda x, w: jax.grad(lambda xs: jax.vmap(total(g), (1, None))(xs, w).sum())(jnp.stack([x, x + 1], 1)),
+                 id="grad of vmap"),
+    pytest.param(lambda g: jax.grad(scanned(g), (0, 1)), id="scan"),
+    pytest.param(lambda g: jax.grad(jax.checkpoint(scanned(g)), (0, 1)), id="checkpoint"),
+    pytest.param(lambda g: jax.grad(lambda x, w: jax.lax.cond(x.sum() > 0, g, lambda x, w: x, x, w).sum()), id="cond"),
+])  # fmt: skip
+def test_every_derivative_equals_that_of_the_function(taken, is_jitted):
+    wrap = jax.jit if is_jitted else lambda g: g
+    assert_same(wrap(taken(SHARDED))(X, W), jax.jit(taken(f))(X, W), 1e-3)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("is_set", [False, True], ids=["argument", "set_mesh"])
+def test_derivative_on_the_mesh_of_the_user(types, is_set):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(types,) * 2)
+    x = X if is_set else jax.device_put(X, NamedSharding(mesh, PartitionSpec("a", None)))
+    with jax.set_mesh(mesh if is_set else jax.sharding.get_mesh()):
+        got = jax.tree.map(np.asarray, jax.jit(jax.grad(total(SHARDED), (0, 1)))(x, W))
+    assert_same(got, jax.grad(total(f), (0, 1))(X, W))
+
+
+def test_derivative_of_an_applied_plan():
+    applied = SHARDED.plan(X, W).apply(f)
+    assert_same(jax.jit(jax.grad(total(applied), (0, 1)))(X, W), jax.grad(total(f), (0, 1))(X, W))
+
+
+def results_of_many_kinds(x):
+    return {"float": jnp.sin(x[1:]), "int": jnp.argmax(x, 1), "python": 3, "again": x, "bool": x > 1}
+
+
+@pytest.mark.parametrize(("function", "strategy", "args"), [
+    pytest.param(lambda x: results_of_many_kinds(x)["float"], ((8, 1),), (X,), id="other results"),
+    pytest.param(lambda i, w: w[i], ((8,), (1, 1)), (jnp.arange(8) % 4, W), id="integers"),
+    pytest.param(lambda x, s: x[1:] * s, ((8, 1), ()), (X, 2.0), id="a Python number"),
+    pytest.param(lambda x: jnp.sort(x, 0)[1:], ((2, 4),), (X.astype("bfloat16"),), id="bfloat16"),
+    pytest.param(lambda x: jnp.fft.fft(x * (1 + 1j), axis=1)[1:], ((8, 1),), (X,), id="complex"),
+    pytest.param(lambda x: jnp.cumprod(x, 0)[::3], ((8, 1),), (X / 3,), id="cumulative"),
+    pytest.param(lambda k, x: (x * jax.random.normal(k, x.shape))[1:], ((), (8, 1)), (jax.random.key(0), X), id="a random key"),
+    pytest.param(lambda x: jnp.roll(x.T, (1, 1), (0, 1)) * x.T, ((2, 1),), (X,), id="rotations"),
+])  # fmt: skip
+def test_gradient_of_arguments_and_results_of_many_kinds(function, strategy, args):
+    sharded, which = shardfn.shard(function, strategy), len(args) - 1
+    want = jax.grad(total(function), which)(*args)
+    assert_same(jax.grad(total(sharded), which)(*args), want, 1e-2 if want.dtype == "bfloat16" else 1e-4)
+
+
+def test_has_aux_of_results_of_many_kinds():
+    def loss(function):
+        return lambda x: (function(x)["float"].sum(), function(x))
+
+    got = jax.value_and_grad(loss(shardfn.shard(results_of_many_kinds, ((8, 1),))), has_aux=True)(X)
+    assert_same(got, jax.value_and_grad(loss(results_of_many_kinds), has_aux=True)(X))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return jnp.sin(x)
+
+
+doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+
+def test_function_with_a_derivative_rule_of_its_own():
+    def function(x):
+        return doubled(x[::2])
+
+    sharded = shardfn.shard(function, ((4, 1),), device=jax.devices()[:4])
+    assert_same(jax.grad(total(sharded))(X), jax.grad(total(function))(X))
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(sharded, (X,), (X,))
+
+
+def test_loop_of_unknown_length_has_a_forward_derivative_only():
+    def grown(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 1000, lambda x: x * 1.1 + 1, x)
+
+    sharded = shardfn.shard(grown, ((8, 1),))
+    assert_same(jax.jvp(sharded, (X,), (X,)), jax.jvp(grown, (X,), (X,)))
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(total(sharded))(X)
+
+
+def test_function_with_side_effects_has_the_derivative_of_jax(capfd):
+    def printed(x):
+        jax.debug.print("seen")
+        return jnp.sin(x)
+
+    got = jax.grad(total(shardfn.shard(printed, ((8, 1),))))(X)
+    jax.effects_barrier()
+    assert_same(got, jax.grad(lambda x: total(jnp.sin)(x))(X))
+    assert "seen" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit], ids=["eager", "jit"])
+def test_linear_function_is_transposed_without_a_derivative(wrap):
+    def linear(x):
+        return jnp.roll(x, 1, 0) * 2 + x[::-1]
+
+    sharded = wrap(shardfn.shard(linear, ((8, 1),)))
+    assert_same(jax.linear_transpose(sharded, X)(X), jax.linear_transpose(linear, X)(X))
+
+
+def test_gradient_of_a_stencil_sends_its_halo():
+    def laplacian(u):
+        return jnp.pad(u[2:] - 2 * u[1:-1] + u[:-2], ((1, 1), (0, 0)))
+
+    u = jax.ShapeDtypeStruct((4096, 512), "float32")
+    gradient = jax.jit(jax.grad(total(shardfn.shard(laplacian, ((8, 1),)))))
+    sent = read(gradient.lower(u).compile()).collectives
+    assert {c.kind for c in sent} == {"collective-permute"}
+    assert sum(c.bytes_sent for c in sent) == 4 * 512 * 4  # a row each way, forwards and back
+    assert all(c.where.rpartition("/")[2].startswith("test_derivatives.py") for c in sent)
+
+
+def test_masks_of_positions_and_arguments_are_not_handed_on():
+    def forward(x, y):
+        mask = jnp.arange(8) > 2
+        return x * y, mask, x, jnp.sin(y)
+
+    shape = jax.ShapeDtypeStruct((8,), "float32")
+    residuals = Residuals(jax.make_jaxpr(forward)(shape, shape), 1)
+    assert len(jax.eval_shape(residuals.forward, shape, shape)) == 2
+    assert residuals.handed_on(["sine"], ["x", "y"]) == ["x", "sine"]
+    mask, *others = residuals.whole(["x", "sine"])
+    assert others == ["x", "sine"]
+    assert mask.tolist() == [False] * 3 + [True] * 5
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit], ids=["eager", "jit"])
+def test_gradient_runs_the_function_once_in_python(wrap):
+    traces = []
+
+    def counted(x):
+        traces.append(1)
+        return jnp.sin(x[1:])
+
+    sharded = shardfn.shard(counted, ((8, 1),))
+    for _ in range(2):
+        assert_same(wrap(jax.grad(total(sharded)))(X), jax.grad(total(lambda x: jnp.sin(x[1:])))(X))
+    assert len(traces) == 1
+
+
+def test_movement_is_looked_at_only_where_it_may_matter():
+    """Where every sharding is given and no row moves along a sharded dimension, the program stays as it is written."""
+
+    def function(x):
+        return jnp.pad(x[1:], ((0, 1), (0, 0)))
+
+    def of(strategy):
+        return answered_call(shardfn.plan(function, X, in_strategy=strategy)).posed.call.function
+
+    along, across, searched = of(((8, 1),)), of(((1, 4),)), of(None)
+    assert along.shifted and not along.unshifted
+    assert across.unshifted and not across.shifted
+    assert searched.shifted
