@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import tree_util
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
@@ -209,7 +209,10 @@ def _plan_flat(
         return [*map(_placed, results, outs), *results[len(outs) :]]
 
     placed.__name__ = placed.__qualname__ = plan.function
-    options = Options(in_strategy=ins, device=plan.hardware)
+    is_ambient, mesh = answered_call(plan).posed.call.ambient_mesh is not None, plan.mesh
+    # in the order of the plan
+    devices = plan.hardware if is_ambient or not isinstance(mesh, Mesh) else tuple(mesh.devices.flat)
+    options = Options(in_strategy=ins, device=devices)
     callee = describe(placed)
     slots, values = bind(callee.signature, shapes, {})
     with ir.Context():  # JAX may be lowering the program around it: no op is to be put there

@@ -70,6 +70,8 @@ def test_a_node_that_is_declared_dead_loses_nothing(nodes, tmp_path, end):
     began = time.monotonic()
     if end == "killed":
         cluster.remove_node(lost, allow_graceful=False)
+        while any(pathlib.Path(f"/proc/{old[target]}").exists() for target in moved):  # they end soon after their node
+            time.sleep(0.05)
     else:
         os.kill(raylet_of(lost), signal.SIGSTOP)
         while any(node["NodeID"] == lost.node_id and node["Alive"] for node in ray.nodes()):
