@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -23,6 +24,7 @@ class Transpose(Protocol):
 
     def __call__(self, *arrays: Any, which: tuple[int, ...]) -> Sequence[Any]:
         """The cotangents of all linear arguments, of the other arguments and the cotangents of the results at `which`."""
+        ...
 
 
 def linear_call(
@@ -66,7 +68,7 @@ def _evaluate(*arrays: Any, linear: Any, **_: Any) -> list[Any]:
 
 
 def _types(*_: Any, shapes: Sequence[jax.ShapeDtypeStruct], **__: Any) -> list[Any]:
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in shapes]
+    return [ShapedArray(s.shape, s.dtype) for s in shapes]
 
 
 def _derivative(
@@ -85,7 +87,7 @@ def _derivative(
 
         parts.append(jax.jvp(of, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))[1])
     if not parts:
-        return results, [ad.Zero.from_primal_value(y) for y in results]
+        return results, [ad.Zero(jax.typeof(y)) for y in results]
     return results, [functools.reduce(jnp.add, each) for each in zip(*parts, strict=True)]
 
 

@@ -71,8 +71,9 @@ def turns(eqn: Any) -> list[Turn]:
     value, found = closed.jaxpr.outvars[0], list[Turn]()
     while not isinstance(value, core.Literal) and value in makers:
         whole = makers[value]
-        parts = [None if isinstance(v, core.Literal) else makers.get(v) for v in whole.invars]
-        if whole.primitive.name != "concatenate" or [p and p.primitive.name for p in parts] != ["slice", "slice"]:
+        parts = [makers[v] for v in whole.invars if not isinstance(v, core.Literal) and v in makers]
+        names = [part.primitive.name for part in (whole, *parts)]
+        if names != ["concatenate", "slice", "slice"] or len(whole.invars) > 2:
             return []
         dim, (end, start), shape = int(whole.params["dimension"]), parts, value.aval.shape
         value, first = end.invars[0], end.params["start_indices"][dim]
@@ -96,8 +97,8 @@ def with_rotations_back(function: Callable[..., Any], static_argnums: tuple[int,
         return bool(turns(eqn)) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        def back(x: Any, which: tuple[int, ...]) -> list[Any]:
-            return [functools.reduce(lambda x, turn: rotated(x, turn.first, turn.dim), reversed(turns(eqn)), x)]
+        def back(*arrays: Any, which: tuple[int, ...]) -> list[Any]:
+            return [functools.reduce(lambda x, turn: rotated(x, turn.first, turn.dim), reversed(turns(eqn)), arrays[0])]
 
         return linear_call(lambda x: bind_one(eqn, [x]), back, [], inputs, [eqn.outvars[0].aval])
 

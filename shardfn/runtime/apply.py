@@ -191,8 +191,8 @@ def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Calla
 
 
 def _keeps_own_derivatives(plan: Plan) -> bool:
-    """Whether JAX differentiates the function of a plan: one with effects, with arrays in another memory, in a `shard_map`, or that
-    closes over traced arrays."""
+    """Whether JAX differentiates the function of a plan: one with effects, with arrays in another memory, in a `shard_map`, or
+    one that closes over traced arrays."""
     call = answered_call(plan).posed.call
     is_manual = call.ambient_mesh is not None and bool(call.ambient_mesh.abstract.manual_axes)
     in_other_memory = any(d.memory_kind for d in (*plan.inputs, *plan.outputs))

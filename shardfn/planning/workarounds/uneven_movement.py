@@ -112,9 +112,9 @@ def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]
       partitioned: the program with its shardings.
       before: a value that is resharded, by the value that comes of it.
     """
-    own = op.inputs[0] if op.inputs else None
     if op.name == "rotate":
-        dim, first = op.window_dims[0].dim, before.get(own, own)
+        own, dim = op.inputs[0], op.window_dims[0].dim
+        first = before.get(own, own)
         return partitioned.shards(first)[dim] > 1 and partitioned.specs[first][dim] != partitioned.specs[own][dim]
     if op.name == "reduce_window":
         result, shards = partitioned.graph.values[op.outputs[0]].shape, partitioned.shards(op.outputs[0])
