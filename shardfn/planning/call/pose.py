@@ -253,7 +253,9 @@ def _traced(
              fix="leave out ordered=True, as in jax.debug.print(...), or plan for one device: "
                  "device=jax.devices()[:1]")  # fmt: skip
     is_binding = function.ambient is not None and function.ambient.is_binding
-    if hardware.count > 1 and not is_open and (is_binding or not inner_entries(traced.jaxpr, hardware)):
+    has_tags = layout is not None and bool(layout.activations)
+    has_inner = hardware.count > 1 and not is_binding and bool(inner_entries(traced.jaxpr, hardware))
+    if hardware.count > 1 and not is_open and not has_tags and not has_inner:  # what is inside has numbers of one form
         function = dataclasses.replace(function, unshifted=traced)
         function, traced, lowered = _with_windows_apart(function, traced, hardware)
     elif hardware.count > 1:
