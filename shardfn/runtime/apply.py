@@ -25,6 +25,7 @@ from shardfn.frontend.notes import Counted, counting
 from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
+from shardfn.frontend.strategy import AUTO, PassedOn
 from shardfn.ir.mlir import ir
 from shardfn.ir.model import mesh_sizes
 from shardfn.movement import with_rotations_back
@@ -200,20 +201,20 @@ def _keeps_own_derivatives(plan: Plan) -> bool:
 
 
 def _plan_flat(
-    plan: Plan, function: Flat, shapes: Sequence[Any], ins: Shardings, outs: Shardings
+    plan: Plan, function: Flat, shapes: Sequence[Any], ins: Shardings, outs: Sequence[NamedSharding | None]
 ) -> tuple[Flat, Shardings]:
     """A `runtime.derivatives.Planner` for the hardware of a plan."""
 
-    def placed(*arrays: Any) -> list[Any]:
-        results = function(*arrays)
-        return [*map(_placed, results, outs), *results[len(outs) :]]
+    def named(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(function(*arrays))
 
-    placed.__name__ = placed.__qualname__ = plan.function
+    named.__name__ = named.__qualname__ = plan.function
     is_ambient, mesh = answered_call(plan).posed.call.ambient_mesh is not None, plan.mesh
     # in the order of the plan
     devices = plan.hardware if is_ambient or not isinstance(mesh, Mesh) else tuple(mesh.devices.flat)
-    options = Options(in_strategy=ins, device=devices)
-    callee = describe(placed)
+    entries = tuple(PassedOn(AUTO, "") if s is None else s for s in outs)  # of which none is searched
+    options = Options(in_strategy=ins, out_strategy=entries, device=devices)
+    callee = describe(named)
     slots, values = bind(callee.signature, shapes, {})
     with ir.Context():  # JAX may be lowering the program around it: no op is to be put there
         posed = pose(callee, options, Call(slots, values, stateful=False).in_place(), Defaults(), None)

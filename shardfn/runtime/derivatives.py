@@ -34,9 +34,9 @@ from shardfn.movement import with_rotations_back
 Flat = Callable[..., Sequence[Any]]
 """Takes arrays and gives arrays."""
 Shardings = tuple[NamedSharding, ...]
-Planner = Callable[[Flat, Sequence[Any], Shardings, Shardings], tuple[Flat, Shardings]]
-"""Plans a function by the shapes of its arguments, their shardings and those of its first results. Gives the function with its
-constraints, and the shardings of all results."""
+Planner = Callable[[Flat, Sequence[Any], Shardings, Sequence[NamedSharding | None]], tuple[Flat, Shardings]]
+"""Plans a function by the shapes of its arguments, their shardings, and those of its results, of which None is open. Gives the
+function with its constraints, and the shardings of all results."""
 
 
 class Derived(NamedTuple):
@@ -62,7 +62,7 @@ def differentiable(derived: Derived) -> Flat:
     6.0
     """
     linearized = functools.cache(functools.partial(_Linearized, derived))
-    function = jax.custom_jvp(lambda *arrays: derived.run(*arrays))
+    function = jax.custom_jvp(lambda *arrays: list(derived.run(*arrays)))
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         active = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
@@ -88,8 +88,9 @@ class _Linearized:
         self.linear = tree_util.tree_structure(linear)
         """Of the linear function, whose leaves are the residuals."""
         self.residuals = Residuals(closed, len(derived.outs))
+        results = (*derived.outs, *(None,) * self.residuals.returned)
         self.run, outs = derived.plan(
-            without_linear_calls(self.residuals.forward), derived.shapes, derived.ins, derived.outs
+            without_linear_calls(self.residuals.forward), derived.shapes, derived.ins, results
         )
         self.residual_shardings = self.residuals.handed_on(outs[len(derived.outs) :], derived.ins)
         self.planned: dict[Any, Flat] = {}
@@ -109,7 +110,7 @@ class _Linearized:
     def forward(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The results and the residuals."""
         made, count = self.run(*arrays), len(self.derived.outs)
-        return made[:count], self.residuals.handed_on(made[count:], arrays)
+        return list(made[:count]), self.residuals.handed_on(made[count:], arrays)
 
     def tangents(self, *arrays: Any) -> Sequence[Any]:
         """The tangents of the inexact results, of residuals and the tangents of the active arguments."""
@@ -177,6 +178,7 @@ class Residuals:
         self.is_constant = [v in constant for v in self.variables]
         self.arguments = {v: i for i, v in enumerate(jaxpr.invars)}
         returned = [v for v in self.variables if v not in constant and v not in self.arguments]
+        self.returned = len(returned)
         self.forward = _evaluated(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *returned]), closed.consts)
 
     def handed_on(self, returned: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
