@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
 from shardfn.ir.rewrite import rebind
@@ -44,15 +44,16 @@ def linear_call(
       transpose: its transpose.
       others: arguments that it need not be linear in.
       operands: arguments that it is linear in.
-      types: arrays or shapes (`jax.ShapeDtypeStruct`) as the results.
+      types: arrays of the types of the results, or these types (`jax.typeof`).
 
     >>> double = lambda scale, x: [scale * x]
     >>> back = lambda scale, cotangent, which: [scale * cotangent]
     >>> jax.grad(lambda x: linear_call(double, back, [2.0], [x], [x])[0])(jnp.float32(1)).item()
     2.0
     """
-    shapes = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types)
-    return _LINEAR.bind(*others, *operands, linear=linear, transpose=transpose, count=len(others), shapes=shapes)
+    own = (t if isinstance(t, ShapedArray) else jax.typeof(t) for t in types)
+    own = tuple(t.update(weak_type=False) for t in own)
+    return _LINEAR.bind(*others, *operands, linear=linear, transpose=transpose, count=len(others), types=own)
 
 
 def without_linear_calls(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,14 +68,14 @@ def _evaluate(*arrays: Any, linear: Any, **_: Any) -> list[Any]:
     return list(linear(*arrays))
 
 
-def _types(*_: Any, shapes: Sequence[jax.ShapeDtypeStruct], **__: Any) -> list[Any]:
-    return [ShapedArray(s.shape, s.dtype) for s in shapes]
+def _types(*_: Any, types: Sequence[Any], **__: Any) -> list[Any]:
+    return list(types)
 
 
 def _derivative(
-    primals: Sequence[Any], tangents: Sequence[Any], *, linear: Any, transpose: Any, count: int, shapes: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, linear: Any, transpose: Any, count: int, types: Any
 ) -> tuple[list[Any], list[Any]]:
-    call = functools.partial(linear_call, linear, transpose, types=shapes)
+    call = functools.partial(linear_call, linear, transpose, types=types)
     results, parts = call(primals[:count], primals[count:]), list[list[Any]]()
     if not all(map(_is_zero, tangents[count:])):
         parts.append(call(primals[:count], [*map(ad.instantiate_zeros, tangents[count:])]))
@@ -85,6 +86,7 @@ def _derivative(
             arrays = dict(enumerate(primals)) | dict(zip(moving, own, strict=True))
             return list(linear(*(arrays[i] for i in range(len(primals)))))
 
+        # the results above stay calls that can be transposed
         parts.append(jax.jvp(of, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))[1])
     if not parts:
         return results, [ad.Zero(jax.typeof(y)) for y in results]
@@ -103,7 +105,7 @@ def _transposed(cotangents: Sequence[Any], *arrays: Any, transpose: Any, count: 
 
 
 def _batched(
-    arrays: Sequence[Any], dims: Sequence[int | None], *, linear: Any, transpose: Any, count: int, shapes: Any
+    arrays: Sequence[Any], dims: Sequence[int | None], *, linear: Any, transpose: Any, count: int, types: Any
 ) -> tuple[list[Any], list[int]]:
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(arrays, dims, strict=True)]
@@ -118,8 +120,7 @@ def _batched(
         return jax.vmap(functools.partial(transpose, which=which), in_axes=axes)(*arrays)
 
     forth = jax.vmap(linear, in_axes=(*of_others, *(0,) * len(operands)))
-    types = [jax.ShapeDtypeStruct((size, *s.shape), s.dtype) for s in shapes]
-    return linear_call(forth, back, others, operands, types), [0] * len(types)
+    return linear_call(forth, back, others, operands, [unmapped_aval(size, 0, t) for t in types]), [0] * len(types)
 
 
 _LINEAR = Primitive("linear_call")

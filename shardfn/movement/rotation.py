@@ -40,7 +40,7 @@ def _rotation(size: int, shift: int, dim: int) -> Callable[..., Any]:
 
 
 def rotation_jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The `jit` of a rotation or of a part of one, which derivative rules leave as it is."""
+    """The `jit` of a rotation or of a part of one."""
     function.__name__ = function.__qualname__ = ROTATED
     return jax.jit(function)
 
@@ -65,7 +65,7 @@ def turns(eqn: Any) -> list[Turn]:
     [Turn(dim=0, first=3), Turn(dim=1, first=4)]
     """
     closed = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-    if closed is None or not len(closed.jaxpr.invars) == len(closed.jaxpr.outvars) == 1:
+    if closed is None or closed.effects or not len(closed.jaxpr.invars) == len(closed.jaxpr.outvars) == 1:
         return []
     makers = {v: one for one in closed.jaxpr.eqns for v in one.outvars}
     value, found = closed.jaxpr.outvars[0], list[Turn]()

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax import tree_util
 from jax.core import Tracer
+from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding
 
 from shardfn.errors import StrategyError, fail
@@ -170,7 +171,8 @@ def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Calla
     if _keeps_own_derivatives(plan):
         return functools.wraps(run)(with_rotations_back(run, function.call.statics))
     call, results = function.call, tree_util.tree_structure(planned.traced.results)
-    shapes, treedef = tree_util.tree_flatten(call.dynamic)
+    treedef = tree_util.tree_structure(call.dynamic)
+    shapes = jax.eval_shape(lambda *own: own, *tree_util.tree_leaves(call.dynamic))
     ins, outs = map(tree_util.tree_leaves, shardings_on(plan, _shared_mesh(plan)))
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,26 +180,68 @@ def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Calla
 
     own = flat(run)
     if not plan.constraints:  # the plans of the derivatives have workarounds and detours of their own
-        bare = dataclasses.replace(function, halo_shards={}, wrong=())
-        own = flat(bare.on(mesh))
-    planner = functools.partial(_plan_flat, plan)
-    found = differentiable(Derived(flat(run), own, shapes, tuple(ins), tuple(outs), planner))
+        own = flat(dataclasses.replace(function, halo_shards={}, wrong=()).on(mesh))
+    derived = Derived(flat(run), own, shapes, tuple(ins), tuple(outs), functools.partial(_plan_flat, plan))
+    found = differentiable(derived)
 
     @functools.wraps(run)
     def with_derivatives(*values: Any) -> Any:
         arrays = tree_util.tree_leaves(dataclasses.replace(call, values=values).dynamic)
+        if planned.traced.captured:
+            return tree_util.tree_unflatten(results, _with_captured(plan, derived, arrays))
         return tree_util.tree_unflatten(results, found(*arrays))
 
     return with_derivatives
 
 
 def _keeps_own_derivatives(plan: Plan) -> bool:
-    """Whether JAX differentiates the function of a plan: one with effects, with arrays in another memory, in a `shard_map`, or
-    one that closes over traced arrays."""
+    """Whether JAX differentiates the function of a plan: one with arrays in another memory, with refs, or in a `shard_map`."""
     call = answered_call(plan).posed.call
-    is_manual = call.ambient_mesh is not None and bool(call.ambient_mesh.abstract.manual_axes)
-    in_other_memory = any(d.memory_kind for d in (*plan.inputs, *plan.outputs))
-    return bool(call.traced.jaxpr.effects or call.traced.captured) or is_manual or in_other_memory
+    ambient, effects = call.ambient_mesh, {type(effect).__name__ for effect in call.traced.jaxpr.effects}
+    is_manual = ambient is not None and bool(ambient.abstract.manual_axes)
+    return is_manual or not effects <= _CALLBACKS or any(d.memory_kind for d in (*plan.inputs, *plan.outputs))
+
+
+_CALLBACKS = frozenset({"DebugEffect", "IOEffect"})
+"""Effects that a function with derivative rules of its own may have."""
+
+
+def _with_captured(plan: Plan, derived: Derived, arrays: Sequence[Any]) -> Sequence[Any]:
+    """The results of a function that closes over traced arrays. They become arguments, as what is differentiated may not be
+    closed over."""
+    forms = [jax.make_jaxpr(function)(*arrays) for function in (derived.run, derived.function)]
+    captured = list({id(c): c for closed in forms for c in closed.consts if isinstance(c, Tracer)}.values())
+
+    def opened(closed: Any) -> Flat:
+        places = [next((i for i, c in enumerate(captured) if c is own), None) for own in closed.consts]
+
+        def function(*every: Any) -> Sequence[Any]:
+            own = [c if i is None else every[len(arrays) + i] for i, c in zip(places, closed.consts, strict=True)]
+            return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(closed.jaxpr, own))(*every[: len(arrays)])
+
+        return function
+
+    run, function = map(opened, forms)
+    shapes = (jax.ShapeDtypeStruct(c.shape, c.dtype, weak_type=jax.typeof(c).weak_type) for c in captured)
+    ins = (*derived.ins, *_captured_shardings(plan, captured))
+    return differentiable(Derived(run, function, (*derived.shapes, *shapes), ins, derived.outs, derived.plan))(
+        *arrays, *captured
+    )
+
+
+def _captured_shardings(plan: Plan, captured: Sequence[Any]) -> list[NamedSharding]:
+    """The shardings of the arrays that a function closes over, as they are propagated; replicated where they cannot be told."""
+    graph, mesh, found = plan.partitioned.graph, _shared_mesh(plan), list[NamedSharding]()
+    left = list(graph.inputs[: answered_call(plan).posed.call.traced.captured])
+    for array in captured:
+        value = next((v for v in left if graph.values[v].shape == array.shape), None)
+        spec = ((),) * array.ndim
+        if value is not None:
+            left.remove(value)
+            own = plan.partitioned.specs[value]
+            spec = own if all(axis in mesh.parts for dim in own for axis in dim) else spec
+        found.append(mesh.sharding(spec))
+    return found
 
 
 def _plan_flat(

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.ir.linear_call import linear_call, without_linear_calls
 from shardfn.movement import with_rotations_back
+from shardfn.planning.call import settings
 
 Flat = Callable[..., Sequence[Any]]
 """Takes arrays and gives arrays."""
@@ -46,7 +47,7 @@ class Derived(NamedTuple):
     """The function as it is planned."""
     function: Flat
     """What is differentiated: the same in another form."""
-    shapes: Sequence[Any]
+    shapes: Sequence[jax.ShapeDtypeStruct]
     """Those of its arguments, with weak types."""
     ins: Shardings
     outs: Shardings
@@ -61,12 +62,16 @@ def differentiable(derived: Derived) -> Flat:
     >>> jax.grad(lambda x: differentiable(Derived(f, f, [x], (None,), (None,), same))(x)[0])(jnp.float32(3)).item()
     6.0
     """
-    linearized = functools.cache(functools.partial(_Linearized, derived))
+
+    @functools.cache
+    def linearized(active: tuple[int, ...], settings: Any) -> _Linearized:
+        return _Linearized(derived, active)
+
     function = jax.custom_jvp(lambda *arrays: list(derived.run(*arrays)))
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         active = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
-        made = linearized(active)
+        made = linearized(active, settings())
         results, residuals = made.forward(primals)
         types = [results[i] for i in made.inexact]
         moved = linear_call(made.tangents, made.cotangents, residuals, [tangents[i] for i in active], types)
@@ -119,12 +124,12 @@ class _Linearized:
             linear, own = self._linear(arrays)
             return linear(*own)
 
-        ins, outs = self._shardings(self.derived.ins, self.active), self._shardings(self.derived.outs, self.inexact)
+        ins, outs = _at(self.derived.ins, self.active), _at(self.derived.outs, self.inexact)
         return self._planned(None, tangents, arrays, ins, outs)
 
     def cotangents(self, *arrays: Any, which: tuple[int, ...]) -> Sequence[Any]:
         """The cotangents of the active arguments, of residuals and the cotangents of the inexact results at `which`."""
-        shapes = jax.eval_shape(lambda *own: own, *(self.derived.shapes[i] for i in self.active))
+        shapes = [_strong(self.derived.shapes[i]) for i in self.active]
 
         def cotangents(*arrays: Any) -> Sequence[Any]:
             linear, own = self._linear(arrays)
@@ -133,23 +138,21 @@ class _Linearized:
                 made = linear(*tangents)
                 return [made[i] for i in which]
 
-            return jax.linear_transpose(chosen, *map(_strong, shapes))(list(own))
+            return jax.linear_transpose(chosen, *shapes)(list(own))
 
-        ins = self._shardings(self.derived.outs, [self.inexact[i] for i in which])
-        return self._planned(which, cotangents, arrays, ins, self._shardings(self.derived.ins, self.active))
+        ins = _at(self.derived.outs, [self.inexact[i] for i in which])
+        return self._planned(which, cotangents, arrays, ins, _at(self.derived.ins, self.active))
 
     def _linear(self, arrays: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
         """The linear function, of residuals, and what follows them."""
         count = len(self.residual_shardings)
         return tree_util.tree_unflatten(self.linear, self.residuals.whole(arrays[:count])), arrays[count:]
 
-    def _shardings(self, shardings: Shardings, places: Sequence[int]) -> Shardings:
-        return tuple(shardings[i] for i in places)
-
     def _planned(
         self, key: Any, function: Flat, arrays: Sequence[Any], ins: Shardings, outs: Shardings
     ) -> Sequence[Any]:
         arrays = [_of_its_dtype(x) for x in arrays]
+        key = key, settings()
         if key not in self.planned:
             shapes, ins = [*map(_strong, arrays)], (*self.residual_shardings, *ins)
             function = without_linear_calls(function)
@@ -166,19 +169,19 @@ class Residuals:
 
     def __init__(self, closed: Any, count: int):
         """Of the jaxpr of a function that returns `count` results, and then residuals."""
-        jaxpr, known = closed.jaxpr, set(closed.jaxpr.constvars)
-        eqns = []
+        jaxpr, known, eqns = closed.jaxpr, set(closed.jaxpr.constvars), []
         for eqn in jaxpr.eqns:
             if all(isinstance(v, core.Literal) or v in known for v in eqn.invars) and not eqn.effects:
                 known.update(eqn.outvars)
                 eqns.append(eqn)
         self.variables = jaxpr.outvars[count:]
-        constant = [v for v in self.variables if isinstance(v, core.Literal) or v in known]
-        self.constant = _evaluated(jaxpr.replace(invars=[], outvars=constant, eqns=eqns), closed.consts)
-        self.is_constant = [v in constant for v in self.variables]
+        self.is_constant = [isinstance(v, core.Literal) or v in known for v in self.variables]
         self.arguments = {v: i for i, v in enumerate(jaxpr.invars)}
-        returned = [v for v in self.variables if v not in constant and v not in self.arguments]
+        rows = list(zip(self.variables, self.is_constant, strict=True))
+        constant = [v for v, is_constant in rows if is_constant]
+        returned = [v for v, is_constant in rows if not is_constant and v not in self.arguments]
         self.returned = len(returned)
+        self.constant = _evaluated(jaxpr.replace(invars=[], outvars=constant, eqns=eqns), closed.consts)
         self.forward = _evaluated(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *returned]), closed.consts)
 
     def handed_on(self, returned: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -191,6 +194,10 @@ class Residuals:
         """All residuals, of those that are handed on."""
         own, constant = iter(handed_on), iter(self.constant())
         return [next(constant if is_constant else own) for is_constant in self.is_constant]
+
+
+def _at(values: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(values[i] for i in places)
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any]) -> Flat:

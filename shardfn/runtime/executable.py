@@ -83,6 +83,8 @@ class Entry:
     """The inputs, by position, that are donated or that a result can replace: the next call passes results there."""
     holds_static: bool = False
     """Whether arguments or results have leaves that are no arrays (`frontend.static_leaves`)."""
+    captures: bool = False
+    """Whether the function closes over traced arrays: the call is inside a transformation."""
     is_compiled: bool = False
     """Whether XLA is known to compile the plan."""
     is_agreed: bool = False
@@ -117,7 +119,8 @@ class Entry:
         ambient = planned.ambient_mesh
         types = tuple(ambient.explicit_spec(d.spec) for d in plan.inputs) if ambient is not None else ()
         run, nested = jitted_for_calls(plan), jitted_for_calls(plan, nested=True)
-        return cls(plan, run, nested, targets, replaced, static, in_types=types)
+        captures = bool(planned.traced.captured)
+        return cls(plan, run, nested, targets, replaced, static, captures, in_types=types)
 
 
 def typed_as_planned(entries: Entries[Entry], key: Any, types: Sequence[Any], root: Any) -> Entry | None:

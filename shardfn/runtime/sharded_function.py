@@ -427,7 +427,7 @@ class ShardedFunction(Generic[P, R]):
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         refuse_shapes(self.callee.name, entry.plan, leaves)
         with progress(f"compiling {self.callee.name}", len(self._calls.entries) > known):
-            if any(isinstance(leaf, Tracer) for leaf in leaves):
+            if entry.captures or any(isinstance(leaf, Tracer) for leaf in leaves):
                 if self.options.check and not entry.is_checked:
                     warn_of_tracers(self.callee.name)
                 return finish(

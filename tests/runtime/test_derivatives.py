@@ -135,15 +135,61 @@ def test_loop_of_unknown_length_has_a_forward_derivative_only():
         jax.grad(total(sharded))(X)
 
 
-def test_function_with_side_effects_has_the_derivative_of_jax(capfd):
+def pooled(x):
+    """Its gradient, as JAX transposes it, is wrong along a sharded dimension."""
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (3, 1), (1, 1), [(1, 1), (0, 0)])
+
+
+ROWS = jnp.sin(jnp.arange(64.0)).reshape(32, 2) ** 2
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit], ids=["eager", "jit"])
+def test_function_with_side_effects_has_a_planned_derivative(wrap, capfd):
     def printed(x):
         jax.debug.print("seen")
-        return jnp.sin(x)
+        return pooled(x)
 
-    got = jax.grad(total(shardfn.shard(printed, ((8, 1),))))(X)
+    got = wrap(jax.grad(total(shardfn.shard(printed, ((8, 1),)))))(ROWS)
     jax.effects_barrier()
-    assert_same(got, jax.grad(lambda x: total(jnp.sin)(x))(X))
+    assert_same(got, jax.grad(total(pooled))(ROWS))
     assert "seen" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("places", [0, 1, (0, 1)], ids=["argument", "captured", "both"])
+def test_function_that_closes_over_traced_arrays_has_a_planned_derivative(wrap, places):
+    def loss(wrapped):
+        return lambda x, c: (wrapped(lambda x: pooled(x * c) + jnp.roll(x, 1, 0) @ jnp.ones((2, 2)))(x) ** 2).sum()
+
+    c = jnp.linspace(1.0, 2.0, 64).reshape(32, 2)
+    got = wrap(jax.grad(loss(lambda g: shardfn.shard(g, ((8, 1),))), places))(ROWS, c)
+    assert_same(got, jax.grad(loss(lambda g: g), places)(ROWS, c))
+
+
+def test_rotation_in_a_shard_map_has_its_type():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rows, columns = PartitionSpec("a"), PartitionSpec()
+
+    def mapped(function):
+        return jax.shard_map(function, mesh=mesh, axis_names={"a"}, in_specs=(rows, columns), out_specs=rows)
+
+    def rolled(x, w):
+        return jnp.roll(x, 1, 1) * w
+
+    sharded = jax.jit(mapped(shardfn.shard(rolled, ((1, 4), (4,)))))
+    assert_same(sharded(ROWS.reshape(8, 8), jnp.arange(8.0)), rolled(ROWS.reshape(8, 8), jnp.arange(8.0)))
+    got = jax.jit(jax.grad(lambda x, w: sharded(x, w).sum()))(ROWS.reshape(8, 8), jnp.arange(8.0))
+    assert_same(got, jax.grad(lambda x, w: rolled(x, w).sum())(ROWS.reshape(8, 8), jnp.arange(8.0)))
+
+
+def test_settings_of_jax_hold_for_each_derivative():
+    def precisions():
+        text = jax.jit(jax.grad(total(SHARDED), (0, 1))).lower(X, W).as_text()
+        return {word for word in ("DEFAULT", "HIGHEST") if word in text}
+
+    assert precisions() == {"DEFAULT"}
+    with jax.default_matmul_precision("highest"):
+        assert precisions() == {"HIGHEST"}
 
 
 @pytest.mark.parametrize("wrap", [lambda g: g, jax.jit], ids=["eager", "jit"])

@@ -226,7 +226,9 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answe
 def with_workarounds(posed: PosedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:
     """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
     function = dataclasses.replace(posed.call.function, wrong=wrong)
-    return pose_again(posed, posed.call.of(function, PlanMesh.of(plan.mesh)))
+    ambient = posed.call.ambient_mesh
+    mesh = ambient.auto if ambient is not None and ambient.is_binding else plan.mesh
+    return pose_again(posed, posed.call.of(function, PlanMesh.of(mesh)))
 
 
 def without_workarounds(call: TracedCall) -> TracedCall:

@@ -20,7 +20,7 @@ def _nothing() -> None:
     return None
 
 
-def _context() -> Any:
+def settings() -> Any:
     """An object that stands for all settings which JAX's cache of traces knows: x64, matmul precision, meshes and so on."""
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):  # none set is the same as an empty one
         return jax.jit(_nothing).trace().jaxpr
@@ -44,7 +44,7 @@ def replayed(
     weak = [getattr(aval, "weak_type", None) for aval in closed.in_avals]
     if closed.effects or traced.is_rewritten or None in weak:
         return pure
-    results, context = tree_util.tree_structure(traced.stage.out_info), _context()
+    results, context = tree_util.tree_structure(traced.stage.out_info), settings()
     run = jex_core.jaxpr_as_fun(closed)
 
     @functools.wraps(pure)
@@ -55,7 +55,7 @@ def replayed(
             and signature(flat, statics) == expected
             and [jax.typeof(leaf).weak_type for leaf in leaves] == weak
             and not has_types(flat)
-            and _context() is context
+            and settings() is context
         )
         return tree_util.tree_unflatten(results, run(*leaves)) if is_same else pure(*flat)
 

@@ -109,9 +109,10 @@ def pose_shifted(posed: PosedCall) -> PosedCall:
     function = posed.call.function
     if function.unshifted is None:
         return posed
-    function, traced, lowered = _shifted(function, function.unshifted, posed.call.hardware)
-    if function.shifted is None:
-        return dataclasses.replace(posed, call=dataclasses.replace(posed.call, function=function))
+    shifted = function.with_shifts(function.unshifted)
+    if shifted.shifted is None:
+        return dataclasses.replace(posed, call=dataclasses.replace(posed.call, function=shifted))
+    function, traced, lowered = _with_windows_apart(*_traced_shifts(shifted), posed.call.hardware)
     traced = lowered or function.lowered(traced, posed.call.hardware.platform)
     return pose_again(posed, dataclasses.replace(posed.call, function=function, traced=traced))
 
@@ -259,7 +260,9 @@ def _traced(
         function = dataclasses.replace(function, unshifted=traced)
         function, traced, lowered = _with_windows_apart(function, traced, hardware)
     elif hardware.count > 1:
-        function, traced, lowered = _shifted(function, traced, hardware)
+        if (shifted := function.with_shifts(traced)).shifted is not None:
+            function, traced = _traced_shifts(shifted)
+        function, traced, lowered = _with_windows_apart(function, traced, hardware)
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])
         tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems)
@@ -273,19 +276,16 @@ def _traced(
     return function, lowered or function.lowered(traced, hardware.platform), inner
 
 
-def _shifted(
-    function: CallFunction, traced: TracedJaxpr, hardware: Hardware
-) -> tuple[CallFunction, TracedJaxpr, Traced | None]:
-    """The function with its movement as shifts, its trace, and that lowered, where that was needed; `traced` is the trace of the
-    function without."""
-    shifted = dataclasses.replace(function.with_shifts(traced), separates_windows=False)
-    return _with_windows_apart(shifted, traced if shifted.shifted is None else shifted.as_jaxpr(), hardware)
+def _traced_shifts(function: CallFunction) -> tuple[CallFunction, TracedJaxpr]:
+    """A function with its movement as shifts, and its trace. Windows are read anew: they may read other arrays."""
+    function = dataclasses.replace(function, separates_windows=False)
+    return function, function.as_jaxpr()
 
 
 def _with_windows_apart(
     function: CallFunction, traced: TracedJaxpr, hardware: Hardware
 ) -> tuple[CallFunction, TracedJaxpr, Traced | None]:
-    """`_shifted` of a function that has its shifts, or needs none."""
+    """The function with an array for each window, where some clash; its trace, and that lowered, where that was needed."""
     lowered = function.lowered(traced, hardware.platform) if has_windows(traced.jaxpr) else None
     if lowered is None or not windows_clash(lowered.graph):
         return function, traced, lowered

@@ -3,8 +3,8 @@
 | module | holds |
 |---|---|
 | `wrong_ops` | which ops of a partitioned program XLA gets wrong |
-| `uneven_movement` | movement along dimensions with uneven shards |
-| `even_scatters` | scatters and lookups with updates of even shards |
+| `uneven_movement` | movement and windows along dimensions with uneven or empty shards, and resharded rotations |
+| `even_scatters` | scatters with updates of even shards |
 | `self_updates` | updates that read the array they go into |
 | `rewrites` | the function rewritten around its wrong ops |
 | `windows` | windows over one array that exchange their padding, and the function without them |
@@ -32,6 +32,8 @@
   sharded along the batch over as many shards as the contracted dimension, but over other axes.
 - A sharding constraint on the derivative of a minimum or maximum over windows, which is one of the two results of a windowed
   op, ends the process. An optimization barrier on the result avoids it.
+- A rotation of an array that is resharded for it along the same dimension may not compile: XLA reshards its slices instead.
+- Windows with padding in front have wrong values or end the process where some shard has no row of their result.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.
 """

@@ -14,11 +14,16 @@ def workaround_note(wrong: Sequence[WrongOp]) -> str:
     for kind, note in _NOTES.items():
         lines: dict[str, dict[str, None]] = {}
         for one in wrong:
-            if one.kind == kind:
+            if _kind(one) == kind:
                 lines.setdefault(one.where, {})[_shapes(one.movement)] = None
         if lines:
             said.append(note.format(", ".join(_place(line, [*filter(None, of)]) for line, of in lines.items())))
     return "; ".join(said)
+
+
+def _kind(one: WrongOp) -> str:
+    own = one.movement.op if one.movement and one.kind == "movement" else ""
+    return own if own in _NOTES else one.kind
 
 
 def _place(line: str, shapes: Sequence[str]) -> str:
@@ -48,6 +53,14 @@ _NOTES = {
     "movement": (
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
         "values. To avoid it, use sizes that the number of shards divides, or apply the op that reads these rows to all rows"
+    ),
+    "rotate": (
+        "shardfn gathers the dimensions that are rotated at {}: their operands are sharded otherwise before, and XLA may not "
+        "compile it. To avoid it, shard what comes before and after alike"
+    ),
+    "reduce_window": (
+        "shardfn gathers the dimensions of the windows at {}: their results have fewer rows than there are shards, for which XLA "
+        "may compute wrong values or end the process"
     ),
     "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
     "bounds": "shardfn clamps the places of the dynamic slices and updates at {}: XLA forgets to, if their results are sharded",

@@ -1,4 +1,5 @@
-"""Movement along dimensions with uneven shards, which XLA (JAX 0.10 to 0.12) may compute wrongly or not compile.
+"""Movement along dimensions with uneven shards, which XLA (JAX 0.10 to 0.12) may compute wrongly or not compile. So it may
+rotations of resharded arrays, and windows whose results leave shards empty.
 
 What `movement` does not write as shifts of even arrays, and what has uneven shards along a dimension that it moves, is computed
 on dimensions that are gathered for it.
@@ -42,7 +43,7 @@ class Movement(NamedTuple):
 
 
 def movement_of(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Movement:
-    """The movement of an op; `before` is that of `is_uneven`."""
+    """The movement of an op; `before` is that of `is_at_risk`."""
     operands = [before.get(v, v) for v in _moved(op.name, op.inputs)]
     shapes = [partitioned.graph.values[v].shape for v in (*operands, op.outputs[0])]
     return Movement(op.name, tuple(shapes[:-1]), shapes[-1])
@@ -72,7 +73,7 @@ def _movements(eqn: Any) -> list[tuple[int, Movement]]:
 def gathered_dims(eqn: Any, moved: Mapping[Movement, Iterable[Dims]]) -> list[list[int]]:
     """By operand and result of an equation of movement, the dimensions to gather; `moved` are those of its kinds of movement."""
     found: list[set[int]] = [set() for _ in (*eqn.invars, *eqn.outvars)]
-    places = _moved(OP_OF.get(eqn.primitive.name, "rotate"), range(len(eqn.invars)))
+    places = _moved(OP_OF.get(eqn.primitive.name, ""), range(len(eqn.invars)))
     for result, movement in _movements(eqn):
         for dims in moved.get(movement, ()):
             for place, own in zip((*places, len(eqn.invars) + result), dims, strict=True):
@@ -101,11 +102,8 @@ def before_resharding(graph: Graph) -> dict[int, int]:
     return found
 
 
-def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
-    """Whether an op moves along a dimension that has uneven shards.
-
-    A rotation does if its operand is resharded for it along that dimension: XLA may do so to the slices that it is made of.
-    Windows with padding in front do if some shard has no row of their result.
+def is_at_risk(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
+    """Whether XLA may compute an op wrongly, or not compile it, for how it moves along a sharded dimension.
 
     Args:
       op: the op.
@@ -113,14 +111,25 @@ def is_uneven(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]
       before: a value that is resharded, by the value that comes of it.
     """
     if op.name == "rotate":
-        own, dim = op.inputs[0], op.window_dims[0].dim
-        first = before.get(own, own)
-        return partitioned.shards(first)[dim] > 1 and partitioned.specs[first][dim] != partitioned.specs[own][dim]
+        return _is_resharded(op, partitioned, before)
     if op.name == "reduce_window":
-        result, shards = partitioned.graph.values[op.outputs[0]].shape, partitioned.shards(op.outputs[0])
-        dims = [w.out_dim for w in op.window_dims if w.low < 0 and w.extent > 1]
-        return any(result[d] <= (shards[d] - 1) * -(-result[d] // shards[d]) for d in dims)
+        return _leaves_shards_empty(op, partitioned)
     return any(is_wrong for _, is_wrong in _along(op, partitioned, before))
+
+
+def _is_resharded(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
+    """Whether the operand of a rotation is resharded for it along its dimension: XLA may do so to the slices that it is made of,
+    which have uneven shards."""
+    own, dim = op.inputs[0], op.window_dims[0].dim
+    first = before.get(own, own)
+    return partitioned.shards(first)[dim] > 1 and partitioned.specs[first][dim] != partitioned.specs[own][dim]
+
+
+def _leaves_shards_empty(op: Op, partitioned: PartitionedProgram) -> bool:
+    """Whether some shard has no row of the result of windows with padding in front."""
+    result, shards = partitioned.graph.values[op.outputs[0]].shape, partitioned.shards(op.outputs[0])
+    dims = [w.out_dim for w in op.window_dims if w.low < 0 and w.extent > 1]
+    return any(result[d] <= (shards[d] - 1) * -(-result[d] // shards[d]) for d in dims)
 
 
 def moves_shards(partitioned: PartitionedProgram) -> bool:

@@ -18,7 +18,7 @@ from shardfn.planning.workarounds.uneven_movement import (
     Movement,
     before_resharding,
     indexed_dims,
-    is_uneven,
+    is_at_risk,
     moved_dims,
     movement_of,
     reshardings,
@@ -85,7 +85,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "bounds", movement=movement_of(op, partitioned, moved_from)))
         if partitioned.platform == "cpu" and reads_its_array(op, partitioned):
             found.setdefault(WrongOp(op.where, "self", movement=movement_of(op, partitioned, moved_from)))
-        if is_uneven(op, partitioned, moved_from):
+        if is_at_risk(op, partitioned, moved_from):
             movement, dims = movement_of(op, partitioned, moved_from), moved_dims(op, partitioned)
             if (movement, dims) not in done:
                 found.setdefault(WrongOp(op.where, "movement", movement=movement, dims=dims))
