@@ -14,7 +14,7 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 from jax.extend import core as jex_core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
@@ -257,12 +257,20 @@ def _plan_flat(
     # in the order of the plan
     devices = plan.hardware if is_ambient or not isinstance(mesh, Mesh) else tuple(mesh.devices.flat)
     entries = tuple(PassedOn(AUTO, "") if s is None else s for s in outs)  # of which none is searched
-    options = Options(in_strategy=ins, out_strategy=entries, device=devices)
     callee = describe(named)
     slots, values = bind(callee.signature, shapes, {})
-    with ir.Context():  # JAX may be lowering the program around it: no op is to be put there
-        posed = pose(callee, options, Call(slots, values, stateful=False).in_place(), Defaults(), None)
-        own = plan_search_answer(posed, search(posed))
+    call = Call(slots, values, stateful=False).in_place()
+
+    def planned(ins: Shardings) -> Plan:
+        options = Options(in_strategy=ins, out_strategy=entries, device=devices)
+        with ir.Context():  # JAX may be lowering the program around it: no op is to be put there
+            posed = pose(callee, options, call, Defaults(), None)
+            return plan_search_answer(posed, search(posed))
+
+    try:
+        own = planned(ins)
+    except StrategyError:  # XLA does not reshard the arguments to the results (`refuse_reshardings`)
+        own = planned(tuple(NamedSharding(s.mesh, PartitionSpec()) for s in ins))
     nested, _ = _for_calls(own, nested=True)
     return nested, tuple(shardings_on(own, _shared_mesh(own))[1])
 

@@ -69,7 +69,7 @@ def differentiable(derived: Derived) -> Flat:
 
     function = jax.custom_jvp(lambda *arrays: list(derived.run(*arrays)))
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         active = tuple(i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero))
         made = linearized(active, settings())
         results, residuals = made.forward(primals)
@@ -112,7 +112,7 @@ class _Linearized:
         _, linear, results = jax.linearize(split, *(arrays[i] for i in self.active), has_aux=True)
         return results, linear
 
-    def forward(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def forward(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The results and the residuals."""
         made, count = self.run(*arrays), len(self.derived.outs)
         return list(made[:count]), self.residuals.handed_on(made[count:], arrays)

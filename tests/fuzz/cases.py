@@ -188,6 +188,18 @@ PROGRAMS = {
         devices=8,
         checks=("second",),
     ),
+    "a gradient that is resharded back over 2 x 3 devices": Pack(
+        (
+            Program(
+                (Input("x0", (2, 6), "float32", (1, 6)),),
+                (Step("v0", "x0.at[:, :-1].set(2.0)", "at_slice"),),
+                ("v0",),
+                results_as=(("v0", (2, 1)),),
+            ),
+        ),
+        6,
+        ("values", "inside", "outside"),
+    ),
     "windows over all shards, of one result": lines(
         (3,), (3,), "lax.reduce_window(x0, -jnp.inf, lax.max, (4,), (1,), [(1, 0)])", devices=3
     ),
