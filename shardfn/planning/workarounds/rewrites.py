@@ -17,7 +17,7 @@ from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.workarounds.even_scatters import NEUTRAL, even_scatter
 from shardfn.planning.workarounds.self_updates import selected
-from shardfn.planning.workarounds.uneven_movement import Dims, Movement, gathered_dims, movements_of_equation
+from shardfn.planning.workarounds.uneven_movement import WINDOWS, Dims, Movement, gathered_dims, movements_of_equation
 from shardfn.planning.workarounds.wrong_ops import WrongOp
 
 
@@ -154,7 +154,7 @@ def _padded(eqn: Any) -> list[int]:
     params = eqn.params
     if eqn.primitive.name == "pad":
         config = list(params["padding_config"])
-    elif eqn.primitive.name in _REDUCED_WINDOWS:
+    elif eqn.primitive.name in WINDOWS:
         config = [(*edges, base - 1) for edges, base in zip(params["padding"], params["base_dilation"], strict=True)]
     else:
         return []
@@ -166,7 +166,6 @@ def _updates_window(eqn: Any) -> bool:
     return eqn.primitive.name in ("scatter", *NEUTRAL) and math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
-_REDUCED_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")

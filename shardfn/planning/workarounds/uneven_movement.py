@@ -22,9 +22,9 @@ OP_OF = {
 }  # fmt: skip
 """The op that a primitive of movement becomes."""
 
-_WINDOWS = dict.fromkeys(
-    ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), "reduce_window"
-)
+WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
+"""The primitives that reduce windows."""
+
 _OPS = frozenset(OP_OF.values())
 _DATA = {"concatenate": None, "scatter": (0, 2), "dynamic_update_slice": (0, 1)}
 """The operands that are moved; None for all. Others move operand 0."""
@@ -57,8 +57,9 @@ def movements_of_equation(eqn: Any) -> list[Movement]:
 
 def _movements(eqn: Any) -> list[tuple[int, Movement]]:
     """The movements of an equation, each with the number of its result."""
-    if (name := "rotate" if turns(eqn) else _WINDOWS.get(eqn.primitive.name)) and len(eqn.outvars) == 1:
-        return [(0, Movement(name, (tuple(eqn.invars[0].aval.shape),), tuple(eqn.outvars[0].aval.shape)))]
+    own = "rotate" if turns(eqn) else "reduce_window" if eqn.primitive.name in WINDOWS else ""
+    if own and len(eqn.outvars) == 1:
+        return [(0, Movement(own, (tuple(eqn.invars[0].aval.shape),), tuple(eqn.outvars[0].aval.shape)))]
     name = OP_OF.get(eqn.primitive.name)
     if name is None:
         return []

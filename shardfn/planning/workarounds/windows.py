@@ -10,6 +10,7 @@ import jax
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph
 from shardfn.ir.rewrite import bind_one, equations, rebind
+from shardfn.planning.workarounds.uneven_movement import WINDOWS
 
 
 def has_windows(jaxpr: Any) -> bool:
@@ -41,8 +42,5 @@ def separate_windows(function: Callable[..., Any], static_argnums: tuple[int, ..
 
 
 _PADDED = frozenset({"reduce_window", "pad", "convolution"})
-_OVER_WINDOWS = frozenset(
-    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "pad", "cumsum", "cumprod", "cummax",
-     "cummin", "cumlogsumexp"}
-)  # fmt: skip
+_OVER_WINDOWS = WINDOWS | {"pad", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 """Primitives."""
