@@ -50,6 +50,23 @@ def may_move(jaxpr: Any, known: Collection[Any] = ()) -> bool:
     return False
 
 
+def is_still(jaxpr: Any) -> bool:
+    """Whether a function makes no numbers with gradients but by ops on elements, sums, products of matrices and the like: no row
+    moves, in its derivatives neither.
+
+    >>> import jax.numpy as jnp
+    >>> [is_still(jax.make_jaxpr(f)(jnp.ones(4)).jaxpr) for f in (lambda x: jnp.tanh(x).sum(), lambda x: x[1:])]
+    [True, False]
+    """
+    for eqn in jaxpr.eqns:
+        has_gradient = any(jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.inexact) for v in eqn.outvars)
+        if not has_gradient or eqn.primitive.name in _STILL:
+            continue
+        if eqn.primitive.name not in _OPENED or not all(map(is_still, inner(eqn))):
+            return False
+    return True
+
+
 Shifts = Mapping[tuple[int, int], set[int]]
 """The shifts of each array along each dimension; arrays have numbers in the order of their first shifts."""
 
@@ -192,3 +209,10 @@ def _is_plain(eqn: Any) -> bool:
     p = eqn.params
     named = [s for s in (*p["in_shardings"], *p["out_shardings"]) if isinstance(s, NamedSharding)]
     return not named and not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs")
+
+
+_STILL = ELEMENTWISE | {
+    "broadcast_in_dim", "dot_general", "expand_dims", "iota", "name", "optimization_barrier", "random_bits", "reduce_max",
+    "reduce_min", "reduce_sum", "reshape", "sharding_constraint", "squeeze", "transpose",
+}  # fmt: skip
+_OPENED = frozenset({"jit", "pjit", "scan", "while", "cond", "checkpoint", "remat", "remat2", "custom_jvp_call"})

@@ -72,8 +72,8 @@ def turns(eqn: Any) -> list[Turn]:
     while not isinstance(value, core.Literal) and value in makers:
         whole = makers[value]
         parts = [makers[v] for v in whole.invars if not isinstance(v, core.Literal) and v in makers]
-        names = [part.primitive.name for part in (whole, *parts)]
-        if names != ["concatenate", "slice", "slice"] or len(whole.invars) > 2:
+        are_slices = len(parts) == len(whole.invars) == 2 and all(part.primitive.name == "slice" for part in parts)
+        if whole.primitive.name != "concatenate" or not are_slices:
             return []
         dim, (end, start), shape = int(whole.params["dimension"]), parts, value.aval.shape
         value, first = end.invars[0], end.params["start_indices"][dim]

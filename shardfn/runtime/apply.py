@@ -29,7 +29,7 @@ from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.frontend.strategy import AUTO, PassedOn
 from shardfn.ir.mlir import ir
 from shardfn.ir.model import mesh_sizes
-from shardfn.movement import with_rotations_back
+from shardfn.movement import is_still, with_rotations_back
 from shardfn.planning.answers import plan_search_answer, search
 from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pose, pure_function
 from shardfn.planning.inside import apply_constraints
@@ -166,7 +166,7 @@ def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable
 def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:
     """The function of a call with the constraints of a plan. Derivatives that are taken from outside are planned too."""
     planned, run = answered_call(plan).posed.call, _constrained(plan, function, mesh)
-    if plan.hardware.count == 1:
+    if plan.hardware.count == 1 or is_still(planned.traced.jaxpr):
         return run
     if _keeps_own_derivatives(plan):
         return functools.wraps(run)(with_rotations_back(run, function.call.statics))

@@ -200,6 +200,7 @@ PROGRAMS = {
         6,
         ("values", "inside", "outside"),
     ),
+    "a gradient of one row that is sliced by a stride": lines((16, 24), (1, 4), "jnp.sin(x0[:, 0:1:2])", devices=4),
     "windows over all shards, of one result": lines(
         (3,), (3,), "lax.reduce_window(x0, -jnp.inf, lax.max, (4,), (1,), [(1, 0)])", devices=3
     ),

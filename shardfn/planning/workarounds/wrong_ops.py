@@ -203,7 +203,7 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
     """Whether a dimension is made of shards by a pad, or the padding of windows, that XLA gets wrong.
 
     A replicated one is padded between elements, by a negative number in front, or in front and by a negative number behind.
-    Any dimension is padded between elements and by a negative number in front.
+    Any dimension is padded between elements and by a negative number in front, or has fewer elements than there are shards.
     """
     before, after = (partitioned.graph.values[v].shape for v in (operand, op.outputs[0]))
     for window in op.window_dims:
@@ -212,7 +212,10 @@ def _is_wrong_pad(op: Op, operand: int, partitioned: PartitionedProgram) -> bool
         stop = (after[window.out_dim] - 1) * window.stride + window.low + window.extent
         high = stop - (before[window.dim] - 1) * window.spacing - 1
         is_wrong = window.spacing > 1 or window.low > 0 or (window.low < 0 and high < 0)
-        if (window.spacing > 1 and window.low > 0) or (is_wrong and not partitioned.specs[operand][window.dim]):
+        has_few_rows = before[window.dim] < partitioned.shards(op.outputs[0])[window.out_dim]
+        if window.spacing > 1 and (window.low > 0 or has_few_rows):
+            return True
+        if is_wrong and not partitioned.specs[operand][window.dim]:
             return True
     return False
 
