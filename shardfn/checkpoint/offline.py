@@ -16,7 +16,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, state_tree, targets
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step, steps
+from shardfn.checkpoint.step_folders import StrPath, folder_for_writing, open_step, steps
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
@@ -185,7 +185,7 @@ def write_copy(
     for entry, read in zip(described, readers, strict=True):
         boxes_of = [(box, functools.partial(read, box)) for box in boxes(entry.shape, entry.chunks.file)]
         sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, orbax_arrays.stored_text(entry.mesh, entry.spec))
-    folder = absolute_path(target)
+    folder = folder_for_writing(target)
     if step in steps(folder):
         fail(CheckpointError, f"step {step} exists already", where=f"{folder}", why="steps are never overwritten",
              fix="write to another folder")  # fmt: skip

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint
 from shardfn.errors import CheckpointError, CheckpointFileError
-from tests.checkpoint.states import mesh, plain
+from tests.checkpoint.states import mesh, plain, same
+from tests.messages import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -361,6 +362,30 @@ def test_a_folder_by_another_name_is_the_same(tmp_path):
     assert checkpoint.save(tmp_path / "link", {"x": jnp.ones(2)}).step == 1
     saving.wait()
     assert checkpoint.steps(tmp_path / "link") == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a\\b", "[x]/run"], ids=["brackets", "backslash", "brackets above"])
+def test_a_path_where_orbax_loses_what_it_writes_is_refused_before_a_step_is_deleted(tmp_path, name):
+    state = {"x": jnp.arange(4.0)}
+    checkpoint.save(tmp_path / "run", state, step=1)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "run").rename(tmp_path / name)
+    for call in (
+        lambda: checkpoint.save(tmp_path / name, state, step=2, keep=1),
+        lambda: checkpoint.merge(tmp_path / name, tmp_path / name),
+    ):
+        assert "rename the folder" in refusal(call).problems[0].fix
+    assert checkpoint.steps(tmp_path / name) == (1,)
+    if "\\" in name:
+        assert "takes its backslash for a /" in refusal(checkpoint.restore, tmp_path / name).problems[0].why
+    else:
+        same(checkpoint.restore(tmp_path / name), state)
+
+
+@pytest.mark.parametrize("name", ["a[b", "a]b", "what? *", "#%'\"~{}", "ünï"])
+def test_other_names_of_folders_are_no_problem(tmp_path, name):
+    checkpoint.save(tmp_path / name, {"x": jnp.arange(4.0)})
+    same(checkpoint.restore(tmp_path / name), {"x": jnp.arange(4.0)})
 
 
 FAILS = """
