@@ -14,9 +14,10 @@ import numpy as np
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, state_tree, targets
+from shardfn.checkpoint.catalogue import SUMS
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.checkpoint.step_folders import StrPath, folder_for_writing, open_step, steps
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, folder_for_writing, open_step, steps
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
@@ -239,12 +240,38 @@ def memory_bytes(memory: int | str) -> int:
     return int(found)
 
 
-def verify(path: StrPath, step: int | None = None) -> None:
+@dataclasses.dataclass(frozen=True)
+class VerifyResult:
+    """A checkpoint that could be read completely.
+
+    Attributes:
+      path: the folder that `save` was called with.
+      step: the step.
+      arrays: the number of arrays.
+      has_checksums: whether checksums of all bytes were compared. Orbax by itself writes none of most arrays: a changed value is
+        not noticed there.
+    """
+
+    path: pathlib.Path
+    step: int
+    arrays: int
+    has_checksums: bool
+
+    def __str__(self) -> str:
+        found = "every checksum is right" if self.has_checksums else "all arrays could be read; shardfn did not write it, " \
+                "so it has no checksums that would show changed values"  # fmt: skip
+        return f"{self.path}: step {self.step}, complete, {found}"
+
+
+def verify(path: StrPath, step: int | None = None) -> VerifyResult:
     """Read and check every array of a checkpoint, a file at a time.
 
     Args:
       path: the folder that `save` was called with.
       step: which step; the last if None.
+
+    Returns:
+      What was read, and whether it has checksums.
 
     Raises:
       CheckpointError: there is no such step.
@@ -254,7 +281,9 @@ def verify(path: StrPath, step: int | None = None) -> None:
     >>> from shardfn import checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = checkpoint.save(folder, {"w": jnp.ones((8, 4))})
-    ...     checkpoint.verify(folder)  # every byte is right
+    ...     checkpoint.verify(folder).has_checksums  # every byte is right
+    True
     """
-    folder, _, contents = open_step(path, step)
+    folder, step, contents = open_step(path, step)
     raise_problems(arrays.verify_arrays(folder, contents.entries), CheckpointFileError)
+    return VerifyResult(absolute_path(path), step, len(contents.entries), (folder / SUMS).is_file())
