@@ -200,7 +200,8 @@ class ParameterServer:
         Args:
           gradients: a pytree like that of `create`, or some arrays by path in a dict; the others have zero gradient. A
             `RowGradient` holds the gradient of some rows.
-          worker: the worker's name or number.
+          worker: the worker's name or number, the same in all of its pushes. Any is taken, since workers come and go: a second
+            name would count as one more of the `workers` that an update waits for.
           step: the worker's step, from 0, one more than that of its last push that counts: `next_step`.
           version: the version of the parameters that the gradients were computed from; by default that of the last pull.
 
