@@ -304,16 +304,18 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
             problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} in `like`",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
                                     fix="restore it without `like`, then convert it"))  # fmt: skip
-    parts = dict.fromkeys(path.partition("/")[0] for path in wanted)
+    parts = {path.partition("/")[0] for path in wanted}
+    here = (path.partition("/") for path in wanted if path in chosen)
+    globs = list(dict.fromkeys(f"{part}/*" if inside else part for part, _, inside in here))
     for part, of_part in itertools.groupby(sorted(surplus), key=lambda path: path.partition("/")[0]):
         same = list(of_part)
         if part in parts or len(same) == 1:
-            left_out = "add it to `like`" if part in parts else f"leave it out: only={[f'{one}/*' for one in parts]}"
+            left_out = "add it to `like`" if part in parts or not globs else f"leave it out: only={globs}"
             problems += [Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
                                  fix=f"rename it with name_map, or {left_out}") for path in same]  # fmt: skip
         else:
             what = f"the checkpoint has {len(same)} arrays in `{part}`, and `like` has none there"
-            left_out = f"leave them out: only={[f'{one}/*' for one in parts]}"
+            left_out = f"leave them out: only={globs}" if globs else "rename them with name_map, or add them to `like`"
             problems.append(Problem(what, where=listed(same, 3), fix=left_out))
     return problems
 

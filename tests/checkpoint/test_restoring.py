@@ -286,6 +286,24 @@ def test_a_shape_cannot_be_saved(tmp_path):
     assert error.problems[0].what == "`a` is a shape, and no array"
 
 
+def test_the_fix_of_arrays_that_like_has_not_is_a_call_that_works(tmp_path):
+    names = ("body/w", "head/w", "n", "opt/mu", "opt/nu", "rate")
+    checkpoint.save(tmp_path, {name: jnp.ones(2) for name in names})
+    like = {"head": {"w": jnp.zeros(2)}, "n": jnp.zeros(2), "new": jnp.zeros(2)}
+    problems = refusal(lambda: checkpoint.restore(tmp_path, like=like)).problems
+    assert [p.what for p in problems if "only=" in p.fix and "no `new`" not in p.what] == [
+        "the checkpoint has `body/w`, and `like` has not",
+        "the checkpoint has 2 arrays in `opt`, and `like` has none there",
+        "the checkpoint has `rate`, and `like` has not",
+    ]
+    for only in {p.fix.partition(": only=")[2] for p in problems} - {""}:
+        same(
+            checkpoint.restore(tmp_path, like=like, only=eval(only)),
+            {**like, "head": {"w": jnp.ones(2)}, "n": jnp.ones(2)},
+        )
+    assert "only=[" not in str(refusal(lambda: checkpoint.restore(tmp_path, like={"new": jnp.zeros(2)})))
+
+
 @pytest.mark.parametrize("inside", ["params", "model"])
 def test_a_part_of_the_checkpoint_as_like_is_one_problem_with_what_works(inside, tmp_path):
     part = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
