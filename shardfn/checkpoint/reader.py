@@ -15,7 +15,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, state_tree, targets
-from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, TEXT, Contents, StoredArray
+from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, NUMBER, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
@@ -166,6 +166,9 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
         problems += _misfits(chosen, {path: leaf for path, leaf in wanted.items() if path in inside})
         dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind in ARRAYS}
     raise_problems(problems, CheckpointError)
+    for path, (old, new) in chosen.items():
+        if new.kind == NUMBER and path in dtypes:  # a number of which `like` makes an array
+            chosen[path] = Renamed(old, dataclasses.replace(new, kind=wanted[path].kind))
     found = casts([row.new for row in chosen.values()], dtypes, dtype)
     return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
 

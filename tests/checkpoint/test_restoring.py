@@ -267,6 +267,18 @@ def test_integers_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "like", [jnp.int32(0), np.int16(0), jax.ShapeDtypeStruct((), "uint8")], ids=["jax", "numpy", "shape"]
+)
+def test_a_number_is_an_array_where_like_has_one(tmp_path, like):
+    checkpoint.save(tmp_path, {"n": 200, "rate": 0.25, "left": 7, "large": 2**40})
+    back = checkpoint.restore(tmp_path, like={"n": like, "rate": jnp.float32(0), "left": 0}, only=["n", "rate", "left"])
+    assert (back["n"].dtype, back["n"].shape, int(back["n"])) == (like.dtype, (), 200)
+    assert back["rate"].dtype == "float32" and type(back["left"]) is int
+    with pytest.raises(CheckpointError, match=f"`large` has integers that {like.dtype} has not"):
+        checkpoint.restore(tmp_path, like={"large": like}, only="large")
+
+
+@pytest.mark.parametrize(
     ("told", "options"),
     [
         ("`name_map` is a list", {"name_map": ["enc"]}),
