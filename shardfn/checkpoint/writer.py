@@ -57,7 +57,8 @@ def save(
 
     Raises:
       CheckpointError: leaves that cannot be saved, all at once; a step that exists already; a folder there whose name is a
-        number, and which is no step; a path with a backslash or with a pattern in brackets, such as `run[1]`.
+        number, and which is no step; a path with a backslash or with a pattern in brackets, such as `run[1]`; another
+        process saves in the folder.
       CheckpointFileError: the disk is full or read-only. Earlier steps are complete.
       ExtraError: the packages of the extra `checkpoint` are not installed.
 

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn import checkpoint
+from shardfn import checkpoint, layoutfile, shard
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.checkpoint.states import mesh, plain, same
 from tests.messages import refusal
@@ -386,6 +386,47 @@ def test_a_path_where_orbax_loses_what_it_writes_is_refused_before_a_step_is_del
 def test_other_names_of_folders_are_no_problem(tmp_path, name):
     checkpoint.save(tmp_path / name, {"x": jnp.arange(4.0)})
     same(checkpoint.restore(tmp_path / name), {"x": jnp.arange(4.0)})
+
+
+SAVES = """
+import sys
+import numpy as np
+from shardfn import checkpoint
+saving = checkpoint.save(sys.argv[1], {"x": np.arange(4)}, step=1, background=True)
+print("begun", flush=True)
+sys.stdin.readline()
+saving.wait()
+"""
+
+
+def test_a_folder_in_which_another_process_saves_is_refused_until_it_has_saved(tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path / "run")], env=environment, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:  # fmt: skip
+        assert other.stdout.readline() == "begun\n"
+        for step in (1, 2):
+            error = refusal(lambda: checkpoint.save(tmp_path / "run", {"x": np.zeros(4)}, step=step, keep=1))  # noqa: B023
+            assert isinstance(error, CheckpointError)
+        other.communicate("\n")
+    assert other.returncode == 0
+    checkpoint.save(tmp_path / "run", {"x": np.zeros(4)}, step=2)
+    assert checkpoint.steps(tmp_path / "run") == (1, 2)
+    same(checkpoint.restore(tmp_path / "run", step=1), {"x": np.arange(4)})
+
+
+def test_a_step_that_another_process_saved_meanwhile_is_told_as_such(tmp_path, monkeypatch):
+    plan = shard(jnp.tanh, device="cpu:1").plan(jnp.ones(4))
+
+    def read_layout(layout):
+        monkeypatch.undo()
+        checkpoint.save(tmp_path, {"x": jnp.ones(4)}, step=1)  # as another process, after the steps were looked for
+        return layoutfile.read_layout(layout)
+
+    monkeypatch.setattr(layoutfile, "read_layout", read_layout)
+    error = refusal(lambda: checkpoint.save(tmp_path, {"x": jnp.zeros(4)}, plan, step=1))
+    assert error.problems[0].why == "another process saved it meanwhile"
+    assert checkpoint.save(tmp_path, {"x": jnp.zeros(4)}).step == 2
+    same(checkpoint.restore(tmp_path, step=1), {"x": jnp.ones(4)})
 
 
 FAILS = """
