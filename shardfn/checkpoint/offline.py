@@ -17,7 +17,7 @@ from shardfn.checkpoint import arrays, reader, state_tree, targets
 from shardfn.checkpoint.catalogue import SUMS
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, folder_for_writing, open_step, steps
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, check_free, folder_for_writing, open_step, steps
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
@@ -190,6 +190,7 @@ def write_copy(
     if step in steps(folder):
         fail(CheckpointError, f"step {step} exists already", where=f"{folder}", why="steps are never overwritten",
              fix="write to another folder")  # fmt: skip
+    check_free(folder / str(step))
     kept = targets.stored_layout(described)
     saved = orbax_store.Saved(state_tree.nested(sources), kept, count, in_flight=bound // SHARE)
     with arrays.write_errors(folder, (OSError, ValueError)):
@@ -222,8 +223,10 @@ def _described(
     return rows
 
 
-def memory_bytes(memory: int | str) -> int:
-    """The bytes of a memory bound, given as a number or as text.
+def memory_bytes(
+    memory: int | str, name: str = "memory", why: str = "a copy needs a few chunks of a MiB at once"
+) -> int:
+    """The bytes of a bound, given as a number or as text; `why` it may not be smaller than 1 MiB.
 
     Raises:
       CheckpointError: it is not a size, or below 1 MiB.
@@ -231,12 +234,13 @@ def memory_bytes(memory: int | str) -> int:
     >>> memory_bytes("256MiB")
     268435456
     """
-    found = bytes_of(memory, "memory")
+    found = bytes_of(memory, name)
     if isinstance(found, Problem):
         raise CheckpointError(found)
     if found < 1 << 20:
-        fail(CheckpointError, f"`memory` is {memory!r:.40}", why="a copy needs a few chunks of a MiB at once",
-             fix='write bytes, 1 MiB or more: memory="256MiB"')  # fmt: skip
+        fail(
+            CheckpointError, f"`{name}` is {memory!r:.40}", why=why, fix=f'write bytes, 1 MiB or more: {name}="256MiB"'
+        )
     return int(found)
 
 

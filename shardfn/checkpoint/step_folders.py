@@ -102,6 +102,20 @@ def no_steps(folder: pathlib.Path) -> list[str]:
     return [name for name in _numbered(folder) if (folder / name).is_dir() and not _was_saved(folder / name)]
 
 
+def check_free(step: pathlib.Path) -> None:
+    """Refuse what is in the place of a new step: Orbax would delete it.
+
+    Raises:
+      CheckpointError: there is a file, or what is left of a step.
+    """
+    if step.is_dir():
+        fail(CheckpointError, f"there are remains of a step {step.name}", where=str(step),
+             why="its removal was interrupted", fix="delete the folder, or write another step")  # fmt: skip
+    if os.path.lexists(step):
+        fail(CheckpointError, f"{step} is a file", where=f"step {step.name}", why="a step is a folder of this name",
+             fix="move the file, or write another step")  # fmt: skip
+
+
 def _numbered(folder: pathlib.Path) -> list[str]:
     return sorted(child.name for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii())
 

@@ -15,7 +15,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
 from shardfn.checkpoint.contents import StoredArray, StoredMesh, mesh_order
-from shardfn.checkpoint.step_folders import StrPath, folder_for_writing, no_steps, steps
+from shardfn.checkpoint.step_folders import StrPath, check_free, folder_for_writing, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.frontend.paths import listed
@@ -105,12 +105,10 @@ def save(
         fail(CheckpointError, f"step {step} is before the last one, {max(known)}", where=f"save({str(path)!r}, …, keep={keep})",
              why="Orbax keeps the steps that were written last, and would delete later ones",
              fix=f"write a later step, {max(known) + 1}, or leave `keep` out")  # fmt: skip
-    elif (folder / str(step)).exists() and step not in known:
-        fail(CheckpointError, f"there are remains of a step {step}", where=str(folder / str(step)),
-             why="its removal was interrupted", fix="delete the folder, or write another step")  # fmt: skip
     elif step in known:
         fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
              why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
+    check_free(folder / str(step))
     for leaf in flat:
         if isinstance(leaf.value, jax.Array):
             for shard in arrays.own_shards(leaf.value):

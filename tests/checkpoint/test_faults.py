@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint, layoutfile, shard
+from shardfn.checkpoint import arrays
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.checkpoint.states import mesh, plain, same
 from tests.messages import refusal
@@ -386,6 +387,26 @@ def test_a_path_where_orbax_loses_what_it_writes_is_refused_before_a_step_is_del
 def test_other_names_of_folders_are_no_problem(tmp_path, name):
     checkpoint.save(tmp_path / name, {"x": jnp.arange(4.0)})
     same(checkpoint.restore(tmp_path / name), {"x": jnp.arange(4.0)})
+
+
+@pytest.mark.parametrize("step", [None, 0])
+def test_a_file_in_the_place_of_a_step_is_kept(tmp_path, step):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "0").write_text("notes")
+    checkpoint.save(tmp_path / "other", {"x": jnp.ones(2)}, step=0)
+    for call in (
+        lambda: checkpoint.save(tmp_path / "run", {"x": jnp.ones(2)}, step=step),
+        lambda: checkpoint.merge(tmp_path / "other", tmp_path / "run"),
+    ):
+        assert refusal(call).problems[0].what == f"{tmp_path / 'run' / '0'} is a file"
+    assert (tmp_path / "run" / "0").read_text() == "notes"
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])
+def test_a_failed_write_says_what_failed_where(tmp_path, kind):
+    with pytest.raises(CheckpointFileError) as error, arrays.write_errors(tmp_path):
+        raise kind(13, "it failed", f"{tmp_path}/a [1]")
+    assert error.value.problems[0].why == f"{kind.__name__}: it failed: '{tmp_path}/a [1]'"
 
 
 SAVES = """

@@ -293,6 +293,13 @@ def test_export_of_what_safetensors_has_not_is_refused(tmp_path):
     assert [problem.where for problem in error.problems] == ["a/b, a_b", "i: int4[2]"]
 
 
+def test_a_bound_that_is_too_small_is_told_by_its_name(saved, tmp_path):
+    for name in ("memory", "file_bytes"):
+        with pytest.raises(CheckpointError, match=f'^`{name}` is 1000(?s:.*){name}="256MiB"'):
+            checkpoint.export_safetensors(saved, tmp_path / "out", **{name: 1000})
+    assert not (tmp_path / "out").exists()
+
+
 def run(capsys, *arguments):
     status = main(["checkpoint", *map(str, arguments)])
     told = capsys.readouterr()
