@@ -271,7 +271,7 @@ def test_partition_is_balanced_to_a_row():
         (lambda s: s.pull(ids={"w": [0.5]}), "do not fit"),
         (lambda s: ParameterServer.create({"a": "text", "b": jax.random.key(0)}, optax.sgd(1.0)), "no array of numbers"),
         (lambda s: ParameterServer.create({"a/b": np.ones(2), "a": {"b": np.ones(2)}}, optax.sgd(1.0)), "two arrays"),
-        (lambda s: ParameterServer.create({"n": np.array([2**40]), "d": np.array(1e300), "ok": np.array([2, np.inf])}, optax.sgd(1.0)),
+        (lambda s: ParameterServer.create({"n": np.int64(2**40), "d": np.array([1e300]), "ok": np.array(np.inf)}, optax.sgd(1.0)),
          "(?s)^2 problems.*`d` has values that float32 has not.*`n` has values that int32 has not"),
         (lambda s: ParameterServer.create({"u": np.array([2**31], "uint32"), "n": np.uint64(2**32)}, optax.sgd(1.0)),
          "^`n` has values that uint32 has not"),
