@@ -15,7 +15,7 @@
 
 from typing import Any
 
-from shardfn.checkpoint.offline import CopyResult, merge, relayout, verify
+from shardfn.checkpoint.offline import CopyResult, VerifyResult, merge, relayout, verify
 from shardfn.checkpoint.reader import RestoreReads, reads, restore
 from shardfn.checkpoint.safetensors import export_safetensors, import_safetensors
 from shardfn.checkpoint.step_folders import Inspection, inspect, steps
@@ -34,6 +34,7 @@ __all__ = [
     "CopyResult",
     "Inspection",
     "RestoreReads",
+    "VerifyResult",
     "export_safetensors",
     "import_safetensors",
     "inspect",

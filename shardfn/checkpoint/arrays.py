@@ -222,7 +222,7 @@ def damage(folder: pathlib.Path, entry: StoredArray, error: Exception) -> Proble
     return Problem(
         f"`{entry.path}` is {'missing' if is_missing else 'damaged'} in {folder}",
         where=entry.text,
-        why=re.sub(r"^[A-Z_]+: ", "", str(error).split(" [")[0]).strip()[:300],
+        why=re.sub(r"^[A-Z_]+: ", "", _reason(error)).strip()[:300],
         fix="restore another step: checkpoint.steps(path) lists them, checkpoint.verify(path, step) checks all arrays of one",
     )
 
@@ -263,4 +263,9 @@ def write_errors(path: pathlib.Path, kinds: Any = OSError) -> Iterator[None]:
         fix = "free disk space, or keep fewer steps with keep=" if full else "check that the folder is writable"
         is_full = f"{path} is full: the checkpoint could not be written"
         fail(CheckpointFileError, is_full if full else f"the checkpoint could not be written to {path}",
-             why=text.split(" [")[0][:400], fix=f"{fix}; earlier steps are complete")  # fmt: skip
+             why=f"{type(error).__name__}: {_reason(error)}"[:400], fix=f"{fix}; earlier steps are complete")  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error, without the number of the operating system's and the specification that ends TensorStore's."""
+    return re.sub(r"\[Errno \d+\] ", "", re.split(r" \[[a-z_ ]+='", str(error))[0])

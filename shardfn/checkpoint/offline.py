@@ -14,9 +14,10 @@ import numpy as np
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, state_tree, targets
+from shardfn.checkpoint.catalogue import SUMS
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step, steps
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, check_free, folder_for_writing, open_step, steps
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
@@ -185,10 +186,11 @@ def write_copy(
     for entry, read in zip(described, readers, strict=True):
         boxes_of = [(box, functools.partial(read, box)) for box in boxes(entry.shape, entry.chunks.file)]
         sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, orbax_arrays.stored_text(entry.mesh, entry.spec))
-    folder = absolute_path(target)
+    folder = folder_for_writing(target)
     if step in steps(folder):
         fail(CheckpointError, f"step {step} exists already", where=f"{folder}", why="steps are never overwritten",
              fix="write to another folder")  # fmt: skip
+    check_free(folder / str(step))
     kept = targets.stored_layout(described)
     saved = orbax_store.Saved(state_tree.nested(sources), kept, count, in_flight=bound // SHARE)
     with arrays.write_errors(folder, (OSError, ValueError)):
@@ -221,8 +223,10 @@ def _described(
     return rows
 
 
-def memory_bytes(memory: int | str) -> int:
-    """The bytes of a memory bound, given as a number or as text.
+def memory_bytes(
+    memory: int | str, name: str = "memory", why: str = "a copy needs a few chunks of a MiB at once"
+) -> int:
+    """The bytes of a bound, given as a number or as text; `why` it may not be smaller than 1 MiB.
 
     Raises:
       CheckpointError: it is not a size, or below 1 MiB.
@@ -230,21 +234,48 @@ def memory_bytes(memory: int | str) -> int:
     >>> memory_bytes("256MiB")
     268435456
     """
-    found = bytes_of(memory, "memory")
+    found = bytes_of(memory, name)
     if isinstance(found, Problem):
         raise CheckpointError(found)
     if found < 1 << 20:
-        fail(CheckpointError, f"`memory` is {memory!r:.40}", why="a copy needs a few chunks of a MiB at once",
-             fix='write bytes, 1 MiB or more: memory="256MiB"')  # fmt: skip
+        fail(
+            CheckpointError, f"`{name}` is {memory!r:.40}", why=why, fix=f'write bytes, 1 MiB or more: {name}="256MiB"'
+        )
     return int(found)
 
 
-def verify(path: StrPath, step: int | None = None) -> None:
+@dataclasses.dataclass(frozen=True)
+class VerifyResult:
+    """A checkpoint that could be read completely.
+
+    Attributes:
+      path: the folder that `save` was called with.
+      step: the step.
+      arrays: the number of arrays.
+      has_checksums: whether checksums of all bytes were compared. Orbax by itself writes none of most arrays: a changed value is
+        not noticed there.
+    """
+
+    path: pathlib.Path
+    step: int
+    arrays: int
+    has_checksums: bool
+
+    def __str__(self) -> str:
+        found = "every checksum is right" if self.has_checksums else "all arrays could be read; shardfn did not write it, " \
+                "so it has no checksums that would show changed values"  # fmt: skip
+        return f"{self.path}: step {self.step}, complete, {found}"
+
+
+def verify(path: StrPath, step: int | None = None) -> VerifyResult:
     """Read and check every array of a checkpoint, a file at a time.
 
     Args:
       path: the folder that `save` was called with.
       step: which step; the last if None.
+
+    Returns:
+      What was read, and whether it has checksums.
 
     Raises:
       CheckpointError: there is no such step.
@@ -254,7 +285,9 @@ def verify(path: StrPath, step: int | None = None) -> None:
     >>> from shardfn import checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = checkpoint.save(folder, {"w": jnp.ones((8, 4))})
-    ...     checkpoint.verify(folder)  # every byte is right
+    ...     checkpoint.verify(folder).has_checksums  # every byte is right
+    True
     """
-    folder, _, contents = open_step(path, step)
+    folder, step, contents = open_step(path, step)
     raise_problems(arrays.verify_arrays(folder, contents.entries), CheckpointFileError)
+    return VerifyResult(absolute_path(path), step, len(contents.entries), (folder / SUMS).is_file())

@@ -18,16 +18,22 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.catalogue import MAX_BYTES, write_sums
 from shardfn.checkpoint.failure import Failure
 from shardfn.checkpoint.orbax_arrays import registry
 from shardfn.checkpoint.step_folders import ITEM, LAYOUT, LAYOUT_ITEM
-from shardfn.errors import CheckpointFileError
+from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.files import atomic_file, read_bytes
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
@@ -93,8 +99,15 @@ class LayoutSave(ocp.args.CheckpointArgs):
 class Saving:
     """A save, possibly in the background. `path` is the folder, `step` the number of the step."""
 
-    def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager, failure: Failure):
-        self.path, self.step, self._failure = path, step, failure
+    def __init__(
+        self,
+        path: pathlib.Path,
+        step: int,
+        manager: ocp.CheckpointManager,
+        failure: Failure,
+        lock: contextlib.ExitStack,
+    ):
+        self.path, self.step, self._failure, self._lock = path, step, failure, lock
         self._manager: ocp.CheckpointManager | None = manager
         self._failed: CheckpointFileError | None = None
 
@@ -118,6 +131,7 @@ class Saving:
             except CheckpointFileError as error:
                 self._failed = error
             finally:
+                self._lock.close()
                 if UNDER_WAY.get(self.path.resolve()) is self:
                     del UNDER_WAY[self.path.resolve()]
         if self._failed is not None:
@@ -171,6 +185,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
       keep_every: as in `save`.
 
     Raises:
+      CheckpointError: another process saves in the folder, or has saved the step.
       CheckpointFileError: the folder cannot be written.
     """
     wait_for_save(path)
@@ -189,15 +204,50 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
     items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
     if saved.layout is not None:
         items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
-    with clearing(path, step, OSError):
-        manager = ocp.CheckpointManager(
-            path, options=options, item_handlers={ITEM: state, LAYOUT_ITEM: LayoutHandler()}
-        )
-        saving = Saving(path, step, manager, failure)
-        told = {"devices": saved.devices, "processes": jax.process_count()}
-        manager.save(step, args=ocp.args.Composite(**items), custom_metadata=told, force=True)
+    told = {"devices": saved.devices, "processes": jax.process_count()}
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(only_writer(path))
+        with clearing(path, step, OSError):
+            manager = ocp.CheckpointManager(
+                path, options=options, item_handlers={ITEM: state, LAYOUT_ITEM: LayoutHandler()}
+            )
+            try:
+                manager.save(step, args=ocp.args.Composite(**items), custom_metadata=told, force=True)
+            except StepAlreadyExistsError:
+                fail(CheckpointError, f"step {step} exists already", where=str(path), why="another process saved it meanwhile",
+                     fix="save in one process at a time, or give each a folder of its own")  # fmt: skip
+        saving = Saving(path, step, manager, failure, lock.pop_all())
     UNDER_WAY[path.resolve()] = saving
     return saving
+
+
+@contextlib.contextmanager
+def only_writer(path: pathlib.Path) -> Iterator[None]:
+    """Lock a folder of steps: Orbax deletes what another process has under way there.
+
+    A job of several processes, which write together, takes no lock; nor is there one where the file system has none.
+
+    Raises:
+      CheckpointError: another process has the lock.
+    """
+    if fcntl is None or jax.process_count() > 1:
+        yield
+        return
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(CheckpointError, f"another process saves in {path}", where=f"the lock of {path}",
+                     why="one would delete what the other has under way",
+                     fix="save in one process at a time, which waits for its background saves (`wait()`), or give each a folder "
+                         "of its own")  # fmt: skip
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # also where a forked process has it open
+        os.close(opened)
 
 
 @contextlib.contextmanager

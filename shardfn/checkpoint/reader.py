@@ -15,7 +15,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, state_tree, targets
-from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, TEXT, Contents, StoredArray
+from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, NUMBER, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
@@ -166,6 +166,9 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
         problems += _misfits(chosen, {path: leaf for path, leaf in wanted.items() if path in inside})
         dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind in ARRAYS}
     raise_problems(problems, CheckpointError)
+    for path, (old, new) in chosen.items():
+        if new.kind == NUMBER and path in dtypes:  # a number of which `like` makes an array
+            chosen[path] = Renamed(old, dataclasses.replace(new, kind=wanted[path].kind))
     found = casts([row.new for row in chosen.values()], dtypes, dtype)
     return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
 
@@ -304,16 +307,18 @@ def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.Stat
             problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} in `like`",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
                                     fix="restore it without `like`, then convert it"))  # fmt: skip
-    parts = dict.fromkeys(path.partition("/")[0] for path in wanted)
+    parts = {path.partition("/")[0] for path in wanted}
+    here = (path.partition("/") for path in wanted if path in chosen)
+    globs = list(dict.fromkeys(f"{part}/*" if inside else part for part, _, inside in here))
     for part, of_part in itertools.groupby(sorted(surplus), key=lambda path: path.partition("/")[0]):
         same = list(of_part)
         if part in parts or len(same) == 1:
-            left_out = "add it to `like`" if part in parts else f"leave it out: only={[f'{one}/*' for one in parts]}"
+            left_out = "add it to `like`" if part in parts or not globs else f"leave it out: only={globs}"
             problems += [Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
                                  fix=f"rename it with name_map, or {left_out}") for path in same]  # fmt: skip
         else:
             what = f"the checkpoint has {len(same)} arrays in `{part}`, and `like` has none there"
-            left_out = f"leave them out: only={[f'{one}/*' for one in parts]}"
+            left_out = f"leave them out: only={globs}" if globs else "rename them with name_map, or add them to `like`"
             problems.append(Problem(what, where=listed(same, 3), fix=left_out))
     return problems
 

@@ -71,7 +71,8 @@ def export_safetensors(
     ...     [file.name for file in files]
     ['model.safetensors']
     """
-    bound, most = offline.memory_bytes(memory), offline.memory_bytes(file_bytes)
+    bound = offline.memory_bytes(memory)
+    most = offline.memory_bytes(file_bytes, "file_bytes", "smaller files than a MiB would be too many")
     folder, _, contents = open_step(path, step)
     names: dict[str, reader.Renamed] = {}
     problems = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import os
 import pathlib
@@ -46,6 +47,28 @@ def absolute_path(path: Any) -> pathlib.Path:
     return pathlib.Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
 
 
+def folder_for_writing(path: Any) -> pathlib.Path:
+    """The absolute path of a folder that gets a step.
+
+    Raises:
+      CheckpointError: as `absolute_path`; Orbax would write a step there that nobody can read.
+    """
+    folder = absolute_path(path)
+    _check_backslash(folder)
+    # Orbax finds what the processes wrote by a glob of the path, and completes the step also where it finds nothing.
+    if name := next((name for name in folder.parts if not fnmatch.fnmatchcase(name, name)), None):
+        fail(CheckpointError, f"no checkpoint can be written to {folder}", where=f"the folder `{name}`",
+             why="Orbax takes its brackets for a pattern, and does not find what it wrote",
+             fix="rename the folder, or choose one without brackets")  # fmt: skip
+    return folder
+
+
+def _check_backslash(folder: pathlib.Path) -> None:
+    if name := next((name for name in folder.parts[1:] if "\\" in name), None):
+        fail(CheckpointError, f"no checkpoint can be in {folder}", where=f"the folder `{name}`",
+             why="TensorStore takes its backslash for a /", fix="rename the folder")  # fmt: skip
+
+
 def steps(path: StrPath) -> tuple[int, ...]:
     """The complete steps in a folder. Waits for a background save of this process.
 
@@ -77,6 +100,20 @@ def steps(path: StrPath) -> tuple[int, ...]:
 def no_steps(folder: pathlib.Path) -> list[str]:
     """The names of folders that are numbers, of which Orbax wrote nothing."""
     return [name for name in _numbered(folder) if (folder / name).is_dir() and not _was_saved(folder / name)]
+
+
+def check_free(step: pathlib.Path) -> None:
+    """Refuse what is in the place of a new step: Orbax would delete it.
+
+    Raises:
+      CheckpointError: there is a file, or what is left of a step.
+    """
+    if step.is_dir():
+        fail(CheckpointError, f"there are remains of a step {step.name}", where=str(step),
+             why="its removal was interrupted", fix="delete the folder, or write another step")  # fmt: skip
+    if os.path.lexists(step):
+        fail(CheckpointError, f"{step} is a file", where=f"step {step.name}", why="a step is a folder of this name",
+             fix="move the file, or write another step")  # fmt: skip
 
 
 def _numbered(folder: pathlib.Path) -> list[str]:
@@ -114,10 +151,11 @@ def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int
     the last step is an error; no older step is taken instead.
 
     Raises:
-      CheckpointError: there is no such step; several items of it hold arrays, and none is that of `save`.
+      CheckpointError: there is no such step, or it cannot be there; several items hold arrays, and none is that of `save`.
       CheckpointFileError: its description is damaged.
     """
     folder = absolute_path(path)
+    _check_backslash(folder)
     known = steps(folder)
     if not known and step is None and (held := _arrays_of(folder)):
         return held[0], 0, _contents(folder, held)

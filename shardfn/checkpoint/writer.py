@@ -15,7 +15,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
 from shardfn.checkpoint.contents import StoredArray, StoredMesh, mesh_order
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, no_steps, steps
+from shardfn.checkpoint.step_folders import StrPath, check_free, folder_for_writing, no_steps, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.frontend.paths import listed
@@ -57,7 +57,8 @@ def save(
 
     Raises:
       CheckpointError: leaves that cannot be saved, all at once; a step that exists already; a folder there whose name is a
-        number, and which is no step.
+        number, and which is no step; a path with a backslash or with a pattern in brackets, such as `run[1]`; another
+        process saves in the folder.
       CheckpointFileError: the disk is full or read-only. Earlier steps are complete.
       ExtraError: the packages of the extra `checkpoint` are not installed.
 
@@ -70,7 +71,7 @@ def save(
     need("orbax.checkpoint", "checkpoint")
     from shardfn.checkpoint import orbax_store
 
-    folder = absolute_path(path)
+    folder = folder_for_writing(path)
     step = int(step) if isinstance(step, np.integer) else step
     for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -104,12 +105,10 @@ def save(
         fail(CheckpointError, f"step {step} is before the last one, {max(known)}", where=f"save({str(path)!r}, …, keep={keep})",
              why="Orbax keeps the steps that were written last, and would delete later ones",
              fix=f"write a later step, {max(known) + 1}, or leave `keep` out")  # fmt: skip
-    elif (folder / str(step)).exists() and step not in known:
-        fail(CheckpointError, f"there are remains of a step {step}", where=str(folder / str(step)),
-             why="its removal was interrupted", fix="delete the folder, or write another step")  # fmt: skip
     elif step in known:
         fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
              why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
+    check_free(folder / str(step))
     for leaf in flat:
         if isinstance(leaf.value, jax.Array):
             for shard in arrays.own_shards(leaf.value):

@@ -54,8 +54,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    checkpoint.verify(options.path, options.step)
-    print(f"{options.path}: complete, every checksum is right")
+    print(checkpoint.verify(options.path, options.step))
 
 
 def _relayout(options: argparse.Namespace) -> None:
@@ -105,7 +104,7 @@ COPY = {"source": "the folder of a checkpoint", "target": "another folder"}
 
 COMMANDS = {
     "inspect": Command("what a checkpoint holds", _inspect, FOLDER, STEP),
-    "verify": Command("read a checkpoint through and check every byte", _verify, FOLDER, STEP),
+    "verify": Command("read a checkpoint through and check its checksums", _verify, FOLDER, STEP),
     "relayout": Command(
         "copy a checkpoint into another layout, without its devices", _relayout, COPY,
         {"--layout": {"required": True, "metavar": "FILE", "help": "a layout file, or the name of a recipe"}, **DEVICES, **PICK}),

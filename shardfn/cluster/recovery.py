@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import Contents
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
+from shardfn.checkpoint.step_folders import StrPath, folder_for_writing, open_step
 from shardfn.cluster.heartbeat import beat, rest
 from shardfn.cluster.preemption import STATUS, notices
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, StrategyError, a, fail, raise_problems
@@ -112,7 +112,7 @@ def run(
     _check(steps, every, keep, make_step, after_step, say)
     key = _as_key(key)
     say = say if jax.process_index() == 0 else lambda _: None
-    folder = absolute_path(checkpoint_dir)
+    folder = folder_for_writing(checkpoint_dir)
     placed = list(jax.devices() if devices is None else devices)
     batches: Any = data(placed) if callable(data) else data
     if not isinstance(batches, Iterable):

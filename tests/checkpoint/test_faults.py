@@ -16,9 +16,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn import checkpoint
+from shardfn import checkpoint, layoutfile, shard
+from shardfn.checkpoint import arrays
 from shardfn.errors import CheckpointError, CheckpointFileError
-from tests.checkpoint.states import mesh, plain
+from tests.checkpoint.states import mesh, plain, same
+from tests.messages import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -361,6 +363,91 @@ def test_a_folder_by_another_name_is_the_same(tmp_path):
     assert checkpoint.save(tmp_path / "link", {"x": jnp.ones(2)}).step == 1
     saving.wait()
     assert checkpoint.steps(tmp_path / "link") == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a\\b", "[x]/run"], ids=["brackets", "backslash", "brackets above"])
+def test_a_path_where_orbax_loses_what_it_writes_is_refused_before_a_step_is_deleted(tmp_path, name):
+    state = {"x": jnp.arange(4.0)}
+    checkpoint.save(tmp_path / "run", state, step=1)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "run").rename(tmp_path / name)
+    for call in (
+        lambda: checkpoint.save(tmp_path / name, state, step=2, keep=1),
+        lambda: checkpoint.merge(tmp_path / name, tmp_path / name),
+    ):
+        assert "rename the folder" in refusal(call).problems[0].fix
+    assert checkpoint.steps(tmp_path / name) == (1,)
+    if "\\" in name:
+        assert "takes its backslash for a /" in refusal(checkpoint.restore, tmp_path / name).problems[0].why
+    else:
+        same(checkpoint.restore(tmp_path / name), state)
+
+
+@pytest.mark.parametrize("name", ["a[b", "a]b", "what? *", "#%'\"~{}", "ünï"])
+def test_other_names_of_folders_are_no_problem(tmp_path, name):
+    checkpoint.save(tmp_path / name, {"x": jnp.arange(4.0)})
+    same(checkpoint.restore(tmp_path / name), {"x": jnp.arange(4.0)})
+
+
+@pytest.mark.parametrize("step", [None, 0])
+def test_a_file_in_the_place_of_a_step_is_kept(tmp_path, step):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "0").write_text("notes")
+    checkpoint.save(tmp_path / "other", {"x": jnp.ones(2)}, step=0)
+    for call in (
+        lambda: checkpoint.save(tmp_path / "run", {"x": jnp.ones(2)}, step=step),
+        lambda: checkpoint.merge(tmp_path / "other", tmp_path / "run"),
+    ):
+        assert refusal(call).problems[0].what == f"{tmp_path / 'run' / '0'} is a file"
+    assert (tmp_path / "run" / "0").read_text() == "notes"
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])
+def test_a_failed_write_says_what_failed_where(tmp_path, kind):
+    with pytest.raises(CheckpointFileError) as error, arrays.write_errors(tmp_path):
+        raise kind(13, "it failed", f"{tmp_path}/a [1]")
+    assert error.value.problems[0].why == f"{kind.__name__}: it failed: '{tmp_path}/a [1]'"
+
+
+SAVES = """
+import sys
+import numpy as np
+from shardfn import checkpoint
+saving = checkpoint.save(sys.argv[1], {"x": np.arange(4)}, step=1, background=True)
+print("begun", flush=True)
+sys.stdin.readline()
+saving.wait()
+"""
+
+
+def test_a_folder_in_which_another_process_saves_is_refused_until_it_has_saved(tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path / "run")], env=environment, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:  # fmt: skip
+        assert other.stdout.readline() == "begun\n"
+        for step in (1, 2):
+            error = refusal(lambda: checkpoint.save(tmp_path / "run", {"x": np.zeros(4)}, step=step, keep=1))  # noqa: B023
+            assert isinstance(error, CheckpointError)
+        other.communicate("\n")
+    assert other.returncode == 0
+    checkpoint.save(tmp_path / "run", {"x": np.zeros(4)}, step=2)
+    assert checkpoint.steps(tmp_path / "run") == (1, 2)
+    same(checkpoint.restore(tmp_path / "run", step=1), {"x": np.arange(4)})
+
+
+def test_a_step_that_another_process_saved_meanwhile_is_told_as_such(tmp_path, monkeypatch):
+    plan = shard(jnp.tanh, device="cpu:1").plan(jnp.ones(4))
+
+    def read_layout(layout):
+        monkeypatch.undo()
+        checkpoint.save(tmp_path, {"x": jnp.ones(4)}, step=1)  # as another process, after the steps were looked for
+        return layoutfile.read_layout(layout)
+
+    monkeypatch.setattr(layoutfile, "read_layout", read_layout)
+    error = refusal(lambda: checkpoint.save(tmp_path, {"x": jnp.zeros(4)}, plan, step=1))
+    assert error.problems[0].why == "another process saved it meanwhile"
+    assert checkpoint.save(tmp_path, {"x": jnp.zeros(4)}).step == 2
+    same(checkpoint.restore(tmp_path, step=1), {"x": jnp.ones(4)})
 
 
 FAILS = """

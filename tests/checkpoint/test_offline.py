@@ -293,6 +293,13 @@ def test_export_of_what_safetensors_has_not_is_refused(tmp_path):
     assert [problem.where for problem in error.problems] == ["a/b, a_b", "i: int4[2]"]
 
 
+def test_a_bound_that_is_too_small_is_told_by_its_name(saved, tmp_path):
+    for name in ("memory", "file_bytes"):
+        with pytest.raises(CheckpointError, match=f'^`{name}` is 1000(?s:.*){name}="256MiB"'):
+            checkpoint.export_safetensors(saved, tmp_path / "out", **{name: 1000})
+    assert not (tmp_path / "out").exists()
+
+
 def run(capsys, *arguments):
     status = main(["checkpoint", *map(str, arguments)])
     told = capsys.readouterr()
@@ -304,7 +311,8 @@ def test_command_line(saved, state, layout, tmp_path, capsys):
     assert status == 0
     assert "step 11\nsaved on 8 devices in 1 process, mesh a=2 x b=4\n" in out
     assert "params/w1               float32[64,128]   (1, 4)    32,768\n" in out
-    assert run(capsys, "verify", saved)[0] == 0
+    status, out, _ = run(capsys, "verify", saved)
+    assert status == 0 and "every checksum is right" in out
     assert run(capsys, "relayout", saved, tmp_path / "a", "--layout", layout, "--memory", "2MiB")[0] == 0
     assert run(capsys, "merge", tmp_path / "a", tmp_path / "b", "--only", "params/*", "--dtype", "bfloat16")[0] == 0
     status, out, _ = run(capsys, "export", tmp_path / "b", tmp_path / "x.safetensors", "--rename", "params=model")

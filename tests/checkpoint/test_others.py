@@ -91,7 +91,8 @@ def test_what_others_wrote(tmp_path, state, write):
     here = checkpoint.restore(tmp_path / "run", jax.devices()[:2])  # no structure: dicts and lists
     assert here["params"]["w1"].sharding.device_set == set(jax.devices()[:2])
     same(here["params"], state["params"])
-    checkpoint.verify(tmp_path / "run")
+    found = checkpoint.verify(tmp_path / "run")
+    assert not found.has_checksums and "has no checksums" in str(found)
 
 
 def test_stored_shardings_of_others(tmp_path):

@@ -267,6 +267,18 @@ def test_integers_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "like", [jnp.int32(0), np.int16(0), jax.ShapeDtypeStruct((), "uint8")], ids=["jax", "numpy", "shape"]
+)
+def test_a_number_is_an_array_where_like_has_one(tmp_path, like):
+    checkpoint.save(tmp_path, {"n": 200, "rate": 0.25, "left": 7, "large": 2**40})
+    back = checkpoint.restore(tmp_path, like={"n": like, "rate": jnp.float32(0), "left": 0}, only=["n", "rate", "left"])
+    assert (back["n"].dtype, back["n"].shape, int(back["n"])) == (like.dtype, (), 200)
+    assert back["rate"].dtype == "float32" and type(back["left"]) is int
+    with pytest.raises(CheckpointError, match=f"`large` has integers that {like.dtype} has not"):
+        checkpoint.restore(tmp_path, like={"large": like}, only="large")
+
+
+@pytest.mark.parametrize(
     ("told", "options"),
     [
         ("`name_map` is a list", {"name_map": ["enc"]}),
@@ -284,6 +296,24 @@ def test_wrong_arguments_say_what_is_wrong(tmp_path, told, options):
 def test_a_shape_cannot_be_saved(tmp_path):
     error = refusal(checkpoint.save, tmp_path, {"a": jax.ShapeDtypeStruct((2,), "float32")})
     assert error.problems[0].what == "`a` is a shape, and no array"
+
+
+def test_the_fix_of_arrays_that_like_has_not_is_a_call_that_works(tmp_path):
+    names = ("body/w", "head/w", "n", "opt/mu", "opt/nu", "rate")
+    checkpoint.save(tmp_path, {name: jnp.ones(2) for name in names})
+    like = {"head": {"w": jnp.zeros(2)}, "n": jnp.zeros(2), "new": jnp.zeros(2)}
+    problems = refusal(lambda: checkpoint.restore(tmp_path, like=like)).problems
+    assert [p.what for p in problems if "only=" in p.fix and "no `new`" not in p.what] == [
+        "the checkpoint has `body/w`, and `like` has not",
+        "the checkpoint has 2 arrays in `opt`, and `like` has none there",
+        "the checkpoint has `rate`, and `like` has not",
+    ]
+    for only in {p.fix.partition(": only=")[2] for p in problems} - {""}:
+        same(
+            checkpoint.restore(tmp_path, like=like, only=eval(only)),
+            {**like, "head": {"w": jnp.ones(2)}, "n": jnp.ones(2)},
+        )
+    assert "only=[" not in str(refusal(lambda: checkpoint.restore(tmp_path, like={"new": jnp.zeros(2)})))
 
 
 @pytest.mark.parametrize("inside", ["params", "model"])

@@ -106,7 +106,8 @@ class ParameterServer:
         """Start servers, or resume with those of a folder: their parameters, optimizer state, and numbers of servers and workers.
 
         Args:
-          params: the first parameters, a pytree of arrays.
+          params: the first parameters, a pytree of arrays, in JAX's dtypes. Arrays of ints have no gradient: they stay as
+            they are.
           optimizer: an optax optimizer that treats each element alone, such as SGD, Adam or Adagrad. Servers hold ranges
             of rows, so a norm of all gradients is not known to them.
           folder: where the databases are. None for a temporary folder, which ends with the process.
@@ -126,7 +127,8 @@ class ParameterServer:
           The parameter server.
 
         Raises:
-          StrategyError: numbers that make no sense, or an optimizer that does not treat each element alone.
+          StrategyError: numbers that make no sense, values that JAX's 32 bits do not hold, or an optimizer that does not treat
+            each element alone.
           CheckpointError: the folder holds another job.
           CheckpointFileError: the folder is damaged, or cannot be written.
           ClusterError: another process has the folder open.
@@ -198,7 +200,8 @@ class ParameterServer:
         Args:
           gradients: a pytree like that of `create`, or some arrays by path in a dict; the others have zero gradient. A
             `RowGradient` holds the gradient of some rows.
-          worker: the worker's name or number.
+          worker: the worker's name or number, the same in all of its pushes. Any is taken, since workers come and go: a second
+            name would count as one more of the `workers` that an update waits for.
           step: the worker's step, from 0, one more than that of its last push that counts: `next_step`.
           version: the version of the parameters that the gradients were computed from; by default that of the last pull.
 

@@ -190,7 +190,8 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
       params: the pytree, with arrays as leaves.
 
     Raises:
-      StrategyError: a leaf is no array of numbers, or two have one path; all problems together.
+      StrategyError: a leaf is no array of numbers, has values that JAX's dtype for it has not, or two have one path; all
+        problems together.
 
     >>> specs_of({"w": np.zeros((2, 3), "float32")})
     (ArraySpec(name='w', shape=(2, 3), dtype='float32', colocated_with=''),)
@@ -205,8 +206,22 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
         problems.append(Problem("there are no parameters", where="create(params)", why="servers hold arrays of numbers",
                                 fix="give a pytree with arrays"))  # fmt: skip
     raise_problems(problems)
-    return tuple(ArraySpec(name, tuple(np.shape(leaf)), jnp.result_type(leaf).name)
-                 for name, leaf in zip(names, leaves, strict=True))  # fmt: skip
+    specs = tuple(ArraySpec(name, tuple(np.shape(leaf)), jnp.result_type(leaf).name)
+                  for name, leaf in zip(names, leaves, strict=True))  # fmt: skip
+    raise_problems(Problem(f"`{spec.name}` has values that {spec.dtype} has not", where="create(params)",
+                           why=f"JAX makes {np.asarray(leaf).dtype} {spec.dtype} while jax_enable_x64 is off",
+                           fix="give values that fit, or set jax_enable_x64 in all processes")
+                   for spec, leaf in zip(specs, leaves, strict=True) if not _holds(spec.dtype, np.asarray(leaf)))  # fmt: skip
+    return specs
+
+
+def _holds(dtype: Any, values: np.ndarray) -> bool:
+    """Whether a dtype has these values: all integers, and of other numbers the range."""
+    if values.dtype == jnp.dtype(dtype):
+        return True
+    if values.dtype.kind in "iu":
+        return bool((values.astype(dtype).astype(values.dtype) == values).all())
+    return bool((np.isfinite(_as_held(values, dtype)) == np.isfinite(values)).all())
 
 
 def _is_number(leaf: Any) -> bool:
