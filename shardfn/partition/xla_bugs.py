@@ -17,8 +17,9 @@ Since JAX 0.12 some reshardings end the process, on every platform (`ends_proces
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardfn.ir.model import Convolution, Op, Spec, axes_of, axis_name, axis_size
 
@@ -77,6 +78,15 @@ def ends_process(before: Spec, after: Spec, axes: Mapping[str, int]) -> bool:
             if any(most % least for least, most in sizes):
                 return True
     return False
+
+
+def may_end_process(sizes: Iterable[int]) -> bool:
+    """Whether there is a resharding over mesh axes of these sizes for which `ends_process` holds.
+
+    >>> may_end_process([2, 2, 2]), may_end_process([2, 3])
+    (False, True)
+    """
+    return any(max(pair) % min(pair) for pair in itertools.combinations({*sizes}, 2))
 
 
 def aborts_if_constrained(op: Op) -> bool:

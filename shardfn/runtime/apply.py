@@ -30,6 +30,7 @@ from shardfn.frontend.strategy import AUTO, PassedOn
 from shardfn.ir.mlir import ir
 from shardfn.ir.model import mesh_sizes
 from shardfn.movement import is_still, with_rotations_back
+from shardfn.partition.xla_bugs import may_end_process
 from shardfn.planning.answers import plan_search_answer, search
 from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pose, pure_function
 from shardfn.planning.inside import apply_constraints
@@ -166,14 +167,15 @@ def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable
 def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:
     """The function of a call with the constraints of a plan. Derivatives that are taken from outside are planned too."""
     planned, run = answered_call(plan).posed.call, _constrained(plan, function, mesh)
-    if plan.hardware.count == 1 or is_still(planned.traced.jaxpr):
+    shared = _shared_mesh(plan)
+    if plan.hardware.count == 1 or (is_still(planned.traced.jaxpr) and not may_end_process(shared.mesh.shape.values())):
         return run
     if _keeps_own_derivatives(plan):
         return functools.wraps(run)(with_rotations_back(run, function.call.statics))
     call, results = function.call, tree_util.tree_structure(planned.traced.results)
     treedef = tree_util.tree_structure(call.dynamic)
     shapes = jax.eval_shape(lambda *own: own, *tree_util.tree_leaves(call.dynamic))
-    ins, outs = map(tree_util.tree_leaves, shardings_on(plan, _shared_mesh(plan)))
+    ins, outs = map(tree_util.tree_leaves, shardings_on(plan, shared))
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: tree_util.tree_leaves(function(*call.replaced(treedef, arrays)))
