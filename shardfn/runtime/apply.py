@@ -174,24 +174,26 @@ def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Calla
         return functools.wraps(run)(with_rotations_back(run, function.call.statics))
     call, results = function.call, tree_util.tree_structure(planned.traced.results)
     treedef = tree_util.tree_structure(call.dynamic)
-    shapes = jax.eval_shape(lambda *own: own, *tree_util.tree_leaves(call.dynamic))
-    ins, outs = map(tree_util.tree_leaves, shardings_on(plan, shared))
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: tree_util.tree_leaves(function(*call.replaced(treedef, arrays)))
 
-    own = flat(run)
-    if not plan.constraints:  # the plans of the derivatives have workarounds and detours of their own
-        own = flat(dataclasses.replace(function, halo_shards={}, wrong=()).on(mesh))
-    derived = Derived(flat(run), own, shapes, tuple(ins), tuple(outs), functools.partial(_plan_flat, plan))
-    found = differentiable(derived)
+    @functools.cache  # most functions are never called inside a transformation
+    def found() -> tuple[Derived, Flat]:
+        own = flat(run)
+        if not plan.constraints:  # the plans of the derivatives have workarounds and detours of their own
+            own = flat(dataclasses.replace(function, halo_shards={}, wrong=()).on(mesh))
+        shapes = jax.eval_shape(lambda *own: own, *tree_util.tree_leaves(call.dynamic))
+        ins, outs = map(tree_util.tree_leaves, shardings_on(plan, shared))
+        derived = Derived(flat(run), own, shapes, tuple(ins), tuple(outs), functools.partial(_plan_flat, plan))
+        return derived, differentiable(derived)
 
     @functools.wraps(run)
     def with_derivatives(*values: Any) -> Any:
         arrays = tree_util.tree_leaves(dataclasses.replace(call, values=values).dynamic)
-        if planned.traced.captured:
-            return tree_util.tree_unflatten(results, _with_captured(plan, derived, arrays))
-        return tree_util.tree_unflatten(results, found(*arrays))
+        derived, function = found()
+        made = _with_captured(plan, derived, arrays) if planned.traced.captured else function(*arrays)
+        return tree_util.tree_unflatten(results, made)
 
     return with_derivatives
 

@@ -255,8 +255,8 @@ def _traced(
                  "device=jax.devices()[:1]")  # fmt: skip
     is_binding = function.ambient is not None and function.ambient.is_binding
     has_tags = layout is not None and bool(layout.activations)
-    has_inner = hardware.count > 1 and not is_binding and bool(inner_entries(traced.jaxpr, hardware))
-    if hardware.count > 1 and not is_open and not has_tags and not has_inner:  # what is inside has numbers of one form
+    may_wait = hardware.count > 1 and not is_open and not has_tags  # what is inside has numbers of one form
+    if may_wait and (is_binding or not inner_entries(traced.jaxpr, hardware)):
         function = dataclasses.replace(function, unshifted=traced)
         function, traced, lowered = _with_windows_apart(function, traced, hardware)
     elif hardware.count > 1:
@@ -269,7 +269,8 @@ def _traced(
         if tags and hardware.count > 1 and not problems:
             function = dataclasses.replace(function, tags=tags, tag_axes=axes)
             traced, lowered = function.as_jaxpr(), None
-    inner = inner_entries(traced.jaxpr, hardware) if hardware.count > 1 and not is_binding else ()
+    has_none = hardware.count == 1 or is_binding or function.unshifted is not None
+    inner = () if has_none else inner_entries(traced.jaxpr, hardware)
     if inner:
         function = dataclasses.replace(function, inner={entry.number: None for entry in inner})
         traced, lowered = function.as_jaxpr(), None
