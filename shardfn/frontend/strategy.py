@@ -100,7 +100,9 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     (((2, 3), 'int32'), ((), 'float32'), None)
     """
     if isinstance(leaf, bool | int | float | complex):
-        return (), str(jax.dtypes.canonicalize_dtype(type(leaf)))
+        return (), str(
+            jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)))
+        )  # `jax.vjp` gives ints a dtype
     if not isinstance(leaf, jax.Array) and isinstance(leaf, jax.Ref):  # the first is the cheap one
         return None
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)

@@ -258,3 +258,24 @@ def test_without_jit_the_function_runs_as_it_is():
         assert [counter(X), counter(X)] == [497.0, 498.0]
         assert Counter.__call__(counter, X) == 499.0
     assert counter.n == 3
+
+
+@pytest.mark.parametrize("value", [3, 3.0, True, 2 + 1j])
+def test_numbers_of_python_are_differentiated_as_by_jit(value):
+    def scaled(n, x):
+        return jnp.abs(n * jnp.sum(x))
+
+    def pulled(f):
+        result, pull = jax.vjp(f, value, X)
+        return [result, *map(np.asarray, pull(result))]
+
+    for a, b in zip(pulled(shard(scaled)), pulled(jax.jit(scaled)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert error(lambda: jax.grad(shard(scaled))(3, X)) == error(lambda: jax.grad(scaled)(3, X))
+
+
+def error(call):
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs") as caught:
+        call()
+    return str(caught.value)
