@@ -291,6 +291,20 @@ def test_a_rule_of_a_tag_without_axes_is_refused(rules):
     assert plan(lambda x: tag(x, "h") * 2, jnp.ones((16, 16)), layout=named).activations == named.activations
 
 
+def test_integers_beside_rules_of_tags_are_on_the_mesh_of_the_file():
+    named = made(
+        'format = "shardfn-layout"\nversion = 2\n[mesh]\ndata = 2\nmodel = 4\n[activations]\nhidden = ["data", "model"]'
+    )
+    sharded = shard(loss, ({"up": (1, 4), "down": (4, 1)}, (2, 1)), layout=named)
+    assert dict(sharded.plan(PARAMS, X).mesh.shape) == {"data": 2, "model": 4}
+    np.testing.assert_allclose(sharded(PARAMS, X), loss(PARAMS, X), rtol=1e-5)
+    with pytest.raises(ShardError, match="cannot be sharded"):
+        plan(loss, PARAMS, X, in_strategy=({"up": (2, 2), "down": (1, 1)}, (1, 1)), layout=named)
+    other = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with pytest.raises(ShardError, match="`hidden` is on another mesh than the arrays"):
+        plan(loss, PARAMS, X, layout=named, device=other)
+
+
 # ---- check
 
 WRONG = """

@@ -310,14 +310,31 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
     strategies += [strategy for _, strategy, _ in inner]
     tied += [own for _, _, own in inner]
     sizes = [math.prod(v.shape) for v in call.traced.graph.values]
-    if call.hardware.mesh is not None or any(map(names_axes, leaves)):
-        mesh, used = call.hardware.mesh, call.hardware.devices
+    mesh, used, tag_axes = call.hardware.mesh, call.hardware.devices, _tag_axes(call)
+    if mesh is not None or tag_axes or any(map(names_axes, leaves)):
         instead = _without_mesh(call) if mesh is not None else ""
-        return place_named(leaves, strategies, count, mesh, problems, used, tied, groups.of, sizes, instead)
+        mesh = mesh if mesh is not None or not tag_axes else abstract_mesh(tag_axes)
+        placed = place_named(leaves, strategies, count, mesh, problems, used, tied, groups.of, sizes, instead)
+        if tag_axes and placed.axes and placed.axes != tag_axes:
+            problems.append(_other_mesh(call, tag_axes, placed.axes))
+        return placed
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
     calls = operands_of_calls([e for e in call.inner if _is_inferred(e, marked)], len(values))
     return place(leaves, strategies, tied, count, problems, groups.of, sizes, calls)
+
+
+def _tag_axes(call: TracedCall) -> Axes:
+    """The mesh axes that a layout file's rules for activations name, () without such rules."""
+    return call.function.tag_axes if any(rule.has_axes for rule in call.function.tags.values()) else ()
+
+
+def _other_mesh(call: TracedCall, tag_axes: Axes, axes: Axes) -> Problem:
+    name, rule = next((name, rule) for name, rule in call.function.tags.items() if rule.has_axes)
+    file = call.layout.name if call.layout is not None else ""
+    return Problem(f"the activation `{name}` is on another mesh than the arrays", rule.where(file, "activations"),
+                   f"{mesh_text(tag_axes)} is not {mesh_text(axes)}",
+                   "write the axes of the call in [mesh], with their sizes, or pass integers and no mesh of yours")  # fmt: skip
 
 
 def _inner_values(call: TracedCall) -> dict[int, int]:
