@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, legend, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, strokes, text, text_width
-from shardfn.frontend.paths import alike, layer, starred
+from shardfn.frontend.paths import alike, layer, mirrored, name_of_row
 from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Decision, Plan
 from shardfn.render.cells import shape_text, spec_text
@@ -87,9 +87,13 @@ def arrays_picture(plan: Plan, width: float) -> Picture:
 
 
 def rows_of(decisions: Iterable[Decision]) -> list[_Row]:
-    """The arrays, the largest first; those that differ only in the number of a layer are one row."""
-    groups = alike(decisions, lambda d: (layer(d.path), d.shape, d.dtype, d.spec), least=2)
-    rows = [_Row(starred([d.path for d in same]), same[0], len(same), tuple(d.path for d in same)) for same in groups]
+    """The arrays, the largest first; those of all layers are one row, with the moments of an optimizer."""
+    decisions = list(decisions)
+    copies = mirrored([(d.path, d.shape) for d in decisions])
+    groups = alike(decisions, lambda d: (layer(copies.get(d.path, d.path)), d.shape, d.dtype, d.spec), least=2)
+    rows = [
+        _Row(name_of_row([d.path for d in same]), same[0], len(same), tuple(d.path for d in same)) for same in groups
+    ]
     return sorted(rows, key=lambda row: -row.bytes)
 
 

@@ -205,11 +205,22 @@ def starred(texts: Sequence[str]) -> str:
     return "".join(word[0] if len(set(word)) == 1 else "*" for word in words)
 
 
+def name_of_row(paths: Sequence[str]) -> str:
+    """One name for arrays whose paths differ only in numbers, and for the arrays of an optimizer that mirror them.
+
+    >>> name_of_row(["params/0/w", "params/1/w", "state/mu/0/w", "state/mu/1/w"])
+    'params/*/w and 1 alike'
+    """
+    first = [path for path in paths if layer(path) == layer(paths[0])]
+    others = len({layer(path) for path in paths}) - 1
+    return starred(first) + (f" and {others} alike" if others else "")
+
+
 def mirrored(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
     """For each parameter that other arrays mirror, and for each of these, the parameter's path.
 
     Arrays mirror parameters, as an optimizer's moments do, where a tree of at least two has the paths and shapes of another one,
-    which is an argument or the `params` of a `state`.
+    which is an argument, a result, or the `params` of one.
 
     Args:
       arrays: path and shape of each array.
@@ -228,7 +239,7 @@ def mirrored(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for tree, prefixes in sorted(equal.items(), key=lambda item: -len(item[0])):
         first = min(prefixes, key=lambda prefix: prefix.count("/"))
-        if len(tree) > 1 < len(prefixes) and ("/" not in first or first == "state/params"):
+        if len(tree) > 1 < len(prefixes) and re.fullmatch(r"(result/\d+|[^/]+)(/params)?", first):
             for prefix in prefixes:
                 for rest, _ in tree:
                     found.setdefault(f"{prefix}/{rest}", f"{first}/{rest}")

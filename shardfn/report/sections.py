@@ -12,7 +12,7 @@ from typing import Any
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.frontend.notes import Counted
-from shardfn.frontend.paths import alike, few, layer, mirrored, starred
+from shardfn.frontend.paths import alike, few, layer, mirrored, name_of_row, starred
 from shardfn.ir.model import Spec
 from shardfn.ir.op_traits import LISTED
 from shardfn.ir.partitioned import USER_WRITTEN, Collective
@@ -87,7 +87,7 @@ def _processes(of: Subject) -> Iterable[Part]:
 
 def _arrays(of: Subject) -> Iterable[Part]:
     for title, decisions in (("Arguments", of.plan.inputs), ("Results", of.plan.outputs)):
-        copies = mirrored([(d.path, d.shape) for d in decisions]) if of.is_full else {}
+        copies = mirrored([(d.path, d.shape) for d in decisions])
         groups = alike(decisions, functools.partial(_as_in_row, copies=copies), least=2)
         if len(groups) > of.most:  # sharded arrays first, then large ones
             groups.sort(key=lambda same: (not any(same[0].spec), -same[0].local_bytes))
@@ -116,10 +116,8 @@ def _as_in_row(d: Decision, copies: Mapping[str, str]) -> Decision:
 
 
 def _name(paths: Sequence[str]) -> Cell:
-    """One name for arrays whose paths differ only in numbers, and for the arrays of an optimizer that mirror them."""
-    first = [path for path in paths if layer(path) == layer(paths[0])]
-    others = len({layer(path) for path in paths}) - 1
-    return Cell(starred(first) + (f" and {others} alike" if others else ""), paths if len(paths) > 1 else ())
+    """One name for the arrays of a row, which lists their paths."""
+    return Cell(name_of_row(paths), paths if len(paths) > 1 else ())
 
 
 def _line(where: str) -> Cell:

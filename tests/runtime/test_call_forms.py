@@ -171,7 +171,7 @@ def test_plan_of_train_step_shards_the_parameters_of_a_step_with_another_optimiz
     layout.save(tmp_path / "step.toml")
     for given in (layout, tmp_path / "step.toml"):
         step = train.step(loss, optimizer, **({"mode": "semi_auto_parallel"} | options), layout=given)
-        with pytest.warns(UserWarning, match="`update` has changed since .* its arguments") as warned:
+        with pytest.warns(UserWarning, match="`train_step` has changed since .* its arguments") as warned:
             state = step.init(lambda: {"up": X, "down": X}, X)
             made = step.plan(state, X)
         assert len([w for w in warned if "has changed" in str(w.message)]) == 1

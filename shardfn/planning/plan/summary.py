@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import collective_s
 from shardfn.cost.platforms import backend_of
-from shardfn.frontend.paths import alike, layer, starred
+from shardfn.frontend.paths import alike, layer, mirrored, name_of_row
 from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan.plan import Decision, Plan
@@ -145,12 +145,18 @@ def summary(plan: Plan) -> str:
 
 def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
     """The largest arrays in the order of the call, equal ones as one row."""
-    groups = alike(decisions, lambda d: dataclasses.replace(d, path=layer(d.path), reason="", runner_up=""), least=2)
+    copies = mirrored([(d.path, d.shape) for d in decisions])
+    groups = alike(decisions, lambda d: _as_in_row(d, copies.get(d.path, d.path)), least=2)
     largest = sorted(range(len(groups)), key=lambda i: -math.prod(groups[i][0].shape))
     rows = [
-        (starred([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
+        (name_of_row([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
          str(same[0].strategy), same[0].source)
         for same in (groups[i] for i in sorted(largest[:most]))
     ]  # fmt: skip
     note = f'the largest of {len(decisions)}; all: shardfn.explain(plan, detail="full")' if len(groups) > most else ""
     return table("", (title, "count", "shape", "strategy", "chosen by"), rows, note)
+
+
+def _as_in_row(d: Decision, path: str) -> Decision:
+    """What decisions in one row share; `path` is that of the parameter that the array mirrors."""
+    return dataclasses.replace(d, path=layer(path), reason="", runner_up="")

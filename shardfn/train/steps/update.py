@@ -49,7 +49,7 @@ def update_function(
     def sharded(tree: Any) -> Any:
         return tree if zero is None or shardings is None else _constrain(tree, shardings, shardings.updates, parts)
 
-    def update(state: TrainState, *batch: Any) -> tuple[TrainState, Any]:
+    def train_step(state: TrainState, *batch: Any) -> tuple[TrainState, Any]:
         trained, before = parts.split(state.params)
         value, aux, grads, carried = gradients_of(cast(trained), before, batch)
         grads = tree_util.tree_map(lambda g, p: g.astype(p.dtype), grads, trained)
@@ -66,8 +66,8 @@ def update_function(
 
     called: Any = options.loss_fn
     # Attributes of a function are watched.
-    update.__dict__["reads"] = called.options.stages if isinstance(called, Pipeline) else called
-    return as_pure(update)
+    train_step.__dict__["reads"] = called.options.stages if isinstance(called, Pipeline) else called
+    return as_pure(train_step)
 
 
 def _constrain(tree: Any, shardings: StepShardings, specs: Any, parts: ModelParts) -> Any:
