@@ -14,7 +14,7 @@ from shardfn.compiled.executable import Compiled
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.notes import Counted
 from shardfn.planning.plan import Plan
-from shardfn.planning.questions import with_dominated_entries, with_runners_up
+from shardfn.planning.questions import with_dominated_entries, with_runners_up, with_tied_replicas
 from shardfn.render.files import save_text
 from shardfn.render.html import to_html
 from shardfn.render.parts import Part
@@ -131,7 +131,7 @@ def make_report(
       transfers: one line for each argument that arrives with another sharding.
       counted: what a run counted; None without a run.
     """
-    plan = with_dominated_entries(with_runners_up(plan))
+    plan = with_tied_replicas(with_dominated_entries(with_runners_up(plan)))
     compared = None if compiled is None else compare(plan, compiled)
     due = attributions(plan)
     data = plan_data(plan, transfers, due)

@@ -4,6 +4,7 @@
 |---|---|
 | `what_if` | the costs of other shardings of an array; the plan with other entries |
 | `dominated` | entries of the user that another sharding of the array beats |
+| `tied_replicas` | replicated entries with a dimension that is tied to a sharded one |
 | `reasons` | why an array is replicated |
 | `attribution` | which sharded dimensions of arguments cause a collective |
 | `tested_attribution` | a minimal set of shardings without which it is gone |
@@ -11,6 +12,7 @@
 
 from shardfn.planning.questions.dominated import with_dominated_entries
 from shardfn.planning.questions.tested_attribution import Cause, causes
+from shardfn.planning.questions.tied_replicas import with_tied_replicas
 from shardfn.planning.questions.what_if import with_runners_up
 
-__all__ = ["Cause", "causes", "with_dominated_entries", "with_runners_up"]
+__all__ = ["Cause", "causes", "with_dominated_entries", "with_runners_up", "with_tied_replicas"]

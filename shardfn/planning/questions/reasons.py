@@ -7,6 +7,7 @@ import math
 
 from shardfn.ir.model import mesh_text
 from shardfn.planning.plan import Decision, Figures, Plan
+from shardfn.planning.questions.tied_replicas import reason_of
 from shardfn.planning.questions.what_if import why
 from shardfn.search.moves import array_specs
 from shardfn.units import bytes_text, time_text
@@ -16,13 +17,17 @@ TRIED = 4
 
 
 def with_reason(plan: Plan, d: Decision) -> Decision:
-    """The decision with a reason of its own, where the search or propagation replicated the array.
+    """The decision with a reason of its own, where the array is replicated.
 
     Args:
       plan: the plan. Of a pickled one the reasons are those that the search noted.
       d: one of its decisions.
     """
-    if any(d.spec) or d.source not in ("searched", "propagated") or plan.hardware.count == 1:
+    if any(d.spec) or plan.hardware.count == 1:
+        return d
+    if d.source in ("you", "mode"):
+        return dataclasses.replace(d, reason=reason_of(plan, d) or d.reason)
+    if d.source not in ("searched", "propagated"):
         return d
     return dataclasses.replace(d, reason=f"replicated: {_why(plan, d)}")
 
