@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -42,13 +43,20 @@ def _fft(partitioned: PartitionedProgram, op: Op, out: int) -> float:
     return out * 5 * sum(math.log2(max(2, shape[d])) for d in op.transformed or [-1])
 
 
+def _factored(partitioned: PartitionedProgram, op: Op, count: int) -> float:
+    """`count` k² (m - k / 3) FLOPs for each m x k matrix of a stack, m ≥ k: LU with a count of 1, Householder's QR with 2."""
+    *stack, rows, columns = partitioned.local_shape(op.inputs[0])
+    large, small = max(rows, columns), min(rows, columns)
+    return count * math.prod(stack) * small**2 * (large - small / 3)
+
+
 FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
     "none": lambda partitioned, op, out: 0.0,
     "per_element": lambda partitioned, op, out: float(out * _depth(partitioned, op)),
     "contraction": lambda partitioned, op, out: float(out * _depth(partitioned, op) * 2),
     "convolution": _convolution,
-    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for Cholesky and the triangular solve. Those of
-    # `top_k` and of a random number are rough.
+    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for linear algebra. Those of `top_k` and of a
+    # random number are rough.
     "sort": lambda partitioned, op, out: out * math.log2(max(2, _last(partitioned, op))),
     "top_k": lambda partitioned, op, out: (
         out * (_last(partitioned, op) / max(1, partitioned.local_shape(op.outputs[0])[-1]) * 2)
@@ -59,18 +67,44 @@ FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
         2.0 * math.prod(partitioned.local_shape(op.inputs[0])) * partitioned.local_shape(op.outputs[0])[-1]
     ),
     "triangular_solve": lambda partitioned, op, out: out * float(_last(partitioned, op)),
+    "lu": lambda partitioned, op, out: _factored(partitioned, op, 1),
+    "qr": lambda partitioned, op, out: _factored(partitioned, op, 2),
+    "library_solve": lambda partitioned, op, out: (
+        float(math.prod(partitioned.local_shape(op.inputs[1]))) * partitioned.local_shape(op.inputs[0])[-1]
+    ),
     "rng_bit_generator": lambda partitioned, op, out: out * 10.0,
 }
 """FLOPs of one op on one device, once, from the elements of its largest result. `OpTraits.flops` names the row."""
 
+LIBRARY = {
+    "potrf": "cholesky", "trsm": "library_solve", "getrf": "lu", "geqrf": "qr", "orgqr": "qr", "ungqr": "qr",
+    "LuDecomposition": "lu", "Qr": "qr", "ProductOfElementaryHouseholderReflectors": "qr",
+}  # fmt: skip
+"""The row of a call of LAPACK, cuSOLVER or cuBLAS, by the routine, and of XLA's own on a TPU."""
+
+FACTORS = frozenset(LIBRARY.values())
+
+
+@functools.cache
+def _row(name: str) -> str:
+    """The row of `FLOPS` of an op.
+
+    >>> _row("custom_call lapack_spotrf_ffi"), _row("custom_call cusolver_getrf_ffi"), _row("custom_call Qr"), _row("add")
+    ('cholesky', 'lu', 'qr', 'per_element')
+    """
+    traits = OP_TRAITS.get(name)
+    if traits is not None and traits.flops:
+        return traits.flops
+    routine = re.fullmatch(r"custom_call (?:(?:lapack_[sdcz]|cusolver_|cublas_)(\w+?)(?:_batched)?_ffi|(\w+))", name)
+    return LIBRARY.get(routine[1] or routine[2], "per_element") if routine else "per_element"
+
 
 def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
     """FLOPs of one op on one device, once: 2 for a multiply-add, 1 for an element; a loop's ops run `op.trips` times."""
-    row = OP_TRAITS.get(op.name)
     if not op.outputs:
         return 0.0
     out = max(map(partitioned.local_elements, op.outputs))
-    return FLOPS[(row and row.flops) or "per_element"](partitioned, op, out)
+    return FLOPS[_row(op.name)](partitioned, op, out)
 
 
 def matrix_flops(partitioned: PartitionedProgram) -> float:
@@ -228,7 +262,8 @@ def has_own_time(op: Op) -> bool:
 
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
     """FLOP/s of an op. Special functions use an eighth of the lanes (CUDA C++ Programming Guide: 16 of 128)."""
-    if op.name in CONTRACTIONS or op.name == "ragged_dot":
+    # The factors of a library are mostly matmuls: at their rate the time is a lower bound.
+    if op.name in CONTRACTIONS or op.name == "ragged_dot" or (op.name not in OP_TRAITS and _row(op.name) in FACTORS):
         return chip.rate(graph.values[op.inputs[0]].dtype, op.precision, _contracts_rows(op))
     lanes = chip.vector_flops or chip.flops
     return lanes / 8 if op.name in EXPENSIVE else lanes
