@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax import tree_util
@@ -48,7 +50,10 @@ from shardfn.planning.inside import (
 from shardfn.planning.layout_rules import LayoutFile, as_it_holds, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
 from shardfn.planning.workarounds import has_windows, windows_clash
-from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes
+from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes, objective
+
+MOST_ORDERS = 6
+"""Orders of mesh axes that are evaluated: all of three axes."""
 
 
 def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layout: LayoutFile | None) -> PosedCall:
@@ -132,8 +137,37 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     groups = dimension_groups(call.traced.graph)
     placed = _placed(call, groups, problems)
     raise_problems(problems)
-    posed = _posed(call, placed, groups, problems)
+    posed = _in_best_order(_posed(call, placed, groups, problems), groups)
     return pose_shifted(posed) if posed.problem.is_open else posed
+
+
+def _in_best_order(posed: PosedCall, groups: DimensionGroups) -> PosedCall:
+    """A call whose shardings are all given by integers, with its mesh axes in the order that costs least.
+
+    The order says which axis has neighbouring devices. It matters where some devices are nearer than others, and where the user
+    named no axes. A search tries orders itself.
+    """
+    call, problem, axes = posed.call, posed.problem, posed.placed.axes
+    has_neighbours = len(call.hardware.topology) > 1 or 0 < call.hardware.chip.node < call.hardware.count
+    is_named = call.hardware.mesh is not None or any(map(names_axes, (*call.inputs, *call.outputs)))
+    if not has_neighbours or is_named or call.layout is not None or call.inner or call.ambient_mesh is not None:
+        return posed
+    if len(axes) < 2 or problem.axes != axes or problem.is_open or None in problem.specs:
+        return posed
+
+    def costs(order: Axes) -> Any:
+        return objective(problem.evaluate(order, given, {}), problem)
+
+    given = tuple(spec for spec in problem.specs if spec is not None)
+    best = min(itertools.islice(itertools.permutations(axes), MOST_ORDERS), key=costs)
+    return posed if best == axes else _posed(call, _renamed(posed.placed, best), groups, [])
+
+
+def _renamed(placed: Placement, order: Axes) -> Placement:
+    """The placement with its axes in another order, under the same names in that order."""
+    new = {name: first for (name, _), (first, _) in zip(order, placed.axes, strict=True)}
+    specs = (spec and tuple(tuple(new[axis] for axis in dim) for dim in spec) for spec in placed.specs)
+    return dataclasses.replace(placed, axes=tuple((new[name], size) for name, size in order), specs=tuple(specs))
 
 
 def pose_again(posed: PosedCall, call: TracedCall) -> PosedCall:
