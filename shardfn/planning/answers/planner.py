@@ -200,7 +200,9 @@ def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: t
         plan = plan_without_workarounds(with_workarounds(posed, plan, wrong), _unconstrained(answer))
         found = _wrong_ops(posed, plan.partitioned, wrong)
     refuse_reshardings(found)
-    note = workaround_note(wrong)
+    gathers = any(plan.partitioned.gathered_shards(c) is not None for c in plan.partitioned.communications)
+    # Rows of a constant, such as the zeros of a gradient's pad, are on every device.
+    note = workaround_note([one for one in wrong if gathers or one.kind != "movement"])
     return with_notes(plan, note) if note else plan
 
 
