@@ -1,6 +1,7 @@
 """Every mode takes the steps that one device takes, and what it composes shows in the compiled module."""
 
 import functools
+import json
 import re
 import warnings
 from collections import Counter
@@ -387,6 +388,24 @@ def test_a_layout_file_lays_out_what_is_not_named(mode, tmp_path):
     assert again.init(start, *data()).opt_state[0].mu["w2"].sharding.shard_shape((32, 8)) == (8, 8)
     with pytest.raises(StrategyError, match="no meaning in mode 'data_parallel'"):
         train.step(mean_square, optax.adam(1e-2), mode="data_parallel", layout=made)
+
+
+def test_a_strategy_file_of_parameters_leaves_the_batch_to_the_mode(tmp_path):
+    step = train.step(mean_square, optax.adam(1e-2), mode="semi_auto_parallel", **TENSOR)
+    made = step.plan(step.init(start), *data())
+    made.save(tmp_path / "all.json")
+    rows = json.loads((tmp_path / "all.json").read_text())
+    layouts = rows["parallel_layout_item"]
+    rows["parallel_layout_item"] = {name: row for name, row in layouts.items() if not name.startswith("batch")}
+    (tmp_path / "parameters.json").write_text(json.dumps(rows))
+    for file, batch in (("all.json", (2, 1)), ("parameters.json", (8, 1))):
+        with auto_parallel(
+            parallel_mode="semi_auto_parallel", strategy_ckpt_config={"load_file": str(tmp_path / file)}
+        ):
+            again = train.step(mean_square, optax.adam(1e-2))
+            found = again.plan(again.init(start), *data())
+        assert found.decision("state/params/w1").strategy == (1, 4)
+        assert found.decision("batch/0").strategy == batch
 
 
 def test_globs_are_those_of_shard():

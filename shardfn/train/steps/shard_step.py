@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardfn.frontend.parameter_plan import no_such_array
 from shardfn.frontend.paths import array_paths, met, met_by_end, ruled
 from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn
 from shardfn.ir.divisors import divisors
+from shardfn.layoutfile.files import read_layout
 from shardfn.planning.inside import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
@@ -139,9 +141,10 @@ def _planned(
 ) -> StepShardings | ShardedStep:
     """The plan of `shard` for the step on the global batch; its function too if the step needs no change."""
     rest = {name: value for name, value in options.options.items() if name != "compiler_options"}
-    has_file = rest.get("layout") is not None or bool(options.defaults.layout_file)
-    given = options.mode.layouts == "given" and not has_file  # a layout file shards arrays without an entry
-    of_mode = ModeEntry(None, _mode_text(options)) if given else AUTO
+    file = rest.get("layout") or options.defaults.layout_file
+    given = options.mode.layouts == "given" and not file  # a layout file shards arrays without an entry
+    of_file = bool(file) and not _is_of_parameters(file)
+    of_mode = ModeEntry(None, _mode_text(options)) if options.mode.layouts == "given" and not of_file else AUTO
     given_entries = rest.pop("in_strategy")
     entries = given_entries or dataset_entries(options.dataset_strategy, batch, of_mode)
     if not isinstance(entries, tuple) or len(entries) != len(batch):
@@ -179,6 +182,13 @@ def _planned(
     devices = shardings.count if per_device else 1
     raise_problems(list(batch_problems(batch, devices, options.micro_batches, batch_names(options.loss_fn))))
     return shardings
+
+
+def _is_of_parameters(layout: Any) -> bool:
+    """Whether a layout is a strategy file as MindSpore writes them, without a row for the batch of a step."""
+    if not isinstance(layout, str | os.PathLike) or not os.fspath(layout).endswith((".json", ".ckpt")):
+        return False
+    return not any(rule.glob.replace(".", "/").startswith("batch/") for rule in read_layout(layout).arguments)
 
 
 def _with_zero(options: StepOptions, parts: ModelParts, state: TrainState, shardings: StepShardings) -> StepShardings:
