@@ -238,12 +238,26 @@ def mirrored(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
         equal.setdefault(frozenset(tree), []).append(prefix)
     found: dict[str, str] = {}
     for tree, prefixes in sorted(equal.items(), key=lambda item: -len(item[0])):
-        first = min(prefixes, key=lambda prefix: prefix.count("/"))
+        first = min(prefixes, key=lambda prefix: (prefix.count("/"), not prefix.endswith("/params")))
         if len(tree) > 1 < len(prefixes) and re.fullmatch(r"(result/\d+|[^/]+)(/params)?", first):
             for prefix in prefixes:
                 for rest, _ in tree:
                     found.setdefault(f"{prefix}/{rest}", f"{first}/{rest}")
     return found
+
+
+def unmirrored(hits: Sequence[int], arrays: Sequence[tuple[str, tuple[int, ...]]]) -> list[int]:
+    """The one of several arrays that the others mirror, as moments do a parameter; all of them where there is no such.
+
+    >>> arrays = [(f"{tree}/{name}", (4,)) for tree in ("params", "state/mu") for name in "ab"]
+    >>> unmirrored([0, 2], arrays), unmirrored([0, 1], arrays)
+    ([0], [0, 1])
+    """
+    if len(hits) > 1:
+        copies = mirrored(arrays)
+        own = {copies.get(arrays[i][0], arrays[i][0]) for i in hits}
+        return [i for i in hits if arrays[i][0] in own] if len(own) == 1 else [*hits]
+    return [*hits]
 
 
 def few(texts: Sequence[str], most: int, least: int = 3) -> str:

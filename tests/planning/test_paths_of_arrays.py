@@ -113,3 +113,18 @@ def test_reports_of_a_step_print_the_keys_that_the_user_wrote():
     wrong = train.step(loss, optax.sgd(0.1), mode="auto_parallel", in_strategy=((3, 1),))
     with pytest.raises(StrategyError, match=r"in_strategy\[0\] = \(3, 1\)"):
         wrong.init({"dense": {"w": jnp.ones((16, 16))}}, jnp.ones((8, 16)))
+
+
+def test_the_end_of_a_parameters_path_names_it_beside_its_moments():
+    def step(state, x):
+        params, moments = state["params"], state["mu"]
+        grads = jax.grad(lambda p: jnp.sum((x @ p["net"]["w"] + p["net"]["b"]) ** 2))(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return {"params": jax.tree.map(lambda p, m: p - m, params, moments), "mu": moments}
+
+    params = {"net": {"w": jnp.ones((8, 16)), "b": jnp.ones(16)}}
+    made = shardfn.plan(step, {"params": params, "mu": params}, jnp.ones((16, 8)))
+    assert made.decision("w").path == "state/params/net/w"
+    assert made.why("b").planned.path == "state/params/net/b"
+    with pytest.raises(shardfn.ShardError, match="names 2 arrays"):
+        shardfn.plan(lambda a, b: a["w"] @ b["w"], {"w": jnp.ones((8, 8))}, {"w": jnp.ones((8, 8))}).decision("w")

@@ -19,7 +19,7 @@ from shardfn.cost.rehearsal import Rehearsal
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
-from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal
+from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal, unmirrored
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.call import AnsweredCall
@@ -299,7 +299,8 @@ class Plan(WrittenAsLayout):
         """The sharding of one array, and why it was chosen.
 
         Args:
-          path: the array's path, as the report has it, or an end of it that no other array has. A result's begins with `result`.
+          path: the array's path, as the report has it, or an end of it that no other array has; a parameter's moments do not count. A
+            result's begins with `result`.
 
         Returns:
           The decision: strategy, spec, bytes per device, who chose it and why. For a replicated array that the search chose,
@@ -448,7 +449,7 @@ def decision_of(plan: Plan, path: str, asked: str = "decision") -> Decision:
     for side in (plan.inputs, plan.outputs):
         paths = [normal(d.path) for d in side]
         hits = (met(path, paths)[0] or met_by_end(path, paths)) if isinstance(path, str) and path and not found else ()
-        found = found or [side[i] for i in hits]
+        found = found or [side[i] for i in unmirrored([*hits], [(d.path, d.shape) for d in side])]
     if len(found) == 1:
         return found[0]
     names = [d.path for d in every]

@@ -12,7 +12,18 @@ from shardfn.cost.estimate import estimate_cost
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.parameter_plan import apply_parameter_plan
-from shardfn.frontend.paths import alike, did_you_mean, layer, listed, met, met_by_end, near, normal, starred
+from shardfn.frontend.paths import (
+    alike,
+    did_you_mean,
+    layer,
+    listed,
+    met,
+    met_by_end,
+    near,
+    normal,
+    starred,
+    unmirrored,
+)
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Spec
 from shardfn.ir.specs import strategy_of
@@ -117,6 +128,7 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
         return tuple(globbed)
     ends = met_by_end(str(path), paths)
     ends = [i for i in ends if i < len(plan.inputs)] or ends
+    ends = unmirrored(ends, [(d.path, d.shape) for d in decisions])
     if len(ends) == 1:
         return (decisions[ends[0]],)
     close = [paths[i] for i in ends[:3]] or near(text, paths)
