@@ -299,8 +299,8 @@ class Plan(WrittenAsLayout):
         """The sharding of one array, and why it was chosen.
 
         Args:
-          path: the array's path, as the report has it, or an end of it that no other array has; a parameter's moments do not count. A
-            result's begins with `result`.
+          path: the array's path, as the report has it, or an end of it that no other array has, but for a parameter's moments.
+            A result's begins with `result`.
 
         Returns:
           The decision: strategy, spec, bytes per device, who chose it and why. For a replicated array that the search chose,

@@ -127,8 +127,8 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     if globbed:
         return tuple(globbed)
     ends = met_by_end(str(path), paths)
-    ends = [i for i in ends if i < len(plan.inputs)] or ends
-    ends = unmirrored(ends, [(d.path, d.shape) for d in decisions])
+    if arguments := [i for i in ends if i < len(plan.inputs)]:
+        ends = unmirrored(arguments, [(d.path, d.shape) for d in plan.inputs])
     if len(ends) == 1:
         return (decisions[ends[0]],)
     close = [paths[i] for i in ends[:3]] or near(text, paths)
