@@ -259,8 +259,10 @@ def test_what_no_sharding_avoids_is_no_diagnostic():
 # ---- devices that do the same work
 
 
-def test_an_fft_that_is_replicated_has_a_remedy_of_its_own():
-    made = shardfn.plan(lambda x: jnp.abs(jnp.fft.fft2(x)), shaped(512, 512), device="cpu:8")
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "two at one line"])
+def test_an_fft_that_is_replicated_has_a_remedy_of_its_own(twice):
+    function = (lambda x: jnp.fft.ifft2(jnp.fft.fft2(x)).real) if twice else lambda x: jnp.abs(jnp.fft.fft2(x))
+    made = shardfn.plan(function, shaped(512, 512), device="cpu:8")
     (told,) = [text for text in made.diagnostics if "of the FLOPs instead of" in text]
     assert "in a `jax.shard_map`" in told and "fewer devices" not in told
 

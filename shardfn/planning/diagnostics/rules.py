@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -169,9 +170,9 @@ def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
 def _remedy(plan: Plan, answered: AnsweredCall) -> str:
     """What can be done where devices repeat work."""
     facts, graph = answered.problem.facts, answered.problem.graph
-    transforms = {
-        op.where: flops * op.trips for op, flops in zip(graph.ops, facts.op_flops, strict=True) if op.name == "fft"
-    }
+    transforms = collections.Counter[str]()
+    for op, flops in zip(graph.ops, facts.op_flops, strict=True):
+        transforms[op.where] += flops * op.trips if op.name == "fft" else 0
     if sum(transforms.values()) > facts.flops / 2:
         largest = max(transforms, key=transforms.__getitem__)
         return f"XLA transforms arrays in full{_at(file_line(largest))}: {TRANSFORM_SHARDS}"
