@@ -119,7 +119,9 @@ def save(
     )
     by_name = {source.entry.name: source for source in sources}
     # Dicts and lists: what nodes of other classes do with leaves that are no arrays is their own.
-    tree = need("orbax.checkpoint", "checkpoint").tree.serialize_tree(state, keep_empty_nodes=True)
+    tree = need("orbax.checkpoint", "checkpoint").tree.serialize_tree(
+        state_tree.without_attributes_of_lists(state), keep_empty_nodes=True
+    )
     tree = tree_util.tree_map_with_path(lambda key, _: by_name[state_tree.name_of(key)], tree)
     saved = orbax_store.Saved(tree, layout, _devices(flat))
     saving = orbax_store.begin(folder, step, saved, keep, keep_every)

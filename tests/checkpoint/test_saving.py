@@ -7,10 +7,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from shardfn import checkpoint
+from shardfn import checkpoint, train
 from shardfn.checkpoint import step_folders
 from shardfn.errors import CheckpointError
 from tests.checkpoint.states import plain, same, training
@@ -241,3 +242,24 @@ def test_a_state_that_a_step_was_given_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="`w` is deleted") as error:
         checkpoint.save(tmp_path, given)
     assert "the state that the step returned" in error.value.problems[0].fix
+
+
+class _Blocks(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_module_with_a_list_of_modules_is_restored(tmp_path):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    step = train.step(lambda m, x: jnp.mean(m(x) ** 2), optimizer, mode="data_parallel")
+    state, _ = step(step.init(_Blocks), jnp.ones((8, 4)))
+    checkpoint.save(tmp_path / "run", state)
+    found = checkpoint.restore(tmp_path / "run", like=state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(state))
+    assert [*checkpoint.restore(tmp_path / "run")["params"]] == ["blocks"]
