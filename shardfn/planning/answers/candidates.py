@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from shardfn.cost.estimate import Cost
@@ -9,6 +10,9 @@ from shardfn.frontend.paths import few
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.plan import Candidate, Candidates, Figures
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
+
+BATCH = "batch sharded"
+"""How styles name candidates that shard dimension 0 of what they take for the batch."""
 
 
 def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> Candidates:
@@ -21,6 +25,11 @@ def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> Candidates
     names = distinct_names(problem.names, others)
     rows = [Candidate(name, c.axes, Figures.of(c.cost)) for name, c in zip(names, others, strict=True)]
     return Candidates((Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ())
+
+
+def of_rows(found: Candidates) -> Candidates:
+    """The candidates of a function outside neural networks, which has no batch: styles shard its rows."""
+    return Candidates(dataclasses.replace(c, name=c.name.replace(BATCH, "rows sharded")) for c in found)
 
 
 def distinct_names(names: Sequence[str], found: Sequence[SearchCandidate]) -> list[str]:

@@ -13,7 +13,7 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
-from shardfn.planning.answers.candidates import candidates
+from shardfn.planning.answers.candidates import BATCH, candidates, of_rows
 from shardfn.planning.call import AnsweredCall, PosedCall
 from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program, shared_axes_note
 from shardfn.planning.inside import (
@@ -66,6 +66,8 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         closed_over=call.traced.closed_over,
         _answered=answered,
     )
+    if any(BATCH in c.name for c in plan.candidates) and plan.layouts.dimensions is not None:
+        plan = dataclasses.replace(plan, candidates=of_rows(plan.candidates))
     diagnostics = (
         *advice(plan, answered),
         *_elsewhere(inputs),

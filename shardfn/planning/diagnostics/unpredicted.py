@@ -32,8 +32,12 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
         trips = traced.seen.assumed_trips if traced.seen is not None else 1
         found.append(
             f"loops of unknown length, counted {f'{trips} times, as assumed_trips says' if trips > 1 else 'once'}: "
-            f"{', '.join(graph.uncounted)};{FIX}give the loop a constant length"
-            + (", or say how often it may run, as in assumed_trips=100" if trips == 1 else "")
+            + ", ".join(graph.uncounted)
+            + (
+                f";{FIX}give the loop a constant length, or say how often it may run, as in assumed_trips=100"
+                if trips == 1
+                else ""
+            )
         )
     if traced.platform not in ("", hardware.platform):
         found.append(
