@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardfn.compiled.comparison import Comparison, Tally
@@ -87,8 +86,8 @@ def _processes(of: Subject) -> Iterable[Part]:
 
 def _arrays(of: Subject) -> Iterable[Part]:
     for title, decisions in (("Arguments", of.plan.inputs), ("Results", of.plan.outputs)):
-        copies = mirrored([(d.path, d.shape) for d in decisions])
-        groups = alike(decisions, functools.partial(_as_in_row, copies=copies), least=2)
+        copies, every = mirrored([(d.path, d.shape) for d in decisions]), {d.path: d for d in decisions}
+        groups = alike(decisions, lambda d: _as_in_row(d, every.get(copies.get(d.path, ""))), least=2)  # noqa: B023
         if len(groups) > of.most:  # sharded arrays first, then large ones
             groups.sort(key=lambda same: (not any(same[0].spec), -same[0].local_bytes))
         counts = collections.Counter(_reason(same[0]) for same in groups)
@@ -108,11 +107,12 @@ def _arrays(of: Subject) -> Iterable[Part]:
         yield table(title, columns, rows, note, of.most, ("spec",))
 
 
-def _as_in_row(d: Decision, copies: Mapping[str, str]) -> Decision:
+def _as_in_row(d: Decision, followed: Decision | None) -> Decision:
     """What decisions in one row of a table share: layers differ in numbers, and an optimizer's moments follow a parameter."""
-    if d.path in copies:
-        return dataclasses.replace(d, path=layer(copies[d.path]), reason="", runner_up="")
-    return dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason))
+    if followed is None:
+        return dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason))
+    source = followed.source if d.source == "mode" else d.source
+    return dataclasses.replace(d, path=layer(followed.path), reason=layer(followed.reason), runner_up="", source=source)
 
 
 def _name(paths: Sequence[str]) -> Cell:

@@ -145,8 +145,8 @@ def summary(plan: Plan) -> str:
 
 def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
     """The largest arrays in the order of the call, equal ones as one row."""
-    copies = mirrored([(d.path, d.shape) for d in decisions])
-    groups = alike(decisions, lambda d: _as_in_row(d, copies.get(d.path, d.path)), least=2)
+    copies, every = mirrored([(d.path, d.shape) for d in decisions]), {d.path: d for d in decisions}
+    groups = alike(decisions, lambda d: _as_in_row(d, every[copies.get(d.path, d.path)]), least=2)
     largest = sorted(range(len(groups)), key=lambda i: -math.prod(groups[i][0].shape))
     rows = [
         (name_of_row([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
@@ -157,6 +157,7 @@ def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
     return table("", (title, "count", "shape", "strategy", "chosen by"), rows, note)
 
 
-def _as_in_row(d: Decision, path: str) -> Decision:
-    """What decisions in one row share; `path` is that of the parameter that the array mirrors."""
-    return dataclasses.replace(d, path=layer(path), reason="", runner_up="")
+def _as_in_row(d: Decision, followed: Decision) -> Decision:
+    """What decisions in one row share; `followed` is the parameter that the array mirrors, or the array itself."""
+    source = followed.source if d.source == "mode" else d.source
+    return dataclasses.replace(d, path=layer(followed.path), reason="", runner_up="", source=source)
