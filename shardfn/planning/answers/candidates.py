@@ -27,7 +27,7 @@ def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> Candidates
     return Candidates((Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ())
 
 
-def of_rows(found: Candidates) -> Candidates:
+def of_rows(found: Sequence[Candidate]) -> Candidates:
     """The candidates of a function outside neural networks, which has no batch: styles shard its rows."""
     return Candidates(dataclasses.replace(c, name=c.name.replace(BATCH, "rows sharded")) for c in found)
 

@@ -170,9 +170,9 @@ def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
 def _remedy(plan: Plan, answered: AnsweredCall) -> str:
     """What can be done where devices repeat work."""
     facts, graph = answered.problem.facts, answered.problem.graph
-    transforms = collections.Counter[str]()
+    transforms = collections.defaultdict[str, float](float)
     for op, flops in zip(graph.ops, facts.op_flops, strict=True):
-        transforms[op.where] += flops * op.trips if op.name == "fft" else 0
+        transforms[op.where] += flops * op.trips if op.name == "fft" else 0.0
     if sum(transforms.values()) > facts.flops / 2:
         largest = max(transforms, key=transforms.__getitem__)
         return f"XLA transforms arrays in full{_at(file_line(largest))}: {TRANSFORM_SHARDS}"

@@ -53,7 +53,8 @@ def ties(plan: Plan) -> dict[str, Tie]:
     for d in every.values():
         if any(d.spec) or d.source not in ("you", "mode") or copies.get(d.path, d.path) != d.path:
             continue
-        spec, used = [()] * len(d.shape), set[str]()
+        spec: list[tuple[str, ...]] = [()] * len(d.shape)
+        used = set[str]()
         for i, size in enumerate(d.shape):
             path, of = sharded.get(f"{d.path}.{i}", ("", 0))
             axes = every[path].spec[of] if path else ()
