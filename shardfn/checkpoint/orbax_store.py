@@ -46,6 +46,7 @@ class Saved:
     Attributes:
       tree: a pytree of `orbax_arrays.ArraySource`.
       layout: the layout file, or None.
+      is_layout_given: whether `save` was given it; otherwise it says what the shardings of the arrays are.
       devices: how many devices the arrays are on.
       in_flight: most bytes that are written at once; None for no bound.
     """
@@ -53,6 +54,7 @@ class Saved:
     tree: Any
     layout: LayoutFile | None
     devices: int
+    is_layout_given: bool = False
     in_flight: int | None = None
 
 
@@ -204,7 +206,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
     items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
     if saved.layout is not None:
         items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
-    told = {"devices": saved.devices, "processes": jax.process_count()}
+    told = {"devices": saved.devices, "processes": jax.process_count(), "layout_given": saved.is_layout_given}
     with contextlib.ExitStack() as lock:
         lock.enter_context(only_writer(path))
         with clearing(path, step, OSError):

@@ -19,6 +19,7 @@ from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, NUMBER, TEXT, Content
 from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
+from shardfn.layoutfile import read_layout
 
 Globs = str | Sequence[str] | None
 Names = Mapping[str, str] | None
@@ -40,7 +41,8 @@ def restore(
       path: the folder that `save` was called with.
       target: where the arrays go: a plan; a layout file or the name of a recipe; a `Mesh`, for the stored axes by name; a
         device ("cpu", `jax.devices()[0]`); a list of devices, replicated; a sharding, or a tree of shardings by path.
-        None: the shardings of the arrays of `like`, else the stored ones.
+        None: the shardings of the arrays of `like`, else those of the plan or layout file that `save` was
+        given where its mesh has as many devices as there are here, else the stored ones.
       like: a pytree of arrays or shapes that gives the structure, shapes and dtypes of the result. Without it the result
         is dicts and lists: a module or a named tuple becomes a dict of its fields.
       step: which step; the last if None.
@@ -67,7 +69,7 @@ def restore(
     """
     folder, _, contents = open_step(path, step)
     chosen = choose_arrays(contents, like, only, name_map, dtype)
-    values = arrays.read_arrays(folder, array_reads(chosen, target, like))
+    values = arrays.read_arrays(folder, _array_reads(chosen, target, like, contents))
     leaves = {new: state_tree.restore_leaf(new.kind, value) for (_, new), value in zip(chosen, values, strict=True)}
     if like is None:
         return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
@@ -131,7 +133,8 @@ def reads(
     _, _, contents = open_step(path, step)
     needed: dict[Any, int] = {}
     read: dict[Any, int] = {}
-    for want in array_reads(choose_arrays(contents, like, only, name_map), target, like):
+    chosen = choose_arrays(contents, like, only, name_map)
+    for want in _array_reads(chosen, target, like, contents):
         for total, part in zip((needed, read), arrays.bytes_by_device(want), strict=True):
             for device, count in part.items():
                 total[device] = total.get(device, 0) + count
@@ -183,11 +186,15 @@ def _named_like(named: Mapping[str, Renamed], wanted: Collection[str]) -> dict[s
     return found
 
 
-def array_reads(chosen: Sequence[Renamed], target: Any, like: Any) -> list[arrays.ArrayRead]:
-    """The reads of arrays under the shardings of `target`. Arguments as of `restore`."""
+def _array_reads(chosen: Sequence[Renamed], target: Any, like: Any, contents: Contents) -> list[arrays.ArrayRead]:
+    """The reads of arrays of the contents under the shardings of `target`. Arguments as of `restore`."""
     if target is None and like is not None:
         target = _shardings_like(like)
-    placed = targets.target_shardings([new for _, new in chosen], target)
+    if target is None and chosen:
+        layout = contents.layout and read_layout(contents.layout)
+        kept = targets.stored_shardings([old.without_key_data for old, _ in chosen], layout)
+        target = {new.path: kept[old.path] for old, new in chosen}
+    placed = targets.target_shardings([new for _, new in chosen], target) if chosen else {}
     return [arrays.ArrayRead(old, placed[new.path], new.numpy_dtype) for old, new in chosen]
 
 

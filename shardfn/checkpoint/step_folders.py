@@ -203,8 +203,9 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
     found = read_contents(held[0])
     try:
         told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
-        return dataclasses.replace(found, devices=int(told["devices"]), processes=int(told["processes"]))
-    except (OSError, ValueError, KeyError, TypeError):  # another program saved it
+        layout = step / LAYOUT_ITEM / LAYOUT if told.get("layout_given") else None
+        return dataclasses.replace(found, devices=int(told["devices"]), processes=int(told["processes"]), layout=layout)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # another program saved it
         return found
 
 

@@ -121,7 +121,7 @@ def save(
     # Dicts and lists: what nodes of other classes do with leaves that are no arrays is their own.
     tree = need("orbax.checkpoint", "checkpoint").tree.serialize_tree(state, keep_empty_nodes=True)
     tree = tree_util.tree_map_with_path(lambda key, _: by_name[state_tree.name_of(key)], tree)
-    saved = orbax_store.Saved(tree, layout, _devices(flat))
+    saved = orbax_store.Saved(tree, layout, _devices(flat), is_layout_given=plan is not None)
     saving = orbax_store.begin(folder, step, saved, keep, keep_every)
     if not background:
         saving.wait()

@@ -325,3 +325,32 @@ def test_a_part_of_the_checkpoint_as_like_is_one_problem_with_what_works(inside,
     (problem,) = error.value.problems
     found = eval(problem.fix, {"restore": checkpoint.restore, "path": tmp_path, "like": part})
     assert found.keys() == part.keys()
+
+
+def test_what_a_plan_names_otherwise_is_found_by_the_end_of_its_path(tmp_path):
+    def mlp(p, x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
+
+    params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}
+    plan = shardfn.plan(mlp, params, jnp.ones((8, 8)), in_strategy=({"up": (1, 4), "down": (4, 1)}, (2, 1)))
+    plan.save(tmp_path / "layout.toml")  # its arrays are `p/up` and `p/down`
+    state = {"params": params, "opt": {"mu": params, "count": jnp.zeros((), int)}, "rows": jnp.ones(3), "n": 3}
+    checkpoint.save(tmp_path / "run", state, plan)
+    for target in (None, plan, tmp_path / "layout.toml"):
+        only = ["params/*", "opt/mu/*"]
+        back = checkpoint.restore(tmp_path / "run", target, only=only)
+        assert back["params"]["up"].sharding.shard_shape((8, 16)) == (8, 4)
+        assert back["opt"]["mu"]["down"].sharding.shard_shape((16, 8)) == (4, 8)
+    back = checkpoint.restore(tmp_path / "run", name_map={"params": "model"})
+    same(back["model"], params)
+    assert back["model"]["up"].sharding.shard_shape((8, 16)) == (8, 4)
+    assert len(back["rows"].sharding.device_set) == len(back["opt"]["count"].sharding.device_set) == 8
+    assert len(checkpoint.restore(tmp_path / "run", only="params/up")["params"]["up"].sharding.device_set) == 8
+
+
+def test_rules_of_one_end_that_differ_are_not_taken(tmp_path):
+    text = LAYOUT.replace('others = "replicated"\n', "").replace('"*/mu/w1"', '"other/w1"')
+    (tmp_path / "layout.toml").write_text(text)
+    checkpoint.save(tmp_path / "run", {"model": {"w1": jnp.ones((8, 8))}})
+    with pytest.raises(ShardError, match=r"no rule of .* matches `model/w1`"):
+        checkpoint.restore(tmp_path / "run", tmp_path / "layout.toml")
