@@ -200,13 +200,14 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
     if len(held) > 1 and held[0].name != ITEM:
         fail(CheckpointError, f"several items of {step} hold arrays", why=listed([folder.name for folder in held]),
              fix=f"pass the folder of one of them, such as {held[0]}")  # fmt: skip
-    found = read_contents(held[0])
     try:
         told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
-        layout = step / LAYOUT_ITEM / LAYOUT if told.get("layout_given") else None
-        return dataclasses.replace(found, devices=int(told["devices"]), processes=int(told["processes"]), layout=layout)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # another program saved it
-        return found
+        known = {"devices": int(told["devices"]), "processes": int(told["processes"])}
+        if told["layout_given"]:
+            known["layout"] = step / LAYOUT_ITEM / LAYOUT
+    except (OSError, ValueError, KeyError, TypeError):  # another program saved it
+        known = {}
+    return dataclasses.replace(read_contents(held[0], is_ours=bool(known)), **known)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,9 +134,42 @@ def test_only_what_is_read_is_checked(tmp_path, small):
 def test_a_description_of_nonsense(tmp_path, small, text):
     checkpoint.save(tmp_path, small)
     (tmp_path / "0" / "state" / "_METADATA").write_text(text)
-    (tmp_path / "0" / "state" / "SHA256SUMS").unlink()  # as another program leaves it
+    (tmp_path / "0" / "state" / "SHA256SUMS").unlink()
+    (tmp_path / "0" / "_CHECKPOINT_METADATA").unlink()  # as another program leaves it
     with pytest.raises(CheckpointFileError, match=r"_METADATA cannot be read"):
         checkpoint.restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda text: b"0" + text[1:] if text[:1] != b"0" else b"1" + text[1:], "is damaged"),
+        (lambda text: text.replace(b"_METADATA", b"_METADATb"), "is damaged"),
+        (lambda text: b"\xff\xfe" + text[2:], "is damaged"),
+        (lambda text: text[:100], "is damaged"),
+        (lambda text: text[:-1], "is damaged"),
+        (lambda text: b"".join(text.splitlines(True)[:2]), "is damaged"),
+        (lambda text: b"", "is damaged"),
+        (lambda text: None, "is missing"),
+    ],
+)
+def test_damaged_checksums_blame_no_other_file(tmp_path, small, damage, told):
+    checkpoint.save(tmp_path, small)
+    file = tmp_path / "0" / "state" / "SHA256SUMS"
+    text = damage(file.read_bytes())
+    file.unlink()
+    if text is not None:
+        file.write_bytes(text)
+    for call in (checkpoint.restore, checkpoint.verify):
+        with pytest.raises(CheckpointFileError, match=f"SHA256SUMS {told}") as error:
+            call(tmp_path)
+        assert len(error.value.problems) == 1
+
+
+def test_sha256sum_reads_our_checksums(tmp_path, small):
+    checkpoint.save(tmp_path, small)
+    if program := shutil.which("sha256sum"):
+        subprocess.run([program, "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "0" / "state", check=True)
 
 
 @pytest.fixture
