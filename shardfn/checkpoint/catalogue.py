@@ -99,7 +99,7 @@ def _check_sums(folder: pathlib.Path, is_ours: bool) -> None:
     try:
         data = read_bytes(folder / SUMS, MAX_BYTES)
     except FileNotFoundError:
-        if is_ours:
+        if is_ours and (folder / METADATA).is_file():
             _damaged(
                 folder / SUMS,
                 "`save` writes it: it has the checksums of the files that describe the arrays",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -193,9 +194,16 @@ def write_copy(
     check_free(folder / str(step))
     kept = targets.stored_layout(described)
     saved = orbax_store.Saved(state_tree.nested(sources), kept, count, in_flight=bound // SHARE)
-    with arrays.write_errors(folder, (OSError, ValueError)):
-        folder.mkdir(parents=True, exist_ok=True)
-        orbax_store.begin(folder, step, saved, None, None).wait()
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        with arrays.write_errors(folder, (OSError, ValueError)):
+            folder.mkdir(parents=True, exist_ok=True)
+            orbax_store.begin(folder, step, saved, None, None).wait()
+    except BaseException:
+        for parent in new:
+            with contextlib.suppress(OSError):  # it is not empty, or never was made
+                parent.rmdir()
+        raise
     return CopyResult(folder, step, len(described), sum(entry.nbytes for entry in described), count)
 
 

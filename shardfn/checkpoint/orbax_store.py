@@ -39,6 +39,11 @@ from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
 
 
+REMOVED = "removed.orbax-checkpoint-tmp"
+"""The folder that old steps are moved to, each at once, before their files are deleted. Orbax deletes what an interrupted save left
+there."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """What one step holds.
@@ -126,6 +131,8 @@ class Saving:
                     try:
                         manager.wait_until_finished()
                         manager.close()
+                        if jax.process_index() == 0:
+                            shutil.rmtree(self.path / REMOVED, ignore_errors=True)
                     except Exception as error:
                         self._failure.tell(error)
                         self._failure.settle()
@@ -197,6 +204,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
         keep_period=keep_every,
         create=True,
         cleanup_tmp_directories=True,
+        todelete_subdir=REMOVED,
         enable_async_checkpointing=True,
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=failure.barrier()),
         save_root_metadata=False,
@@ -209,6 +217,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
     told = {"devices": saved.devices, "processes": jax.process_count(), "layout_given": saved.is_layout_given}
     with contextlib.ExitStack() as lock:
         lock.enter_context(only_writer(path))
+        lock.enter_context(failure.logged_once())
         with clearing(path, step, OSError):
             manager = ocp.CheckpointManager(
                 path, options=options, item_handlers={ITEM: state, LAYOUT_ITEM: LayoutHandler()}

@@ -72,8 +72,8 @@ def _check_backslash(folder: pathlib.Path) -> None:
 def steps(path: StrPath) -> tuple[int, ...]:
     """The complete steps in a folder. Waits for a background save of this process.
 
-    A step folder gets its name when it is complete. Retention deletes old ones, so a folder without a description counts as
-    partly deleted if a later step is complete; otherwise it is damaged, and listed.
+    A step folder gets its name when it is complete, and loses it before its files are deleted. Other programs may have deleted a
+    part of an old step, so a folder without a description is listed only if no later step is complete: it is damaged then.
 
     Args:
       path: the folder that `save` was called with.
@@ -134,7 +134,7 @@ def _was_saved(folder: pathlib.Path) -> bool:
         left = set(os.listdir(folder))
     except OSError:
         return False
-    return not left or bool(left & {ITEM, STEP_METADATA, METADATA, "commit_success.txt"})
+    return bool(left & {ITEM, STEP_METADATA, METADATA, "commit_success.txt"})
 
 
 def wait_for_save(folder: pathlib.Path) -> None:
