@@ -51,7 +51,7 @@ class Failure:
 
     @contextlib.contextmanager
     def logged_once(self) -> Iterator[None]:
-        """Keep Orbax from logging the tracebacks of errors that were told: each of its threads would, and the save raises them."""
+        """Keep the threads of Orbax from logging the tracebacks of errors that were told: the save raises them."""
 
         def is_new(record: logging.LogRecord) -> bool:
             return not record.exc_info or record.exc_info[1] not in self._errors

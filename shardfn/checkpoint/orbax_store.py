@@ -38,10 +38,8 @@ from shardfn.files import atomic_file, read_bytes
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
 
-
 REMOVED = "removed.orbax-checkpoint-tmp"
-"""The folder that old steps are moved to, each at once, before their files are deleted. Orbax deletes what an interrupted save left
-there."""
+"""The folder that old steps are moved to, each at once, before their files are deleted. Orbax deletes it when a save begins."""
 
 
 @dataclasses.dataclass(frozen=True)
