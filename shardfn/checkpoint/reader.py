@@ -357,8 +357,9 @@ def _noun(leaf: StoredArray | state_tree.StateLeaf) -> str:
 
 def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any) -> dict[str, np.dtype]:
     """The dtype of each array by its path: that of `dtype`, else the wanted one, else the stored one."""
-    # A Python number or a key has no dtype that could be wanted: it keeps the stored one.
-    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.kind in ARRAYS else e.dtype) for e in entries}
+    # A Python number or a key has no dtype that could be wanted: it keeps the stored one, and its value.
+    cast = {e.path for e in entries if e.kind in ARRAYS}
+    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.path in cast else e.dtype) for e in entries}
     by_glob = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {None: dtype}
     problems: list[Problem] = []
     for glob, kind in by_glob.items():
@@ -368,7 +369,7 @@ def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any)
             fail(CheckpointError, f"{kind!r:.40} is not a dtype", where=f"dtype = {dtype!r:.80}",
                  fix="write jnp.bfloat16")  # fmt: skip
         for path in _selected(tuple(found), glob, "dtype", problems):
-            if family(found[path]) == "float" and family(kind) == "float":
+            if path in cast and family(found[path]) == "float" and family(kind) == "float":
                 found[path] = kind
     raise_problems(problems, CheckpointError)
     return found

@@ -135,6 +135,30 @@ def test_casts(saved, state, dtype):
     assert back["opt"][0]["count"].dtype == "int32", "counts are not cast"
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn", "float8_e4m3", "uint4", "uint2"])
+def test_casts_to_dtypes_that_no_file_has(tmp_path, dtype):
+    of = "uint8" if dtype.startswith("uint") else "float32"
+    checkpoint.save(tmp_path / "run", {"x": jnp.ones((4, 2), of)})
+    found = [checkpoint.restore(tmp_path / "run", like={"x": jnp.zeros((4, 2), dtype)})]
+    if of == "float32":
+        found.append(checkpoint.restore(tmp_path / "run", dtype=dtype))
+    for back in found:
+        same(back, {"x": jnp.ones((4, 2), dtype)})
+    if dtype == "float8_e4m3":
+        with pytest.raises(CheckpointError, match="`x` has the dtype float8_e4m3"):
+            checkpoint.relayout(tmp_path / "run", tmp_path / "copy", None, dtype=dtype)
+
+
+def test_numbers_keep_their_values_where_arrays_are_cast(tmp_path):
+    state = {"x": jnp.ones(2), "rate": 0.1, "host": np.full(2, 0.1), "n": 2**53 + 1}
+    checkpoint.save(tmp_path, state)
+    for dtype in (jnp.bfloat16, {"*": jnp.bfloat16}):
+        back = checkpoint.restore(tmp_path, dtype=dtype)
+        assert (back["rate"], back["n"]) == (0.1, 2**53 + 1)
+        assert back["x"].dtype == back["host"].dtype == jnp.bfloat16
+    assert checkpoint.restore(tmp_path, like={**state, "rate": jnp.bfloat16(0)})["rate"].dtype == jnp.bfloat16
+
+
 def test_casts_by_path_and_by_like(saved, state):
     back = checkpoint.restore(saved, dtype={"params/w*": jnp.bfloat16})
     assert (back["params"]["w1"].dtype, back["params"]["half"].dtype) == ("bfloat16", "bfloat16")
