@@ -170,7 +170,7 @@ def as_dtype(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Values as another dtype. TensorStore's own casts between `float8_e8m0fnu` and other floats are wrong.
 
     >>> as_dtype(np.ones(1, jnp.float8_e8m0fnu), jnp.float8_e4m3fn)
-    array([1], dtype=float8_e4m3fn)
+    array([1], dtype='float8_e4m3fn')
     """
     try:
         return values.astype(dtype, copy=False)
