@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, NUMBER, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
-from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
+from shardfn.errors import CheckpointError, Problem, a, closest, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
 from shardfn.layoutfile import read_layout
 
@@ -339,8 +338,7 @@ def _prefix(stored: Collection[str], wanted: Collection[str]) -> str | None:
 
 
 def _near(path: str, others: Collection[str]) -> str:
-    close = difflib.get_close_matches(path, others, 1, 0.6)
-    if close:
+    if close := closest(path, others):
         return f"if it is `{close[0]}` there: name_map={{{close[0]!r}: {path!r}}}"
     return "remove it from `like`, or restrict the restore with only="
 

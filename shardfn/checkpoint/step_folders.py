@@ -200,14 +200,14 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
     if len(held) > 1 and held[0].name != ITEM:
         fail(CheckpointError, f"several items of {step} hold arrays", why=listed([folder.name for folder in held]),
              fix=f"pass the folder of one of them, such as {held[0]}")  # fmt: skip
+    known: dict[str, Any] = {}
     try:
         told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
         known = {"devices": int(told["devices"]), "processes": int(told["processes"])}
-        if told["layout_given"]:
-            known["layout"] = step / LAYOUT_ITEM / LAYOUT
+        known["layout"] = step / LAYOUT_ITEM / LAYOUT if told["layout_given"] else None
     except (OSError, ValueError, KeyError, TypeError):  # another program saved it
-        known = {}
-    return dataclasses.replace(read_contents(held[0], is_ours=bool(known)), **known)
+        pass
+    return dataclasses.replace(read_contents(held[0], is_ours="layout" in known), **known)
 
 
 @dataclasses.dataclass(frozen=True)
