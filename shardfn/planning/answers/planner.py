@@ -33,6 +33,7 @@ from shardfn.search.problem import (
     refuse_implausible_limit,
     refuse_limit,
 )
+from shardfn.session import without_collection
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""
@@ -74,6 +75,7 @@ def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
     return dataclasses.replace(answer, constraints={**inside, **constraints})
 
 
+@without_collection()
 def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
 
@@ -94,6 +96,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     return _with_all_workarounds(posed, plan_without_workarounds(other, best), best, wrong)
 
 
+@without_collection()
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
     posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
@@ -293,7 +296,10 @@ def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
 def _best_correct(posed: PosedCall, *answers: Answer) -> Answer:
     """Of the first answer's shardings and the second's, the better one without ops that XLA gets wrong."""
     (first, found), problem = answers, posed.problem
-    right = [one for one in (first, correct_answer(posed, found)) if is_correct(posed, one)]
+    other = correct_answer(posed, found)
+    if _choice(other) == _choice(first):  # nothing was open
+        return first
+    right = [one for one in (first, other) if is_correct(posed, one)]
     return min(right or [first], key=lambda one: objective(problem.evaluate_answer(one), problem))
 
 
