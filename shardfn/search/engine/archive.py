@@ -70,8 +70,8 @@ class Archive:
         """The least first figure of the level's aim by level and mesh sizes, also of candidates that exceed the memory limit."""
         self._best_of_all: dict[int, SearchCandidate] = {}
         """The best candidate by level."""
-        self._evaluated = list(self)
-        self._compared = dict.fromkeys(LEVELS, 0)
+        self._evaluated: list[SearchCandidate] = list(self)
+        self._compared: dict[int, int] = dict.fromkeys(LEVELS, 0)
         """By level how many of the candidates were compared."""
 
     def __len__(self) -> int:
