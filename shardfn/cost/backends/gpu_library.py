@@ -6,120 +6,13 @@ Each rule has its source; rates are those of `Chip.kind_rates`. A call of a kind
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from shardfn.cost.devices.chips import Chip
-from shardfn.ir.model import Op, dtype_bits
+from shardfn.cost.backends.gpu_sorts import approximate_top_k, sort, top_k
+from shardfn.cost.backends.library_call import UNKNOWN, LibraryCall
+from shardfn.ir.model import Op
 from shardfn.ir.op_traits import LIBRARY
 from shardfn.ir.partitioned import PartitionedProgram
-
-
-class LibraryCall(NamedTuple):
-    """The kernels of one op on one device."""
-
-    parts: tuple[tuple[str, float], ...]
-    """By kind of kernel (`KINDS`) its work: bytes or FLOPs."""
-    work_bytes: float = 0.0
-    """Memory that it needs beside its operands and results."""
-
-    def is_known(self, chip: Chip) -> bool:
-        """Whether a chip has the rates of all its kinds."""
-        return bool(self.parts) and all(chip.kind_rate(kind) is not None for kind, _ in self.parts)
-
-    def seconds(self, chip: Chip, flops_s: float) -> float:
-        """Modelled seconds.
-
-        Args:
-          chip: what it runs on; it has the rates of all kinds.
-          flops_s: the chip's rate of FLOPs of this op's dtype.
-        """
-        total = 0.0
-        for kind, work in self.parts:
-            base = {
-                "memory": chip.memory_bytes_s,
-                "elements": chip.vector_flops or chip.flops,
-                "matmul": flops_s,
-                "launches": 1 / (chip.launch_s or 1e-6),
-            }
-            total += work / (base[KINDS[kind]] * (chip.kind_rate(kind) or 1.0))
-        return total
-
-
-UNKNOWN = LibraryCall(())
-"""The call of an op whose time has no rule that was checked."""
-
-
-KINDS = {
-    "memory": "memory",
-    "matmul": "matmul",
-    "sort": "memory",
-    "bitonic sort": "launches",
-    "fft": "memory",
-    "cholesky": "elements",
-    "triangular solve of a vector": "memory",
-    "reduction": "elements",
-    "2D convolution": "matmul",
-    "3D convolution": "matmul",
-    "3D weight gradient": "matmul",
-}
-"""What a kind's work is: bytes of memory, FLOPs of elements or of matmuls, or rounds that take a part of a kernel's launch.
-`Chip.kind_rates` has the part of the chip's rate of that which the kind reaches; "memory" and "matmul" reach all."""
-
-_SMALL_SORT = 16385
-"""Elements from which a sort is CUB's (`SortRewriter` of XLA); smaller ones are one bitonic kernel."""
-
-
-def radix_passes(bits: int, rows: int) -> tuple[int, int]:
-    """Passes over the keys, and how often a pass reads a key: CUB's radix sort by segments takes 6 bits a pass after a pass that
-    counts, and 4 bits of 8-bit keys (`DeviceSegmentedRadixSort`); that of a single row takes 8 bits, and counts once (Adinets and
-    Merrill, "Onesweep", 2022).
-
-    >>> radix_passes(32, 512), radix_passes(32, 1), radix_passes(8, 2)
-    ((6, 2), (4, 1), (2, 2))
-    """
-    return (-(-bits // 8), 1) if rows == 1 else (-(-bits // (6 if bits > 8 else 4)), 2)
-
-
-def _radix_sort(partitioned: PartitionedProgram, op: Op, along: int, key: int, payload_bytes: int) -> LibraryCall:
-    shape, bits = partitioned.local_shape(op.inputs[0]), dtype_bits(partitioned.graph.values[op.inputs[0]].dtype)
-    elements = math.prod(shape)
-    passes, key_reads = radix_passes(bits, elements // max(1, shape[along]))
-    one = 2 * (key + payload_bytes) + (key_reads - 1) * key
-    return LibraryCall((("sort", float(elements * one * passes)),), float(elements * (key + payload_bytes)))
-
-
-def _sort(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """Floats alone are sorted by integer keys of the same order, which a pass makes first, with the floats beside them."""
-    values = [partitioned.graph.values[v] for v in op.inputs]
-    if op.rule is None or len(op.rule.replicated) != 1:
-        return UNKNOWN
-    (factor,) = op.rule.replicated
-    along = next(d for d, dim in enumerate(op.rule.operands[0]) if factor in dim)
-    shape = partitioned.local_shape(op.inputs[0])
-    if math.prod(shape) < _SMALL_SORT:
-        rounds = math.ceil(math.log2(max(2, shape[along])))
-        return LibraryCall((("bitonic sort", rounds * (rounds + 1) / 2),))
-    if len(values) > 2:
-        return UNKNOWN
-    key = dtype_bits(values[0].dtype) // 8
-    makes_keys = len(values) == 1 and values[0].dtype.startswith(("f", "bf"))
-    payload = dtype_bits(values[1].dtype) // 8 if len(values) > 1 else key * makes_keys
-    call = _radix_sort(partitioned, op, along, key, payload)
-    if not makes_keys:
-        return call
-    keys = float(partitioned.local_bytes(op.inputs[0]))
-    return LibraryCall((*call.parts, ("memory", 2 * keys)), call.work_bytes + 2 * keys)
-
-
-def _top_k(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """All of each row is sorted with its indices, which a pass makes first; up to 16 have a kernel (`TopkSpecializer`)."""
-    shape, value = partitioned.local_shape(op.inputs[0]), partitioned.graph.values[op.inputs[0]]
-    if partitioned.local_shape(op.outputs[0])[-1] <= 16 or math.prod(shape) < _SMALL_SORT:
-        return UNKNOWN
-    call = _radix_sort(partitioned, op, len(shape) - 1, dtype_bits(value.dtype) // 8, 4)
-    keys, places = partitioned.local_bytes(op.inputs[0]), 4.0 * math.prod(shape)
-    return LibraryCall((*call.parts, ("memory", places)), call.work_bytes + keys + 2 * places)
 
 
 def _fft(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
@@ -206,12 +99,43 @@ def _unknown(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCa
     return UNKNOWN
 
 
+def own_order(partitioned: PartitionedProgram, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The operands that a library reads in an order of its own, and the results that it leaves in one, by position: solvers
+    have matrices column by column, and cuDNN in three dimensions the channels before the spatial dimensions. XLA transposes
+    arguments and results of the program for them. An operand that a call writes over is not among them: its copy is the result.
+    """
+    if op.name == "triangular_solve":
+        return (0,), (0,) if _is_matrix(partitioned, op.outputs[0]) else ()
+    if op.name.startswith(SOLVERS):
+        return (), tuple(at for at, v in enumerate(op.outputs) if _is_matrix(partitioned, v))
+    form = op.convolution
+    if form and len(form.image) == 3:
+        shapes = [partitioned.local_shape(v) for v in (*op.inputs[:2], op.outputs[0])]
+        spatial = form.image, form.kernel, form.result
+        last = [_has_channels_last(shape, dims) for shape, dims in zip(shapes, spatial, strict=True)]
+        return tuple(at for at in (0, 1) if last[at]), (0,) if last[2] else ()
+    return (), ()
+
+
+SOLVERS = ("custom_call cusolver_", "custom_call cusparse_")
+"""How the names of custom calls begin that solve by a library; they write over their first operand."""
+
+
+def _is_matrix(partitioned: PartitionedProgram, v: int) -> bool:
+    return min((1, 1, *partitioned.local_shape(v))[-2:]) > 1
+
+
+def _has_channels_last(shape: Sequence[int], spatial: Sequence[int]) -> bool:
+    return shape[-1] > 1 and len(shape) - 1 not in spatial
+
+
 Rule = Callable[[PartitionedProgram, Op, float], LibraryCall | None]
 """From an op and its FLOPs to its call; None for an op that is a kernel like others."""
 
 GPU_LIBRARY: dict[str, Rule] = {
-    "sort": _sort,
-    "top_k": _top_k,
+    "sort": sort,
+    "top_k": top_k,
+    "custom_call ApproxTopK": approximate_top_k,
     "fft": _fft,
     "cholesky": _cholesky,
     "custom_call cusolver_potrf_ffi": _cholesky,

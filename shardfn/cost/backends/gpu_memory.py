@@ -1,24 +1,71 @@
-"""How XLA's GPU backend assigns buffers: work buffers of library calls, and values of loops that are made apart."""
+"""How XLA's GPU backend assigns buffers: what library calls need, and values of loops that are made apart."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
-from shardfn.cost.backends.gpu_library import GPU_LIBRARY
+from shardfn.cost.backends.gpu_library import GPU_LIBRARY, SOLVERS, own_order
+from shardfn.cost.backends.library_call import LibraryCall
 from shardfn.cost.backends.loop_copies import loop_copies
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges
+from shardfn.ir.op_traits import LIBRARY
 
 
 class GpuLiveRanges(LiveRanges):
-    """The common rules, and the work buffers of sorts, ragged matmuls and 3D convolutions."""
+    """The common rules; work buffers of sorts, ragged matmuls and 3D convolutions; arrays that a library has in an order of its
+    own."""
 
     def add_own_buffers(self, i: int) -> None:
         """Add what a library call needs beside its operands and results."""
         op = self.graph.ops[i]
-        rule = GPU_LIBRARY.get(op.name) if op.name != "reduce" else None
-        call = rule(self.partitioned, op, 1.0) if rule else None
+        call = self.library_call(i)
         if call and call.work_bytes:
             self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i), int(call.work_bytes)))
+        read, made = own_order(self.partitioned, op)
+        copied = [op.inputs[at] for at in read if self.source(op.inputs[at]) in self.inputs]
+        self.copies += [LiveBuffer((), 2 * i, self.last_tick(i), self.partitioned.local_bytes(v)) for v in copied]
+        for v in (op.outputs[at] for at in made if op.outputs[at] in self.outputs):
+            self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i) + 1, self.partitioned.local_bytes(v)))
+            self.start[v] = self.last_tick(i) + 1
+
+    def library_call(self, i: int) -> LibraryCall | None:
+        """The call of a library that an op is, if it has a rule."""
+        op = self.graph.ops[i]
+        rule = GPU_LIBRARY.get(op.name) if op.name != "reduce" else None
+        return rule(self.partitioned, op, 1.0) if rule else None
+
+    def source(self, v: int) -> int:
+        """The value of which a value is a view."""
+        ops, makers = self.graph.ops, self.graph.makers
+        while (at := makers.get(v, -1)) >= 0 and self.partitioned.is_view(ops[at]):
+            v = ops[at].inputs[0]
+        return v
+
+    def may_write_over(self, i: int, v: int) -> bool:
+        """Nothing is written over an array that a library left in another order than the result's."""
+        at = self.graph.makers.get(self.source(v), -1)
+        if at >= 0 and self.graph.ops[at].outputs.index(self.source(v)) in own_order(self.partitioned, self.graph.ops[at])[1]:
+            return False
+        return super().may_write_over(i, v)
+
+    def write_over(self, bound: frozenset[int]) -> None:
+        """Sorts by comparisons and solvers write over their operands too."""
+        super().write_over(bound)
+        for i, op in enumerate(self.graph.ops):
+            for v, made in self.written_by_library(i) if op.name in LIBRARY or op.name.startswith(SOLVERS) else ():
+                if made in self.start and v in self.fusion.reads[i] and self.dies_in(v, i):
+                    self.end[v] = min(2 * i, self.start[made]) - 1
+
+    def written_by_library(self, i: int) -> Iterable[tuple[int, int]]:
+        """The results of a library call that may be written over an operand, each with that operand first."""
+        op = self.graph.ops[i]
+        if op.name == "sort":
+            call = self.library_call(i)
+            return zip(op.inputs, op.outputs, strict=True) if call and call.in_place else ()
+        over = op.inputs[op.name == "triangular_solve"], op.outputs[0]
+        is_over = op.name == "triangular_solve" or op.name.startswith(SOLVERS)
+        return [over] if is_over and len(set(map(self.partitioned.local_bytes, over))) == 1 else ()
 
     def copied_carries(self) -> dict[int, int]:
         """Nothing is copied at the start of a body; a value that is copied at its end is made apart from the present one."""

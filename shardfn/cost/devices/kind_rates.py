@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardfn.cost.backends.gpu_library import KINDS, radix_passes
+from shardfn.cost.backends.gpu_sorts import radix_passes
+from shardfn.cost.backends.library_call import KINDS
 from shardfn.cost.devices.chips import Chip
 
 
