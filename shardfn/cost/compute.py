@@ -203,10 +203,9 @@ def once(
             count = op_flops(partitioned, step)
             flops += count
             speed = rate(graph, step, chip)
-            if step.name in rules and (call := rules[step.name](partitioned, step, count)) and call.is_known(chip):
-                library_s += call.seconds(chip, speed)
-            else:
-                time += count / speed
+            call = rules[step.name](partitioned, step, count) if step.name in rules else None
+            library_s += call.seconds(chip, speed) if call else 0.0
+            time += 0.0 if call and call.is_known(chip) else count / speed
     read = sum(size for size, _, _ in reads(partitioned, kernel, fusion).values())
     size = read + sum(_written(partitioned, graph.ops[i], fusion) for i in kernel)
     return flops, size, max(time, library_s, size / chip.memory_bytes_s)
@@ -217,7 +216,7 @@ def is_modelled(partitioned: PartitionedProgram, op: Op, chip: Chip) -> bool:
     if op.name == "reduce":  # its kind has a rate on each chip
         return True
     rule = backend_of(partitioned.platform).library.get(op.name)
-    call = rule(partitioned, op, 1.0) if rule else None
+    call = rule(partitioned, op, op_flops(partitioned, op)) if rule else None
     return op.name in HAS_COST if call is None else call.is_known(chip)
 
 

@@ -39,8 +39,11 @@ class GpuFuser(ScatterFuser):
         return frozenset(found)
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes."""
+        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes; the gradient of
+        a pooling takes its windows of an array that is padded in the same kernels."""
         op = self.graph.ops[i]
+        if op.name == "select_and_scatter":
+            return True
         if op.name == "reduce" and op.inputs[0] in self.sources:
             size = self.partitioned.local_bytes
             if sum(map(size, self.sources[op.inputs[0]])) < size(op.inputs[0]):

@@ -95,6 +95,33 @@ def _reduce(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCal
     return LibraryCall((("reduction", math.prod(shape) * (1.0 + is_short)),))
 
 
+def _gather(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """The rows that a gather reads."""
+    return LibraryCall((("gather", float(partitioned.local_bytes(op.outputs[0]))),))
+
+
+def _scatter(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """The rows that a scatter reads and writes where it puts its updates."""
+    return LibraryCall((("scatter", 2.0 * partitioned.local_bytes(op.inputs[-1])),))
+
+
+def _windowed(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """A cumulative sum or its like, whose window is as long as the array: XLA adds up pieces first, and then in each piece, so it
+    reads the array twice. Other windows are a kernel like others."""
+    shape = partitioned.local_shape(op.inputs[0])
+    if not any(w.extent >= shape[w.dim] > 1 and w.stride == 1 for w in op.window_dims):
+        return None
+    read, made = (sum(map(partitioned.local_bytes, side)) for side in (op.inputs, op.outputs))
+    return LibraryCall((("cumulative reduction", 2.0 * read + made),))
+
+
+def _pooling_gradient(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """XLA finds the place of the largest element of each window, an index array for each dim, and scatters to those."""
+    found = 4.0 * (1 + len(partitioned.local_shape(op.inputs[1]))) * math.prod(partitioned.local_shape(op.inputs[1]))
+    moved = sum(map(partitioned.local_bytes, (*op.inputs[:2], *op.outputs))) + 2 * found
+    return LibraryCall((("pooling gradient", moved),), found)
+
+
 def _unknown(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     return UNKNOWN
 
@@ -143,6 +170,10 @@ GPU_LIBRARY: dict[str, Rule] = {
     "ragged_dot": _ragged_dot,
     "convolution": _convolution,
     "reduce": _reduce,
+    "reduce_window": _windowed,
+    "select_and_scatter": _pooling_gradient,
+    "gather": _gather,
+    "scatter": _scatter,
 }
 """The rules, by op."""
 

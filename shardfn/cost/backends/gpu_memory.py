@@ -29,6 +29,19 @@ class GpuLiveRanges(LiveRanges):
             self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i) + 1, self.partitioned.local_bytes(v)))
             self.start[v] = self.last_tick(i) + 1
 
+    def from_ops(self) -> None:
+        """Of a pooling's gradient that is cut, as JAX does after it padded the array, XLA makes what is left alone."""
+        super().from_ops()
+        for op in self.graph.ops:
+            at = self.graph.makers.get(op.inputs[0], -1) if op.name == "slice" else -1
+            if (
+                at >= 0
+                and self.graph.ops[at].name == "select_and_scatter"
+                and self.graph.read_counts[op.inputs[0]] == 1
+            ):
+                if op.inputs[0] in self.start and op.outputs[0] in self.start:
+                    self.start[op.outputs[0]] = self.start.pop(op.inputs[0])
+
     def library_call(self, i: int) -> LibraryCall | None:
         """The call of a library that an op is, if it has a rule."""
         op = self.graph.ops[i]
@@ -45,7 +58,10 @@ class GpuLiveRanges(LiveRanges):
     def may_write_over(self, i: int, v: int) -> bool:
         """Nothing is written over an array that a library left in another order than the result's."""
         at = self.graph.makers.get(self.source(v), -1)
-        if at >= 0 and self.graph.ops[at].outputs.index(self.source(v)) in own_order(self.partitioned, self.graph.ops[at])[1]:
+        if (
+            at >= 0
+            and self.graph.ops[at].outputs.index(self.source(v)) in own_order(self.partitioned, self.graph.ops[at])[1]
+        ):
             return False
         return super().may_write_over(i, v)
 
@@ -54,7 +70,8 @@ class GpuLiveRanges(LiveRanges):
         super().write_over(bound)
         for i, op in enumerate(self.graph.ops):
             for v, made in self.written_by_library(i) if op.name in LIBRARY or op.name.startswith(SOLVERS) else ():
-                if made in self.start and v in self.fusion.reads[i] and self.dies_in(v, i):
+                is_free = op.name not in LIBRARY and v in self.start and not {v} & (self.inputs | self.outputs)
+                if made in self.start and v in self.fusion.reads[i] and (is_free or self.dies_in(v, i)):
                     self.end[v] = min(2 * i, self.start[made]) - 1
 
     def written_by_library(self, i: int) -> Iterable[tuple[int, int]]:

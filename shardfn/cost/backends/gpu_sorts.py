@@ -1,6 +1,7 @@
 """How XLA's GPU backend sorts: by CUB's radix sort, by a kernel that keeps the first few, or by comparisons.
 
-`SortRewriter` and `TopkSpecializer` of XLA decide; their conditions were seen in programs compiled by JAX 0.10.2 for an absent H100.
+`SortRewriter` and `TopkSpecializer` of XLA decide; their conditions were seen in programs that JAX 0.10.2 compiled for an absent
+H100.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _RADIX_ROWS = {
     32: ((1, 22000), (27, 2**17), (32, 2**16), (39, 2**15), (45, 2**14), (53, 2**13)),
     64: ((1, 2**17), (56, 2**17), (71, 2**16), (93, 2**15), (355, 2**14)),
 }
-"""By bits of a key, from how many rows on rows longer than a number of elements are sorted by CUB on a Hopper or Blackwell GPU: the
-first row of the table is that of a single row (`IsCubSortFasterOnH100`; other GPUs differ a little)."""
+"""By bits of a key, from how many rows on CUB sorts rows that are longer than a number of elements, on a Hopper or Blackwell GPU:
+first for a single row (`IsCubSortFasterOnH100`; other GPUs differ a little)."""
 
 _MOST_PACKED = 2**31
 """Bytes of keys, and of values with their places, up to which floats are sorted with their places by CUB."""
@@ -105,8 +106,8 @@ _SAME_PLACES = ("all_slice", "broadcast_in_dim", "convert")
 
 
 def sort(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """CUB sorts rows of the last dim by one key: alone, or with one array where the keys are integers, or floats with their places.
-    Floats are sorted by integer keys of the same order, which a pass makes first, with the floats beside them."""
+    """CUB sorts rows of the last dim by one key: alone, or integers with one array, or floats with their places. Keys of floats are
+    integers of the same order, which a pass makes first, with the floats beside them."""
     if op.rule is None or len(op.rule.replicated) != 1:
         return UNKNOWN
     (factor,) = op.rule.replicated

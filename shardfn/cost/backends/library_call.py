@@ -18,26 +18,30 @@ class LibraryCall(NamedTuple):
     """Whether its results may be written over its operands, the first over the first and so on."""
 
     def is_known(self, chip: Chip) -> bool:
-        """Whether a chip has the rates of all its kinds."""
-        return bool(self.parts) and all(chip.kind_rate(kind) is not None for kind, _ in self.parts)
+        """Whether a chip has the rates of all its kinds, but for those that move fewer bytes than memory does in a launch."""
+        few = chip.launch_s * chip.memory_bytes_s
+        return bool(self.parts) and all(
+            chip.kind_rate(kind) is not None or (KINDS[kind] == "memory" and work <= few) for kind, work in self.parts
+        )
 
     def seconds(self, chip: Chip, flops_s: float) -> float:
-        """Modelled seconds.
+        """Modelled seconds; of kinds whose rate is unknown those at the chip's own rate, which are the least.
 
         Args:
-          chip: what it runs on; it has the rates of all kinds.
+          chip: what it runs on.
           flops_s: the chip's rate of FLOPs of this op's dtype.
         """
-        total = 0.0
-        for kind, work in self.parts:
-            base = {
-                "memory": chip.memory_bytes_s,
-                "elements": chip.vector_flops or chip.flops,
-                "matmul": flops_s,
-                "launches": 1 / (chip.launch_s or 1e-6),
-            }
-            total += work / (base[KINDS[kind]] * (chip.kind_rate(kind) or 1.0))
-        return total
+        return sum(work / (base_rate(kind, chip, flops_s) * (chip.kind_rate(kind) or 1.0)) for kind, work in self.parts)
+
+
+def base_rate(kind: str, chip: Chip, flops_s: float = 0.0) -> float:
+    """The chip's rate of which a kind reaches a part: bytes, FLOPs or launches in a second."""
+    what = KINDS[kind]
+    if what == "memory":
+        return chip.memory_bytes_s
+    if what == "elements":
+        return chip.vector_flops or chip.flops
+    return (flops_s or chip.rate("f32")) if what == "matmul" else 1 / (chip.launch_s or 1e-6)
 
 
 UNKNOWN = LibraryCall(())
@@ -51,6 +55,10 @@ KINDS = {
     "bitonic sort": "launches",
     "comparison sort": "elements",
     "top_k of few": "memory",
+    "gather": "memory",
+    "scatter": "memory",
+    "cumulative reduction": "memory",
+    "pooling gradient": "memory",
     "fft": "memory",
     "cholesky": "elements",
     "triangular solve of a vector": "memory",
