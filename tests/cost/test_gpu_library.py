@@ -277,7 +277,7 @@ COMPILED = {
     "lu": (jnp.linalg.solve, (f32(1024, 1024), f32(1024, 64))),
     "inverse": (jnp.linalg.inv, (f32(1024, 1024),)),
     "qr": (jnp.linalg.qr, (f32(4096, 512),)),
-    "svd": (lambda a: jnp.linalg.svd(a, full_matrices=False), (f32(1024, 512),)),
+    "svd": (lambda a: jnp.linalg.svd(a, full_matrices=False), (f32(2048, 1024),)),
     "eigh": (jnp.linalg.eigh, (f32(1024, 1024),)),
     "cholesky of a batch": (jnp.linalg.cholesky, (f32(16, 256, 256),)),
     "tridiagonal": (jax.lax.linalg.tridiagonal_solve, (f32(16384), f32(16384), f32(16384), f32(16384, 64))),

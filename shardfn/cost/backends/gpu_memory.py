@@ -34,13 +34,11 @@ class GpuLiveRanges(LiveRanges):
         super().from_ops()
         for op in self.graph.ops:
             at = self.graph.makers.get(op.inputs[0], -1) if op.name == "slice" else -1
-            if (
-                at >= 0
-                and self.graph.ops[at].name == "select_and_scatter"
-                and self.graph.read_counts[op.inputs[0]] == 1
-            ):
-                if op.inputs[0] in self.start and op.outputs[0] in self.start:
-                    self.start[op.outputs[0]] = self.start.pop(op.inputs[0])
+            if at < 0 or self.graph.ops[at].name != "select_and_scatter":
+                continue
+            (whole,), (left,) = op.inputs, op.outputs
+            if self.graph.read_counts[whole] == 1 and whole in self.start and left in self.start:
+                self.start[left] = self.start.pop(whole)
 
     def library_call(self, i: int) -> LibraryCall | None:
         """The call of a library that an op is, if it has a rule."""

@@ -106,8 +106,8 @@ _SAME_PLACES = ("all_slice", "broadcast_in_dim", "convert")
 
 
 def sort(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """CUB sorts rows of the last dim by one key: alone, or integers with one array, or floats with their places. Keys of floats are
-    integers of the same order, which a pass makes first, with the floats beside them."""
+    """CUB sorts rows of the last dim by one key: alone, or integers with one array, or floats with their places. Keys of floats
+    are integers of the same order, which a pass makes first, with the floats beside them."""
     if op.rule is None or len(op.rule.replicated) != 1:
         return UNKNOWN
     (factor,) = op.rule.replicated
