@@ -39,8 +39,8 @@ class GpuFuser(ScatterFuser):
         return frozenset(found)
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes; the gradient of
-        a pooling takes its windows of an array that is padded in the same kernels."""
+        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes, and the
+        gradient of a pooling its padded array."""
         op = self.graph.ops[i]
         if op.name == "select_and_scatter":
             return True
