@@ -5,20 +5,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from shardfn.cost.backends.gpu_library import GPU_LIBRARY, SOLVERS, own_order
+from shardfn.cost.backends.gpu_library import GPU_LIBRARY, HAS_BUFFERS, SOLVERS, own_order
 from shardfn.cost.backends.library_call import LibraryCall
 from shardfn.cost.backends.loop_copies import loop_copies
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges
-from shardfn.ir.op_traits import LIBRARY
+from shardfn.cost.schedule import Schedule
 
 
 class GpuLiveRanges(LiveRanges):
     """The common rules; work buffers of sorts, ragged matmuls and 3D convolutions; arrays that a library has in an order of its
     own."""
 
+    def __init__(self, schedule: Schedule):
+        super().__init__(schedule)
+        self.library: list[int] = []
+        """The ops that are calls of libraries with buffers of their own, once `from_ops` has seen them."""
+
     def add_own_buffers(self, i: int) -> None:
         """Add what a library call needs beside its operands and results."""
         op = self.graph.ops[i]
+        if op.name not in HAS_BUFFERS and not op.name.startswith(SOLVERS):
+            return
+        self.library.append(i)
         call = self.library_call(i)
         if call and call.work_bytes:
             self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i), int(call.work_bytes)))
@@ -32,7 +40,7 @@ class GpuLiveRanges(LiveRanges):
     def from_ops(self) -> None:
         """Of a pooling's gradient that is cut, as JAX does after it padded the array, XLA makes what is left alone."""
         super().from_ops()
-        for op in self.graph.ops:
+        for op in self.graph.ops if self.library else ():
             at = self.graph.makers.get(op.inputs[0], -1) if op.name == "slice" else -1
             if at < 0 or self.graph.ops[at].name != "select_and_scatter":
                 continue
@@ -43,7 +51,7 @@ class GpuLiveRanges(LiveRanges):
     def library_call(self, i: int) -> LibraryCall | None:
         """The call of a library that an op is, if it has a rule."""
         op = self.graph.ops[i]
-        rule = GPU_LIBRARY.get(op.name) if op.name != "reduce" else None
+        rule = GPU_LIBRARY.get(op.name)
         return rule(self.partitioned, op, 1.0) if rule else None
 
     def source(self, v: int) -> int:
@@ -66,9 +74,10 @@ class GpuLiveRanges(LiveRanges):
     def write_over(self, bound: frozenset[int]) -> None:
         """Sorts by comparisons and solvers write over their operands too."""
         super().write_over(bound)
-        for i, op in enumerate(self.graph.ops):
-            for v, made in self.written_by_library(i) if op.name in LIBRARY or op.name.startswith(SOLVERS) else ():
-                is_free = op.name not in LIBRARY and v in self.start and not {v} & (self.inputs | self.outputs)
+        for i in self.library:
+            is_solver = self.graph.ops[i].name.startswith(SOLVERS)
+            for v, made in self.written_by_library(i):
+                is_free = is_solver and v in self.start and not {v} & (self.inputs | self.outputs)
                 if made in self.start and v in self.fusion.reads[i] and (is_free or self.dies_in(v, i)):
                     self.end[v] = min(2 * i, self.start[made]) - 1
 
