@@ -285,6 +285,23 @@ COMPILED = {
 }
 
 
+BF16 = jnp.bfloat16
+MATRICES = tuple(jax.ShapeDtypeStruct(s, BF16) for s in ((2048, 256), (8, 256, 1024), (8, 1024, 256)))
+
+
+def experts_loss(x, up, down, sizes):
+    hidden = jax.nn.silu(jax.lax.ragged_dot(x, up, sizes))
+    return (jax.lax.ragged_dot(hidden, down, sizes).astype(jnp.float32) ** 2).sum()
+
+
+COMPILED |= {
+    "softmax": (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (f32(4096, 64), f32(4096, 64))),
+    "channels first": (lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"), (f32(8, 64, 64, 64), f32(128, 64, 3, 3))),
+    "experts": (jax.grad(experts_loss, (1, 2)), (*MATRICES, SIZES)),
+    "experts and rows": (jax.grad(experts_loss, (0, 1, 2)), (*MATRICES, SIZES)),
+}  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", COMPILED)
 def test_memory_of_a_library_op_is_as_compiled(cuda, name):

@@ -49,9 +49,19 @@ def _solve(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall
 def _ragged_dot(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     """Every row is multiplied by the matrix of every expert: of each expert there is a copy of the rows, zero where the row is
     another's, and the copies are stored and contracted (`RaggedDotRewriter`). `flops` count each row once."""
-    experts = max(partitioned.local_shape(v)[0] for v in (op.inputs[1], op.outputs[0]) if _is_stack(partitioned, v))
-    masked = float(experts * partitioned.local_bytes(op.inputs[0]))
-    return LibraryCall((("memory", masked), ("matmul", flops * experts)), masked)
+    masked = float(sum(masked_rows(partitioned, op).values()))
+    return LibraryCall((("memory", masked), ("matmul", flops * _experts(partitioned, op))), masked)
+
+
+def masked_rows(partitioned: PartitionedProgram, op: Op) -> dict[int, int]:
+    """The operands of a ragged matmul that are stored for each expert, with the bytes of all. The gradient of the matrices
+    contracts the rows of both operands."""
+    rows = op.inputs[: 1 + _is_stack(partitioned, op.outputs[0])]
+    return {v: _experts(partitioned, op) * partitioned.local_bytes(v) for v in rows}
+
+
+def _experts(partitioned: PartitionedProgram, op: Op) -> int:
+    return max(partitioned.local_shape(v)[0] for v in (op.inputs[1], op.outputs[0]) if _is_stack(partitioned, v))
 
 
 def _is_stack(partitioned: PartitionedProgram, v: int) -> bool:
@@ -128,19 +138,18 @@ def _unknown(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCa
 
 def own_order(partitioned: PartitionedProgram, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The operands that a library reads in an order of its own, and the results that it leaves in one, by position: solvers
-    have matrices column by column, and cuDNN in three dimensions the channels before the spatial dimensions. XLA transposes
+    have matrices column by column, and cuDNN reads channels last, but in three dimensions before the spatial ones. XLA transposes
     arguments and results of the program for them. An operand that a call writes over is not among them: its copy is the result.
     """
     if op.name == "triangular_solve":
         return (0,), (0,) if _is_matrix(partitioned, op.outputs[0]) else ()
     if op.name.startswith(SOLVERS):
         return (), tuple(at for at, v in enumerate(op.outputs) if _is_matrix(partitioned, v))
-    form = op.convolution
-    if form and len(form.image) == 3:
+    if form := op.convolution:
         shapes = [partitioned.local_shape(v) for v in (*op.inputs[:2], op.outputs[0])]
         spatial = form.image, form.kernel, form.result
-        last = [_has_channels_last(shape, dims) for shape, dims in zip(shapes, spatial, strict=True)]
-        return tuple(at for at in (0, 1) if last[at]), (0,) if last[2] else ()
+        moved = [_is_moved(shape, dims) for shape, dims in zip(shapes, spatial, strict=True)]
+        return tuple(at for at in (0, 1) if moved[at]), (0,) if moved[2] else ()
     return (), ()
 
 
@@ -152,8 +161,11 @@ def _is_matrix(partitioned: PartitionedProgram, v: int) -> bool:
     return min((1, 1, *partitioned.local_shape(v))[-2:]) > 1
 
 
-def _has_channels_last(shape: Sequence[int], spatial: Sequence[int]) -> bool:
-    return shape[-1] > 1 and len(shape) - 1 not in spatial
+def _is_moved(shape: Sequence[int], spatial: Sequence[int]) -> bool:
+    """Whether the channels of an image are where cuDNN does not read them: last in three dimensions, or not last in fewer."""
+    channels = max(d for d in range(len(shape)) if d not in spatial)
+    is_last = channels == len(shape) - 1
+    return shape[channels] > 1 and is_last == (len(spatial) == 3)
 
 
 Rule = Callable[[PartitionedProgram, Op, float], LibraryCall | None]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from shardfn.cost.backends.gpu_library import GPU_LIBRARY, HAS_BUFFERS, SOLVERS, own_order
+from shardfn.cost.backends.gpu_library import GPU_LIBRARY, HAS_BUFFERS, SOLVERS, masked_rows, own_order
 from shardfn.cost.backends.library_call import LibraryCall
 from shardfn.cost.backends.loop_copies import loop_copies
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges
@@ -28,7 +28,7 @@ class GpuLiveRanges(LiveRanges):
             return
         self.library.append(i)
         call = self.library_call(i)
-        if call and call.work_bytes:
+        if call and call.work_bytes and op.name != "ragged_dot":
             self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i), int(call.work_bytes)))
         read, made = own_order(self.partitioned, op)
         copied = [op.inputs[at] for at in read if self.source(op.inputs[at]) in self.inputs]
@@ -40,6 +40,7 @@ class GpuLiveRanges(LiveRanges):
     def from_ops(self) -> None:
         """Of a pooling's gradient that is cut, as JAX does after it padded the array, XLA makes what is left alone."""
         super().from_ops()
+        self.copies += self.masked()
         for op in self.graph.ops if self.library else ():
             at = self.graph.makers.get(op.inputs[0], -1) if op.name == "slice" else -1
             if at < 0 or self.graph.ops[at].name != "select_and_scatter":
@@ -47,6 +48,25 @@ class GpuLiveRanges(LiveRanges):
             (whole,), (left,) = op.inputs, op.outputs
             if self.graph.read_counts[whole] == 1 and whole in self.start and left in self.start:
                 self.start[left] = self.start.pop(whole)
+
+    def masked(self) -> Iterator[LiveBuffer]:
+        """The rows that ragged matmuls store for each expert. What several of one loop need is stored from the first to the last
+        of them, and besides in another order during each that contracts the experts too, as all but gradients of matrices do."""
+        users: dict[tuple[int, int, int], list[int]] = {}
+        for i in self.library:
+            op = self.graph.ops[i]
+            for v in masked_rows(self.partitioned, op) if op.name == "ragged_dot" else ():
+                users.setdefault((v, op.inputs[2], self.graph.loop_of[i]), []).append(i)
+        first = {(i, key[0]): min(ops) for key, ops in users.items() for i in ops}
+        for (v, _, _), ops in users.items():
+            stored = {i: masked_rows(self.partitioned, self.graph.ops[i]) for i in ops}
+            # A gradient of matrices runs before what else reads the rows that it contracts.
+            ran = {i: 2 * i if len(rows) == 1 else 2 * max(first[i, u] for u in rows) - 1 for i, rows in stored.items()}
+            if is_shared := len(ops) > 1:
+                yield LiveBuffer((), 2 * ops[0], max(2 * ops[0], *ran.values()), stored[ops[0]][v])
+            for i in ops:
+                if not is_shared or len(stored[i]) == 1:
+                    yield LiveBuffer((), 2 * i, self.last_tick(i), stored[i][v])
 
     def library_call(self, i: int) -> LibraryCall | None:
         """The call of a library that an op is, if it has a rule."""
@@ -62,14 +82,25 @@ class GpuLiveRanges(LiveRanges):
         return v
 
     def may_write_over(self, i: int, v: int) -> bool:
-        """Nothing is written over an array that a library left in another order than the result's."""
+        """Nothing is written over an array that a library left in another order than the result's, nor over rows that the same
+        kernel reduces first, as a softmax does."""
         at = self.graph.makers.get(self.source(v), -1)
         if (
             at >= 0
             and self.graph.ops[at].outputs.index(self.source(v)) in own_order(self.partitioned, self.graph.ops[at])[1]
         ):
             return False
-        return super().may_write_over(i, v)
+        return not self.reduces_rows(i, v) and super().may_write_over(i, v)
+
+    def reduces_rows(self, i: int, v: int) -> bool:
+        """Whether what op `i` reads is made of the rows of a value that it reads too."""
+        for u in self.fusion.reads[i]:
+            at = self.graph.makers.get(u, -1)
+            if at >= 0 and self.graph.ops[at].name == "reduce" and v in self.fusion.reads[at]:
+                op = self.graph.ops[at]
+                if len(self.partitioned.local_shape(op.inputs[0])) - 1 in {d for _, d in op.reduced}:
+                    return True
+        return False
 
     def write_over(self, bound: frozenset[int]) -> None:
         """Sorts by comparisons and solvers write over their operands too."""
