@@ -70,10 +70,17 @@ def _is_stack(partitioned: PartitionedProgram, v: int) -> bool:
 
 def _convolution(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     """cuDNN's convolutions. Those in three dimensions copy the image and the result to have channels last, and back. There is no
-    checked rate of those in one dimension or in groups."""
+    checked rate of those in one dimension or in groups. Where an image has holes, it is padded with them, and they are multiplied
+    (`ConvPaddingLegalization`), but for the gradient of a convolution with strides, whose kernel is reversed."""
     form = op.convolution
     if form is None:
         return None
+    holes = math.prod(w.spacing for w in op.window_dims if w.over < 0)
+    if holes > 1 and not _is_reversed(partitioned, op.inputs[1]):
+        padded = float(holes * partitioned.local_bytes(op.inputs[0]))
+        if len(form.image) != 2 or form.grouped:
+            return UNKNOWN._replace(work_bytes=padded)
+        return LibraryCall((("2D convolution", flops * holes), ("memory", padded)), padded)
     if len(form.image) == 2 and not form.grouped:
         return LibraryCall((("2D convolution", flops),))
     if len(form.image) != 3 or form.grouped:
@@ -88,6 +95,13 @@ def _convolution(partitioned: PartitionedProgram, op: Op, flops: float) -> Libra
         copied = 0.0
     kind = "3D weight gradient" if is_gradient else "3D convolution"
     return LibraryCall(((kind, flops), ("memory", 2.0 * copied)), copied)
+
+
+def _is_reversed(partitioned: PartitionedProgram, v: int) -> bool:
+    ops, makers = partitioned.graph.ops, partitioned.graph.makers
+    while (at := makers.get(v, -1)) >= 0 and (partitioned.is_view(ops[at]) or ops[at].name in ("transpose", "convert")):
+        v = ops[at].inputs[0]
+    return at >= 0 and ops[at].name == "reverse"
 
 
 def _reduce(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
