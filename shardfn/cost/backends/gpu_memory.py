@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -90,7 +91,18 @@ class GpuLiveRanges(LiveRanges):
             and self.graph.ops[at].outputs.index(self.source(v)) in own_order(self.partitioned, self.graph.ops[at])[1]
         ):
             return False
-        return not self.reduces_rows(i, v) and super().may_write_over(i, v)
+        return not self.reduces_rows(i, v) and not self.is_reduced_at_once(i) and super().may_write_over(i, v)
+
+    def is_reduced_at_once(self, i: int) -> bool:
+        """Whether the kernel that makes an array reduces it too, which XLA does not write over anything."""
+        return self.graph.ops[i].outputs[0] in self.reduced
+
+    @functools.cached_property
+    def reduced(self) -> frozenset[int]:
+        """The values that reductions read."""
+        ops, fusion = self.graph.ops, self.fusion
+        found = (i for i, op in enumerate(ops) if op.name == "reduce" and fusion.inside[i] is not None)
+        return frozenset().union(*map(fusion.reads.__getitem__, found))
 
     def reduces_rows(self, i: int, v: int) -> bool:
         """Whether what op `i` reads is made of the rows of a value that it reads too."""
