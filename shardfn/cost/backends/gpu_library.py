@@ -203,7 +203,9 @@ GPU_LIBRARY: dict[str, Rule] = {
 }
 """The rules, by op."""
 
-HAS_BUFFERS = frozenset(GPU_LIBRARY).difference(("reduce", "reduce_window", "gather", "scatter"))
+HAS_BUFFERS = frozenset(
+    name for name, rule in GPU_LIBRARY.items() if rule not in (_reduce, _windowed, _gather, _scatter)
+)
 """The ops that need memory beside their operands and results, or have these in an order of their own."""
 
 UNCHECKED: dict[str, Rule] = dict.fromkeys((*LIBRARY.difference(("rng", "rng_bit_generator")), "ragged_dot"), _unknown)

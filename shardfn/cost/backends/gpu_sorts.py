@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from shardfn.cost.backends.library_call import UNKNOWN, LibraryCall
 from shardfn.ir.model import Op, dtype_bits
+from shardfn.ir.op_traits import SLICES
 from shardfn.ir.partitioned import PartitionedProgram
 
 _SMALL_SORT = 16385
@@ -97,12 +98,12 @@ class _Rows(NamedTuple):
 def _is_places(partitioned: PartitionedProgram, v: int) -> bool:
     """Whether a value counts the elements of each row."""
     ops, makers = partitioned.graph.ops, partitioned.graph.makers
-    while (at := makers.get(v, -1)) >= 0 and (partitioned.is_view(ops[at]) or ops[at].name in _SAME_PLACES):
+    while (at := makers.get(v, -1)) >= 0 and (partitioned.is_view(ops[at]) or ops[at].name in _REPEATED):
         v = ops[at].inputs[0]
     return at >= 0 and ops[at].name == "iota"
 
 
-_SAME_PLACES = ("all_slice", "broadcast_in_dim", "convert")
+_REPEATED = SLICES | {"broadcast_in_dim"}
 
 
 def sort(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
@@ -138,8 +139,8 @@ def top_k(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall 
     """A kernel keeps up to 16 of a row of at least 1,024 floats; else all of each row is sorted with its places, which a pass
     makes first."""
     shape, value = partitioned.local_shape(op.inputs[0]), partitioned.graph.values[op.inputs[0]]
-    kept, is_float = partitioned.local_shape(op.outputs[0])[-1], value.dtype in ("f32", "bf16")
-    if kept <= 16 and is_float and len(shape) <= 2 and shape[-1] >= 1024:
+    row, kept, is_float = shape[-1], partitioned.local_shape(op.outputs[0])[-1], value.dtype in ("f32", "bf16")
+    if kept <= 16 and is_float and len(shape) <= 2 and row >= 1024:
         return LibraryCall((("top_k of few", float(partitioned.local_bytes(op.inputs[0]))),))
     return _sorted_with_places(partitioned, op)
 
