@@ -237,6 +237,6 @@ def warn(text: str) -> None:
     if jax.distributed.is_initialized() and jax.process_index() != 0:
         return
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("shardfn", "jax"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("shardfn", "jax", "contextlib"):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

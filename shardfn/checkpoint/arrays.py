@@ -47,13 +47,13 @@ def open_arrays(folder: pathlib.Path, entries: Sequence[StoredArray]) -> list[An
     return [ts.open(_spec(folder, entry), context=context, open=True) for entry in entries]
 
 
-def open_array(folder: pathlib.Path, entry: StoredArray, dtype: Any = None) -> Any:
-    """The `tensorstore.TensorStore` of an array, which casts to `dtype`.
-
-    Raises:
-      ValueError, OSError: it is missing or damaged.
-    """
-    return _cast(open_arrays(folder, [entry])[0].result(), entry, dtype)
+def has_dtype(dtype: Any) -> bool:
+    """Whether TensorStore has a dtype."""
+    try:
+        need("tensorstore", "checkpoint").dtype(jnp.dtype(dtype).name)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_files(folder: pathlib.Path) -> None:
@@ -65,12 +65,6 @@ def check_files(folder: pathlib.Path) -> None:
     for file in folder.rglob("*"):
         if not file.is_dir():
             check_regular(file)
-
-
-def _cast(store: Any, entry: StoredArray, dtype: Any) -> Any:
-    if dtype is None or jnp.dtype(dtype) == entry.numpy_dtype:
-        return store
-    return need("tensorstore", "checkpoint").cast(store, jnp.dtype(dtype).name)
 
 
 def _spec(folder: pathlib.Path, entry: StoredArray) -> dict[str, Any]:
@@ -144,16 +138,8 @@ def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
 
     def finish(want: ArrayRead, store: Any) -> Any:
         try:
-            is_narrowed = not _holds(want.dtype, want.entry.numpy_dtype)
-            opened = _cast(store.result(), want.entry, None if is_narrowed else want.dtype)
-            reads = [np.zeros(box_shape(box), want.dtype) if 0 in want.entry.shape else opened[box].read()
-                     for box, _ in want.boxes]  # fmt: skip
-            values = [x if isinstance(x, np.ndarray) else x.result() for x in reads]
-            return assemble(want, [_narrowed(want, x) for x in values] if is_narrowed else values)
-        except (ValueError, OSError) as error:
-            if isinstance(error, ShardError):
-                raise
-            return damage(folder, want.entry, error)
+            values = _read(folder, want, store)
+            return values if isinstance(values, Problem) else assemble(want, values)
         finally:
             limit.release(want.nbytes)
 
@@ -165,6 +151,31 @@ def read_arrays(folder: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
         done = [task.result() for task in tasks]
     raise_problems([value for value in done if isinstance(value, Problem)], CheckpointFileError)
     return done
+
+
+def _read(folder: pathlib.Path, want: ArrayRead, store: Any) -> list[np.ndarray] | Problem:
+    """The values of `want.boxes`, of the future of a TensorStore; the problem of an array that is missing or damaged."""
+    try:
+        opened = store.result()
+        reads = [np.zeros(box_shape(box), want.dtype) if 0 in want.entry.shape else opened[box].read()
+                 for box, _ in want.boxes]  # fmt: skip
+        values = [x if isinstance(x, np.ndarray) else np.asarray(x.result()) for x in reads]
+    except (ValueError, OSError) as error:
+        return damage(folder, want.entry, error)
+    is_narrowed = not _holds(want.dtype, want.entry.numpy_dtype)
+    return [_narrowed(want, x) if is_narrowed else as_dtype(x, want.dtype) for x in values]
+
+
+def as_dtype(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Values as another dtype. TensorStore's own casts between `float8_e8m0fnu` and other floats are wrong.
+
+    >>> as_dtype(np.ones(1, jnp.float8_e8m0fnu), jnp.float8_e4m3fn)
+    array([1], dtype='float8_e4m3fn')
+    """
+    try:
+        return values.astype(dtype, copy=False)
+    except TypeError:  # NumPy has no cast between these two
+        return values.astype(np.float32).astype(dtype)
 
 
 def _holds(dtype: Any, of: np.dtype) -> bool:

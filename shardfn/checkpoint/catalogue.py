@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -39,8 +40,8 @@ SEQUENCE = 1
 """Orbax's number for keys of lists and tuples."""
 
 
-def read_contents(folder: pathlib.Path) -> Contents:
-    """The description of the arrays in a folder.
+def read_contents(folder: pathlib.Path, is_ours: bool = False) -> Contents:
+    """The description of the arrays in a folder, which `save` wrote if `is_ours`.
 
     Raises:
       CheckpointFileError: it is missing or damaged, or an array of it cannot be opened.
@@ -48,7 +49,7 @@ def read_contents(folder: pathlib.Path) -> Contents:
     file = folder / METADATA
     try:
         arrays.check_files(folder)
-        _check_sums(folder)
+        _check_sums(folder, is_ours)
         rows = _tree(json.loads(read_bytes(file, MAX_BYTES)), (folder / MANIFEST).exists())
         shardings, implementations = _shardings(folder), _key_implementations(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -73,29 +74,45 @@ def read_contents(folder: pathlib.Path) -> Contents:
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:
     """The SHA-256 of each file that describes arrays; the values themselves have checksums of their own."""
-    names = [METADATA, SHARDINGS, MANIFEST, f"{EXTENSIONS}/*", f"ocdbt.process_*/{MANIFEST}"]
+    names = [METADATA, SHARDINGS, MANIFEST, f"{EXTENSIONS}/process_*", f"ocdbt.process_*/{MANIFEST}"]
     files = sorted(file for name in names for file in folder.glob(name) if file.is_file())
     return {str(file.relative_to(folder)): hashlib.sha256(read_bytes(file, MAX_BYTES)).hexdigest() for file in files}
 
 
 def write_sums(folder: pathlib.Path) -> None:
-    """Write `SUMS`."""
+    """Write `SUMS`. Its last line, a comment for `sha256sum`, is the checksum of the lines before it."""
+    lines = "".join(f"{total}  {name}\n" for name, total in _sums(folder).items()).encode()
     with atomic_file(folder / SUMS) as file:
-        file.write("".join(f"{total}  {name}\n" for name, total in _sums(folder).items()).encode())
+        file.write(lines + _own_sum(lines))
 
 
-def _check_sums(folder: pathlib.Path) -> None:
-    """Compare the files with `SUMS`, if it is there.
+def _own_sum(lines: bytes) -> bytes:
+    return f"# {hashlib.sha256(lines).hexdigest()} of these lines\n".encode()
+
+
+def _check_sums(folder: pathlib.Path, is_ours: bool) -> None:
+    """Compare the files with `SUMS`, which is there if `save` wrote them.
 
     Raises:
-      CheckpointFileError: files that are missing or changed, all of them, by name.
+      CheckpointFileError: `SUMS` is damaged, or missing; or files that are missing or changed, all of them, by name.
     """
     try:
-        lines = read_bytes(folder / SUMS, MAX_BYTES).decode().splitlines()
+        data = read_bytes(folder / SUMS, MAX_BYTES)
     except FileNotFoundError:
+        if is_ours and (folder / METADATA).is_file():
+            _damaged(
+                folder / SUMS,
+                "`save` writes it: it has the checksums of the files that describe the arrays",
+                "is missing",
+            )
         return
-    found, problems = _sums(folder), []
-    for total, _, name in (line.partition("  ") for line in lines):
+    body, mark, rest = data.partition(b"# ")
+    rows = [re.fullmatch(r"([0-9a-f]{64})  (.+)", line) for line in body.decode(errors="replace").splitlines()]
+    told, found = {row[2]: row[1] for row in rows if row}, _sums(folder)
+    if not all(rows) or (mark and mark + rest != _own_sum(body)) or found.keys() - told.keys():
+        _damaged(folder / SUMS, "it is not as `save` wrote it, so it says nothing of the other files", "is damaged")
+    problems = []
+    for name, total in told.items():
         if found.get(name) != total:
             what = "is not the file that was saved" if name in found else "is missing"
             problems.append(Problem(f"{folder / name} {what}", where=str(folder / SUMS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -126,12 +127,14 @@ class Contents:
       entries: its arrays.
       devices, processes: how many saved it, where that is known.
       texts: the texts that another program saved beside them.
+      layout: the layout file that they were saved with, if `save` was given one.
     """
 
     entries: tuple[StoredArray, ...]
     devices: int = 1
     processes: int = 1
     texts: tuple[StoredArray, ...] = ()
+    layout: pathlib.Path | None = None
 
     @property
     def meshes(self) -> tuple[StoredMesh, ...]:

@@ -6,8 +6,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import itertools
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import jax
@@ -35,16 +36,32 @@ class Failure:
         self._key = f"{self._save}/failed"
         self._thread = threading.get_ident()
         self._error = ""
+        self._errors: list[BaseException] = []
         self._running: set[object] = set()
         self._changed = threading.Condition()
         self._client = ocp.multihost.get_jax_distributed_client() if jax.process_count() > 1 else None
 
     def tell(self, error: BaseException) -> None:
         """Tell of an error."""
+        self._errors.append(error)
         self._error = self._error or str(error)
         if self._client is not None:
             with contextlib.suppress(RuntimeError):  # somebody has told already
                 self._client.key_value_set(self._key, f"process {jax.process_index()}: {error}"[:4000])
+
+    @contextlib.contextmanager
+    def logged_once(self) -> Iterator[None]:
+        """Keep the threads of Orbax from logging the tracebacks of errors that were told: the save raises them."""
+
+        def is_new(record: logging.LogRecord) -> bool:
+            return not record.exc_info or record.exc_info[1] not in self._errors
+
+        logger = logging.getLogger("absl")
+        logger.addFilter(is_new)
+        try:
+            yield
+        finally:
+            logger.removeFilter(is_new)
 
     def told(self) -> str:
         """What a process has told; empty if nothing."""
@@ -75,11 +92,16 @@ class Failure:
 
             threading.Thread(target=run, daemon=True).start()
             while not concurrent.futures.wait([reached], POLL_S).done:
-                if text := self.told():
-                    raise OSError(text)
+                self._raise_told()
             reached.result()
 
         return wait
+
+    def _raise_told(self) -> None:
+        """Raise what a process has told, if anything."""
+        if text := self.told():
+            self._errors.append(OSError(text))
+            raise self._errors[-1]
 
     async def watch(self, write: Coroutine[Any, Any, None]) -> None:
         """Run a write. Tell of its error; end it with an error as soon as another one has told of one."""
@@ -87,10 +109,10 @@ class Failure:
         self._running.add(task)
         try:
             while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
-                if text := self.told():
+                if self.told():
                     task.cancel()
                     await asyncio.wait({task})
-                    raise OSError(text)
+                    self._raise_told()
             task.result()
         except Exception as error:
             self.tell(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -144,11 +145,11 @@ def merge(
 
 def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
     """Reads boxes of a stored array in its new dtype; the array is opened with the first."""
-    store = functools.cache(lambda: arrays.open_array(folder, row.stored, dtype=row.new.dtype))
+    store = functools.cache(lambda: arrays.open_arrays(folder, [row.stored])[0].result())
 
     def read(box: Box) -> np.ndarray:
         try:
-            return store()[box].read().result()
+            return arrays.as_dtype(np.asarray(store()[box].read().result()), row.new.numpy_dtype)
         except (ValueError, OSError) as error:
             raise CheckpointFileError(arrays.damage(folder, row.stored, error)) from None
 
@@ -173,6 +174,7 @@ def write_copy(
     Raises:
       CheckpointError: the layout leaves the size of an axis open, and `devices` is None; a job of several processes.
     """
+    state_tree.check_stored({entry.path: entry.dtype for entry in entries}, "the copy")
     count = 1 if layout is None else _device_count(layout) if devices is None else devices
     need("orbax.checkpoint", "checkpoint")
     if jax.process_count() > 1:
@@ -193,9 +195,16 @@ def write_copy(
     check_free(folder / str(step))
     kept = targets.stored_layout(described)
     saved = orbax_store.Saved(state_tree.nested(sources), kept, count, in_flight=bound // SHARE)
-    with arrays.write_errors(folder, (OSError, ValueError)):
-        folder.mkdir(parents=True, exist_ok=True)
-        orbax_store.begin(folder, step, saved, None, None).wait()
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        with arrays.write_errors(folder, (OSError, ValueError)):
+            folder.mkdir(parents=True, exist_ok=True)
+            orbax_store.begin(folder, step, saved, None, None).wait()
+    except BaseException:
+        for parent in new:
+            with contextlib.suppress(OSError):  # it is not empty, or never was made
+                parent.rmdir()
+        raise
     return CopyResult(folder, step, len(described), sum(entry.nbytes for entry in described), count)
 
 

@@ -38,6 +38,9 @@ from shardfn.files import atomic_file, read_bytes
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
 
+REMOVED = "removed.orbax-checkpoint-tmp"
+"""The folder that old steps are moved to, each at once, before their files are deleted. Orbax deletes it when a save begins."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
@@ -46,6 +49,7 @@ class Saved:
     Attributes:
       tree: a pytree of `orbax_arrays.ArraySource`.
       layout: the layout file, or None.
+      is_layout_given: whether `save` was given it; otherwise it says what the shardings of the arrays are.
       devices: how many devices the arrays are on.
       in_flight: most bytes that are written at once; None for no bound.
     """
@@ -53,6 +57,7 @@ class Saved:
     tree: Any
     layout: LayoutFile | None
     devices: int
+    is_layout_given: bool = False
     in_flight: int | None = None
 
 
@@ -124,6 +129,8 @@ class Saving:
                     try:
                         manager.wait_until_finished()
                         manager.close()
+                        if jax.process_index() == 0:
+                            shutil.rmtree(self.path / REMOVED, ignore_errors=True)
                     except Exception as error:
                         self._failure.tell(error)
                         self._failure.settle()
@@ -195,6 +202,7 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
         keep_period=keep_every,
         create=True,
         cleanup_tmp_directories=True,
+        todelete_subdir=REMOVED,
         enable_async_checkpointing=True,
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=failure.barrier()),
         save_root_metadata=False,
@@ -204,9 +212,10 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
     items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
     if saved.layout is not None:
         items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
-    told = {"devices": saved.devices, "processes": jax.process_count()}
+    told = {"devices": saved.devices, "processes": jax.process_count(), "layout_given": saved.is_layout_given}
     with contextlib.ExitStack() as lock:
         lock.enter_context(only_writer(path))
+        lock.enter_context(failure.logged_once())
         with clearing(path, step, OSError):
             manager = ocp.CheckpointManager(
                 path, options=options, item_handlers={ITEM: state, LAYOUT_ITEM: LayoutHandler()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, NUMBER, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
-from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
+from shardfn.errors import CheckpointError, Problem, a, closest, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
+from shardfn.layoutfile import read_layout
 
 Globs = str | Sequence[str] | None
 Names = Mapping[str, str] | None
@@ -40,7 +40,8 @@ def restore(
       path: the folder that `save` was called with.
       target: where the arrays go: a plan; a layout file or the name of a recipe; a `Mesh`, for the stored axes by name; a
         device ("cpu", `jax.devices()[0]`); a list of devices, replicated; a sharding, or a tree of shardings by path.
-        None: the shardings of the arrays of `like`, else the stored ones.
+        None: the shardings of the arrays of `like`, else those of the plan or layout file that `save` was
+        given where its mesh has as many devices as there are here, else the stored ones.
       like: a pytree of arrays or shapes that gives the structure, shapes and dtypes of the result. Without it the result
         is dicts and lists: a module or a named tuple becomes a dict of its fields.
       step: which step; the last if None.
@@ -67,7 +68,7 @@ def restore(
     """
     folder, _, contents = open_step(path, step)
     chosen = choose_arrays(contents, like, only, name_map, dtype)
-    values = arrays.read_arrays(folder, array_reads(chosen, target, like))
+    values = arrays.read_arrays(folder, _array_reads(chosen, target, like, contents))
     leaves = {new: state_tree.restore_leaf(new.kind, value) for (_, new), value in zip(chosen, values, strict=True)}
     if like is None:
         return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
@@ -131,7 +132,8 @@ def reads(
     _, _, contents = open_step(path, step)
     needed: dict[Any, int] = {}
     read: dict[Any, int] = {}
-    for want in array_reads(choose_arrays(contents, like, only, name_map), target, like):
+    chosen = choose_arrays(contents, like, only, name_map)
+    for want in _array_reads(chosen, target, like, contents):
         for total, part in zip((needed, read), arrays.bytes_by_device(want), strict=True):
             for device, count in part.items():
                 total[device] = total.get(device, 0) + count
@@ -183,11 +185,15 @@ def _named_like(named: Mapping[str, Renamed], wanted: Collection[str]) -> dict[s
     return found
 
 
-def array_reads(chosen: Sequence[Renamed], target: Any, like: Any) -> list[arrays.ArrayRead]:
-    """The reads of arrays under the shardings of `target`. Arguments as of `restore`."""
+def _array_reads(chosen: Sequence[Renamed], target: Any, like: Any, contents: Contents) -> list[arrays.ArrayRead]:
+    """The reads of arrays of the contents under the shardings of `target`. Arguments as of `restore`."""
     if target is None and like is not None:
         target = _shardings_like(like)
-    placed = targets.target_shardings([new for _, new in chosen], target)
+    if target is None and chosen:
+        layout = contents.layout and read_layout(contents.layout)
+        kept = targets.stored_shardings([old.without_key_data for old, _ in chosen], layout)
+        target = {new.path: kept[old.path] for old, new in chosen}
+    placed = targets.target_shardings([new for _, new in chosen], target) if chosen else {}
     return [arrays.ArrayRead(old, placed[new.path], new.numpy_dtype) for old, new in chosen]
 
 
@@ -332,8 +338,7 @@ def _prefix(stored: Collection[str], wanted: Collection[str]) -> str | None:
 
 
 def _near(path: str, others: Collection[str]) -> str:
-    close = difflib.get_close_matches(path, others, 1, 0.6)
-    if close:
+    if close := closest(path, others):
         return f"if it is `{close[0]}` there: name_map={{{close[0]!r}: {path!r}}}"
     return "remove it from `like`, or restrict the restore with only="
 
@@ -350,8 +355,9 @@ def _noun(leaf: StoredArray | state_tree.StateLeaf) -> str:
 
 def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any) -> dict[str, np.dtype]:
     """The dtype of each array by its path: that of `dtype`, else the wanted one, else the stored one."""
-    # A Python number or a key has no dtype that could be wanted: it keeps the stored one.
-    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.kind in ARRAYS else e.dtype) for e in entries}
+    # A Python number or a key has no dtype that could be wanted: it keeps the stored one, and its value.
+    cast = {e.path for e in entries if e.kind in ARRAYS}
+    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.path in cast else e.dtype) for e in entries}
     by_glob = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {None: dtype}
     problems: list[Problem] = []
     for glob, kind in by_glob.items():
@@ -361,7 +367,7 @@ def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any)
             fail(CheckpointError, f"{kind!r:.40} is not a dtype", where=f"dtype = {dtype!r:.80}",
                  fix="write jnp.bfloat16")  # fmt: skip
         for path in _selected(tuple(found), glob, "dtype", problems):
-            if family(found[path]) == "float" and family(kind) == "float":
+            if path in cast and family(found[path]) == "float" and family(kind) == "float":
                 found[path] = kind
     raise_problems(problems, CheckpointError)
     return found

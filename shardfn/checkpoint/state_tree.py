@@ -11,13 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
+from shardfn.checkpoint import arrays
 from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, orbax_name
 from shardfn.errors import CheckpointError, Problem, a, raise_problems
 from shardfn.frontend.paths import join
-
-UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0",
-            "float8_e4m3", "float128", "complex256")  # fmt: skip
-"""Dtypes of JAX and NumPy that the zarr format does not have."""
 
 NUMBERS = (bool, int, float)
 """The types of Python numbers that Orbax has. An `IntEnum` is stored as an int, a NumPy float64 as a float."""
@@ -56,7 +53,7 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
     """The arrays of a pytree by path; `what` names the tree in errors.
 
     Raises:
-      CheckpointError: leaves that are not arrays, unsupported dtypes, two arrays with one path; all at once.
+      CheckpointError: leaves that are not arrays, two arrays with one path; all at once.
 
     >>> [(leaf.path, leaf.kind) for leaf in flatten({"w": [np.zeros(2)], "step": 3})]
     [('step', 'number'), ('w/0', 'host')]
@@ -75,9 +72,6 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
                 fix += ".decode()" if isinstance(value, str) else ""
             problems.append(Problem(f"`{path}` is {a(value)}, not an array", where=f"{what} at `{path}`",
                                     why="only arrays, numbers and PRNG keys can be saved", fix=fix))  # fmt: skip
-        elif not _storable(stored.dtype):
-            problems.append(Problem(f"`{path}` has the dtype {stored.dtype}", where=f"{what} at `{path}`",
-                                    why="the file format does not have it", fix="cast it before saving"))  # fmt: skip
         elif path in found:
             problems.append(Problem(f"two arrays have the path `{path}`", where=what,
                                     why="an array is restored by its path", fix="rename one of them"))  # fmt: skip
@@ -115,11 +109,28 @@ def _stored(value: Any) -> tuple[str, Any]:
     return "array" if isinstance(value, jax.Array) else HOST, value
 
 
-def _storable(dtype: Any) -> bool:
-    """Whether the file format has a dtype. NumPy has more, such as structured ones."""
+def check_stored(dtypes: Mapping[str, Any], what: str = "state") -> None:
+    """Refuse dtypes that the files do not have.
+
+    Args:
+      dtypes: the dtype of each array by its path.
+      what: names the tree in errors.
+
+    Raises:
+      CheckpointError: arrays of such dtypes, all at once.
+    """
+    raise_problems(
+        [Problem(f"`{path}` has the dtype {dtype}", where=f"{what} at `{path}`", why="the file format does not have it",
+                 fix="cast it before saving") for path, dtype in dtypes.items() if not _is_stored(dtype)],
+        CheckpointError,
+    )  # fmt: skip
+
+
+def _is_stored(dtype: Any) -> bool:
+    """Whether the files have a dtype. NumPy has more, such as structured ones."""
     try:
         known = jnp.dtype(str(dtype))
-        return str(dtype) not in UNSTORED and (jnp.issubdtype(known, np.number) or known == np.bool_)
+        return arrays.has_dtype(known) and (jnp.issubdtype(known, np.number) or known == np.bool_)
     except TypeError:
         return False
 

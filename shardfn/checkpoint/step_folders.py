@@ -72,8 +72,8 @@ def _check_backslash(folder: pathlib.Path) -> None:
 def steps(path: StrPath) -> tuple[int, ...]:
     """The complete steps in a folder. Waits for a background save of this process.
 
-    A step folder gets its name when it is complete. Retention deletes old ones, so a folder without a description counts as
-    partly deleted if a later step is complete; otherwise it is damaged, and listed.
+    A step folder gets its name when it is complete, and loses it before its files are deleted. Other programs may have deleted a
+    part of an old step, so a folder without a description is listed only if no later step is complete: it is damaged then.
 
     Args:
       path: the folder that `save` was called with.
@@ -134,7 +134,7 @@ def _was_saved(folder: pathlib.Path) -> bool:
         left = set(os.listdir(folder))
     except OSError:
         return False
-    return not left or bool(left & {ITEM, STEP_METADATA, METADATA, "commit_success.txt"})
+    return bool(left & {ITEM, STEP_METADATA, METADATA, "commit_success.txt"})
 
 
 def wait_for_save(folder: pathlib.Path) -> None:
@@ -200,12 +200,14 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
     if len(held) > 1 and held[0].name != ITEM:
         fail(CheckpointError, f"several items of {step} hold arrays", why=listed([folder.name for folder in held]),
              fix=f"pass the folder of one of them, such as {held[0]}")  # fmt: skip
-    found = read_contents(held[0])
+    known: dict[str, Any] = {}
     try:
         told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
-        return dataclasses.replace(found, devices=int(told["devices"]), processes=int(told["processes"]))
+        known = {"devices": int(told["devices"]), "processes": int(told["processes"])}
+        known["layout"] = step / LAYOUT_ITEM / LAYOUT if told["layout_given"] else None
     except (OSError, ValueError, KeyError, TypeError):  # another program saved it
-        return found
+        pass
+    return dataclasses.replace(read_contents(held[0], is_ours="layout" in known), **known)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ from shardfn import layoutfile
 from shardfn.checkpoint.contents import StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.meshes import mesh_on, partition_spec
-from shardfn.frontend.paths import escaped, join, normal, without_value
+from shardfn.frontend.paths import escaped, join, literal, normal, ruled, without_value
 from shardfn.ir.model import axes_of
 from shardfn.layoutfile.toml import rule_dims
-from shardfn.planning.layout_rules import LayoutFile, LayoutRule
+from shardfn.planning.layout_rules import UNSHARDED, LayoutFile, LayoutRule, mesh_axes
 from shardfn.planning.plan import Plan
 
 TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them, a sharding or a tree of shardings"
@@ -30,7 +30,7 @@ def target_shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, S
 
     Args:
       entries: the arrays, under the paths that `target` uses.
-      target: as in `restore`; None for the stored shardings.
+      target: as in `restore`, or the sharding of each array by its path.
 
     Raises:
       ShardError: shardings that do not fit, all at once.
@@ -55,8 +55,6 @@ def _fits(entry: StoredArray, sharding: Sharding) -> bool:
 
 
 def _shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, Sharding]:
-    if target is None:
-        return _stored(entries)
     if isinstance(target, str) and target.lower() in PLATFORMS:
         target = _device(target)
     if isinstance(target, jax.Device):
@@ -97,8 +95,32 @@ def _device(platform: str) -> Any:
              fix=f"the devices here are {jax.default_backend()}")  # fmt: skip
 
 
-def _stored(entries: Sequence[StoredArray]) -> dict[str, Sharding]:
-    """The stored shardings, on as many devices."""
+def stored_shardings(entries: Sequence[StoredArray], layout: LayoutFile | None) -> dict[str, Sharding]:
+    """The shardings that arrays were saved with, on as many devices.
+
+    Args:
+      entries: the arrays, under the paths that they are stored with.
+      layout: the layout file beside them, if it says more than their shardings. It counts where its mesh fits the devices; an
+        array without a rule keeps its sharding, and is replicated where none is known.
+    """
+    if layout is None or not _mesh_fits(layout, len(jax.devices())):
+        return _recorded(entries)
+    layout = _with_ends(entries, layout, {})
+    ruled_paths = {entries[i].path for i in _ruled(entries, layout)}
+    placed = [entry for entry in entries if entry.path in ruled_paths or not entry.mesh.axes]
+    layout = dataclasses.replace(layout, others=layout.others or UNSHARDED)
+    found = layout_targets(placed, layout, None)
+    return _recorded([entry for entry in entries if entry.path not in found]) | found
+
+
+def _mesh_fits(layout: LayoutFile, devices: int) -> bool:
+    problems: list[Problem] = []
+    mesh_axes(layout, devices, problems)
+    return not problems
+
+
+def _recorded(entries: Sequence[StoredArray]) -> dict[str, Sharding]:
+    """The shardings that Orbax noted of arrays, on as many devices."""
     pool = jax.devices()
     meshes = {}
     for mesh in {entry.mesh for entry in entries}:
@@ -142,21 +164,48 @@ def _by_path(entries: Sequence[StoredArray], given: Mapping[str, Sharding]) -> d
 
 
 def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
-    """The shardings of a plan's arguments. An array whose path ends in a parameter's (its moment) is sharded like it."""
-    layout, bare = layoutfile.read_layout(plan), []
-    known = {normal(d.path) for d in plan.inputs}
-    for entry, path in zip(entries, without_value([normal(entry.path) for entry in entries]), strict=True):
-        if path in known or any(p.partition("/")[2] == path for p in known):
-            continue
-        ends = [(end, d.spec) for d in plan.inputs if d.shape == entry.shape and (end := normal(d.path).partition("/")[2])
-                and path.endswith("/" + end)]  # fmt: skip
-        nearest = {spec for end, spec in ends if len(end) == max(len(end) for end, _ in ends)}
-        if len(nearest) == 1:
-            bare.append(_rule(entry.path, nearest.pop()))
-    layout = dataclasses.replace(layout, arguments=(*layout.arguments, *bare))
+    """The shardings of a plan's arguments."""
+    layout = layoutfile.read_layout(plan)
     if plan.hardware.devices is None:
         plan = plan.with_devices(jax.devices())
     return layout_targets(entries, layout, plan)
+
+
+def _ruled(entries: Sequence[StoredArray], layout: LayoutFile) -> Mapping[int, int]:
+    """The rule of each array that has one, by their positions."""
+    paths = [normal(entry.path) for entry in entries]
+    return ruled([rule.glob for rule in layout.arguments], paths, lambda one, two: True).rules
+
+
+def _with_ends(entries: Sequence[StoredArray], layout: LayoutFile, shapes: Mapping[str, tuple[int, ...]]) -> LayoutFile:
+    """The layout with rules for arrays that have none and whose path ends as that of a rule, without the name of its argument.
+
+    A function's `p/up` is `params/up` in a state, and `opt/mu/up` its moment. Where rules of one end differ, none counts.
+
+    Args:
+      entries: the arrays.
+      layout: the layout file.
+      shapes: the shapes of the arguments by path, where they are known.
+    """
+    if layout.others is not None:
+        return layout
+    ends: dict[str, list[tuple[tuple[int, ...] | None, LayoutRule]]] = {}
+    for rule in layout.arguments:
+        path = literal(rule.glob)
+        if path and (end := path.partition("/")[2]) and rule.sharding is not None and not rule.rows:
+            ends.setdefault(end, []).append((shapes.get(path), rule))
+    have, more = _ruled(entries, layout), []
+    for i, path in enumerate(without_value([normal(entry.path) for entry in entries])):
+        entry, parts = entries[i], path.split("/")
+        fits = (
+            [rule for shape, rule in ends.get("/".join(parts[n:]), ())
+             if shape == entry.shape or (shape is None and len(rule.sharding or ()) == len(entry.shape))]
+            for n in range(len(parts))
+        )  # fmt: skip
+        nearest = next(filter(None, fits), []) if i not in have else []
+        if nearest and all(rule.sharding == nearest[0].sharding for rule in nearest):
+            more.append(dataclasses.replace(nearest[0], glob=escaped(entry.path)))
+    return dataclasses.replace(layout, arguments=(*layout.arguments, *more))
 
 
 def stored_layout(entries: Sequence[StoredArray]) -> LayoutFile | None:
@@ -179,6 +228,7 @@ def layout_targets(
     """The shardings that a layout file gives; `devices` may be a device count, for devices that are not here."""
     loose = tuple(dataclasses.replace(rule, optional=True) for rule in layout.arguments)
     layout = dataclasses.replace(layout, arguments=loose)  # a checkpoint need not hold every array of the layout
+    layout = _with_ends(entries, layout, {normal(d.path): d.shape for d in plan.inputs} if plan else {})
     if devices is None:
         devices = jax.devices() if plan is None or plan.hardware.devices is None else plan.hardware.devices
     tree = {entry.path: jax.ShapeDtypeStruct(entry.shape, entry.numpy_dtype) for entry in entries if entry.shape}

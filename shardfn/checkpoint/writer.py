@@ -78,6 +78,7 @@ def save(
             fail(CheckpointError, f"`{name}` is {value!r:.40}", where=f"save({str(path)!r}, …, {name}={value!r:.40})",
                  fix=f"write an int of {least} or more")  # fmt: skip
     flat = state_tree.flatten(state)
+    state_tree.check_stored({leaf.path: leaf.value.dtype for leaf in flat})
     shapes = [leaf.path for leaf in flat if isinstance(leaf.value, jax.ShapeDtypeStruct)]
     if shapes:
         fail(CheckpointError, f"`{shapes[0]}` is a shape, and no array", where=f"state at {listed(shapes)}",
@@ -121,7 +122,7 @@ def save(
     # Dicts and lists: what nodes of other classes do with leaves that are no arrays is their own.
     tree = need("orbax.checkpoint", "checkpoint").tree.serialize_tree(state, keep_empty_nodes=True)
     tree = tree_util.tree_map_with_path(lambda key, _: by_name[state_tree.name_of(key)], tree)
-    saved = orbax_store.Saved(tree, layout, _devices(flat))
+    saved = orbax_store.Saved(tree, layout, _devices(flat), is_layout_given=plan is not None)
     saving = orbax_store.begin(folder, step, saved, keep, keep_every)
     if not background:
         saving.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 import shardfn
-from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, fail
+from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, closest, fail
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of
 
@@ -79,7 +78,7 @@ def load(name: str, what: str) -> Callable[..., Any]:
         if not hasattr(found, part):
             names = [n for n in dir(found) if callable(getattr(found, n, None)) and not n.startswith("_")]
             own = [n for n in names if getattr(getattr(found, n), "__module__", "") == getattr(found, "__name__", None)]
-            near = difflib.get_close_matches(part, names, 5, 0.4)
+            near = closest(part, names, 0.4)
             fail(StrategyError, f"`{module_name}` has no `{path}`", where=name,
                  fix=f"it has {listed(list(dict.fromkeys([*near, *own] or names)))}")  # fmt: skip
         found = getattr(found, part)

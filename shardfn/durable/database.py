@@ -28,8 +28,11 @@ from shardfn.durable.store_errors import DatabaseClosed, cannot_open, cannot_wri
 from shardfn.errors import CheckpointFileError, ShardError, fail
 from shardfn.files import atomic_path, check_regular, make_folder, sync_folder
 
-LOCK_WAIT_S = 30
+LOCK_WAIT_S = 5
 """Seconds to wait for a process that has the folder open, and may be about to end."""
+
+SHARED_WAIT_S = 30
+"""Seconds to wait for processes that read or write a database without a log, which several may have open."""
 
 VERSION = 1
 """`PRAGMA user_version` of the databases."""
@@ -82,7 +85,9 @@ class Database:
             for file in (path, _log_of(path), path.with_name(f"{path.name}-journal")):
                 check_regular(file)
             mode = "rw" if tables is None else "rwc"
-            self._db: sqlite3.Connection | None = _connect(f"{path.absolute().as_uri()}?mode={mode}")
+            self._db: sqlite3.Connection | None = _connect(
+                f"{path.absolute().as_uri()}?mode={mode}", LOCK_WAIT_S if log else SHARED_WAIT_S
+            )
         weakref.finalize(self, self._db.close)  # a connection refers to itself, so it would outlive this one
         try:
             with told(path, cannot_open):
@@ -326,8 +331,8 @@ def refuse_earlier(path: pathlib.Path) -> None:
              fix="choose another folder, or go on with the version that wrote it; nothing was changed here")  # fmt: skip
 
 
-def _connect(uri: str) -> sqlite3.Connection:
-    return sqlite3.connect(uri, uri=True, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+def _connect(uri: str, wait_s: float) -> sqlite3.Connection:
+    return sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
 
 
 def _log_of(path: pathlib.Path) -> pathlib.Path:

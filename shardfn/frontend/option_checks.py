@@ -14,6 +14,7 @@ from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.closed_over import OPTIONS as CLOSED_OVER
 from shardfn.frontend.options import Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
+from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import boolean, integer, one_of, option_problems
@@ -85,10 +86,9 @@ def _of_the_arguments(options: Options, signature: inspect.Signature | None) -> 
                 yield Problem(f"`{word}_argnames` holds {a(name)}", where, "an argument's name is a string",
                               f"write names there, or numbers in {word}_argnums", is_type=True)  # fmt: skip
             elif name not in parameters and not any_name:
-                close = closest(name, parameters)
                 yield Problem(f"`{word}_argnames` names `{name}`, which is no argument of the function", where,
                               f"its arguments are {', '.join(parameters) or 'none'}",
-                              f"did you mean {close[0]!r}?" if close else "use one of these names")  # fmt: skip
+                              did_you_mean(closest(name, parameters)) or "use one of these names")  # fmt: skip
             else:
                 found[name] = name
     for name in places["static"].keys() & places["donate"].keys():
@@ -181,10 +181,10 @@ def _bounds(options: Options) -> Iterator[Problem]:
     work = options.budget
     is_number = isinstance(work, int | float) and not isinstance(work, bool)
     if not ((is_number and not isinstance(work, str) and work > 0) or (isinstance(work, str) and work in BUDGETS)):
-        close = closest(work, BUDGETS) if isinstance(work, str) else ()
+        close = did_you_mean(closest(work, BUDGETS)) if isinstance(work, str) else ""
         yield Problem("`budget` must be a name, or a number of ops visited above 0", f"budget = {short(work)}",
                       "it is the work of the search: each candidate visits every op of the program once",
-                      f"did you mean {close[0]!r}?" if close else f"write {any_of([*map(repr, BUDGETS)])}, or 100_000",
+                      close or f"write {any_of([*map(repr, BUDGETS)])}, or 100_000",
                       is_type=not is_number and not isinstance(work, str))  # fmt: skip
 
 

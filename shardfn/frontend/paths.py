@@ -170,7 +170,7 @@ def met_by_end(pattern: str, paths: Sequence[str]) -> list[int]:
     >>> met_by_end("up.kernel", ["params/model/up/kernel", "params/model/down/kernel"])
     [0]
     """
-    end = _literal(_with_subscripts(pattern))
+    end = literal(_with_subscripts(pattern))
     pairs = [*enumerate(zip(paths, without_value(paths), strict=True))] if end else []
     for name in dict.fromkeys((f"/{end}", f"/{tidy(end or '')}")):
         if hits := [i for i, (path, bare) in pairs if path.endswith(name) or bare.endswith(name)]:
@@ -284,7 +284,7 @@ def ruled(
     found: dict[int, tuple[bool, int]] = {}
     missing, clashes = [], []
     for rule, pattern in enumerate(globs):
-        glob = _literal(pattern)
+        glob = literal(pattern)
         known = index.get(glob, []) if glob is not None else []
         hits = [i for i in known if paths[i] == glob] or known
         if glob is None or not hits:
@@ -319,7 +319,7 @@ def _rest(path: str) -> str:
     return path.split("/", 1)[-1]
 
 
-def _literal(pattern: str) -> str | None:
+def literal(pattern: str) -> str | None:
     """The path that a pattern means, if it has no wildcards."""
     if re.search(r"[*?\[]", re.sub(r"\[([*?\[])\]", "", pattern)):
         return None

@@ -86,39 +86,8 @@ class Watch:
     nodes: tuple[Node, ...] = ()
 
     def holds(self, root: Any) -> bool:
-        """Whether a call that belongs to `root` would read the same: `_differences` in haste, which each call waits for."""
-        nodes = self.nodes
-        if not nodes:
-            return True
-        met: list[Any] = [UNSEEN] * len(nodes)
-        met[0] = root
-        for i, node in enumerate(nodes):
-            obj = met[i]
-            if obj is UNSEEN:
-                obj = met[i] = None if node.held is None else node.held()
-                if obj is None:
-                    continue
-            if node.kind is ATTRIBUTES:
-                if type(obj) is not node.header:
-                    return False
-                own, part = _own(obj), raw
-            elif node.is_header_of(obj):
-                own, part = (), node.kind.part
-            else:
-                return False
-            for key, wanted in node.parts:
-                value = own[key] if key in own else part(obj, key)  # type: ignore[call-overload]
-                if value is wanted:
-                    continue
-                if type(wanted) is Ref:
-                    before = met[wanted.node]
-                    if before is UNSEEN:
-                        met[wanted.node] = value
-                    elif before is not value and not isinstance(value, types.MethodType):
-                        return False
-                elif not is_same(value, wanted):
-                    return False
-        return True
+        """Whether a call that belongs to `root` would read the same."""
+        return next(self._differences(root), None) is None
 
     def differing(self, root: Any) -> str:
         """The first place where a call would read something else; "" if there is none."""
@@ -126,21 +95,24 @@ class Watch:
         return "" if found is None else _place(*found)
 
     def _differences(self, root: Any) -> Iterator[tuple[Node, Any]]:
-        nodes = self.nodes
-        met: list[Any] = [UNSEEN] * len(nodes)
-        for i, node in enumerate(nodes):
+        """The nodes, and the keys in them, that differ; every call waits for the first one."""
+        met: list[Any] = [UNSEEN] * len(self.nodes)
+        met[:1] = [root] if met else []
+        for i, node in enumerate(self.nodes):
             obj = met[i]
             if obj is UNSEEN:
-                obj = root if i == 0 else node.held() if node.held is not None else None
-                if i and obj is None:  # gone, or behind a place that differs
+                obj = met[i] = None if node.held is None else node.held()
+                if obj is None:  # gone, or behind a place that differs
                     continue
-                met[i] = obj
-            if not node.is_header_of(obj):
+            if node.kind is ATTRIBUTES and type(obj) is node.header:
+                own, part = _own(obj), raw
+            elif node.kind is not ATTRIBUTES and node.is_header_of(obj):
+                own, part = (), node.kind.part
+            else:
                 yield node, None
                 continue
-            part = node.kind.part
             for key, wanted in node.parts:
-                value = part(obj, key)
+                value = own[key] if key in own else part(obj, key)  # type: ignore[call-overload]
                 if value is wanted:
                     continue
                 if type(wanted) is Ref:

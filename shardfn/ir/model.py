@@ -202,8 +202,7 @@ class Op:
         return [row for row in every if row[0] != row[2]]
 
 
-@dataclasses.dataclass(frozen=True)
-class OpConstraint:
+class OpConstraint(NamedTuple):
     """Sharding constraints on one op: on its operands as it reads them, and on its results."""
 
     operands: tuple[Spec | None, ...]

@@ -6,6 +6,7 @@ Calls are read inline, once for each call site, so that two callers of one funct
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ class Reader:
         alone: dict[Any, _Fact | None] | None = None,
     ):
         self.functions = {symbol_of(f): f for f in functions_of(module)}
-        self.meshes = {symbol_of(op): dict(mesh_axes(op.attributes["mesh"])) for op in meshes_of(module)}
+        self.module = module
         self.values: list[Value] = []
         self.specs: list[Spec] = []
         self.ops: list[Op] = []
@@ -108,6 +109,11 @@ class Reader:
         """The number of the loop's body or the branch that is read, and of how many there were so far."""
         self.seen = seen or ReaderCache()
         self.count, self.alone = count, {} if alone is None else alone
+
+    @functools.cached_property
+    def meshes(self) -> dict[str, dict[str, int]]:
+        """The axes of each mesh; only collectives of the user's need them."""
+        return {symbol_of(op): dict(mesh_axes(op.attributes["mesh"])) for op in meshes_of(self.module)}
 
     def graph(self) -> Graph:
         main = self.functions["main"]

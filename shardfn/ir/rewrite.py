@@ -130,17 +130,18 @@ def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[t
 
 
 def _is_uncounted(eqn: Any) -> bool:
-    """Whether JAX puts an equation in where an argument comes with a mesh: the same function traces with it or without."""
+    """Whether JAX puts an equation in where an argument comes with a mesh, or in a `shard_map`, where arrays have types of their
+    own: the same function traces with it or without."""
     name = eqn.primitive.name
     is_same = name in ("reshape", "reduce_sum") and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return is_same or name in ("reshard", "mesh_cast")
+    return is_same or name in ("reshard", "mesh_cast", "pvary")
 
 
 def is_identity(eqn: Any) -> bool:
     """Whether an equation is uncounted and gives its operand as it is: it names no axis of a mesh, as with Auto axes."""
     if eqn.primitive.name == "reshard":
         return not any(eqn.params["dst_sharding"].spec)
-    return _is_uncounted(eqn) and eqn.primitive.name != "mesh_cast"
+    return _is_uncounted(eqn) and eqn.primitive.name not in ("mesh_cast", "pvary")
 
 
 def _size(jaxpr: Any) -> int:

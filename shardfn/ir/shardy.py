@@ -118,6 +118,7 @@ class PreparedModule:
             )
         self.alone: dict[Any, Any] = {number: None for number, count in numbers.items() if count == 1}
         self.has_unread_ops = not numbers.keys() <= self.seen.facts.keys()
+        self.mesh = functools.cache(_mesh)
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
 
@@ -145,7 +146,7 @@ class PreparedModule:
                 _hold(main.regions[0].blocks[0], constraints, self)
             if inner:
                 _place_inner(main, inner)
-            _add_mesh(copy, axes)
+            ir.InsertionPoint.at_block_begin(copy.regions[0].blocks[0]).insert(self.mesh(tuple(axes)).clone())
             for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
                 old = main.attributes[attribute] if attribute in main.attributes else None
                 main.attributes[attribute] = ir.ArrayAttr.get(
@@ -198,12 +199,11 @@ class PreparedModule:
         owners = [value.owner for value in self.blocks[block][1][turn].operands]
         return [(-1, -1) if isinstance(o, ir.Block) else self.place_of.get(o.operation, (-1, -1)) for o in owners]
 
-    def op_at(self, body: Any, place: Place) -> Any:
-        """The op at a place in a copy of the main function's body."""
-        block, turn = place
+    def block_at(self, body: Any, block: int) -> Any:
+        """The block of a number in a copy of the main function's body."""
         for at, region, inner in self.blocks[block][0]:
             body = body.operations[at].operation.regions[region].blocks[inner]
-        return body.operations[turn].operation
+        return body
 
 
 @functools.cache
@@ -218,10 +218,9 @@ def _flow_pipeline() -> str:
     return kept
 
 
-def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
+def _mesh(axes: Axes) -> Any:
     mesh = ", ".join(f'"{name}"={size}' for name, size in axes)
-    start = ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0])
-    start.insert(ir.Operation.parse(f"sdy.mesh @{MESH_NAME} = <[{mesh}]>"))
+    return ir.Operation.parse(f"sdy.mesh @{MESH_NAME} = <[{mesh}]>")
 
 
 def used_meshes(module: Any) -> tuple[Axes, ...]:
@@ -244,7 +243,12 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
     operand after everything that this operand and those before it need.
     """
     held = sorted((place, n) for n in constraints for place in ready.places.get(n, ()))
-    op_at = {place: ready.op_at(body, place) for place, _ in held}
+    ops_of = functools.cache(lambda block: list(ready.block_at(body, block).operations))
+
+    def op_at(place: Place) -> Any:
+        block, turn = place
+        return ops_of(block)[turn].operation
+
     wanted: list[tuple[Place, int, int, Spec]] = []
     """Before which op, for which one, counted backwards, its operand, and the operand's sharding."""
     for place, n in held:
@@ -258,9 +262,10 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
                 turn = max(turn, done + 1)
             if spec is not None:
                 wanted.append(((block, turn), -own, position, spec))
-    before = {place: ready.op_at(body, place) for place, *_ in wanted}  # all are looked up before any is added
+    for block in {block for (block, _), *_ in wanted} | {block for (block, _), _ in held}:
+        ops_of(block)  # before any is added
     for place, n in held:
-        op = op_at[place]
+        op = op_at(place)
         for made, spec in zip(op.results, constraints[n].results, strict=True):
             last, result = _returned(op, made)
             uses = [(use.owner.operation, use.operand_number) for use in result.uses]
@@ -270,8 +275,8 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedMod
                 for user, number in uses:
                     user.operands[number] = new
     for place, backwards, position, spec in sorted(wanted):
-        op = op_at[place[0], -backwards]
-        with ir.InsertionPoint(before[place]):
+        op = op_at((place[0], -backwards))
+        with ir.InsertionPoint(op_at(place)):
             op.operands[position] = sdy.ShardingConstraintOp(
                 op.operands[position], ready.sharding(spec), loc=op.location
             ).result

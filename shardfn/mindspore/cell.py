@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 from shardfn.api import shard
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import StrategyError, closest, fail
 from shardfn.frontend.callee import State, describe
 from shardfn.frontend.plain_objects import SHARDED
 from shardfn.mindspore.parallel import by_type
@@ -182,7 +181,7 @@ class Cell:
         assert callee.adapter is not None
         known = callee.read()
         for name in [name for name in parameters if name not in known]:
-            close = difflib.get_close_matches(name, known, 3) or list(known)[:20]
+            close = closest(name, known) or list(known)[:20]
             fail(StrategyError, f"{type(self).__name__} has no array `{name}`", fix=f"use one of {', '.join(close)}")
         return callee.adapter.rebuild(self, parameters)
 

@@ -64,7 +64,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "not": _of(np.invert), "rem": lambda eqn, x, y: np.fmod(x, y) if np.all(y) else None, "sign": _of(np.sign),
     "clamp": lambda eqn, low, x, high: np.clip(x, low, high),
     "select_n": _select,
-    "convert_element_type": _of(np.asarray), "copy": _of(np.asarray),
+    "convert_element_type": _of(np.asarray), "copy": _of(np.asarray), "pvary": _of(np.asarray),
     "broadcast_in_dim": _broadcast,
     "iota": _iota,
     "concatenate": lambda eqn, *arrays: np.concatenate(arrays, eqn.params["dimension"]),

@@ -58,3 +58,8 @@ def same(one, two):
     for a, b in zip(one, two, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def files(path):
+    """The files of a folder."""
+    return sorted(file for file in path.rglob("*") if file.is_file())

@@ -135,6 +135,30 @@ def test_casts(saved, state, dtype):
     assert back["opt"][0]["count"].dtype == "int32", "counts are not cast"
 
 
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn", "float8_e4m3", "uint4", "uint2"])
+def test_casts_to_dtypes_that_no_file_has(tmp_path, dtype):
+    of = "uint8" if dtype.startswith("uint") else "float32"
+    checkpoint.save(tmp_path / "run", {"x": jnp.ones((4, 2), of)})
+    found = [checkpoint.restore(tmp_path / "run", like={"x": jnp.zeros((4, 2), dtype)})]
+    if of == "float32":
+        found.append(checkpoint.restore(tmp_path / "run", dtype=dtype))
+    for back in found:
+        same(back, {"x": jnp.ones((4, 2), dtype)})
+    if dtype == "float8_e4m3":
+        with pytest.raises(CheckpointError, match="`x` has the dtype float8_e4m3"):
+            checkpoint.relayout(tmp_path / "run", tmp_path / "copy", None, dtype=dtype)
+
+
+def test_numbers_keep_their_values_where_arrays_are_cast(tmp_path):
+    state = {"x": jnp.ones(2), "rate": 0.1, "host": np.full(2, 0.1), "n": 2**53 + 1}
+    checkpoint.save(tmp_path, state)
+    for dtype in (jnp.bfloat16, {"*": jnp.bfloat16}):
+        back = checkpoint.restore(tmp_path, dtype=dtype)
+        assert (back["rate"], back["n"]) == (0.1, 2**53 + 1)
+        assert back["x"].dtype == back["host"].dtype == jnp.bfloat16
+    assert checkpoint.restore(tmp_path, like={**state, "rate": jnp.bfloat16(0)})["rate"].dtype == jnp.bfloat16
+
+
 def test_casts_by_path_and_by_like(saved, state):
     back = checkpoint.restore(saved, dtype={"params/w*": jnp.bfloat16})
     assert (back["params"]["w1"].dtype, back["params"]["half"].dtype) == ("bfloat16", "bfloat16")
@@ -325,3 +349,32 @@ def test_a_part_of_the_checkpoint_as_like_is_one_problem_with_what_works(inside,
     (problem,) = error.value.problems
     found = eval(problem.fix, {"restore": checkpoint.restore, "path": tmp_path, "like": part})
     assert found.keys() == part.keys()
+
+
+def test_what_a_plan_names_otherwise_is_found_by_the_end_of_its_path(tmp_path):
+    def mlp(p, x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
+
+    params = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}
+    plan = shardfn.plan(mlp, params, jnp.ones((8, 8)), in_strategy=({"up": (1, 4), "down": (4, 1)}, (2, 1)))
+    plan.save(tmp_path / "layout.toml")  # its arrays are `p/up` and `p/down`
+    state = {"params": params, "opt": {"mu": params, "count": jnp.zeros((), int)}, "rows": jnp.ones(3), "n": 3}
+    checkpoint.save(tmp_path / "run", state, plan)
+    for target in (None, plan, tmp_path / "layout.toml"):
+        only = ["params/*", "opt/mu/*"]
+        back = checkpoint.restore(tmp_path / "run", target, only=only)
+        assert back["params"]["up"].sharding.shard_shape((8, 16)) == (8, 4)
+        assert back["opt"]["mu"]["down"].sharding.shard_shape((16, 8)) == (4, 8)
+    back = checkpoint.restore(tmp_path / "run", name_map={"params": "model"})
+    same(back["model"], params)
+    assert back["model"]["up"].sharding.shard_shape((8, 16)) == (8, 4)
+    assert len(back["rows"].sharding.device_set) == len(back["opt"]["count"].sharding.device_set) == 8
+    assert len(checkpoint.restore(tmp_path / "run", only="params/up")["params"]["up"].sharding.device_set) == 8
+
+
+def test_rules_of_one_end_that_differ_are_not_taken(tmp_path):
+    text = LAYOUT.replace('others = "replicated"\n', "").replace('"*/mu/w1"', '"other/w1"')
+    (tmp_path / "layout.toml").write_text(text)
+    checkpoint.save(tmp_path / "run", {"model": {"w1": jnp.ones((8, 8))}})
+    with pytest.raises(ShardError, match=r"no rule of .* matches `model/w1`"):
+        checkpoint.restore(tmp_path / "run", tmp_path / "layout.toml")

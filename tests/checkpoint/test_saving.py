@@ -70,12 +70,16 @@ def test_modules(tmp_path):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"],
-)
+    ["bool", "int2", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64",
+     "float8_e8m0fnu", "float8_e3m4", "float4_e2m1fn"],
+)  # fmt: skip
 def test_dtypes(tmp_path, dtype):
-    state = {"x": jnp.arange(48).reshape(8, 6).astype(dtype)}
+    state = {"x": jnp.arange(1, 49).reshape(8, 6).astype(dtype)}
     checkpoint.save(tmp_path, state)
     same(checkpoint.restore(tmp_path, jax.devices()[1]), state)
+    same(checkpoint.restore(tmp_path, like=state), state)
+    checkpoint.merge(tmp_path, tmp_path / "copy")
+    same(checkpoint.restore(tmp_path / "copy", like=state), state)
 
 
 def test_steps_and_retention(tmp_path):

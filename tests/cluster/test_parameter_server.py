@@ -1,6 +1,8 @@
 """The parameter server in one process: the same numbers as one process, whatever the servers, the messages and their size."""
 
+import contextlib
 import functools
+import sqlite3
 import threading
 import time
 
@@ -204,6 +206,22 @@ def test_compressed_messages_and_reads_of_some_rows():
     exact = server.pull()
     assert exact.version == 1 and exact.values["empty"].shape == (0, 3)
     np.testing.assert_array_equal(np.delete(exact.values["w"], [1, 7], 0), np.delete(params["w"], [1, 7], 0))
+
+
+@pytest.mark.parametrize("name", ["server.db", "ledger.db"])
+def test_a_database_that_somebody_reads_is_told_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.1)
+    params = {"w": np.zeros(6, "float32")}
+    ParameterServer.create(params, optax.sgd(1.0), folder=tmp_path).close()
+    file = next((tmp_path / "job").rglob(name))
+    with contextlib.closing(sqlite3.connect(file)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM sqlite_schema").fetchall()
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=rf"is in use[\s\S]*{name}"):
+            ParameterServer.create(params, optax.sgd(1.0), folder=tmp_path)
+        assert time.monotonic() - began < 5
+    ParameterServer.create(params, optax.sgd(1.0), folder=tmp_path).close()
 
 
 def test_a_folder_goes_on_with_its_own_job_only(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.planning.workarounds.self_updates import selected_scatter
 from tests.marks import some_slow
 
 
@@ -750,3 +751,63 @@ def test_sum_of_batched_matmuls_of_differently_sharded_rows_is_right():
     squares = lambda x, y: jnp.einsum("ij,ij->i", x, x) + jnp.einsum("ij,ij->i", y, y)  # noqa: E731
     sharded = shardfn.shard(squares, ((4, 1), (2, 4)), device=jax.devices()[:8])
     np.testing.assert_allclose(sharded(x, y), squares(x, y), rtol=1e-4)
+
+
+def inner_rows(update):
+    return lambda x: getattr(x.at[1:-1], update)(x[2:] + x[:-2])
+
+
+UPDATED = {
+    **{update: lambda x, u=update: inner_rows(u)(x)[:, None] for update in ("set", "add", "multiply", "min", "max")},
+    "reshaped before": lambda x: inner_rows("set")(x.reshape(16, 4, 2)).sum(2),
+    "sorted": lambda x: jnp.sort(inner_rows("set")((2 * x).reshape(16, 4, 2)), 0),
+    "two dimensions": lambda x: x.at[5:14, 2:6].set(jnp.sin(x[5:14, 2:6])[::-1])[:, :, None],
+    "windows": lambda x: jax.lax.reduce_window(
+        x.at[3:8].set(x[2:7])[None], -jnp.inf, jax.lax.max, (1, 3, 1), (1, 1, 1), "SAME"
+    ),
+    "convolution": lambda x: jax.lax.conv_general_dilated(
+        inner_rows("set")(x)[:, None], jnp.ones((2, 1, 3)), (1,), "SAME"
+    ),
+}
+"""Updates of rows by rows of the same array, which is reshaped: on CPU, `jax.jit` computes them wrongly, on one device too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "devices"), [*((name, 1, 4) for name in UPDATED), ("set", 1, 1), ("set", 2, 4)]
+)
+def test_update_made_of_the_array_it_goes_into_is_right(name, columns, devices):
+    x = drawn(0, 16, 8)
+    with jax.disable_jit():
+        want = UPDATED[name](x)
+    sharded = shardfn.shard(UPDATED[name], ((1, columns),), device=jax.devices()[:devices])
+    np.testing.assert_allclose(sharded(x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_an_update_made_of_the_array_it_goes_into_are_right():
+    def loss(function):
+        return lambda x: (function(x) ** 2).sum()
+
+    x = drawn(0, 16, 8)
+    with jax.disable_jit():
+        want = jax.grad(loss(UPDATED["set"]))(x)
+    options = {"in_strategy": ((1, 2),), "device": jax.devices()[:4]}
+    outside = jax.grad(loss(shardfn.shard(UPDATED["set"], **options)))(x)
+    inside = shardfn.shard(jax.grad(loss(UPDATED["set"])), **options)(x)
+    np.testing.assert_allclose(outside, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(inside, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+@pytest.mark.parametrize("place", [-3, 0, 9, 12, 16])
+@pytest.mark.parametrize("combine", ["scatter", "scatter_add", "scatter_mul"])
+def test_scatter_of_one_window_is_the_select_that_takes_its_place(combine, place, mode):
+    if mode == "promise_in_bounds" and not 0 <= place <= 12:
+        pytest.skip("outside")
+    numbers = jax.lax.ScatterDimensionNumbers((0, 1), (), (0,))
+
+    def scattered(x, index, update):
+        return getattr(jax.lax, combine)(x, index, update, numbers, mode=mode)
+
+    args = drawn(0, 16, 8), jnp.asarray([place]), drawn(1, 4, 8)
+    (eqn,) = [e for e in jax.make_jaxpr(scattered)(*args).jaxpr.eqns if e.primitive.name.startswith("scatter")]
+    np.testing.assert_allclose(selected_scatter(eqn, args), scattered(*args), rtol=1e-6)

@@ -182,6 +182,50 @@ def test_rotation_in_a_shard_map_has_its_type():
     assert_same(got, jax.grad(lambda x, w: rolled(x, w).sum())(ROWS.reshape(8, 8), jnp.arange(8.0)))
 
 
+def in_shard_map(function, check_vma):
+    """A function of (8, 16), of which each of two devices along an axis has rows, with the other four for the function."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rows = PartitionSpec("a")
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, axis_names={"a"}, in_specs=rows, out_specs=rows, check_vma=check_vma)
+    )
+
+
+MOVING = {
+    "set": lambda x: x.at[:, 2:5].set(7.0).at[:, -1].add(x[:, 0] * 2),
+    "pooled": lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3), (1, 1), "SAME"),
+    "sorted": lambda x: jnp.sort(x, 1)[:, ::-1] * x,
+    "padded": lambda x: jnp.pad(x, ((0, 0), (1, 2)), mode="edge")[:, 1:-2] * x,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_derivatives_in_a_shard_map_without_checks_are_planned(name, is_outside):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), "float32")
+    sharded = shardfn.shard(MOVING[name], ((1, 4),))
+    if is_outside:
+        got = jax.grad(lambda x: (in_shard_map(sharded, False)(x) ** 2).sum())(x)
+    else:
+        got = in_shard_map(jax.grad(lambda x: (sharded(x) ** 2).sum()), False)(x)
+    assert_same(got, jax.grad(lambda x: (MOVING[name](x) ** 2).sum())(x))
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_values_in_a_shard_map_with_checks_are_as_planned(name):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), "float32")
+    assert_same(in_shard_map(shardfn.shard(MOVING[name], ((1, 4),)), True)(x), MOVING[name](x))
+
+
+def test_derivatives_in_a_shard_map_with_checks_warn():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), "float32")
+    sharded = shardfn.shard(MOVING["set"], ((1, 4),))
+    gradient = in_shard_map(jax.grad(lambda x: (sharded(x) ** 2).sum()), True)
+    with pytest.warns(UserWarning, match="check_vma=False"):
+        assert_same(gradient(x), jax.grad(lambda x: (MOVING["set"](x) ** 2).sum())(x))
+
+
 def test_settings_of_jax_hold_for_each_derivative():
     def precisions():
         text = jax.jit(jax.grad(total(SHARDED), (0, 1))).lower(X, W).as_text()

@@ -316,6 +316,8 @@ class ParameterServer:
                 except (Unreachable, FolderInUse, DatabaseClosed, CheckpointFileError) as error:
                     if isinstance(error, CheckpointFileError) and not self._is_retired():
                         raise
+                    if isinstance(error, FolderInUse) and isinstance(self.engine, InProcess):
+                        raise  # on other engines it may be the process of a node that counts as dead
                     self._is_running = False
                     if time.monotonic() > deadline and isinstance(error, FolderInUse | CheckpointFileError):
                         raise

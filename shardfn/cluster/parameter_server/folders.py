@@ -17,7 +17,7 @@ from shardfn.cluster.parameter_server.ledger_rows import Job, write_coordinator
 from shardfn.cluster.parameter_server.partition import Partition
 from shardfn.cluster.parameter_server.server import new_servers
 from shardfn.cluster.parameter_server.server_rows import write_new_server
-from shardfn.errors import CheckpointFileError, fail
+from shardfn.durable.store_errors import cannot_write, told
 from shardfn.files import make_folder, sync_folder
 
 
@@ -88,11 +88,6 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
     Raises:
       CheckpointFileError: the disk is full, or the folder cannot be written.
     """
-    try:
+    with told(folder, cannot_write):
         make_folder(folder)
         yield
-    except CheckpointFileError:
-        raise
-    except OSError as error:
-        fail(CheckpointFileError, f"{folder} cannot be written", where=str(folder), why=str(error),
-             fix="free space, or choose another folder")  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import functools
 import math
 import os
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 
 from shardfn.cost.devices import cloud_names
 from shardfn.cost.devices.chips import CHIPS, Chip, Hardware, load_chip
-from shardfn.errors import DeviceError, Problem, a, fail
+from shardfn.errors import DeviceError, Problem, a, closest, fail
 
 CHIP_FILES = "SHARDFN_CHIPS"
 """Environment variable: the directory of the files that `python -m shardfn calibrate --save` writes; empty for none."""
@@ -136,7 +135,7 @@ def _platform(name: str, count: int | None) -> Hardware:
         reason = "the name is empty"
     if devices is None:
         here = ", ".join(dict.fromkeys(d.platform.upper() for d in jax.devices()))
-        close = difflib.get_close_matches(key, ["cpu", "gpu", "tpu", "ascend"], 1)
+        close = closest(key, ["cpu", "gpu", "tpu", "ascend"])
         known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
         fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
         if sized := _SIZED.fullmatch(key) or _SIZED_FAMILY.fullmatch(key):
@@ -183,7 +182,7 @@ def _meant(name: str, size: str) -> str:
         **{chip: chip for chip in CHIPS},
     }
     inside = max((chip for chip in chips if chip in CHIPS and chip in name), key=len, default="")
-    close = [name] if name in chips else [inside] if inside else difflib.get_close_matches(name, list(chips), 1)
+    close = [name] if name in chips else [inside] if inside else closest(name, chips)
     found = re.match(r" *(\d+(x\d+)*)", size, re.ASCII)
     shape = found[1] if found and math.prod(map(int, found[1].split("x"))) else "8"
     if not close:

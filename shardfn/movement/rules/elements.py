@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset({
     "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a",
     "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max", "min",
     "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow",
-    "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
+    "pvary", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
     "sub", "tan", "tanh", "xor", "zeta",
 })  # fmt: skip
@@ -31,7 +31,7 @@ ELEMENTWISE = frozenset({
 
 _FINITE = frozenset(
     {"add", "add_any", "sub", "neg", "abs", "max", "min", "sign", "clamp", "select_n", "convert_element_type", "copy", "real",
-     "imag", "conj", "complex", "floor", "ceil", "round", "reduce_precision", "stop_gradient"}
+     "imag", "conj", "complex", "floor", "ceil", "round", "pvary", "reduce_precision", "stop_gradient"}
 )  # fmt: skip
 """Their derivatives are finite for all operands, but that of `abs` for complex ones; so is that of `mul` by a literal. Of
 a scalar that is an operand the derivative is a sum over elements, which must be finite."""

@@ -26,7 +26,7 @@ from shardfn.planning.inside import (
 )
 from shardfn.planning.layout_rules import Constraint, change_since
 from shardfn.planning.plan import Decision, DimensionGroup, Layouts, Plan, layouts_of
-from shardfn.search.problem import Answer, OpConstraints, ResultSpecs, array_bytes, gap_of, near_limit_note
+from shardfn.search.problem import Answer, OpConstraints, array_bytes, gap_of, near_limit_note
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
@@ -34,7 +34,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     call, problem = posed.call, posed.problem
     inputs = _inputs(posed, answer)
     outputs, changed = _outputs(posed, answer, problem.partitioned_of(answer))
-    compiled = dataclasses.replace(answer, result_specs=_compiled_results(posed, answer, outputs))
+    compiled = _compiled(posed, answer, outputs)
     partitioned, cost = problem.partitioned_of(compiled), problem.evaluate_answer(compiled)
     # Without the partitioned programs that the search kept, which are large.
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
@@ -178,11 +178,17 @@ def _outputs(
     return tuple(decided), diagnostics
 
 
-def _compiled_results(posed: PosedCall, answer: Answer, outputs: Sequence[Decision]) -> ResultSpecs:
-    """The shardings of open results as `jax.jit` gets them. Fixed, they may spread otherwise than left to propagation."""
+def compiled_program(posed: PosedCall, answer: Answer) -> PartitionedProgram:
+    """The partitioned program of the answer's plan, `Plan.partitioned`."""
+    outputs, _ = _outputs(posed, answer, posed.problem.partitioned_of(answer))
+    return posed.problem.partitioned_of(_compiled(posed, answer, outputs))
+
+
+def _compiled(posed: PosedCall, answer: Answer, outputs: Sequence[Decision]) -> Answer:
+    """The answer with the open results as `jax.jit` gets them. Fixed, they may spread otherwise than left to propagation."""
     wanted = posed.propagation.results(answer.specs)
     own = {i: d.spec for i, (d, spec) in enumerate(zip(outputs, wanted, strict=True)) if spec is None and d.shape}
-    return own | dict(answer.result_specs)
+    return dataclasses.replace(answer, result_specs={**own, **answer.result_specs})
 
 
 def _constraints(constraints: OpConstraints, anchored: Mapping[int, int], graph: Graph) -> tuple[Constraint, ...]:

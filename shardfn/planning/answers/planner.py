@@ -7,14 +7,24 @@ import functools
 import math
 from collections.abc import Iterator
 
+from jax.sharding import AbstractMesh, Mesh
+
 from shardfn.cost.estimate import Cost
 from shardfn.ir.correspondence import matches
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import Shards, shares_halos
-from shardfn.planning.answers.finish import file_constraints, finish
-from shardfn.planning.call import AnsweredCall, PosedCall, TracedCall, pose_again, pose_shifted, with_fewer_blocks
-from shardfn.planning.meshes import PlanMesh
+from shardfn.planning.answers.finish import compiled_program, file_constraints, finish
+from shardfn.planning.call import (
+    AnsweredCall,
+    PosedCall,
+    TracedCall,
+    memoized,
+    pose_again,
+    pose_shifted,
+    with_fewer_blocks,
+)
+from shardfn.planning.meshes import PlanMesh, device_mesh
 from shardfn.planning.plan import Plan
 from shardfn.planning.workarounds import (
     WrongOp,
@@ -33,6 +43,7 @@ from shardfn.search.problem import (
     refuse_implausible_limit,
     refuse_limit,
 )
+from shardfn.session import without_collection
 
 AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""
@@ -60,11 +71,19 @@ def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
     Raises:
       StrategyError: it exceeds the user's memory limit.
     """
-    answer = with_given_constraints(posed, answer)
-    bounds = posed.call.search
+    return finish(posed, _settled(posed, answer))
+
+
+def _settled(posed: PosedCall, answer: Answer) -> Answer:
+    """The answer that a plan is made from, `with_given_constraints`.
+
+    Raises:
+      StrategyError: it exceeds the user's memory limit.
+    """
+    answer, bounds = with_given_constraints(posed, answer), posed.call.search
     if bounds.memory_limit is not None and bounds.is_limit_strict:
         refuse_limit(posed.problem, answer)
-    return finish(posed, answer)
+    return answer
 
 
 def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
@@ -74,16 +93,16 @@ def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
     return dataclasses.replace(answer, constraints={**inside, **constraints})
 
 
+@without_collection()
 def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
 
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
     posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
-    first = plan_without_workarounds(posed, answer)
-    if not (wrong := _wrong_ops(posed, first.partitioned)):
-        return first
-    other = with_workarounds(posed, first, wrong)
+    if not (wrong := _wrong_ops(posed, compiled_program(posed, _settled(posed, answer)))):
+        return plan_without_workarounds(posed, answer)
+    other = with_workarounds(posed, answer, wrong)
     best = _best_correct(other, _unconstrained(answer), search(other))
     candidate = correct_candidate(posed, answer)
     if candidate and (
@@ -91,13 +110,16 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
         or objective(candidate.cost, posed.problem) < objective(_cost(other, best), posed.problem)
     ):
         return plan_fixed_answer(posed, _as_correct(answer, candidate))
-    return _with_all_workarounds(posed, plan_without_workarounds(other, best), best, wrong)
+    return _with_all_workarounds(posed, other, best, wrong)
 
 
+@without_collection()
 def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
+    kept = memoized(posed.problem.partition)  # a finished plan's call keeps no partitioned programs
+    posed = dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, partition=kept))
     posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
-    return _with_all_workarounds(posed, plan_without_workarounds(posed, answer), answer)
+    return _with_all_workarounds(posed, posed, answer)
 
 
 def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
@@ -185,22 +207,23 @@ def _rotated(partitioned: PartitionedProgram) -> Shards:
     return {place: math.lcm(*counts) for place, counts in found.items() if len(counts) > 1 and max(counts) > 1}
 
 
-def _with_all_workarounds(posed: PosedCall, plan: Plan, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
-    """The plan of an answer, until no op is left that XLA would get wrong: a workaround changes the shardings around it.
+def _with_all_workarounds(posed: PosedCall, other: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
+    """The plan of an answer, when no op is left that XLA would get wrong: a workaround changes the shardings around it.
 
     Args:
       posed: the call without workarounds.
-      plan: the plan of `answer` with the workarounds of `wrong`.
-      answer: shardings.
+      other: the call with the workarounds of `wrong`.
+      answer: an answer of it.
       wrong: ops with workarounds.
     """
-    found = _wrong_ops(posed, plan.partitioned, wrong)
-    while more := [w for w in found if w not in wrong]:
+    while True:
+        found = _wrong_ops(posed, compiled_program(other, _settled(other, answer)), wrong)
+        if not (more := tuple(w for w in found if w not in wrong)):
+            break
         wrong = (*wrong, *more)
-        plan = plan_without_workarounds(with_workarounds(posed, plan, wrong), _unconstrained(answer))
-        found = _wrong_ops(posed, plan.partitioned, wrong)
+        other, answer = with_workarounds(posed, answer, wrong), _unconstrained(answer)
     refuse_reshardings(found)
-    note = workaround_note(wrong)
+    plan, note = plan_without_workarounds(other, answer), workaround_note(wrong)
     return with_notes(plan, note) if note else plan
 
 
@@ -223,11 +246,14 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answe
         yield "the same shardings, rows gathered instead of shifted", _without_shifts(posed), bare
 
 
-def with_workarounds(posed: PosedCall, plan: Plan, wrong: tuple[WrongOp, ...]) -> PosedCall:
-    """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
+def with_workarounds(posed: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...]) -> PosedCall:
+    """The call posed again, with the ops replicated that XLA would get wrong in the plan of an answer."""
     function = dataclasses.replace(posed.call.function, wrong=wrong)
     ambient = posed.call.ambient_mesh
-    mesh = ambient.auto if ambient is not None and ambient.is_binding else plan.mesh
+    if ambient is not None and ambient.is_binding:
+        mesh: Mesh | AbstractMesh = ambient.auto
+    else:
+        mesh = device_mesh(posed.call.hardware, answer.axes, posed.order)
     return pose_again(posed, posed.call.of(function, PlanMesh.of(mesh)))
 
 
@@ -293,7 +319,10 @@ def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
 def _best_correct(posed: PosedCall, *answers: Answer) -> Answer:
     """Of the first answer's shardings and the second's, the better one without ops that XLA gets wrong."""
     (first, found), problem = answers, posed.problem
-    right = [one for one in (first, correct_answer(posed, found)) if is_correct(posed, one)]
+    other = correct_answer(posed, found)
+    if _choice(other) == _choice(first):  # nothing was open
+        return first
+    right = [one for one in (first, other) if is_correct(posed, one)]
     return min(right or [first], key=lambda one: objective(problem.evaluate_answer(one), problem))
 
 

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, closest
 from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.paths import Ruled, escaped, listed, near, normal, ruled
+from shardfn.frontend.paths import Ruled, did_you_mean, escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
 from shardfn.frontend.validation import NAMED_DIVISORS, any_of, check_strategy
 from shardfn.ir.divisors import divisors
@@ -144,7 +143,7 @@ def _report(found: Iterable[Problem], total: int, what: str, name: str, problems
 
 def _no_match(rule: LayoutRule, paths: Sequence[str], section: str, name: str) -> Problem:
     close = near(rule.glob, paths)
-    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the path."
+    fix = did_you_mean(close) or "correct the path."
     if option := option_for(rule.glob, paths):
         fix = f"{option}."
     return Problem(f"a rule of {name} matches no array: `{printable(rule.glob)}`", f"{at_line(name, rule.line)}: [{section}]",
@@ -231,8 +230,7 @@ def _spec(dims: Sequence[RuleDim], leaf: Leaf, sizes: dict[str, int], problems: 
         for written in dim if isinstance(dim, tuple) else () if isinstance(dim, int) else (dim,):
             name = written.removesuffix("?")
             if name not in sizes:
-                close = difflib.get_close_matches(name, list(sizes), 1, 0.5)
-                fix = f"did you mean {close[0]!r}?" if close else "use one of these axes, or 1 for unsharded"
+                fix = did_you_mean(closest(name, sizes, 0.5)) or "use one of these axes, or 1 for unsharded"
                 problems.append(Problem(f"{leaf.label} is sharded over `{name}`, which is no mesh axis", leaf.source,
                                         f"the axes are {', '.join(sizes) or 'none'}", fix))  # fmt: skip
                 return None

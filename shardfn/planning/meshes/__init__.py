@@ -10,9 +10,9 @@
 
 from shardfn.planning.meshes.mesh_inference import Placement, expresses, finest, place, split_axes
 from shardfn.planning.meshes.named_shardings import mesh_of, names_axes, place_named, without_mesh
-from shardfn.planning.meshes.plan_mesh import PlanMesh
+from shardfn.planning.meshes.plan_mesh import PlanMesh, device_mesh
 
 __all__ = [
-    "Placement", "PlanMesh", "expresses", "finest", "mesh_of", "names_axes", "place", "place_named", "split_axes",
-    "without_mesh",
+    "Placement", "PlanMesh", "device_mesh", "expresses", "finest", "mesh_of", "names_axes", "place", "place_named",
+    "split_axes", "without_mesh",
 ]  # fmt: skip

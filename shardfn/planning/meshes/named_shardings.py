@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardfn.errors import LayoutError, Problem
+from shardfn.errors import LayoutError, Problem, closest
 from shardfn.frontend.meshes import MeshLayout
+from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec, mesh_text
@@ -143,10 +143,9 @@ def _refusals(
     axes, known = [a for dim in _spec(leaf) for a in dim], [name for name, _ in own]
     for name in axes:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1, 0.5)
             otherwise = "use one of these axes, or None to leave the dimension unsharded"
             yield Problem(f"{leaf.label} is sharded over `{name}`, which is not a mesh axis", where,
-                          f"the axes are {', '.join(known)}", f"did you mean {close[0]!r}?" if close else otherwise)  # fmt: skip
+                          f"the axes are {', '.join(known)}", did_you_mean(closest(name, known, 0.5)) or otherwise)  # fmt: skip
     if len(set(axes)) < len(axes):
         twice = next(a for a in axes if axes.count(a) > 1)
         yield Problem(f"two dimensions of {leaf.label} are sharded over the axis `{twice}`", where,

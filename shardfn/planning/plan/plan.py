@@ -18,14 +18,13 @@ from shardfn.cost.overlap import Overlap, overlap
 from shardfn.cost.rehearsal import Rehearsal
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.frontend.closed_over import ClosedOverArray
-from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.call import AnsweredCall
 from shardfn.planning.inside import PlacedDetour
 from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout, fingerprint
-from shardfn.planning.meshes import PlanMesh
+from shardfn.planning.meshes import PlanMesh, device_mesh
 from shardfn.planning.plan.decisions import Alternatives, Candidate, Changes, Decision, DimensionGroup
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 
@@ -323,17 +322,7 @@ class Plan(WrittenAsLayout):
     @property
     def mesh(self) -> Mesh | AbstractMesh:
         """The device mesh; an `AbstractMesh` where the devices are not here."""
-        axes = self.axes or (("a", 1),)
-        devices = self.hardware.devices
-        if devices is None:
-            return abstract_mesh(axes)
-        given = self.hardware.mesh
-        if isinstance(given, Mesh) and tuple(given.shape.items()) == axes:
-            return mesh_on(given.devices, axes)
-        if self.hardware.platform == "tpu" and self.order is None:
-            return wired(devices, axes)
-        order = self.order or range(len(devices))
-        return mesh_on([devices[i] for i in order], axes)
+        return device_mesh(self.hardware, self.axes, self.order)
 
     @property
     def fingerprint(self) -> str:

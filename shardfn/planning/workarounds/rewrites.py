@@ -16,7 +16,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.workarounds.even_scatters import NEUTRAL, even_scatter
-from shardfn.planning.workarounds.self_updates import selected
+from shardfn.planning.workarounds.self_updates import COMBINED, selected, selected_scatter
 from shardfn.planning.workarounds.uneven_movement import WINDOWS, Dims, Movement, gathered_dims, movements_of_equation
 from shardfn.planning.workarounds.wrong_ops import WrongOp
 
@@ -50,7 +50,10 @@ def replicate_wrong_ops(
         **_IS_ONE,
         "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn)),
         "bounds": lambda eqn: not at_places.isdisjoint(movements_of_equation(eqn)),
-        "self": lambda eqn: not in_themselves.isdisjoint(movements_of_equation(eqn)),
+        "self": lambda eqn: (
+            not in_themselves.isdisjoint(movements_of_equation(eqn))
+            and (eqn.primitive.name not in COMBINED or _updates_window(eqn))
+        ),
     }
 
     def kinds_of(eqn: Any) -> list[str]:
@@ -67,7 +70,8 @@ def replicate_wrong_ops(
         if "scatter" in own:
             outputs = even_scatter(eqn, inputs, multiple)
         elif "self" in own:
-            outputs = [selected(_clamped(eqn, inputs))]
+            is_scatter = eqn.primitive.name in COMBINED
+            outputs = [selected_scatter(eqn, inputs) if is_scatter else selected(_clamped(eqn, inputs))]
         else:
             outputs = [_transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
         if "pair" in own:

@@ -62,14 +62,17 @@ class Archive:
         self._facts: dict[object, _Facts] = {} if known is None else known._facts
         self._solved: dict[object, dict[Objective, MeshSolution]] = {} if known is None else known._solved
         """What the solver found, by shardings and objective."""
+        self._orders: dict[tuple[int, int], tuple[object, ...]] = {}
+        """`_order` by level and number of the candidate."""
         self._best: dict[tuple[int, tuple[int, ...]], SearchCandidate] = {}
         """The best candidate by level and mesh sizes."""
         self._least: dict[tuple[int, tuple[int, ...]], float] = {}
         """The least first figure of the level's aim by level and mesh sizes, also of candidates that exceed the memory limit."""
         self._best_of_all: dict[int, SearchCandidate] = {}
         """The best candidate by level."""
-        for candidate in self._candidates.values():
-            self._keep_best(candidate)
+        self._evaluated: list[SearchCandidate] = list(self)
+        self._compared: dict[int, int] = dict.fromkeys(LEVELS, 0)
+        """By level how many of the candidates were compared."""
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -98,15 +101,16 @@ class Archive:
                 self._facts[candidate.key] = _Facts(len(self._facts), keeps)
             self._candidates[proposal.key] = candidate  # with facts: Ctrl-C can come between any two lines
             if is_new:
-                self._keep_best(candidate)
+                self._evaluated.append(candidate)
         return self._candidates[proposal.key]
 
     def of(self, proposal: Proposal) -> SearchCandidate:
         """The candidate of a proposal that was evaluated."""
         return self._candidates[proposal.key]
 
-    def _keep_best(self, candidate: SearchCandidate) -> None:
-        for level in LEVELS:
+    def _compare(self, level: int) -> None:
+        """Compare the candidates that were evaluated since at a level. Few searches ask for other levels than their own."""
+        for candidate in self._evaluated[self._compared[level] :]:
             mesh = level, mesh_sizes(candidate.axes)
             self._least[mesh] = min(self._at[level].rank(candidate).aim[0], self._least.get(mesh, math.inf))
             known = self._best.get(mesh)
@@ -115,10 +119,16 @@ class Archive:
                 first = self._best_of_all.get(level)
                 if first is None or self._order(level, candidate) < self._order(level, first):
                     self._best_of_all[level] = candidate
+        self._compared[level] = len(self._evaluated)
 
     def _order(self, level: int, candidate: SearchCandidate) -> tuple[object, ...]:
         facts = self._facts[candidate.key]
-        return not facts.keeps_rules, self._at[level].rank(candidate), len(candidate.constraints), facts.number
+        known = self._orders.get((level, facts.number))
+        if known is None:
+            rank = self._at[level].rank(candidate)
+            known = not facts.keeps_rules, rank, len(candidate.constraints), facts.number
+            self._orders[level, facts.number] = known
+        return known
 
     def ranked(self, level: int) -> list[SearchCandidate]:
         """All candidates, the best at a level first; those that break a rule of `set_algo_parameters` come last."""
@@ -126,6 +136,7 @@ class Archive:
 
     def best_of_each_mesh(self, level: int) -> list[SearchCandidate]:
         """The best candidate on each mesh at a level, the best of all first."""
+        self._compare(level)
         best = (candidate for (of, _), candidate in self._best.items() if of == level)
         return sorted(best, key=lambda candidate: self._order(level, candidate))
 
@@ -133,14 +144,17 @@ class Archive:
         """The least first figure of a level's aim among the candidates on a mesh, also of those beyond the memory limit;
         infinite where there is none.
         """
+        self._compare(level)
         return self._least.get((level, mesh_sizes(axes)), math.inf)
 
     def best(self, level: int) -> SearchCandidate:
         """The best candidate at a level."""
+        self._compare(level)
         return self._best_of_all[level]
 
     def best_rank(self) -> Rank | None:
         """The rank of the best candidate at the problem's level; None while the archive is empty."""
+        self._compare(self.problem.level)
         best = self._best_of_all.get(self.problem.level)
         return None if best is None else self.problem.rank(best)
 
@@ -161,8 +175,10 @@ class Archive:
         communication and of compute beyond a balanced share. None without a bound."""
         own = {TIME: LEAST_TIME, COMMUNICATION: LEAST_SENT_BALANCED}.get(self.problem.level)
         bounds = [one.bound for one in self.solutions if one.objective == own and one.is_exact]
+        if not bounds:
+            return None
         beyond = 0.0 if self.problem.level == TIME else BALANCED * self.problem.even_s
-        return max(0.0, min(bounds) - beyond) if bounds else None
+        return max(0.0, min(bounds) - beyond)
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""

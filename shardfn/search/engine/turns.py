@@ -15,14 +15,12 @@ The sequence of evaluations does not depend on the budget, which only ends it, a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator, Mapping
 
 from shardfn.search.engine.archive import Archive
 from shardfn.search.problem import FIXED_VISITS, VISIT, Proposal, SearchProblem, is_no_worse
-from shardfn.session import is_interactive
+from shardfn.session import is_interactive, without_collection
 
 CandidateGenerator = Callable[[SearchProblem, Archive], Iterator[Proposal | None]]
 """A generator of candidates."""
@@ -79,7 +77,7 @@ def run(
                 if budget.seconds_left <= 0 and len(archive) >= least:
                     return archive
                 if proposal is not None:
-                    with _without_collection():
+                    with without_collection():
                         _evaluate(archive, proposal, name)
         least = max(least, len(archive) + 1)
         _take_turns(problem, generators, archive, least)
@@ -105,7 +103,7 @@ def _take_turns(
         turn = min(running, key=lambda each: each.in_vain)
         best, known = archive.best_rank(), len(archive)
         chosen = archive.best(problem.level) if known else None
-        with _without_collection():
+        with without_collection():
             try:
                 proposal = next(turn.proposals)
             except StopIteration:
@@ -132,17 +130,3 @@ def _evaluate(archive: Archive, proposal: Proposal, name: str) -> None:
     archive.evaluate(proposal, name)
     if archive.problem.watch is not None:
         archive.problem.watch(name, archive)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No search for reference cycles meanwhile: a turn makes many objects and hardly a cycle, and the search looks at all of
-    them again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
@@ -31,7 +30,7 @@ def scattered_sums(problem: SearchProblem, candidate: SearchCandidate, first: in
         known = candidate.constraints.get(index, OpConstraint((None,) * len(op.inputs), ()))
         for dim, n in enumerate(problem.graph.values[op.outputs[0]].shape):
             if (spec := _with_axes(partitioned.specs[c.result], dim, n, c.axes, sizes)) is not None:
-                found.setdefault((c.axes, dim), {})[index] = dataclasses.replace(known, results=(spec,))
+                found.setdefault((c.axes, dim), {})[index] = known._replace(results=(spec,))
     for constraints in found.values():
         yield proposal_from(problem, candidate, constraints={**candidate.constraints, **constraints})
 

@@ -16,7 +16,7 @@ from shardfn.ir.model import Axes, Graph, InnerSpec, OpConstraint, Spec
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.search.problem.budget import DEFAULT, TOLERANCE
 from shardfn.search.problem.graph_facts import GraphFacts, facts_of
-from shardfn.search.problem.objectives import MEMORY, TIME, Figures, Rank, rank
+from shardfn.search.problem.objectives import COMMUNICATION, MEMORY, TIME, Figures, Rank, rank
 from shardfn.search.problem.read_as_given import constraints_as_given
 
 OpConstraints = Mapping[int, OpConstraint]
@@ -308,8 +308,9 @@ Search = Callable[[SearchProblem], Answer]
 
 def objective(cost: Cost, problem: SearchProblem) -> Rank:
     """The rank of a cost at the problem's level: within the memory limit first, then the level's objective, then ties."""
+    even_s = problem.even_s if problem.level == COMMUNICATION else 0.0  # no other level asks for it, and it takes long
     figures = Figures(
-        cost.communication_s, cost.compute_s, problem.even_s, cost.memory.peak, problem.hardware.chip.memory_bytes
+        cost.communication_s, cost.compute_s, even_s, cost.memory.peak, problem.hardware.chip.memory_bytes
     )
     return rank(problem.level, problem.memory_limit, figures)
 
@@ -324,9 +325,11 @@ def gap_of(cost: Cost, problem: SearchProblem, bound_s: float | None) -> float |
     None where there is no bound, where the cost is below it, as XLA merges what the label model sums op by op, and for time
     where an op has no checked rule.
     """
-    seconds = cost.time_s if problem.level == TIME else objective(cost, problem).aim[0]
     if problem.level == MEMORY or (problem.level == TIME and cost.is_lower_bound):
         return None
+    if not bound_s and cost.communication_s:
+        return None
+    seconds = cost.time_s if problem.level == TIME else objective(cost, problem).aim[0]
     if not seconds:
         return 0.0
     return None if not bound_s or bound_s > (1 + ROUNDING) * seconds else max(0.0, 1 - bound_s / seconds)

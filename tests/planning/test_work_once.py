@@ -1,0 +1,78 @@
+"""What planning does once, and what it leaves out: nobody asks for it."""
+
+import collections
+import gc
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.planning.answers import planner
+from shardfn.planning.call import call_function
+from shardfn.search.engine import Archive
+from shardfn.search.problem import COMMUNICATION, MEMORY, TIME, Proposal, search_problem
+from tests.search.problems import S, planned_problem
+
+IMAGE, KERNEL = S((8, 8, 16, 16), jnp.float32), S((8, 8, 3, 3), jnp.float32)
+
+
+def conv(x, k):
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME")
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How often a function of a module was called."""
+    found = collections.Counter()
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counted(*args, **kwargs):
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for module, name in ((planner, "finish"), (call_function, "lower"), (search_problem, "facts_of")):
+        count(module, name)
+    return found
+
+
+def test_a_call_with_workarounds_is_lowered_without_and_with_them_and_finished_once(counts):
+    plan = shardfn.plan(conv, IMAGE, KERNEL, in_strategy=((1, 1, 2, 1), (8, 1, 1, 1)), device="cpu:8")
+    assert any("shardfn gathers" in note for note in plan.diagnostics)
+    assert counts == {"lower": 2, "finish": 1}
+
+
+def test_where_every_sharding_is_given_the_unsharded_program_is_not_costed(counts):
+    plan = shardfn.plan(jnp.matmul, S((64, 64), jnp.float32), S((64, 64), jnp.float32),
+                        in_strategy=((1, 8), (8, 1)), device="h100:8")  # fmt: skip
+    assert plan.cost.bytes_sent and plan.gap is None
+    assert counts == {"lower": 1, "finish": 1}
+
+
+@pytest.mark.parametrize("level", [MEMORY, TIME])
+def test_candidates_are_compared_at_the_levels_that_somebody_asks_for(counts, level):
+    problem = planned_problem(jnp.matmul, S((64, 64), jnp.float32), S((64, 64), jnp.float32), device="h100:8").at(level)
+    counts.clear()
+    archive = Archive(problem)
+    rows, columns = ((("a",), ()), ((), ())), (((), ()), ((), ("a",)))
+    for name, specs in (("rows", rows), ("columns", columns), ("whole", (((), ()), ((), ())))):
+        archive.evaluate(Proposal(name, (("a", 8),), specs))
+    assert archive.best(level) is archive.ranked(level)[0]
+    assert "facts_of" not in counts
+    assert archive.best(COMMUNICATION) is archive.ranked(COMMUNICATION)[0]
+    assert [each.name for each in archive.best_of_each_mesh(COMMUNICATION)] == [archive.best(COMMUNICATION).name]
+
+
+def test_no_reference_cycles_are_searched_for_while_a_call_is_traced_and_planned():
+    during = []
+
+    def doubled(x):
+        during.append(gc.isenabled())
+        return 2 * x
+
+    shardfn.plan(doubled, IMAGE, device="cpu:8")
+    assert set(during) == {False} and gc.isenabled()
