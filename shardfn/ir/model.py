@@ -164,7 +164,8 @@ class Op:
     site: int = -1
     """Where it stands in the module: its number in program order. Ops that were put in have none."""
     combines: str = ""
-    """What a reduction, or a scatter, combines elements by, where that is one op (`add`, `xor`)."""
+    """What a reduction, or a scatter, combines elements by, where that is one op (`add`, `xor`); of an FFT its type; of a sort by
+    several arrays `keys`."""
     form: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
     same: int = -1

@@ -113,9 +113,12 @@ _PRECISION = re.compile(r"<precision (\w+)>")
 
 
 def _combines(op: Any) -> str:
-    """By what a reduction of one array, or a scatter into one, combines elements, where that is one op; of an FFT its type."""
+    """By what a reduction of one array, or a scatter into one, combines elements, where that is one op; of an FFT its type; of a
+    sort `keys` where it compares several arrays."""
     if op.name == "stablehlo.fft":
         return str(op.attributes["fft_type"]).rpartition(" ")[2].rstrip(">")
+    if op.name == "stablehlo.sort":
+        return "keys" if any(list(argument.uses) for argument in op.regions[0].blocks[0].arguments[2:]) else ""
     if op.name not in ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter") or len(op.results) > 1:
         return ""
     inside = [short_name(view.operation) for view in op.regions[0].blocks[0].operations]

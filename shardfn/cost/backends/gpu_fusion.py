@@ -39,8 +39,11 @@ class GpuFuser(ScatterFuser):
         return frozenset(found)
 
     def can_run_with(self, i: int) -> bool:
-        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes."""
+        """`can_read`, without its cache. A reduction over any dims computes an operand that is made of fewer bytes, and the
+        gradient of a pooling its padded array."""
         op = self.graph.ops[i]
+        if op.name == "select_and_scatter":
+            return True
         if op.name == "reduce" and op.inputs[0] in self.sources:
             size = self.partitioned.local_bytes
             if sum(map(size, self.sources[op.inputs[0]])) < size(op.inputs[0]):

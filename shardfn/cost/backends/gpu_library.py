@@ -6,120 +6,13 @@ Each rule has its source; rates are those of `Chip.kind_rates`. A call of a kind
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from shardfn.cost.devices.chips import Chip
-from shardfn.ir.model import Op, dtype_bits
+from shardfn.cost.backends.gpu_sorts import approximate_top_k, sort, top_k
+from shardfn.cost.backends.library_call import UNKNOWN, LibraryCall
+from shardfn.ir.model import Op
 from shardfn.ir.op_traits import LIBRARY
 from shardfn.ir.partitioned import PartitionedProgram
-
-
-class LibraryCall(NamedTuple):
-    """The kernels of one op on one device."""
-
-    parts: tuple[tuple[str, float], ...]
-    """By kind of kernel (`KINDS`) its work: bytes or FLOPs."""
-    work_bytes: float = 0.0
-    """Memory that it needs beside its operands and results."""
-
-    def is_known(self, chip: Chip) -> bool:
-        """Whether a chip has the rates of all its kinds."""
-        return bool(self.parts) and all(chip.kind_rate(kind) is not None for kind, _ in self.parts)
-
-    def seconds(self, chip: Chip, flops_s: float) -> float:
-        """Modelled seconds.
-
-        Args:
-          chip: what it runs on; it has the rates of all kinds.
-          flops_s: the chip's rate of FLOPs of this op's dtype.
-        """
-        total = 0.0
-        for kind, work in self.parts:
-            base = {
-                "memory": chip.memory_bytes_s,
-                "elements": chip.vector_flops or chip.flops,
-                "matmul": flops_s,
-                "launches": 1 / (chip.launch_s or 1e-6),
-            }
-            total += work / (base[KINDS[kind]] * (chip.kind_rate(kind) or 1.0))
-        return total
-
-
-UNKNOWN = LibraryCall(())
-"""The call of an op whose time has no rule that was checked."""
-
-
-KINDS = {
-    "memory": "memory",
-    "matmul": "matmul",
-    "sort": "memory",
-    "bitonic sort": "launches",
-    "fft": "memory",
-    "cholesky": "elements",
-    "triangular solve of a vector": "memory",
-    "reduction": "elements",
-    "2D convolution": "matmul",
-    "3D convolution": "matmul",
-    "3D weight gradient": "matmul",
-}
-"""What a kind's work is: bytes of memory, FLOPs of elements or of matmuls, or rounds that take a part of a kernel's launch.
-`Chip.kind_rates` has the part of the chip's rate of that which the kind reaches; "memory" and "matmul" reach all."""
-
-_SMALL_SORT = 16385
-"""Elements from which a sort is CUB's (`SortRewriter` of XLA); smaller ones are one bitonic kernel."""
-
-
-def radix_passes(bits: int, rows: int) -> tuple[int, int]:
-    """Passes over the keys, and how often a pass reads a key: CUB's radix sort by segments takes 6 bits a pass after a pass that
-    counts, and 4 bits of 8-bit keys (`DeviceSegmentedRadixSort`); that of a single row takes 8 bits, and counts once (Adinets and
-    Merrill, "Onesweep", 2022).
-
-    >>> radix_passes(32, 512), radix_passes(32, 1), radix_passes(8, 2)
-    ((6, 2), (4, 1), (2, 2))
-    """
-    return (-(-bits // 8), 1) if rows == 1 else (-(-bits // (6 if bits > 8 else 4)), 2)
-
-
-def _radix_sort(partitioned: PartitionedProgram, op: Op, along: int, key: int, payload_bytes: int) -> LibraryCall:
-    shape, bits = partitioned.local_shape(op.inputs[0]), dtype_bits(partitioned.graph.values[op.inputs[0]].dtype)
-    elements = math.prod(shape)
-    passes, key_reads = radix_passes(bits, elements // max(1, shape[along]))
-    one = 2 * (key + payload_bytes) + (key_reads - 1) * key
-    return LibraryCall((("sort", float(elements * one * passes)),), float(elements * (key + payload_bytes)))
-
-
-def _sort(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """Floats alone are sorted by integer keys of the same order, which a pass makes first, with the floats beside them."""
-    values = [partitioned.graph.values[v] for v in op.inputs]
-    if op.rule is None or len(op.rule.replicated) != 1:
-        return UNKNOWN
-    (factor,) = op.rule.replicated
-    along = next(d for d, dim in enumerate(op.rule.operands[0]) if factor in dim)
-    shape = partitioned.local_shape(op.inputs[0])
-    if math.prod(shape) < _SMALL_SORT:
-        rounds = math.ceil(math.log2(max(2, shape[along])))
-        return LibraryCall((("bitonic sort", rounds * (rounds + 1) / 2),))
-    if len(values) > 2:
-        return UNKNOWN
-    key = dtype_bits(values[0].dtype) // 8
-    makes_keys = len(values) == 1 and values[0].dtype.startswith(("f", "bf"))
-    payload = dtype_bits(values[1].dtype) // 8 if len(values) > 1 else key * makes_keys
-    call = _radix_sort(partitioned, op, along, key, payload)
-    if not makes_keys:
-        return call
-    keys = float(partitioned.local_bytes(op.inputs[0]))
-    return LibraryCall((*call.parts, ("memory", 2 * keys)), call.work_bytes + 2 * keys)
-
-
-def _top_k(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
-    """All of each row is sorted with its indices, which a pass makes first; up to 16 have a kernel (`TopkSpecializer`)."""
-    shape, value = partitioned.local_shape(op.inputs[0]), partitioned.graph.values[op.inputs[0]]
-    if partitioned.local_shape(op.outputs[0])[-1] <= 16 or math.prod(shape) < _SMALL_SORT:
-        return UNKNOWN
-    call = _radix_sort(partitioned, op, len(shape) - 1, dtype_bits(value.dtype) // 8, 4)
-    keys, places = partitioned.local_bytes(op.inputs[0]), 4.0 * math.prod(shape)
-    return LibraryCall((*call.parts, ("memory", places)), call.work_bytes + keys + 2 * places)
 
 
 def _fft(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
@@ -156,9 +49,19 @@ def _solve(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall
 def _ragged_dot(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     """Every row is multiplied by the matrix of every expert: of each expert there is a copy of the rows, zero where the row is
     another's, and the copies are stored and contracted (`RaggedDotRewriter`). `flops` count each row once."""
-    experts = max(partitioned.local_shape(v)[0] for v in (op.inputs[1], op.outputs[0]) if _is_stack(partitioned, v))
-    masked = float(experts * partitioned.local_bytes(op.inputs[0]))
-    return LibraryCall((("memory", masked), ("matmul", flops * experts)), masked)
+    masked = float(sum(masked_rows(partitioned, op).values()))
+    return LibraryCall((("memory", masked), ("matmul", flops * _experts(partitioned, op))), masked)
+
+
+def masked_rows(partitioned: PartitionedProgram, op: Op) -> dict[int, int]:
+    """The operands of a ragged matmul that are stored for each expert, with the bytes of all. The gradient of the matrices
+    contracts the rows of both operands."""
+    rows = op.inputs[: 1 + _is_stack(partitioned, op.outputs[0])]
+    return {v: _experts(partitioned, op) * partitioned.local_bytes(v) for v in rows}
+
+
+def _experts(partitioned: PartitionedProgram, op: Op) -> int:
+    return max(partitioned.local_shape(v)[0] for v in (op.inputs[1], op.outputs[0]) if _is_stack(partitioned, v))
 
 
 def _is_stack(partitioned: PartitionedProgram, v: int) -> bool:
@@ -167,10 +70,17 @@ def _is_stack(partitioned: PartitionedProgram, v: int) -> bool:
 
 def _convolution(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     """cuDNN's convolutions. Those in three dimensions copy the image and the result to have channels last, and back. There is no
-    checked rate of those in one dimension or in groups."""
+    checked rate of those in one dimension or in groups. Where an image has holes, it is padded with them, and they are multiplied
+    (`ConvPaddingLegalization`), but for the gradient of a convolution with strides, whose kernel is reversed."""
     form = op.convolution
     if form is None:
         return None
+    holes = math.prod(w.spacing for w in op.window_dims if w.over < 0)
+    if holes > 1 and not _is_reversed(partitioned, op.inputs[1]):
+        padded = float(holes * partitioned.local_bytes(op.inputs[0]))
+        if len(form.image) != 2 or form.grouped:
+            return UNKNOWN._replace(work_bytes=padded)
+        return LibraryCall((("2D convolution", flops * holes), ("memory", padded)), padded)
     if len(form.image) == 2 and not form.grouped:
         return LibraryCall((("2D convolution", flops),))
     if len(form.image) != 3 or form.grouped:
@@ -185,6 +95,13 @@ def _convolution(partitioned: PartitionedProgram, op: Op, flops: float) -> Libra
         copied = 0.0
     kind = "3D weight gradient" if is_gradient else "3D convolution"
     return LibraryCall(((kind, flops), ("memory", 2.0 * copied)), copied)
+
+
+def _is_reversed(partitioned: PartitionedProgram, v: int) -> bool:
+    ops, makers = partitioned.graph.ops, partitioned.graph.makers
+    while (at := makers.get(v, -1)) >= 0 and (partitioned.is_view(ops[at]) or ops[at].name in ("transpose", "convert")):
+        v = ops[at].inputs[0]
+    return at >= 0 and ops[at].name == "reverse"
 
 
 def _reduce(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
@@ -202,16 +119,76 @@ def _reduce(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCal
     return LibraryCall((("reduction", math.prod(shape) * (1.0 + is_short)),))
 
 
+def _gather(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """The rows that a gather reads."""
+    return LibraryCall((("gather", float(partitioned.local_bytes(op.outputs[0]))),))
+
+
+def _scatter(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """The rows that a scatter reads and writes where it puts its updates."""
+    return LibraryCall((("scatter", 2.0 * partitioned.local_bytes(op.inputs[-1])),))
+
+
+def _windowed(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """A cumulative sum or its like, whose window is as long as the array: XLA adds up pieces first, and then in each piece, so it
+    reads the array twice. Other windows are a kernel like others."""
+    shape = partitioned.local_shape(op.inputs[0])
+    if not any(w.extent >= shape[w.dim] > 1 and w.stride == 1 for w in op.window_dims):
+        return None
+    read, made = (sum(map(partitioned.local_bytes, side)) for side in (op.inputs, op.outputs))
+    return LibraryCall((("cumulative reduction", 2.0 * read + made),))
+
+
+def _pooling_gradient(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
+    """XLA finds the place of the largest element of each window, an index array for each dim, and scatters to those."""
+    found = 4.0 * (1 + len(partitioned.local_shape(op.inputs[1]))) * math.prod(partitioned.local_shape(op.inputs[1]))
+    moved = sum(map(partitioned.local_bytes, (*op.inputs[:2], *op.outputs))) + 2 * found
+    return LibraryCall((("pooling gradient", moved),), found)
+
+
 def _unknown(partitioned: PartitionedProgram, op: Op, flops: float) -> LibraryCall | None:
     return UNKNOWN
+
+
+def own_order(partitioned: PartitionedProgram, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The operands that a library reads in an order of its own, and the results that it leaves in one, by position: solvers
+    have matrices column by column, and cuDNN reads channels last, but in three dimensions before the spatial ones. XLA transposes
+    arguments and results of the program for them. An operand that a call writes over is not among them: its copy is the result.
+    """
+    if op.name == "triangular_solve":
+        return (0,), (0,) if _is_matrix(partitioned, op.outputs[0]) else ()
+    if op.name.startswith(SOLVERS):
+        return (), tuple(at for at, v in enumerate(op.outputs) if _is_matrix(partitioned, v))
+    if form := op.convolution:
+        shapes = [partitioned.local_shape(v) for v in (*op.inputs[:2], op.outputs[0])]
+        spatial = form.image, form.kernel, form.result
+        moved = [_is_moved(shape, dims) for shape, dims in zip(shapes, spatial, strict=True)]
+        return tuple(at for at in (0, 1) if moved[at]), (0,) if moved[2] else ()
+    return (), ()
+
+
+SOLVERS = ("custom_call cusolver_", "custom_call cusparse_")
+"""How the names of custom calls begin that solve by a library; they write over their first operand."""
+
+
+def _is_matrix(partitioned: PartitionedProgram, v: int) -> bool:
+    return min((1, 1, *partitioned.local_shape(v))[-2:]) > 1
+
+
+def _is_moved(shape: Sequence[int], spatial: Sequence[int]) -> bool:
+    """Whether the channels of an image are where cuDNN does not read them: last in three dimensions, or not last in fewer."""
+    channels = max(d for d in range(len(shape)) if d not in spatial)
+    is_last = channels == len(shape) - 1
+    return shape[channels] > 1 and is_last == (len(spatial) == 3)
 
 
 Rule = Callable[[PartitionedProgram, Op, float], LibraryCall | None]
 """From an op and its FLOPs to its call; None for an op that is a kernel like others."""
 
 GPU_LIBRARY: dict[str, Rule] = {
-    "sort": _sort,
-    "top_k": _top_k,
+    "sort": sort,
+    "top_k": top_k,
+    "custom_call ApproxTopK": approximate_top_k,
     "fft": _fft,
     "cholesky": _cholesky,
     "custom_call cusolver_potrf_ffi": _cholesky,
@@ -219,8 +196,17 @@ GPU_LIBRARY: dict[str, Rule] = {
     "ragged_dot": _ragged_dot,
     "convolution": _convolution,
     "reduce": _reduce,
+    "reduce_window": _windowed,
+    "select_and_scatter": _pooling_gradient,
+    "gather": _gather,
+    "scatter": _scatter,
 }
 """The rules, by op."""
+
+HAS_BUFFERS = frozenset(
+    name for name, rule in GPU_LIBRARY.items() if rule not in (_reduce, _windowed, _gather, _scatter)
+)
+"""The ops that need memory beside their operands and results, or have these in an order of their own."""
 
 UNCHECKED: dict[str, Rule] = dict.fromkeys((*LIBRARY.difference(("rng", "rng_bit_generator")), "ragged_dot"), _unknown)
 """Ops of which nothing was measured on a TPU."""

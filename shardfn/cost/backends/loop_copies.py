@@ -30,7 +30,9 @@ def loop_copies(partitioned: PartitionedProgram, fusion: FusionPlan) -> dict[int
     """
     graph, found = partitioned.graph, dict[int, list[tuple[int, int, int]]]()
     for i, loop in enumerate(graph.ops):
-        for _, seen, back, _ in loop.carries if i not in fusion.dead else ():
+        if not loop.seen or i in fusion.dead:
+            continue
+        for _, seen, back, _ in loop.carries:
             made = graph.makers.get(back, -1)
             if made < 0 or fusion.inside[made] is None or seen not in fusion.reads[made]:
                 continue

@@ -285,7 +285,7 @@ def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vec
                 weight_gradient_efficiency=(("f32", f32_gradients),), kind_rates=_H100_KINDS)  # fmt: skip
 
 
-_LIKE_OTHERS = frozenset(("memory", "matmul", "reduction", "2D convolution"))
+_LIKE_OTHERS = frozenset(("memory", "matmul", "gather", "scatter", "reduction", "2D convolution"))
 """Kinds that have the chip's rate of memory, elements or matmuls where no other was measured."""
 
 _H100_KINDS = (

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardfn.cost.backends.gpu_library import KINDS, radix_passes
+from shardfn.cost.backends.gpu_sorts import radix_passes
+from shardfn.cost.backends.library_call import base_rate
 from shardfn.cost.devices.chips import Chip
 
 
@@ -48,6 +49,15 @@ def _solved(x: jax.Array) -> jax.Array:
     return jax.scipy.linalg.solve_triangular(x, x[:, :1], lower=True)  # the values are of no matter
 
 
+def _counted(x: jax.Array) -> jax.Array:
+    """Rows in an order in which no two that follow each other lie side by side."""
+    return (jnp.arange(x.shape[0]) * 7919) % x.shape[0]
+
+
+def _pooled(x: jax.Array) -> jax.Array:
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+
 def kind_steps(elements: int) -> dict[str, KindStep]:
     """What is run for each kind, with arrays of about `elements` elements on each device.
 
@@ -61,10 +71,17 @@ def kind_steps(elements: int) -> dict[str, KindStep]:
     image = 1, *(2 ** round(math.log2(max(8, elements // 32)) / 3),) * 3, 32
     windows = 2.0 * math.prod(image) * 27 * 32
     photo = 1, *(2 ** round(math.log2(max(8, elements // 64)) / 2),) * 2, 64
-    points = math.isqrt(elements // 32)
+    points = math.isqrt(4 * elements)
+    few, many, pooled = max(2, elements // 4096), max(2, elements // 128), math.prod(photo)
     return {
         "sort": KindStep(lambda x: jnp.sort(x, -1), (rows, row), jnp.int32, 4.0 * rows * row * passes * (1 + reads)),
         "bitonic sort": KindStep(lambda x: jnp.sort(x, -1), (16384,), jnp.int32, 105.0),
+        "comparison sort": KindStep(lambda x: jnp.sort(x, -1), (few, 4096), jnp.int32, 78.0 * few * 4096),
+        "top_k of few": KindStep(lambda x: jax.lax.top_k(x, 8)[0], (rows, row), jnp.float32, 4.0 * rows * row),
+        "gather": KindStep(lambda x: x[_counted(x)], (many, 128), jnp.float32, 2 * 4.0 * many * 128),
+        "scatter": KindStep(lambda x: jnp.zeros_like(x).at[_counted(x)].add(x), (many, 128), jnp.float32, 4 * 4.0 * many * 128),
+        "cumulative reduction": KindStep(lambda x: jnp.cumsum(x, 0), (many, 128), jnp.float32, 3 * 4.0 * many * 128),
+        "pooling gradient": KindStep(jax.grad(lambda x: _pooled(x).sum()), photo, jnp.float32, 4.0 * pooled * (2 + 11 / 4)),
         "fft": KindStep(lambda x: jnp.fft.fft(x), (side, side), jnp.complex64, 2.0 * 8 * side**2),
         "cholesky": KindStep(lambda x: jnp.linalg.cholesky(_definite(x)), (side, side), jnp.float32, side**3 / 3),
         "triangular solve of a vector": KindStep(_solved, (side, side), jnp.float32, 4.0 * side**2),
@@ -84,10 +101,4 @@ def kind_rate(kind: str, work: float, seconds: float, chip: Chip) -> float:
       seconds: measured.
       chip: its rates.
     """
-    rates = {
-        "memory": chip.memory_bytes_s,
-        "elements": chip.vector_flops or chip.flops,
-        "matmul": chip.rate("f32"),
-        "launches": 1 / (chip.launch_s or 1e-6),
-    }
-    return work / seconds / rates[KINDS[kind]]
+    return work / seconds / base_rate(kind, chip)

@@ -197,6 +197,17 @@ class LiveRanges:
                     found.setdefault(source, op.outputs[0])
         return [(result, source) for source, result in found.items()]
 
+    def branches(self) -> Iterable[tuple[int, list[int]]]:
+        """The results of conditions, each with what branches make for it and nothing else reads."""
+        for op in self.graph.ops:
+            made = len(op.outputs)
+            if op.name != "case" or not made or (len(op.inputs) - 1) % made:
+                continue
+            for at, result in enumerate(op.outputs):
+                of = [v for v in op.inputs[1 + at :: made] if v in self.start and v not in self.inputs]
+                if result in self.start:
+                    yield result, [v for v in of if self.graph.read_counts[v] == 1]
+
     def colocated(self, views: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
         """Values that share a buffer: those that enter a loop, go round in it and leave it; a result and the value of which it
         is a view.
@@ -213,6 +224,9 @@ class LiveRanges:
             if source in start and result in start:
                 parent[find(result)] = find(source)
         given: set[int] = set()
+        for result, branches in self.branches():
+            for v in branches:
+                parent[find(v)] = find(result)
         for _, operand, seen, back, result in self.carried.values():
             parent[find(result)] = find(seen)
             free = operand in start and operand not in self.inputs and operand not in given

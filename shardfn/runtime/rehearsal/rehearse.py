@@ -106,7 +106,7 @@ def _device(plan: Plan, said: str) -> tuple[type[ShardError], Problem]:
     name, chip = PLATFORMS[plan.hardware.platform].device, plan.hardware.chip.name
     return DeviceError, Problem(
         f"there is no {name} here to rehearse on", why=f"a plan for {chip}s is measured on one; JAX says: {said}",
-        fix=f"run this on a machine with a {chip}; or compile the plan: plan.verify()",
+        fix="run this on a machine that has one; or compile the plan: plan.verify()",
     )  # fmt: skip
 
 
