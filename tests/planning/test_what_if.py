@@ -4,10 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import shardfn
-from shardfn import AUTO, ShardError
+from shardfn import AUTO, ShardError, train
 from shardfn.mindspore import Layout
 from shardfn.planning.plan import Alternatives, Figures
 
@@ -215,6 +216,24 @@ def test_an_entry_is_the_users_and_the_rest_is_searched_again():
     assert [d.source for d in other.inputs] == ["you", "searched", "searched"]
     assert other.inputs[0].reason == "what_if['params/w1']"
     assert [d.source for d in made.inputs] == ["searched"] * 3  # the plan itself stays
+
+
+@pytest.mark.parametrize("entry", [(1, 1), (1, 8)])
+def test_moments_follow_their_parameter_as_in_a_parameter_plan(entry):
+    def loss(p, x):
+        return ((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2).mean()
+
+    def planned(**entries):
+        step = train.step(loss, optax.adam(1e-3), mode="semi_auto_parallel", in_strategy=((2, 1),),
+                          parameter_plan={"up": (1, 4), "down": (4, 1), **entries})  # fmt: skip
+        return step.plan(step.init(params, x), x)
+
+    params, x = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}, jnp.ones((32, 64))
+    asked, made = planned().what_if({"up": entry}), planned(up=entry)
+    assert [d.strategy for d in asked.inputs] == [d.strategy for d in made.inputs]
+    assert asked.cost == made.cost
+    (row,) = [row for row in planned().why("up").rows if row.strategy == entry]
+    assert row.figures.bytes_sent == pytest.approx(made.cost.bytes_sent, rel=0.05)  # the ops inside stay as planned
 
 
 def test_entries_of_every_kind():

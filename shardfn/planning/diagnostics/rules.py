@@ -176,6 +176,11 @@ def _remedy(plan: Plan, answered: AnsweredCall) -> str:
     if sum(transforms.values()) > facts.flops / 2:
         largest = max(transforms, key=transforms.__getitem__)
         return f"XLA transforms arrays in full{_at(file_line(largest))}: {TRANSFORM_SHARDS}"
+    devices = plan.hardware.count
+    for d in plan.inputs:
+        shards = math.prod(d.strategy)
+        if d.source == "you" and 1 < shards < devices and any(size % devices == 0 for size in d.shape):
+            return f"give `{d.path}` {devices} shards, where your entry gives {shards}, or use fewer devices"
     return "use fewer devices, or a larger batch" if plan.layouts.dimensions is None else "use fewer devices"
 
 

@@ -8,7 +8,7 @@ import importlib
 import json
 import keyword
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ def code(plan: Plan) -> str:
     lines = [
         f"# {plan.function}: {plan.kind}, as planned by shardfn",
         *(f"# {line}" for line in _cautions(plan, name)),
+        *(f"# {line}" for line in _ours(plan, name, {*modules, *more})),
         *(f"import {module}" for module in sorted({"jax", *["numpy as np"] * ("np." in mesh), *modules, *more})),
         "from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P",
         "",
@@ -73,6 +74,14 @@ def _cautions(plan: Plan, name: str) -> Iterator[str]:
         yield "plan.apply also sends halos where rows move along a sharded dimension. XLA may gather the rows here."
     if plan.detours:
         yield f"plan.apply also gathers {len(plan.detours)} arrays in the place of all-to-alls."
+
+
+def _ours(plan: Plan, name: str, modules: Collection[str]) -> Iterator[str]:
+    """What the code takes from this library."""
+    if any(module.partition(".")[0] == "shardfn" for module in modules):
+        names = ", ".join(_parameters(plan))
+        yield f"The state is a class of shardfn. Without shardfn, define your own with the same fields, and `{name}({names})`,"
+        yield "which returns the new state and the loss."
 
 
 # ---- the function

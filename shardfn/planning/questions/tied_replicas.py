@@ -5,7 +5,6 @@ Sharded alike they need no resharding. Each such sharding is a partitioned progr
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +13,7 @@ from shardfn.frontend.paths import alike, escaped, layer, mirrored
 from shardfn.ir.model import Spec
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.plan import FIX, Decision, Figures, Plan, answered_call
-from shardfn.planning.questions.what_if import glob_of
+from shardfn.planning.questions.what_if import glob_of, moved_with
 from shardfn.units import bytes_text, time_text
 
 OPS = 4_000
@@ -84,19 +83,11 @@ def reason_of(plan: Plan, d: Decision) -> str:
 
 def _diagnostics(plan: Plan) -> Iterator[str]:
     answered, tied = answered_call(plan), ties(plan)
-    copies = mirrored([(d.path, d.shape) for d in plan.inputs])
-    replaced = collections.defaultdict[str, list[str]](list)
-    for result, argument in answered.posed.call.same_as.items():
-        replaced[plan.inputs[argument].path].append(plan.outputs[result].path)
     given = [d for d in plan.inputs if d.path in tied]
     groups = alike(given, lambda d: (layer(d.path), d.shape, tied[d.path].spec), least=2)
     rows: list[tuple[float, Figures, Sequence[Decision]]] = []
     for same in groups[: OPS // (1 + len(plan.partitioned.graph.ops))]:
-        names = {d.path for d in same}
-        moved = [d.path for d in plan.inputs if d.path in names or (d.source == "mode" and copies.get(d.path) in names)]
-        partitioned = answered.partitioned_with(
-            {*moved, *(result for path in moved for result in replaced[path])}, tied[same[0].path].spec
-        )
+        partitioned = answered.partitioned_with(moved_with(plan, [d.path for d in same]), tied[same[0].path].spec)
         more = Figures.of(estimate_cost(partitioned, plan.hardware, answered.problem.donated)) - Figures.of(plan.cost)
         if more.time_s < 0 and more.bytes_sent < 0 and more.memory <= 0:
             rows.append((more.time_s, more, same))
@@ -108,7 +99,7 @@ def _diagnostics(plan: Plan) -> Iterator[str]:
         key = path if same[1:] and path != d.path else escaped(d.path)
         yield (
             f"`{d.path}`{like} {d.strategy}: {tie.text(strategy[tie.dim])}; sharded alike, the plan takes "
-            f"{time_text(-more.time_s)} and sends {bytes_text(-more.bytes_sent)} less (modelled);"
+            f"{time_text(-more.time_s)} less and sends {bytes_text(-more.bytes_sent)} less (modelled);"
             f"{FIX}parameter_plan={{{key!r}: {strategy}}}"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.estimate import estimate_cost
@@ -19,6 +19,7 @@ from shardfn.frontend.paths import (
     listed,
     met,
     met_by_end,
+    mirrored,
     near,
     normal,
     starred,
@@ -52,10 +53,10 @@ def why(plan: Plan, path: str, most: int | None) -> Alternatives:
     )
     if most is None:
         most = min(MOST, max(1, OPS // max(1, len(plan.partitioned.graph.ops))))
-    own = Figures.of(plan.cost)
+    own, moved = Figures.of(plan.cost), moved_with(plan, paths)
     rated = []
     for spec in others[:most]:
-        cost = estimate_cost(answered.partitioned_with(paths, spec), plan.hardware, answered.problem.donated)
+        cost = estimate_cost(answered.partitioned_with(moved, spec), plan.hardware, answered.problem.donated)
         figures = Figures.of(cost)
         row = Alternative(strategy_of(spec, plan.axes), spec, figures, figures - own)
         rated.append((objective(cost, answered.problem), len(rated), row))
@@ -64,10 +65,24 @@ def why(plan: Plan, path: str, most: int | None) -> Alternatives:
     return Alternatives(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
 
+def moved_with(plan: Plan, paths: Collection[str]) -> set[str]:
+    """The paths of some arrays, of the moments that are sharded as they are and follow them, and of the results that replace
+    these: what `parameter_plan` shards anew."""
+    every = {d.path: d for d in plan.inputs}
+    copies = mirrored([(d.path, d.shape) for d in plan.inputs])
+    followers = {p for p, of in copies.items() if of in paths and every[p].spec == every[of].spec}
+    if not followers - set(paths):
+        return set(paths)
+    moved = {*paths, *followers}
+    replaced = answered_call(plan).posed.call.same_as
+    return moved | {plan.outputs[r].path for r, argument in replaced.items() if plan.inputs[argument].path in moved}
+
+
 def what_if(plan: Plan, entries: Mapping[str, Any]) -> Plan:
     """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
     call = without_workarounds(answered_call(plan).posed.call)
     inputs, outputs = _with_entries(call.inputs, call.outputs, entries)
+    inputs = _with_moments(plan, call.inputs, inputs)
     posed = place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
     posed = with_completed_entries(posed)
     return plan_search_answer(posed, search(posed))
@@ -95,6 +110,16 @@ def _with_entries(
                for leaves, mine in zip((inputs, outputs), sides, strict=True)]  # fmt: skip
     raise_problems(problems)
     return changed[0], changed[1]
+
+
+def _with_moments(plan: Plan, before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    """Inputs whose moments have the new entries of the parameters that they follow, if they have none of their own."""
+    changed = {new.path: new for old, new in zip(before, after, strict=True) if new is not old and new != old}
+    found = {leaf.path: leaf for leaf in after}
+    for path, new in changed.items():
+        for moment in moved_with(plan, [path]) & found.keys() - changed.keys():
+            found[moment] = dataclasses.replace(found[moment], entry=new.entry)
+    return tuple(found[leaf.path] for leaf in after)
 
 
 def find(plan: Plan, path: str) -> tuple[Decision, ...]:

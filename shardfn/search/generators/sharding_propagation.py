@@ -78,7 +78,7 @@ def spread(problem: SearchProblem) -> Answer:
     if best is simple:
         return followed
     reasons = tuple("" if given is not None else "least resharding from the given shardings" for given in problem.specs)
-    policy = "the given shardings spread with the least communication (no search)"
+    policy = "the given shardings spread; the least communication of the ways tried (no search)"
     return Answer(
         best.axes, best.specs, reasons, policy, source="propagated", constraints=best.constraints, others=tuple(others)
     )
