@@ -43,7 +43,7 @@ X = S((16, 32), "float32")
 def test_each_sum_names_the_weights_that_it_sums_over():
     plan = shardfn.plan(tower, X, WS, in_strategy=((2, 1), [((1, 4), (4, 1)), ((1, 4), (4, 1))]), device="tpu-v5e:2x4")
     every = [row["cause"]["shardings"] for row in make_report(plan).to_dict()["collectives"]]
-    assert sorted(map(sorted, every)) == [[f"ws/{i}/0 dim 1 over b", f"ws/{i}/1 dim 0 over b"] for i in (0, 1)], (
+    assert sorted(map(sorted, every)) == [[f"ws/{i}/0 dim 1 over a", f"ws/{i}/1 dim 0 over a"] for i in (0, 1)], (
         "one axis shards all four of them"
     )
 
