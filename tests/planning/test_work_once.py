@@ -1,7 +1,6 @@
 """What planning does once, and what it leaves out: nobody asks for it."""
 
 import collections
-import gc
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +64,3 @@ def test_candidates_are_compared_at_the_levels_that_somebody_asks_for(counts, le
     assert "facts_of" not in counts
     assert archive.best(COMMUNICATION) is archive.ranked(COMMUNICATION)[0]
     assert [each.name for each in archive.best_of_each_mesh(COMMUNICATION)] == [archive.best(COMMUNICATION).name]
-
-
-def test_no_reference_cycles_are_searched_for_while_a_call_is_traced_and_planned():
-    during = []
-
-    def doubled(x):
-        during.append(gc.isenabled())
-        return 2 * x
-
-    shardfn.plan(doubled, IMAGE, device="cpu:8")
-    assert set(during) == {False} and gc.isenabled()

@@ -51,13 +51,11 @@ from shardfn.planning.layout_rules import LayoutFile, as_it_holds, change_since,
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
 from shardfn.planning.workarounds import has_windows, windows_clash
 from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes, objective
-from shardfn.session import without_collection
 
 MOST_ORDERS = 6
 """Orders of mesh axes that are evaluated: all of three axes."""
 
 
-@without_collection()
 def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layout: LayoutFile | None) -> PosedCall:
     """Trace and place a call: the search problem, and what else `finish` needs.
 
