@@ -1,5 +1,7 @@
 """Integers of two dimension groups that share a part of the mesh: the headline says so, and how many devices they need."""
 
+import re
+
 import jax
 import pytest
 
@@ -26,7 +28,7 @@ def entries(strategy, devices):
 )
 def test_what_does_not_fit_side_by_side(strategy, devices, text):
     found = entries(strategy, devices)
-    assert found.startswith("dimension 0 of `x` and dimension 1 of `w1` share the mesh axis a: ") and text in found
+    assert re.match("dimension 0 of `x` and dimension 1 of `w1` share the mesh axis [ab]: ", found) and text in found
 
 
 @pytest.mark.parametrize("strategy", [((2, 1), (1, 4), (4, 1)), ((8, 1), (8, 1), (8, 1))])
