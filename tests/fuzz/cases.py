@@ -76,6 +76,9 @@ CASES = {
     "a slice scaled, then the first row set": case(
         lambda x: x.at[3:].multiply(2).at[0].set(2), (8,), (4,), (2,), (8,), gradient=False
     ),
+    "rows shifted down by one, and by two, one behind the other": case(
+        lambda x: jnp.concatenate([x.at[:-1].set(x[1:]), x.at[:-2].set(x[2:])]), (24,), (8,), (2,)
+    ),
     "two slices, max then add": case(
         lambda x: x.at[9:18].max(1).at[23:24].add(1), (24,), (8,), (4,), (2,), gradient=False
     ),

@@ -79,7 +79,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             multiple = rows_multiple(op, partitioned, moved_from)
             if multiple > 1 or is_unsigned(op, partitioned):
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
-        if op.name == "scatter" and op.rule is not None and _updates_slice(op, partitioned):
+        if op.name == "scatter" and op.rule is not None and _updates_slice(op, moved_from, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
         if op.name in AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
             found.setdefault(WrongOp(op.where, "bounds", movement=movement_of(op, partitioned, moved_from)))
@@ -135,15 +135,19 @@ def _crops_between(op: Op, partitioned: PartitionedProgram) -> bool:
     )
 
 
-def _updates_slice(op: Op, partitioned: PartitionedProgram) -> bool:
-    """Whether a scatter of one window is into a sharded array that other ops make."""
-    maker = partitioned.graph.maker(op.inputs[0])
-    is_made = maker is not None and not maker.seen and maker.name != "optimization_barrier"
-    return (
-        is_made
-        and math.prod(partitioned.graph.values[op.inputs[1]].shape[:-1]) == 1
-        and any(partitioned.shards(op.inputs[0])[d] > 1 for d in indexed_dims(op))
-    )
+def _updates_slice(op: Op, before: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
+    """Whether a scatter of one window is into a sharded array that other ops make or read."""
+    graph, array = partitioned.graph, before.get(op.inputs[0], op.inputs[0])
+    if math.prod(graph.values[op.inputs[1]].shape[:-1]) > 1:
+        return False
+    if not any(partitioned.shards(v)[d] > 1 for v in {array, op.inputs[0]} for d in indexed_dims(op)):
+        return False
+    maker = graph.maker(array)
+    if maker is None or maker.seen:  # an argument
+        return (
+            sum(array in (before.get(v, v) for v in other.inputs) for other in graph.ops if other.rule is not None) > 1
+        )
+    return maker.name != "optimization_barrier"
 
 
 def _forgets_bounds(op: Op, after: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
