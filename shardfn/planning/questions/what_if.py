@@ -68,14 +68,18 @@ def why(plan: Plan, path: str, most: int | None) -> Alternatives:
 def moved_with(plan: Plan, paths: Collection[str]) -> set[str]:
     """The paths of some arrays, of the moments that are sharded as they are and follow them, and of the results that replace
     these: what `parameter_plan` shards anew."""
-    every = {d.path: d for d in plan.inputs}
-    copies = mirrored([(d.path, d.shape) for d in plan.inputs])
-    followers = {p for p, of in copies.items() if of in paths and every[p].spec == every[of].spec}
-    if not followers - set(paths):
-        return set(paths)
-    moved = {*paths, *followers}
+    moved = {*paths, *(moment for moment, parameter in _followers(plan).items() if parameter in paths)}
+    if moved == set(paths):
+        return moved
     replaced = answered_call(plan).posed.call.same_as
     return moved | {plan.outputs[r].path for r, argument in replaced.items() if plan.inputs[argument].path in moved}
+
+
+def _followers(plan: Plan) -> dict[str, str]:
+    """The parameter of each moment that is sharded as it is, by path."""
+    every = {d.path: d for d in plan.inputs}
+    copies = mirrored([(d.path, d.shape) for d in plan.inputs])
+    return {path: of for path, of in copies.items() if path != of and every[path].spec == every[of].spec}
 
 
 def what_if(plan: Plan, entries: Mapping[str, Any]) -> Plan:
@@ -114,12 +118,14 @@ def _with_entries(
 
 def _with_moments(plan: Plan, before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Leaf, ...]:
     """Inputs whose moments have the new entries of the parameters that they follow, if they have none of their own."""
-    changed = {new.path: new for old, new in zip(before, after, strict=True) if new is not old and new != old}
-    found = {leaf.path: leaf for leaf in after}
-    for path, new in changed.items():
-        for moment in moved_with(plan, [path]) & found.keys() - changed.keys():
-            found[moment] = dataclasses.replace(found[moment], entry=new.entry)
-    return tuple(found[leaf.path] for leaf in after)
+    changed = {new.path: new.entry for old, new in zip(before, after, strict=True) if new != old}
+    followed = {moment: changed[of] for moment, of in _followers(plan).items() if of in changed}
+    return tuple(
+        dataclasses.replace(leaf, entry=followed[leaf.path])
+        if leaf.path in followed and leaf.path not in changed
+        else leaf
+        for leaf in after
+    )
 
 
 def find(plan: Plan, path: str) -> tuple[Decision, ...]:

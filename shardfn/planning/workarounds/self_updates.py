@@ -7,7 +7,6 @@ that both are one. An update that is written as a select of a shifted array is r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax import lax
 from shardfn.ir.model import Graph, Op
 from shardfn.ir.op_traits import CHEAP, EXPENSIVE, SLICES, VIEWS
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.planning.workarounds.uneven_movement import moved_dims
+from shardfn.planning.workarounds.uneven_movement import moved_dims, writes_one_window
 
 
 def reads_its_array(op: Op, partitioned: PartitionedProgram) -> bool:
@@ -29,7 +28,7 @@ def reads_its_array(op: Op, partitioned: PartitionedProgram) -> bool:
         return False
     graph, (in_array, in_update, _) = partitioned.graph, moved
     array, update = op.inputs[0], op.inputs[place]
-    if op.name == "scatter" and math.prod(graph.values[op.inputs[1]].shape[:-1]) > 1:
+    if op.name == "scatter" and not writes_one_window(op, graph):
         return False
     if any(partitioned.shards(v)[d] > 1 for v in (array, op.outputs[0]) for d in in_array):
         return False
@@ -49,11 +48,11 @@ def _is_reshaped(graph: Graph, before: Iterable[int], result: int) -> bool:
         after |= left
         left = {v for op in graph.ops if op.name in VIEWS and left.intersection(op.inputs) for v in op.outputs} - after
     makers = (graph.maker(v) for v in {*before, *after} - {result})
-    return any(maker is not None and _keeps_elements(graph, maker) for maker in makers)
+    return any(maker is not None and _reshapes(graph, maker) for maker in makers)
 
 
-def _keeps_elements(graph: Graph, op: Op) -> bool:
-    """Whether an op gives an array another number of dimensions."""
+def _reshapes(graph: Graph, op: Op) -> bool:
+    """Whether an op gives the elements of an array another shape."""
     if op.name not in ("reshape", "broadcast_in_dim"):
         return False
     own, made = (graph.values[v] for v in (op.inputs[0], op.outputs[0]))

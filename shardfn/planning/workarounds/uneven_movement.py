@@ -7,6 +7,7 @@ on dimensions that are gathered for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -182,6 +183,11 @@ def moved_dims(op: Op, partitioned: PartitionedProgram) -> Dims:
 def _moved(name: str, operands: Sequence[Any]) -> Sequence[Any]:
     places = _DATA.get(name, (0,))
     return operands if places is None else [operands[i] for i in places]
+
+
+def writes_one_window(op: Op, graph: Graph) -> bool:
+    """Whether a scatter writes at one place."""
+    return math.prod(graph.values[op.inputs[1]].shape[:-1]) == 1
 
 
 def indexed_dims(op: Op) -> list[int]:

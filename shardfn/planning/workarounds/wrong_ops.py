@@ -22,6 +22,7 @@ from shardfn.planning.workarounds.uneven_movement import (
     moved_dims,
     movement_of,
     reshardings,
+    writes_one_window,
 )
 
 REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
@@ -138,7 +139,7 @@ def _crops_between(op: Op, partitioned: PartitionedProgram) -> bool:
 def _updates_slice(op: Op, before: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
     """Whether a scatter of one window is into a sharded array that other ops make or read."""
     graph, array = partitioned.graph, before.get(op.inputs[0], op.inputs[0])
-    if math.prod(graph.values[op.inputs[1]].shape[:-1]) > 1:
+    if not writes_one_window(op, graph):
         return False
     if not any(partitioned.shards(v)[d] > 1 for v in {array, op.inputs[0]} for d in indexed_dims(op)):
         return False
