@@ -32,6 +32,7 @@ from shardfn.movement.values import (
     Value,
     alignments,
     form,
+    is_known,
     scalar_of,
     sliced,
     transposed,
@@ -161,11 +162,9 @@ class Emitter:
         inner = [part for part, fill in zip(parts, fills, strict=True) if fill is None]
         if len(inner) == 1 and len(parts) <= 3 and len({id(f) for f in fills if f is not None}) == 1:
             before = first.rows if fills[0] is not None else 0
-            edges = before, value.shape[dim] - before - inner[0].rows, 0
-            config = [edges if d == dim else (0, 0, 0) for d in range(len(value.shape))]
             fill = next(f for f in fills if f is not None)
             if fills.index(None) == (before > 0):
-                return lax.pad(self._part(inner[0], dim), jnp.asarray(fill, value.dtype), config)
+                return _padded(self._part(inner[0], dim), fill, dim, before, value.shape)
         pieces = [self._part(part, dim) for part in parts]
         return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
 
@@ -354,6 +353,19 @@ def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:
     if frame.shape == shape:
         return x
     return lax.slice(x, frame.offset, [first + rows for first, rows in zip(frame.offset, shape, strict=True)])
+
+
+def _padded(x: Any, fill: Any, dim: int, before: int, shape: tuple[int, ...]) -> Any:
+    """An array padded along a dimension by a scalar; by a select where the program computes it: JAX does not transpose a pad
+    that is linear in its scalar alone."""
+    rows = before, shape[dim] - before - x.shape[dim], 0
+    config = [rows if d == dim else (0, 0, 0) for d in range(x.ndim)]
+    padded = lax.pad(x, jnp.asarray(fill if is_known(fill) else 0, x.dtype), config)
+    if is_known(fill):
+        return padded
+    position = lax.broadcasted_iota(np.int32, shape, dim)
+    own = (position >= before) & (position < before + x.shape[dim])
+    return lax.select(own, padded, jnp.broadcast_to(fill, shape))
 
 
 def _embedded(x: Any, frame: Frame) -> Any:

@@ -223,8 +223,13 @@ def _is_one_constant(one: Value, other: Value) -> bool:
         return False
     if first is second:
         return True
-    is_known = all(isinstance(scalar, int | float | complex | np.generic | np.ndarray) for scalar in (first, second))
-    return is_known and np.asarray(first, one.dtype).tobytes() == np.asarray(second, one.dtype).tobytes()
+    are_known = is_known(first) and is_known(second)
+    return are_known and np.asarray(first, one.dtype).tobytes() == np.asarray(second, one.dtype).tobytes()
+
+
+def is_known(scalar: Any) -> bool:
+    """Whether a scalar is a number, not one that the program computes."""
+    return isinstance(scalar, int | float | complex | np.generic | np.ndarray)
 
 
 def transposed(

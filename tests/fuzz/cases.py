@@ -92,6 +92,9 @@ CASES = {
     "padded between elements, then the first": case(
         lambda x: lax.pad(x, jnp.ones((), x.dtype), [(3, 0, 1)]).at[0].set(2), (16,), (2,), (4,), (8,)
     ),
+    "a constant row after rows without a derivative": case(
+        lambda x: (jnp.concatenate([jnp.round(x[:5]), x.sum(keepdims=True)]), x.at[:-1].set(x[1:])), (16,), (8,), (4,)
+    ),
     "padded, shifted, one element moved": case(moved_element, (24,), (8,), (4,), (2,)),
     "a short slice, then a strided one": case(lambda x: x[10:12][1::3], (24,), (2,), (4,), (8,)),
     "a slice of ones set, then an element inside a nested sharded function": case(
