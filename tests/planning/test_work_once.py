@@ -1,6 +1,7 @@
 """What planning does once, and what it leaves out: nobody asks for it."""
 
 import collections
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ def counts(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    for module, name in ((planner, "finish"), (call_function, "lower"), (search_problem, "facts_of")):
+    for module, name in ((planner, "finish"), (call_function, "lower"), (search_problem, "facts_of"),
+                         (search_problem, "estimate_cost")):  # fmt: skip
         count(module, name)
     return found
 
@@ -42,14 +44,25 @@ def counts(monkeypatch):
 def test_a_call_with_workarounds_is_lowered_without_and_with_them_and_finished_once(counts):
     plan = shardfn.plan(conv, IMAGE, KERNEL, in_strategy=((1, 1, 2, 1), (8, 1, 1, 1)), device="cpu:8")
     assert any("shardfn gathers" in note for note in plan.diagnostics)
-    assert counts == {"lower": 2, "finish": 1}
+    assert counts == {"lower": 2, "finish": 1, "estimate_cost": 1}
 
 
 def test_where_every_sharding_is_given_the_unsharded_program_is_not_costed(counts):
     plan = shardfn.plan(jnp.matmul, S((64, 64), jnp.float32), S((64, 64), jnp.float32),
                         in_strategy=((1, 8), (8, 1)), device="h100:8")  # fmt: skip
     assert plan.cost.bytes_sent and plan.gap is None
+    assert counts == {"lower": 1, "finish": 1, "estimate_cost": 1}
+
+
+def test_what_is_not_searched_is_judged_when_it_is_read_and_once(counts):
+    x = jnp.ones((64, 64))
+    function = shardfn.shard(jnp.matmul, ((1, 8), (8, 1)))
+    function(x, x)
     assert counts == {"lower": 1, "finish": 1}
+    plan = function.plan(x, x)
+    copied = pickle.loads(pickle.dumps(plan))
+    assert plan.cost.bytes_sent and plan.diagnostics == copied.diagnostics and plan == copied
+    assert counts["estimate_cost"] == 1
 
 
 @pytest.mark.parametrize("level", [MEMORY, TIME])

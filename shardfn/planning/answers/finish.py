@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -25,22 +26,44 @@ from shardfn.planning.inside import (
     placed_detours,
 )
 from shardfn.planning.layout_rules import Constraint, change_since
-from shardfn.planning.plan import Decision, DimensionGroup, Layouts, Plan, layouts_of
+from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Layouts, Plan, later, layouts_of, read
 from shardfn.search.problem import Answer, OpConstraints, array_bytes, gap_of, near_limit_note
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
-    """The plan of an answer, from a search, a file or a user."""
+    """The plan of an answer, from a search, a file or a user.
+
+    Where nothing was searched, nothing of the plan is judged before somebody asks: the first call needs shardings alone.
+    """
     call, problem = posed.call, posed.problem
     inputs = _inputs(posed, answer)
     outputs, changed = _outputs(posed, answer, problem.partitioned_of(answer))
     compiled = _compiled(posed, answer, outputs)
-    partitioned, cost = problem.partitioned_of(compiled), problem.evaluate_answer(compiled)
+    partitioned = problem.partitioned_of(compiled)
     # Without the partitioned programs that the search kept, which are large.
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
     answered = AnsweredCall(uncached, answer)
     detours, left = _detours(posed, partitioned)
-    plan = Plan(
+
+    def cost() -> Cost:
+        return problem.evaluate_answer(compiled)
+
+    def notes() -> tuple[str, ...]:
+        return (
+            *advice(unadvised, answered),
+            *_elsewhere(inputs),
+            *file_constraints(posed, answer.axes)[1],
+            *changed,
+            *(near_limit_note(cost().memory, problem.memory_limit) if call.search.is_limit_strict else ()),
+            *answer.diagnostics,
+            *alltoalls_left(left),
+            *of_program(call.traced, call.hardware, call.inputs, answer.axes),
+            *not_predicted(call.traced.graph, partitioned),
+            *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
+        )
+
+    make = functools.partial(
+        Plan,
         function=call.name,
         hardware=call.hardware,
         level=problem.level,
@@ -48,39 +71,33 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         order=posed.order,
         inputs=inputs,
         outputs=outputs,
-        dimension_groups=_dimension_groups(posed, inputs),
-        collectives=collectives(partitioned, lower_for_backend(partitioned, call.hardware.chip)),
-        cost=cost,
+        dimension_groups=later(lambda: _dimension_groups(posed, inputs)),
+        collectives=later(lambda: collectives(partitioned, lower_for_backend(partitioned, call.hardware.chip))),
+        cost=later(cost),
         policy=answer.policy,
         style=call.search.style,
-        entries=_entries_note(posed, answer, cost),
-        diagnostics=(),
+        entries=later(lambda: _entries_note(posed, answer, cost())),
         partitioned=partitioned,
         constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
         detours=detours,
-        gap=gap_of(cost, problem, answer.bound_s),
+        gap=later(lambda: gap_of(cost(), problem, answer.bound_s)),
         runner_up=answer.runner_up,
-        candidates=candidates(problem, answer, cost),
+        candidates=later(lambda: _candidates(posed, answer, cost(), unadvised)),
         activations=call.layout.activations if call.layout is not None else (),
         memory_limit=call.search.memory_limit,
         closed_over=call.traced.closed_over,
         _answered=answered,
     )
-    if any(BATCH in c.name for c in plan.candidates) and plan.layouts.dimensions is not None:
-        plan = dataclasses.replace(plan, candidates=of_rows(plan.candidates))
-    diagnostics = (
-        *advice(plan, answered),
-        *_elsewhere(inputs),
-        *file_constraints(posed, answer.axes)[1],
-        *changed,
-        *(near_limit_note(cost.memory, problem.memory_limit) if call.search.is_limit_strict else ()),
-        *answer.diagnostics,
-        *alltoalls_left(left),
-        *of_program(call.traced, call.hardware, call.inputs, answer.axes),
-        *not_predicted(call.traced.graph, partitioned),
-        *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
-    )
-    return dataclasses.replace(plan, diagnostics=diagnostics)
+    unadvised = make(diagnostics=())
+    plan = make(diagnostics=later(notes))
+    return read(plan) if problem.is_open else plan
+
+
+def _candidates(posed: PosedCall, answer: Answer, cost: Cost, plan: Plan) -> Candidates:
+    """The evaluated candidates, named after rows where the plan is of no neural network."""
+    found = candidates(posed.problem, answer, cost)
+    is_of_rows = any(BATCH in c.name for c in found) and plan.layouts.dimensions is not None
+    return of_rows(found) if is_of_rows else found
 
 
 def _elsewhere(inputs: Sequence[Decision]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `plan` | `Plan` |
+| `late` | fields that are worked out when they are first read |
 | `decisions` | its parts: decisions on arrays, tied dimensions, candidates, alternatives, changes |
 | `plan_kind` | the textbook name: FSDP, tensor parallel, … |
 | `op_strategies` | the strategy of each op |
@@ -24,6 +25,7 @@ from shardfn.planning.plan.decisions import (
     DimensionGroup,
     Figures,
 )
+from shardfn.planning.plan.late import later, read
 from shardfn.planning.plan.op_strategies import op_strategies
 from shardfn.planning.plan.plan import Plan, answered_call, argument_names, decision_of, shardings_on
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
@@ -32,5 +34,5 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
     "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "decision_of",
-    "devices_text", "fit_text", "headline", "kind_of", "layouts_of", "op_strategies", "shardings_on",
+    "devices_text", "fit_text", "headline", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from shardfn.planning.inside import PlacedDetour
 from shardfn.planning.layout_rules import Constraint, LayoutFile, LayoutRule, WrittenAsLayout, fingerprint
 from shardfn.planning.meshes import PlanMesh, device_mesh
 from shardfn.planning.plan.decisions import Alternatives, Candidate, Changes, Decision, DimensionGroup
+from shardfn.planning.plan.late import late
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 
 
@@ -52,6 +53,8 @@ class Plan(WrittenAsLayout):
       cost: the estimated cost of one call on one device: seconds, bytes, FLOPs.
       policy: how the plan was chosen.
       diagnostics: what costs more than necessary or may fail, with a fix.
+
+    What a plan costs and what there is to say about it is worked out when it is first read, unless a search knows it.
     """
 
     function: str
@@ -61,26 +64,26 @@ class Plan(WrittenAsLayout):
     order: tuple[int, ...] | None
     inputs: tuple[Decision, ...]
     outputs: tuple[Decision, ...]
-    dimension_groups: tuple[DimensionGroup, ...]
-    collectives: tuple[Collective, ...]
-    cost: Cost
     policy: str
-    diagnostics: tuple[str, ...]
     partitioned: PartitionedProgram = dataclasses.field(repr=False, compare=False)
+    dimension_groups: tuple[DimensionGroup, ...] = late()
+    collectives: tuple[Collective, ...] = late()
+    cost: Cost = late()
+    diagnostics: tuple[str, ...] = late()
     constraints: tuple[Constraint, ...] = ()
     """The sharding constraints on ops for which propagation alone would choose another sharding."""
     detours: tuple[PlacedDetour, ...] = ()
     """The arrays that are gathered and sliced, where all-to-alls are not allowed."""
-    gap: float | None = None
+    gap: float | None = late(None)
     """The part of the plan's cost that may lie above the least of the cost model summed over ops; None is unknown. It
     holds on the meshes tried."""
     runner_up: str = ""
     """The second best candidate and the cost of both; empty if there is none."""
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = late(())
     """The candidates whose partitioned programs the search evaluated, this plan first, the others best first."""
     style: str = ""
     """The style that the user asked for (`shardfn.search.generators.styles.STYLES`); empty for any."""
-    entries: str = ""
+    entries: str = late("")
     """What is done inside the function otherwise than the user's entries say, or what a search inside would save."""
     activations: tuple[LayoutRule, ...] = ()
     """The rules of a layout file for tagged values."""
@@ -120,7 +123,8 @@ class Plan(WrittenAsLayout):
     def __getstate__(self) -> dict[str, Any]:
         """The fields without what belongs to this process: the devices and the traced call."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
-        return {**self.__dict__, "_answered": None, "hardware": hardware}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "_answered": None, "hardware": hardware}
 
     def __copy__(self) -> Plan:
         return self
