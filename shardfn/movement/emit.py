@@ -135,6 +135,21 @@ class Emitter:
             self.made[key] = value, make(*args)
         return self.made[key][1]
 
+    def inside(self, value: Value, frame: Frame) -> Any:
+        """Where a frame holds a value, None if everywhere; made once for all values of a shape."""
+        key = Key(value.shape, ("inside", frame))
+        if key not in self.made:
+            self.made[key] = value, inside(value, frame)
+        return self.made[key][1]
+
+    def _positions(self, frame: Frame, dim: int) -> Any:
+        """The number of each row of a frame along a dimension; made once."""
+        shape = with_rows((1,) * len(frame.shape), dim, frame.shape[dim])
+        key = Key(shape, ("positions", dim))
+        if key not in self.made:
+            self.made[key] = shape, lax.broadcasted_iota(np.int32, shape, dim)
+        return self.made[key][1]
+
     def _own(self, value: Lazy) -> Any:
         if isinstance(value, Known):
             return value.make()
@@ -184,7 +199,7 @@ class Emitter:
                     value.home = frame
                 if value.safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
                     return value.bind(operands)
-                return guarded(value.bind, value.safe)(inside(value, frame, range(len(frame.shape))), *operands)
+                return guarded(value.bind, value.safe)(self.inside(value, frame), *operands)
             found = value.placed[value.home]
             for dim, (first, rows) in enumerate(zip(value.home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)
@@ -227,7 +242,7 @@ class Emitter:
         base = max(framed or range(len(places)), key=lambda i: places[i][0].rows)
         arrays: dict[int, tuple[Any, list[Any]]] = {}
         is_shifted = False
-        position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)
+        position = self._positions(frame, dim)
         for i in [base, *(i for i in range(len(places)) if i != base)]:
             part, start = places[i]
             first, stop = offset + start, offset + start + part.rows

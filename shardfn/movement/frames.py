@@ -96,10 +96,10 @@ def frame_of_whole(frame: Frame, part: Part, dim: int) -> Frame:
     return Frame(with_rows(frame.shape, dim, part.source.shape[dim]), with_rows(frame.offset, dim, 0))
 
 
-def inside(value: Value, frame: Frame, dims: Sequence[int]) -> Any:
-    """Where a frame holds a value along some dimensions; None if everywhere."""
+def inside(value: Value, frame: Frame) -> Any:
+    """Where a frame holds a value; None if everywhere."""
     mask = None
-    for dim in dims:
+    for dim in range(len(frame.shape)):
         first, rows, size = frame.offset[dim], value.shape[dim], frame.shape[dim]
         if rows != size:
             position = lax.broadcasted_iota(np.int32, with_rows((1,) * len(frame.shape), dim, size), dim)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn.movement.frames import Frame, frame_of, inside
+from shardfn.movement.frames import Frame, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.values import Elementwise, Moved, Value, alignments, sliced, with_rows
 
@@ -38,7 +38,7 @@ def reduce_rule(
 def _masked(call: Call, value: Value, frame: Frame, neutral: Any) -> Any:
     """A value in a frame whose other rows hold a neutral element, also those along which nothing is combined: a gradient of zero
     times what they hold would be no zero if that were infinite."""
-    found, mask = call.emitter.place(value, frame), inside(value, frame, range(len(frame.shape)))
+    found, mask = call.emitter.place(value, frame), call.emitter.inside(value, frame)
     return found if mask is None else lax.select(mask, found, jnp.full(frame.shape, neutral, value.dtype))
 
 
