@@ -24,6 +24,7 @@ from shardfn.planning.plan.decisions import (
     Decision,
     DimensionGroup,
     Figures,
+    in_rows,
 )
 from shardfn.planning.plan.late import later, read
 from shardfn.planning.plan.op_strategies import op_strategies
@@ -34,5 +35,5 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
     "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "decision_of",
-    "devices_text", "fit_text", "headline", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
+    "devices_text", "fit_text", "headline", "in_rows", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
 ]  # fmt: skip
