@@ -120,6 +120,10 @@ class Plan(WrittenAsLayout):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook, where the dataclass's repr would be pages long
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a plan is no function. The error says what to write."""
+        return _later("planning.plan.as_function.refuse_call")(self)
+
     def __getstate__(self) -> dict[str, Any]:
         """The fields without what belongs to this process: the devices and the traced call."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
