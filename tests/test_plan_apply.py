@@ -122,6 +122,17 @@ def test_a_missing_argument_is_told_with_the_signature(method):
     assert "(x, w)" in error.value.problems[0].fix
 
 
+@pytest.mark.parametrize("method", ["plan", "lower", "trace", "eval_shape", "explain"])
+def test_all_missing_arguments_are_told_and_that_shapes_do(method):
+    sharded = shard(lambda x, w, *, s: x @ w * s)
+    with pytest.raises(StrategyTypeError, match="missing 3 required arguments: 'x', 'w', 's'") as error:
+        getattr(sharded, method)()
+    shape = eval(error.value.problems[0].fix.rpartition(": ")[2])
+    assert getattr(sharded, method)(
+        shape, jax.ShapeDtypeStruct((128, 4), "float32"), s=jax.ShapeDtypeStruct((), "float32")
+    )
+
+
 @pytest.mark.parametrize("method", ["plan", "eval_shape"])
 def test_an_argument_that_is_no_array_is_told(method):
     with pytest.raises(StrategyTypeError, match="which JAX does not take as an array"):
