@@ -245,17 +245,17 @@ def signature(flat: Sequence[Any], statics: Sequence[int]) -> Any:
     """What the values of a call must share with those that were planned: structure, shapes, dtypes, static values."""
     dynamic = [v for i, v in enumerate(flat) if i not in statics]
     leaves, treedef = tree_util.tree_flatten(dynamic)
-    return treedef, [(shape_of(leaf), _is_weak(leaf)) for leaf in leaves], [exactly(flat[i]) for i in statics]
+    return treedef, [(shape_of(leaf), is_weak(leaf)) for leaf in leaves], [exactly(flat[i]) for i in statics]
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
     try:
-        return (leaf.shape, leaf.dtype, True) if _is_weak(leaf) else (leaf.shape, leaf.dtype)
+        return (leaf.shape, leaf.dtype, True) if is_weak(leaf) else (leaf.shape, leaf.dtype)
     except AttributeError:
         return type(leaf)
 
 
-def _is_weak(leaf: Any) -> bool:
+def is_weak(leaf: Any) -> bool:
     """Whether JAX traces a leaf with a weak type: the program has conversions of its own for it."""
     if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic):
         return True

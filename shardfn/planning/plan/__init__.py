@@ -15,6 +15,7 @@
 Methods of `Plan` that ask for more than the plan holds are in the folders and packages above.
 """
 
+from shardfn.planning.plan.as_function import code_of_plan
 from shardfn.planning.plan.decisions import (
     Alternative,
     Alternatives,
@@ -35,6 +36,6 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
-    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "decision_of",
+    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "code_of_plan", "decision_of",
     "devices_text", "fit_text", "headline", "in_rows", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
 ]  # fmt: skip
