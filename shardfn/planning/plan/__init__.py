@@ -9,6 +9,7 @@
 | `op_strategies` | the strategy of each op |
 | `summary` | the lines of `print(plan)` and of a report's headline |
 | `plain_jax` | the plan as code of plain JAX |
+| `plain_nnx` | Flax NNX objects in that code |
 | `as_function` | what to write where a plan is called |
 | `plan_diff` | what differs between two plans of one function |
 
