@@ -397,7 +397,8 @@ class Plan(WrittenAsLayout):
         """The plan as plain JAX: a mesh, a `PartitionSpec` for each array, sharding constraints by source line, a `jax.jit`.
 
         The code needs nothing of shardfn. It names the planned function by its name, or `f`. An argument of a class that cannot
-        be written as code is named, too. Of Flax NNX objects it is an `nnx.jit`. Comments at the top say what `apply` does and this code does not.
+        be written as code is named, too. Of Flax NNX objects it is an `nnx.jit`. Comments at the top say what `apply` does and
+        this code does not.
 
         Returns:
           Python, from the imports to `sharded = jax.jit(...)`. Constraints inside are named shardings: write
