@@ -79,6 +79,7 @@ def row(name: str, chip: Chip, tiny: bool, steps: int, limit: float) -> dict[str
         if found.kernels
         else "",
         "device": found.device,
+        "measured": found.layers or "all",
     }
 
 

@@ -52,6 +52,8 @@ class Rehearsal(Printed):
       kernels: the costliest kernels, the costliest first; none where the profiler saw none.
       kernels_s: seconds of all kernels of one call.
       notes: what limits these figures.
+      layers: where one shard does not fit, which numbers of layers were measured, such as `2 and 4 of 32 layers`: seconds and
+        bytes are scaled to all, and the kernels are those of the larger number. Empty where the whole program was measured.
 
     >>> found = Rehearsal("h100:8", 8, "NVIDIA H100", "0.12.0", (0.0163, 0.0162, 0.0165), 0.0117, 0.004, 5 << 30, 5 << 30)
     >>> f"{found.measured_s:.4f} {found.none_s:.4f} {found.full_s:.4f}"
@@ -81,6 +83,7 @@ class Rehearsal(Printed):
     kernels: tuple[Kernel, ...] = ()
     kernels_s: float = 0.0
     notes: tuple[str, ...] = ()
+    layers: str = ""
 
     @property
     def measured_s(self) -> float:
@@ -101,8 +104,9 @@ class Rehearsal(Printed):
         """The rehearsal in one line."""
         peak = self.compiled_bytes if self.peak_bytes is None else self.peak_bytes
         memory = "" if peak is None else f", peak memory {bytes_text(peak)}"
+        scaled = f", {self.layers}, and scaled to all" if self.layers else ""
         return (
-            f"compute {time_text(self.measured_s)}{memory}, measured on one {self.device}; a call takes "
+            f"compute {time_text(self.measured_s)}{memory}, measured on one {self.device}{scaled}; a call takes "
             f"{time_text(self.full_s)} to {time_text(self.none_s)} with the modelled communication"
         )
 
@@ -122,9 +126,9 @@ class Rehearsal(Printed):
             f"measured in {len(self.rounds_s)} rounds, {spread}; steps with measured compute and modelled communication"
         )
         title = f"Rehearsed on {self.device}: one device of {self.target}"
-        return table(
-            title, ("figure", "modelled", "measured", "ratio"), rows, "; ".join([note, f"JAX {self.jax}", *self.notes])
-        )
+        scaled = [f"one shard does not fit: {self.layers} were measured, and scaled to all"] if self.layers else []
+        notes = "; ".join([note, *scaled, f"JAX {self.jax}", *self.notes])
+        return table(title, ("figure", "modelled", "measured", "ratio"), rows, notes)
 
     def kernel_table(self) -> Table:
         """The costliest kernels with the user's lines."""
@@ -135,6 +139,7 @@ class Rehearsal(Printed):
         ]  # fmt: skip
         columns = ("instruction", "kernel", "runs", "time", "share", "line")
         note = f"of {time_text(self.kernels_s)} of kernels in one call, by the profiler"
+        note += "; the larger of both numbers of layers" if self.layers else ""
         return table("Rehearsed: costliest kernels", columns, rows, note)
 
     def parts(self) -> list[Part]:

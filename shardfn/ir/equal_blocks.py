@@ -30,7 +30,7 @@ PERIODS = 16
 
 @dataclasses.dataclass(frozen=True)
 class FewerBlocks:
-    """A program with `KEPT` of its `count` blocks, and what of the whole program stands for what of it."""
+    """A program with `kept` of its `count` blocks, and what of the whole program stands for what of it."""
 
     count: int
     """Blocks of the whole program."""
@@ -66,12 +66,13 @@ class _Run:
         return range(self.start + n * self.period, self.start + (n + 1) * self.period)
 
 
-def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int]) -> FewerBlocks | None:
+def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> FewerBlocks | None:
     """The program with fewer of its equal blocks; None where no block repeats, or its parts cannot be told apart.
 
     Args:
       jaxpr: the program.
       same_as: results, by position, that are the next value of an input.
+      kept: how many blocks stay, at least `KEPT`.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda x, ws: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x)
@@ -87,7 +88,7 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int]) -> FewerBlocks | None:
         return None
     count = runs[0].count
     layer_of = {i: layer for run in runs for n, layer in enumerate(run.layers) for i in run.block(n)}
-    left_out = range(KEPT - 1, count - 1)
+    left_out = range(kept - 1, count - 1)
     inputs, outputs = _layers_of_inputs_and_outputs(jaxpr, layer_of, same_as)
     input_of, output_of = _stand_ins(inputs, left_out), _stand_ins(outputs, left_out)
     if input_of is None or output_of is None or not any(layer in left_out for layer in inputs):
@@ -101,9 +102,9 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int]) -> FewerBlocks | None:
             if layer not in left_out:
                 before = n
                 continue
-            if before is None or KEPT - 2 not in by_layer:
+            if before is None or kept - 2 not in by_layer:
                 return None
-            for own, there, same in zip(run.block(n), run.block(before), run.block(by_layer[KEPT - 2]), strict=True):
+            for own, there, same in zip(run.block(n), run.block(before), run.block(by_layer[kept - 2]), strict=True):
                 instead |= dict(zip(eqns[own].outvars, eqns[there].outvars, strict=True))
                 stands_for.setdefault(same, [same]).append(own)
     kept_outputs = [i for i, of in enumerate(output_of) if i == of]
@@ -136,7 +137,7 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int]) -> FewerBlocks | None:
 
     at_input, at_output = ({i: n for n, i in enumerate(kept)} for kept in (kept_inputs, kept_outputs))
     return FewerBlocks(
-        count, KEPT, run_fewer, tuple(kept_inputs), tuple(at_input[i] for i in input_of), tuple(kept_outputs),
+        count, kept, run_fewer, tuple(kept_inputs), tuple(at_input[i] for i in input_of), tuple(kept_outputs),
         tuple(at_output[i] for i in output_of), tuple(equations), {i: tuple(of) for i, of in stands_for.items()},
     )  # fmt: skip
 

@@ -29,6 +29,8 @@ def rehearsal_lines(found: Rehearsal) -> Iterator[str]:
     yield from (f"{key} = {quoted(getattr(found, key))}" for key in _TEXTS)
     yield from (f"{key} = {size}" for key in _SIZES if (size := getattr(found, key)) is not None)
     yield from (f"{key} = {float(getattr(found, key))!r}" for key in _SECONDS)
+    if found.layers:
+        yield f"layers = {quoted(found.layers)}"
     yield f"rounds_s = {[float(seconds) for seconds in found.rounds_s]}"
     if found.notes:
         yield f"notes = [{', '.join(map(quoted, found.notes))}]"
@@ -52,6 +54,7 @@ def read_rehearsal(value: Any, wrong: Callable[[str, str, str], None]) -> Rehear
     known = {field.name for field in dataclasses.fields(Rehearsal)}
     is_right = (
         all(isinstance(fields.get(key), str) for key in _TEXTS)
+        and isinstance(fields.get("layers", ""), str)
         and all(type(fields.get(key)) is int for key in _SIZES if key in fields or key not in _UNKNOWN)
         and all(_is_time(fields.get(key)) for key in _SECONDS)
         and _are(fields.get("rounds_s"), _is_time)

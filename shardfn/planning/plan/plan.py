@@ -255,7 +255,8 @@ class Plan(WrittenAsLayout):
         """Measure compute and memory of the plan on one device, whatever number of them it is for. GPUs only.
 
         Another process compiles the program for all devices and runs the part of one, with random arguments. Collectives send
-        nothing there: communication stays modelled. The process ends within the time limit.
+        nothing there: communication stays modelled. The process ends within the time limit. Where one shard does not fit, two
+        programs with fewer layers are measured, and the figures scaled to all (`Rehearsal.layers`).
 
         Args:
           steps: the number of calls in a row in each of three rounds.
@@ -267,7 +268,7 @@ class Plan(WrittenAsLayout):
         Raises:
           NotAvailableError: the plan is for CPUs or TPUs, or JAX lacks the option.
           DeviceError: no such device is here, or it took too long.
-          StrategyError: one shard does not fit or does not compile, or the plan was pickled.
+          StrategyError: one shard does not fit, and has no layers that repeat; it does not compile; or the plan was pickled.
 
         >>> import jax, shardfn
         >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -14,7 +16,8 @@ from shardfn.planning.plan import Plan, answered_call
 from shardfn.runtime.other_process import Answer, ask, environment, program_of
 from shardfn.runtime.progress import progress
 from shardfn.runtime.rehearsal.job import Job, Measured, Refused
-from shardfn.runtime.rehearsal.platforms import PLATFORMS
+from shardfn.runtime.rehearsal.layers import Layers, NoLayers, fewer_layers, scaled
+from shardfn.runtime.rehearsal.platforms import PLATFORMS, RehearsalPlatform
 from shardfn.units import bytes_text
 
 _CODE = "import sys, jax; from shardfn.runtime.rehearsal.child import main; main(sys.argv[1], jax.config.update)"
@@ -31,32 +34,92 @@ def rehearse(plan: Plan, steps: int = 10, time_limit: float = 600.0) -> Plan:
         fail(NotAvailableError, f"one shard of a plan for {hardware.name} cannot be rehearsed",
              where=f"device = {hardware.name!r}", why=f"today only a {able} can run one device's part of a program alone",
              fix='plan for GPUs, as in device="h100:8"; or compile the plan: plan.verify()')  # fmt: skip
-    call = answered_call(plan).posed.call
-    below = index_bounds(call.traced.jaxpr)[-len(plan.inputs) :]  # after what the function captures
-    away = dataclasses.replace(plan, hardware=dataclasses.replace(hardware, devices=None, mesh=None))
+    with progress(f"rehearsing {plan.function} for {hardware.name}") as say:
+        ask_of = functools.partial(_ask, plan, platform, steps, time.monotonic() + time_limit, say)
+        return dataclasses.replace(plan, rehearsal=_rehearsed(plan, ask_of, time_limit))
+
+
+def _rehearsed(plan: Plan, ask_of: Callable[[Layers | None], Answer], time_limit: float) -> Rehearsal:
+    """The rehearsal of the whole program; where one shard does not fit, that of fewer layers."""
+    fits, why = plan.cost.memory.peak <= plan.hardware.chip.memory_bytes, ""
+    answer = ask_of(None) if fits else None
+    if answer is None or (isinstance(answer.result, Refused) and answer.result.reason == "memory"):
+        try:
+            return _of_layers(plan, ask_of, time_limit)
+        except NoLayers as error:
+            why = str(error)
+    return rehearsal_of(plan, answer or ask_of(None), time_limit, why)
+
+
+def _of_layers(plan: Plan, ask_of: Callable[[Layers], Answer], time_limit: float) -> Rehearsal:
+    """The rehearsal of two numbers of layers, scaled to all.
+
+    Raises:
+      NoLayers: fewer layers cannot be told apart.
+      ShardError: nothing was measured.
+    """
+
+    def measured(layers: Layers) -> Measured:
+        answer = ask_of(layers)
+        if not isinstance(answer.result, Measured):
+            _refuse(plan, answer, time_limit, f"with {layers.kept} of {layers.count} layers")
+        return answer.result
+
+    less, more = fewer_layers(_away(plan))
+    found = scaled(measured(less), measured(more), (less.kept, more.kept), more.count)
+    return _rehearsal(plan, found, f"{less.kept} and {more.kept} of {more.count} layers")
+
+
+def _ask(
+    plan: Plan,
+    platform: RehearsalPlatform,
+    steps: int,
+    end: float,
+    say: Callable[[str], None],
+    layers: Layers | None,
+) -> Answer:
+    """What another process measures of a plan, or of it with fewer layers, until `end` by the clock (`time.monotonic`)."""
+    hardware = plan.hardware
+    bounds = index_bounds(answered_call(plan).posed.call.traced.jaxpr)[
+        -len(plan.inputs) :
+    ]  # after what the function captures
+    below = bounds if layers is None else tuple(bounds[i] for i in layers.inputs)
     chip = hardware.chip
     if hardware.devices is not None:  # its figures may be those of another chip, for want of its own
         chip = dataclasses.replace(chip, device_kinds=(hardware.devices[0].device_kind,))
     job = Job(
-        program_of(away), chip, hardware.count, below, steps,
+        program_of(_away(plan) if layers is None else layers.plan), chip, hardware.count, below, steps,
         tuple(platform.options(hardware.count).items()), platform.profiled,
     )  # fmt: skip
     own = {**platform.environment()}
     env = environment(int(own.pop("JAX_NUM_CPU_DEVICES", 1)), own, platform.flags)
-    with progress(f"rehearsing {plan.function} for {hardware.name}") as say:
-        answer = ask(_CODE, job, env, time_limit, say)
-    return dataclasses.replace(plan, rehearsal=rehearsal_of(plan, answer, time_limit))
+    which = "" if layers is None else f"{layers.kept} of {layers.count} layers: "
+    return ask(_CODE, job, env, max(1.0, end - time.monotonic()), lambda text: say(which + text))
 
 
-def rehearsal_of(plan: Plan, answer: Answer, time_limit: float) -> Rehearsal:
+def _away(plan: Plan) -> Plan:
+    """The plan without the devices of this process."""
+    return dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, devices=None, mesh=None))
+
+
+def rehearsal_of(plan: Plan, answer: Answer, time_limit: float, no_layers: str = "") -> Rehearsal:
     """What another process measured of a plan, beside the plan's own figures.
+
+    Args:
+      plan: the plan.
+      answer: of that process.
+      time_limit: seconds that it had.
+      no_layers: why fewer layers cannot be measured in the place of a shard that does not fit.
 
     Raises:
       ShardError: it measured nothing.
     """
-    found = answer.result
-    if not isinstance(found, Measured):
-        _refuse(plan, answer, time_limit)
+    if not isinstance(answer.result, Measured):
+        _refuse(plan, answer, time_limit, no_layers=no_layers)
+    return _rehearsal(plan, answer.result)
+
+
+def _rehearsal(plan: Plan, found: Measured, layers: str = "") -> Rehearsal:
     uncounted = plan.partitioned.graph.uncounted
     loops = (
         [f"how often the loop at {few(list(uncounted), 2)} runs depends on values, which were made up"]
@@ -66,7 +129,7 @@ def rehearsal_of(plan: Plan, answer: Answer, time_limit: float) -> Rehearsal:
     cost = plan.cost
     return Rehearsal(
         plan.hardware.name, plan.hardware.count, found.device, found.jax, found.rounds_s, cost.compute_s, cost.communication_s,
-        cost.memory.peak, found.compiled_bytes, found.peak_bytes, found.kernels, found.kernels_s, (*loops, *found.notes),
+        cost.memory.peak, found.compiled_bytes, found.peak_bytes, found.kernels, found.kernels_s, (*loops, *found.notes), layers,
     )  # fmt: skip
 
 
@@ -80,10 +143,12 @@ def _check(name: str, value: object, types: type | tuple[type, ...], wanted: str
 # ---- errors
 
 
-def _refuse(plan: Plan, answer: Answer, time_limit: float) -> NoReturn:
-    where = f"device = {plan.hardware.name!r}"
+def _refuse(plan: Plan, answer: Answer, time_limit: float, which: str = "", no_layers: str = "") -> NoReturn:
+    where = f"device = {plan.hardware.name!r}{f', {which}' * bool(which)}"
     if isinstance(answer.result, Refused):
         kind, problem = ERRORS[answer.result.reason](plan, answer.result.said)
+        if no_layers and answer.result.reason == "memory":
+            problem = dataclasses.replace(problem, why=f"{problem.why}; fewer layers cannot be measured: {no_layers}")
         raise kind(dataclasses.replace(problem, where=where))
     stage, name = answer.stage or "starting Python", plan.function
     if answer.status is None:

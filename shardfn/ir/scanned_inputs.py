@@ -1,0 +1,55 @@
+"""The inputs of a program whose rows a scan takes one by one: the stacked parameters of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from shardfn.ir.rewrite import inner
+
+
+def scanned_inputs(jaxpr: Any) -> dict[int, int]:
+    """By position of an input the length of the scan that takes its rows, dimension 0, in order.
+
+    The input may have been cast or scaled before, and the scan may stand in other functions, loops and branches.
+
+    >>> import jax, jax.numpy as jnp
+    >>> layers = lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws.astype("bfloat16"))[0]
+    >>> scanned_inputs(jax.make_jaxpr(jax.jit(layers))(jnp.ones((2, 4), "bfloat16"), jnp.ones((6, 4, 4))).jaxpr)
+    {1: 6}
+    """
+    found: dict[int, int] = {}
+    _walk(jaxpr, {v: i for i, v in enumerate(jaxpr.invars)}, [v.aval for v in jaxpr.invars], found)
+    return dict(sorted(found.items()))
+
+
+def _walk(jaxpr: Any, origin: dict[Any, int], types: Sequence[Any], found: dict[int, int]) -> list[int | None]:
+    """Collect the inputs that scans take; of each result the input that it is made of on elements. `origin` grows."""
+
+    def of(v: Any) -> int | None:
+        return None if isinstance(v, core.Literal) else origin.get(v)
+
+    for eqn in jaxpr.eqns:
+        params, made = eqn.params, [_made_of(eqn, v, origin) for v in eqn.outvars]
+        if eqn.primitive.name == "scan":
+            first = params["num_consts"] + params["num_carry"]
+            found |= {i: params["length"] for v in eqn.invars[first:] if (i := of(v)) is not None}
+        for body in inner(eqn):
+            # A branch has no operand for the choice, and a loop's body none for the constants of its condition.
+            if len(body.invars) <= len(eqn.invars):
+                operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+                inside = {b: i for b, v in zip(body.invars, operands, strict=True) if (i := of(v)) is not None}
+                made = _walk(body, inside, types, found)
+        for v, i in zip(eqn.outvars, made, strict=False):
+            if i is not None and v.aval.shape == types[i].shape:
+                origin[v] = i
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _made_of(eqn: Any, result: Any, origin: Mapping[Any, int]) -> int | None:
+    """The only input of the result's shape that an equation reads."""
+    arrays = [v for v in eqn.invars if not isinstance(v, core.Literal) and v.aval.shape == result.aval.shape]
+    read = {origin[v] for v in arrays if v in origin}
+    return next(iter(read)) if len(read) == 1 else None
