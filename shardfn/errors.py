@@ -167,14 +167,19 @@ def a(value: object) -> str:
 
 
 def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> str:
-    """The fix for a misspelt name: the names closest to it, in any case, or else `shown`, or else all names.
+    """The fix for a misspelt name: the names closest to it, in any case, or with a part close to it; or else `shown`, or else all
+    names.
 
-    >>> nearest("Leve", ["level", "plan"])
-    'did you mean level?'
+    >>> nearest("Leve", ["level", "plan"]), nearest("propagate", ["auto", "sharding_propagation"])
+    ('did you mean level?', 'did you mean sharding_propagation?')
     """
     names = list(names)
-    close = closest(str(word), names)
+    close = closest(str(word), names) or [n for n in names if closest(str(word), n.split("_"), PART_CUTOFF)][:3]
     return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(shown or names)}"
+
+
+PART_CUTOFF = 0.75
+"""How near a word is to a part of a name that it may mean: a part says less than the whole name."""
 
 
 def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -18,8 +18,9 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, closest, fail, raise_problems
 from shardfn.frontend.meshes import mesh_and_spec, on_devices_of, partition_spec
+from shardfn.frontend.paths import did_you_mean
 from shardfn.ir.model import Spec, axes_of
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]
@@ -412,9 +413,10 @@ def _problems_of_windows(dims: int, steps: dict[str, Any], padding: Any) -> Iter
             yield Problem(f"`{name}` must be {dims} ints from 1", f"{name} = {given!r:.80}",
                           f"the image has {dims} spatial dimensions, and each needs one", f"{name}={example}")  # fmt: skip
     if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+        if padding.upper() not in (words := ("SAME", "SAME_LOWER", "VALID")):
             yield Problem("padding is an unknown word", f"padding = {padding!r:.80}", "",
-                          'use "SAME", "SAME_LOWER" or "VALID", or pairs of numbers')  # fmt: skip
+                          did_you_mean(closest(padding, words))
+                          or 'use "SAME", "SAME_LOWER" or "VALID", or pairs of numbers')  # fmt: skip
         return
     pairs = tuple(padding) if isinstance(padding, Iterable) else ()
     if len(pairs) != dims or any(_ints(pair, 2) is None for pair in pairs):

@@ -236,6 +236,8 @@ OF_THE_PLAN = {
     "less than no tolerance": [*PLAN, "--tolerance", "-0.1"],
     "fewer finalists than none": [*PLAN, "--compile-candidates", "-1"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
+    "a budget that does not exist": [*PLAN, "--budget", "fsat"],
+    "a word for a number of candidates": [*PLAN, "--compile-candidates", "atuo"],
     "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.toml"],
     "a directory": [*PLAN, "--save", "tests"],
     "more finalists than are worth it": [*PLAN, "--compile-candidates", "1000000000"],
@@ -302,11 +304,12 @@ def test_a_user_error_has_its_line(capsys, tmp_path):
 
 
 def test_usage_errors_are_status_2(capsys):
-    for args in (["explain"], ["plan"], ["nothing"], [*PLAN, "--time-limit", "long"]):
+    for args in (["explain"], ["plan"], ["nothing"], [*PLAN, "--time-limit", "long"], [*PLAN, "--detail", "ful"]):
         with pytest.raises(SystemExit) as stop:
             main(args)
         assert stop.value.code == 2
-    assert "usage: shardfn" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: shardfn" in said and "did you mean full?" in said
 
 
 def test_version(capsys):

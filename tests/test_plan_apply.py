@@ -109,10 +109,51 @@ def test_apply_refuses_another_program(other):
         plan.apply(other)
 
 
-def test_apply_refuses_other_arguments():
-    applied = shardfn.plan(lambda x, w: x @ w, X, W).apply(lambda x, w: x @ w)
-    with pytest.raises(StrategyError, match="other arguments"):
-        applied(X[:4], W)
+def rows(params, x, n):
+    return x[:n] @ params["w"]
+
+
+OTHER = {
+    "shape": (({"w": W}, X[:4], 2), "x: float32[4,16], planned: float32[8,16]"),
+    "dtype": (({"w": W.astype("bfloat16")}, X, 2), "params/w: bfloat16[16,4], planned: float32[16,4]"),
+    "static value": (({"w": W}, X, 3), "n = 3, planned: 2"),
+    "structure": (({"w": W, "b": W}, X, 2), "params/b is new"),
+    "less structure": (({}, X, 2), "params/w is missing"),
+    "another structure": (([W], X, 2), "params/w is missing, params/0 is new"),
+    "number": (({"w": W}, 1.0, 2), "x: float32[] of a Python number, planned: float32[8,16]"),
+    "fewer": (({"w": W}, X), "2 given, planned: 3 (params, x, n)"),
+    "several": (({"w": W[:, :2]}, X[:4], 3), "params/w: float32[16,2], planned: float32[16,4], x: float32[4,16]"),
+}
+
+
+@pytest.mark.parametrize(("args", "text"), OTHER.values(), ids=OTHER)
+def test_other_arguments_than_planned_are_told_with_what_differs(args, text):
+    applied = shardfn.plan(rows, {"w": W}, X, 2, static_argnums=2).apply(rows)
+    with pytest.raises(StrategyError, match="other arguments than it was planned for") as error:
+        applied(*args)
+    assert text in error.value.problems[0].where
+
+
+@pytest.mark.parametrize("name", ["shape", "static value"])
+def test_the_code_in_the_error_plans_other_arguments(name):
+    args = OTHER[name][0]
+    plan = shardfn.plan(rows, {"w": W}, X, 2, static_argnums=2)
+    jitted = jax.jit(
+        plan.apply(rows), static_argnums=2, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings
+    )
+    with pytest.raises(StrategyError) as error:
+        jitted(*args)
+    code = error.value.problems[0].fix.partition("these arguments: ")[2]
+    params, x, n = args
+    again = eval(code, {"shardfn": shardfn, "rows": rows, "plan": plan, "params": params, "x": x, "n": n})
+    np.testing.assert_allclose(jax.jit(again.apply(rows), static_argnums=2)(*args), rows(*args), rtol=1e-5)
+
+
+def test_a_module_in_the_place_of_its_arrays_is_told_how_it_is_taken_apart():
+    module = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    applied = shard(lambda m, x: m(x)).plan(module, X).apply(lambda m, x: m(x))
+    with pytest.raises(StrategyError, match=r"arguments\(\.\.\.\), which takes modules apart"):
+        applied(module, X)
 
 
 @pytest.mark.parametrize("method", ["plan", "lower", "trace", "eval_shape", "__call__", "explain"])
@@ -120,6 +161,17 @@ def test_a_missing_argument_is_told_with_the_signature(method):
     with pytest.raises(StrategyTypeError, match="missing a required argument: 'w'") as error:
         getattr(shard(lambda x, w: x @ w), method)(X)
     assert "(x, w)" in error.value.problems[0].fix
+
+
+@pytest.mark.parametrize("method", ["plan", "lower", "trace", "eval_shape", "explain"])
+def test_all_missing_arguments_are_told_and_that_shapes_do(method):
+    sharded = shard(lambda x, w, *, s: x @ w * s)
+    with pytest.raises(StrategyTypeError, match="missing 3 required arguments: 'x', 'w', 's'") as error:
+        getattr(sharded, method)()
+    shape = eval(error.value.problems[0].fix.rpartition(": ")[2])
+    assert getattr(sharded, method)(
+        shape, jax.ShapeDtypeStruct((128, 4), "float32"), s=jax.ShapeDtypeStruct((), "float32")
+    )
 
 
 @pytest.mark.parametrize("method", ["plan", "eval_shape"])

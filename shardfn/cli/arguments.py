@@ -23,7 +23,7 @@ from jax import tree_util
 
 import shardfn
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, closest, fail
-from shardfn.frontend.paths import listed
+from shardfn.frontend.paths import did_you_mean, listed
 from shardfn.frontend.strategy import shape_of
 
 DTYPES = {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}
@@ -187,7 +187,8 @@ def _shape(text: Any) -> jax.ShapeDtypeStruct:
         dtype = jnp.dtype(name)
     except TypeError:
         fail(StrategyError, f"`{found['dtype']}` is not an element type", where=f"--shapes {text}",
-             fix=f"use one of {', '.join(DTYPES)}, or NumPy's name of it")  # fmt: skip
+             fix=did_you_mean(closest(found["dtype"], DTYPES))
+             or f"use one of {', '.join(DTYPES)}, or NumPy's name of it")  # fmt: skip
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         fail(StrategyError, f"JAX has {dtype} only where it is told to", where=f"--shapes {text}",
              fix="set JAX_ENABLE_X64=1 in the environment, or take 32 bits")  # fmt: skip

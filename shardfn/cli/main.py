@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -17,12 +18,11 @@ from shardfn import layoutfile
 from shardfn.cli import checkpoint, k8s, launch
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.devices.hardware import resolve
-from shardfn.errors import DeviceError, ShardError, StrategyError, fail
+from shardfn.errors import DeviceError, ShardError, StrategyError, fail, nearest
 from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
 from shardfn.search.generators import STYLES
-from shardfn.search.problem import BUDGETS
 
 VIRTUAL_DEVICES = 8
 LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
@@ -206,7 +206,7 @@ def _add_search(command: argparse.ArgumentParser) -> None:
     add("--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it')
     add(
         "--budget",
-        type=lambda text: text if text in BUDGETS else float(text),
+        type=_number_or_word,
         metavar="WORK",
         help='work of the search: "fast", "default", "thorough" or a number of ops visited',
     )
@@ -232,13 +232,23 @@ def _add_search(command: argparse.ArgumentParser) -> None:
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--detail", choices=("short", "full"), default="short",
+    command.add_argument("--detail", type=_detail, metavar="{short,full}", default="short",
         help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
     command.add_argument("--quiet", action="store_true", help="do not print the report")
 
 
-def _number_or_word(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+def _detail(text: str) -> str:
+    if text not in ("short", "full"):
+        raise argparse.ArgumentTypeError(f"a report is short or full, not {text!r}; {nearest(text, ('short', 'full'))}")
+    return text
+
+
+def _number_or_word(text: str) -> float | str:
+    """A number of any kind, or the text, which the option's own check answers."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _start_with_devices(platform: str | None, devices: int = VIRTUAL_DEVICES) -> None:

@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, closest, fail, raise_problems
 from shardfn.frontend.defaults import Defaults, current
 from shardfn.frontend.meshes import mesh_on, partition_spec
+from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
 from shardfn.frontend.validation import check
 from shardfn.ir.model import Spec, mesh_text
@@ -98,7 +99,9 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
     if isinstance(strategy, str):
         if strategy not in (FULL, PARALLEL):
             fail(StrategyError, f"`strategy` cannot be {strategy!r}", where=f"strategy = {strategy!r}",
-                 why=f"the words are {FULL!r} and {PARALLEL!r}", fix="use one of them, or an entry for each input")  # fmt: skip
+                 why=f"the words are {FULL!r} and {PARALLEL!r}",
+                 fix=did_you_mean(closest(strategy, (FULL, PARALLEL)))
+                 or "use one of them, or an entry for each input")  # fmt: skip
         leaves = [leaf for argument in many for leaf in leaves_of(argument, problems)]
         entry = {FULL: lambda leaf: (1,) * len(leaf.shape), PARALLEL: lambda leaf: None}[strategy]
         return tuple(dataclasses.replace(leaf, entry=entry(leaf), where=f"{name} = {strategy!r}") for leaf in leaves)

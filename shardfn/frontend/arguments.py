@@ -84,6 +84,22 @@ def _bound(
     yield from late
 
 
+def missing_arguments(signature: inspect.Signature | None, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The required arguments that a call lacks, where it lacks several: Python names the first alone.
+
+    >>> missing_arguments(inspect.signature(lambda x, w, k=2, *, s: x), (), {})
+    "missing 3 required arguments: 'x', 'w', 's'"
+    """
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments if signature else {}
+    except TypeError:  # something else is wrong, too
+        return ""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p for p in (signature.parameters.values() if signature else ()) if p.default is p.empty]
+    missing = [p.name for p in required if p.kind not in variable and p.name not in given]
+    return f"missing {len(missing)} required arguments: {', '.join(map(repr, missing))}" if len(missing) > 1 else ""
+
+
 def split(slots: Sequence[Slot], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments again."""
     args = tuple(v for s, v in zip(slots, values, strict=True) if s.keyword is None)
@@ -229,17 +245,17 @@ def signature(flat: Sequence[Any], statics: Sequence[int]) -> Any:
     """What the values of a call must share with those that were planned: structure, shapes, dtypes, static values."""
     dynamic = [v for i, v in enumerate(flat) if i not in statics]
     leaves, treedef = tree_util.tree_flatten(dynamic)
-    return treedef, [(shape_of(leaf), _is_weak(leaf)) for leaf in leaves], [exactly(flat[i]) for i in statics]
+    return treedef, [(shape_of(leaf), is_weak(leaf)) for leaf in leaves], [exactly(flat[i]) for i in statics]
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
     try:
-        return (leaf.shape, leaf.dtype, True) if _is_weak(leaf) else (leaf.shape, leaf.dtype)
+        return (leaf.shape, leaf.dtype, True) if is_weak(leaf) else (leaf.shape, leaf.dtype)
     except AttributeError:
         return type(leaf)
 
 
-def _is_weak(leaf: Any) -> bool:
+def is_weak(leaf: Any) -> bool:
     """Whether JAX traces a leaf with a weak type: the program has conversions of its own for it."""
     if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic):
         return True

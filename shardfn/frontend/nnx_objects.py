@@ -227,6 +227,25 @@ def write(owner: Any, changed: State) -> None:
     _update(owner, _split(owner)[1], changed)
 
 
+def with_values(owner: Any, values: State) -> dict[Any, Any] | None:
+    """Values in the place of the arrays of an owner, nested by its paths, as `nnx.State` takes them.
+
+    Args:
+      owner: the owner.
+      values: one for each array, by path.
+
+    Returns:
+      The nested dictionary; None if the values are of other paths, as where variables are shared with another owner, or if a
+      variable holds several arrays.
+    """
+    variables = _split(owner)[1]
+    nested = _nested(variables)
+    flat = sys.modules["flax.nnx"].to_flat_state(variables)
+    if by_path(nested).keys() != values.keys() or len(list(flat)) != len(values):
+        return None
+    return tree_util.tree_map_with_path(lambda key, _: values[join("", key)], nested)
+
+
 # ---- an owner as its `nnx.GraphDef` and its `nnx.State`
 
 

@@ -154,10 +154,11 @@ def _of_the_style(options: Options) -> Iterator[Problem]:
 def _bounds(options: Options) -> Iterator[Problem]:
     count, seconds, rehearsed = options.compile_candidates, options.time_limit, options.rehearse_candidates
     is_count = isinstance(count, int) and not isinstance(count, bool)
+    close = did_you_mean(closest(count, ["auto"])) if isinstance(count, str) else ""
     if count != "auto" and not (is_count and 0 <= int(count) <= MOST_COMPILED):
         yield Problem(f'`compile_candidates` must be an int from 0 to {MOST_COMPILED}, or "auto"',
                       f"compile_candidates = {short(count)}", "so many plans are compiled, and the best compiled one wins",
-                      "write 0 to compile none, or 4", is_type=not isinstance(count, str) and not is_count)  # fmt: skip
+                      close or "write 0 to compile none, or 4", is_type=not isinstance(count, str) and not is_count)  # fmt: skip
     is_int = isinstance(rehearsed, int) and not isinstance(rehearsed, bool)
     if not is_int or not 0 <= rehearsed <= MOST_COMPILED:
         yield Problem(f"`rehearse_candidates` must be an int from 0 to {MOST_COMPILED}",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import Problem, nearest
+from shardfn.frontend import other_words
 from shardfn.frontend.options import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
 from shardfn.ir.source_lines import file_line
@@ -196,7 +197,7 @@ class _Reader:
             return level
         words = ", ".join(f'"{word}"' for word in OBJECTIVES)
         what, found = f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}"
-        self.wrong(what, found, f'write {where} = "time"')
+        self.wrong(what, found, other_words.level_fix(value, OBJECTIVES) or f'write {where} = "time"')
         return 0
 
     def style(self, value: Any, where: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from shardfn.compiled.comparison import compare
 from shardfn.compiled.executable import Compiled
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import StrategyError, closest, fail
 from shardfn.frontend.notes import Counted
+from shardfn.frontend.paths import did_you_mean
 from shardfn.planning.plan import Plan
 from shardfn.planning.questions import with_dominated_entries, with_runners_up, with_tied_replicas
 from shardfn.render.files import save_text
@@ -150,5 +151,5 @@ def in_detail(report: Report, detail: str) -> Report:
     """
     if detail not in ("short", "full"):
         fail(StrategyError, f"`detail` is {detail!r}", where=f"detail = {detail!r}", why="a report is short or full",
-             fix='use detail="full", or leave it out')  # fmt: skip
+             fix=did_you_mean(closest(str(detail), ["short", "full"])) or 'use detail="full", or leave it out')  # fmt: skip
     return report.full() if detail == "full" else report

@@ -16,7 +16,7 @@ from shardfn.ir.model import Spec
 from shardfn.ir.op_traits import LISTED
 from shardfn.ir.partitioned import USER_WRITTEN, Collective
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Plan, headline, op_strategies
+from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Plan, headline, in_rows, op_strategies
 from shardfn.render.cells import axes_text, shape_text, spec_text, table, times
 from shardfn.render.parts import Cell, Part, Table, Text
 from shardfn.report.data import UNMODELLED, Attribution, seconds, strides
@@ -86,8 +86,7 @@ def _processes(of: Subject) -> Iterable[Part]:
 
 def _arrays(of: Subject) -> Iterable[Part]:
     for title, decisions in (("Arguments", of.plan.inputs), ("Results", of.plan.outputs)):
-        copies, every = mirrored([(d.path, d.shape) for d in decisions]), {d.path: d for d in decisions}
-        groups = alike(decisions, lambda d: _as_in_row(d, every.get(copies.get(d.path, ""))), least=2)  # noqa: B023
+        groups = in_rows(decisions, with_reasons=True)
         if len(groups) > of.most:  # sharded arrays first, then large ones
             groups.sort(key=lambda same: (not any(same[0].spec), -same[0].local_bytes))
         counts = collections.Counter(_reason(same[0]) for same in groups)
@@ -105,14 +104,6 @@ def _arrays(of: Subject) -> Iterable[Part]:
         )
         columns = ("array", "count", "shape", "strategy", "spec", "shard", "per device", "chosen by")
         yield table(title, columns, rows, note, of.most, ("spec",))
-
-
-def _as_in_row(d: Decision, followed: Decision | None) -> Decision:
-    """What decisions in one row of a table share: layers differ in numbers, and an optimizer's moments follow a parameter."""
-    if followed is None:
-        return dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason))
-    source = followed.source if d.source == "mode" else d.source
-    return dataclasses.replace(d, path=layer(followed.path), reason=layer(followed.reason), runner_up="", source=source)
 
 
 def _name(paths: Sequence[str]) -> Cell:

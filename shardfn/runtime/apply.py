@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,17 +18,18 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
-from shardfn.frontend.arguments import Call, bind
+from shardfn.frontend.arguments import Call, bind, signature
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.memories import brought, other_memory
 from shardfn.frontend.notes import Counted, counting
+from shardfn.frontend.other_call import differences
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
 from shardfn.ir.model import mesh_sizes
 from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pure_function
 from shardfn.planning.inside import apply_constraints
 from shardfn.planning.meshes import PlanMesh, expresses
-from shardfn.planning.plan import Plan, answered_call, shardings_on
+from shardfn.planning.plan import Plan, answered_call, code_of_plan, shardings_on
 from shardfn.runtime.plan_derivatives import with_planned_derivatives
 from shardfn.runtime.processes import as_global, is_local_input, own_copy, spans_processes
 
@@ -177,17 +179,21 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
              why="it traces to another program, in which the plan's constraints have no place",
              fix=f"plan it: shardfn.plan({callee.name}, ...), or apply the plan to the function itself")  # fmt: skip
     mesh = PlanMesh.of(plan.mesh)
-    constrained = _differentiable(plan, function, mesh)
+    constrained, expected = _differentiable(plan, function, mesh), signature(call.values, call.statics)
 
     @functools.wraps(function.pure)
     def applied(*values: Any) -> Any:
-        try:
-            return restore_static(constrained(*map(hide_static, values)))
-        except OtherCall:
-            fail(StrategyError, f"`{callee.name}` is called with other arguments than it was planned for",
-                 where=f"plan.apply({callee.name})", why="a plan is for one structure, one set of shapes and dtypes, and the "
-                 "static values of its call; the arrays of a module go in without it",
-                 fix="pass `applied.arguments(...)` of them, for the `applied` that `apply` returned, or plan again")  # fmt: skip
+        given = [*map(hide_static, values)]
+        if len(given) == len(call.values) and signature(given, call.statics) == expected:
+            with contextlib.suppress(OtherCall):  # of types
+                return restore_static(constrained(*given))
+        fix = f"plan again for these arguments: {code_of_plan(plan, callee.name)}"
+        if planned.call.stateful or planned.callee.has_held:
+            fix = f"pass plan.apply({callee.name}).arguments(...), which takes modules apart; or {fix}"
+        fail(StrategyError, f"`{callee.name}` is called with other arguments than it was planned for",
+             where=f"plan.apply({callee.name}): {differences(call, given) or 'types with Explicit mesh axes'}",
+             why="a plan is for one structure, one set of shapes and dtypes, and the static values of its call",
+             fix=fix)  # fmt: skip
 
     def arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         static = frozenset(slot.name for slot in call.slots if slot.is_static)

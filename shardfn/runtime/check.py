@@ -29,6 +29,7 @@ from shardfn.frontend.arguments import Call, bind, signature
 from shardfn.frontend.callee import describe
 from shardfn.frontend.nnx_objects import HeldObjects
 from shardfn.frontend.options import Options
+from shardfn.frontend.other_call import differences
 from shardfn.frontend.paths import listed
 from shardfn.frontend.refs import HeldRefs
 from shardfn.frontend.static_leaves import hide_static
@@ -82,7 +83,8 @@ def check_plan(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> Check
         call = call.with_closed_over(own.closed_over)
     if slots != own.slots or signature(call.values, own.statics) != signature(own.values, own.statics):
         fail(StrategyError, f"`{plan.function}` is checked with other arguments than it was planned for",
-             where="plan.check(...)", why="a plan is for one structure, one set of shapes and dtypes, and its static values",
+             where=": ".join(filter(None, ["plan.check(...)", differences(own, call.values)])),
+             why="a plan is for one structure, one set of shapes and dtypes, and its static values",
              fix="pass arguments with the shapes of the planned call, or plan again for these")  # fmt: skip
     leaves = tree_util.tree_leaves(call.dynamic)
     refuse_shapes(plan.function, plan, leaves)

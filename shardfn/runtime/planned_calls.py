@@ -11,7 +11,7 @@ from shardfn.errors import StrategyTypeError, fail
 from shardfn.frontend import defaults
 from shardfn.frontend.ambient_mesh import without_types
 from shardfn.frontend.annotations import rules_in_force
-from shardfn.frontend.arguments import Call, bind
+from shardfn.frontend.arguments import Call, bind, missing_arguments
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.closed_over import ClosesOverRef
 from shardfn.frontend.options import OPTION_NAMES, Options
@@ -39,8 +39,13 @@ class PlannedCalls:
         self.kept, self.entries, self.closed_over = kept, kept.entries, kept.closed_over
         self.results_of, self.is_shared = kept.results_of, kept.is_shared
 
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callee, Call]:
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any], planned_by: str = "") -> tuple[Callee, Call]:
         """What is called, with the objects among the arguments; and the call as a jitted function takes it.
+
+        Args:
+          args: the positional arguments.
+          kwargs: the keyword arguments.
+          planned_by: the method that the user called, if it takes shapes as well as arrays.
 
         Raises:
           StrategyTypeError: the arguments do not fit the function's signature, or a static one cannot be hashed.
@@ -50,12 +55,17 @@ class PlannedCalls:
             slots, values = bind(self.callee.signature, args, kwargs, *statics)
         except TypeError as error:
             signature = short(f"{self.callee.name}{self.callee.signature}").strip("'")
-            fix = f"call it as {signature}"
+            why, fix = "a call has the arguments of the function itself", f"call it as {signature}"
+            if planned_by:
+                parameters = signature.removeprefix(self.callee.name)
+                why = f"`{planned_by}` takes the arguments of a call, or their shapes"
+                fix = f'pass {parameters}, each an array or its shape: jax.ShapeDtypeStruct((8, 128), "float32")'
             if mine := {name: value for name, value in kwargs.items() if name in OPTION_NAMES}:
                 options = ", ".join(f"{name}={short(value)}" for name, value in mine.items())
                 fix = f"options of `shard` stand before the call: shard({self.callee.name}, {options})(...)"
-            fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {error}", where=signature,
-                 why="a call has the arguments of the function itself", fix=fix)  # fmt: skip
+            wrong = missing_arguments(self.callee.signature, args, kwargs) or error
+            fail(StrategyTypeError, f"the arguments do not fit `{self.callee.name}`: {wrong}", where=signature,
+                 why=why, fix=fix)  # fmt: skip
         donated = self.options.donate_argnums, self.options.donate_argnames
         callee, values = self.callee.of_call(slots, values, frozenset(s.name for s in slots if s.is_among(*donated)))
         values = [value if slot.is_static else hide_static(value) for slot, value in zip(slots, values, strict=True)]

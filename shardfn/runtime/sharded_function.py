@@ -231,7 +231,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        return self._calls.planned(*self._calls.bound(args, kwargs))[1].plan
+        return self._calls.planned(*self._calls.bound(args, kwargs, "plan"))[1].plan
 
     @_of_instance
     def explain(
@@ -271,7 +271,7 @@ class ShardedFunction(Generic[P, R]):
         ):
             if name in parameters and not is_default:
                 refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
-        callee, call = self._calls.bound(args, kwargs)
+        callee, call = self._calls.bound(args, kwargs, "explain")
         call, entry = self._calls.planned(callee, call)
         refuse_target_of_report(entry.plan.hardware, compiled, run)
         if compiled:
@@ -329,7 +329,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        callee, call = self._calls.bound(args, kwargs)
+        callee, call = self._calls.bound(args, kwargs, "lower")
         call, entry = self._calls.planned(callee, call)
         return self._lower(entry, call, len(args))
 
@@ -347,7 +347,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the call.
         """
-        callee, call = self._calls.bound(args, kwargs)
+        callee, call = self._calls.bound(args, kwargs, "trace")
         call, entry = self._calls.planned(callee, call)
         jitted, shapes, keywords = jitted_as_called(entry, call, len(args))
         return jitted.trace(*shapes, **keywords)
@@ -366,7 +366,7 @@ class ShardedFunction(Generic[P, R]):
         Raises:
           ShardError: all problems of the arguments.
         """
-        callee, call = self._calls.bound(args, kwargs)
+        callee, call = self._calls.bound(args, kwargs, "eval_shape")
         problems: list[Problem] = []
         input_leaves(callee, self.options, call, defaults.current(), problems)
         raise_problems(problems)

@@ -1,11 +1,13 @@
 """The words of other libraries for options, styles, objectives and names are answered with ours."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn import checkpoint, shard, train
+from shardfn import checkpoint, data, halo, shard, train
 from shardfn.api import OPTION_NAMES
 from shardfn.errors import ShardError
 from shardfn.frontend import other_words
@@ -13,6 +15,7 @@ from shardfn.search.generators import STYLES
 from shardfn.search.problem import OBJECTIVES
 from shardfn.train.steps.checks import _OF_SHARD
 from shardfn.train.steps.options import StepOptions
+from tests.messages import refusal
 
 
 def fix(call):
@@ -98,3 +101,39 @@ def test_values(options, text):
     with pytest.raises(ShardError) as error:
         shard(jnp.dot, **options).plan(jnp.ones((8, 8)), jnp.ones((8, 8)))
     assert text in error.value.problems[0].fix
+
+
+ROWS = NamedSharding(jax.make_mesh((8,), ("a",)), PartitionSpec(None, None, "a"))
+NEAR = {
+    "level": (lambda: shard(jnp.dot, level="tiem"), "did you mean 'time'?"),
+    "budget": (lambda: shard(jnp.dot, budget="fsat"), "did you mean 'fast'?"),
+    "style": (lambda: shard(jnp.dot, style="fdsp"), "did you mean fsdp?"),
+    "a part of a style": (lambda: shard(jnp.dot, style="data"), "did you mean data_parallel?"),
+    "a part of a search": (lambda: shard(jnp.dot, search_mode="propagate"), "did you mean sharding_propagation?"),
+    "closed over": (lambda: shard(jnp.dot, closed_over="arguments"), "did you mean argument?"),
+    "candidates": (lambda: shard(jnp.dot, compile_candidates="atuo"), "did you mean 'auto'?"),
+    "detail": (lambda: shardfn.explain(abs, jnp.ones(8), detail="ful"), "did you mean 'full'?"),
+    "mode": (lambda: train.step(jnp.dot, optax.sgd(0.1), mode="stand_alon"), "did you mean stand_alone?"),
+    "memory kind": (
+        lambda: train.step(jnp.dot, optax.sgd(0.1), opt_state_memory_kind="pined_host"), "did you mean pinned_host or unpinned_host?",
+    ),
+    "schedule": (lambda: train.pipeline([jnp.tanh], 2, schedule="gpip"), "did you mean gpipe?"),
+    "loss": (lambda: train.pipeline([jnp.tanh], 2, loss="men"), "did you mean 'mean'?"),
+    "strategy of a batch": (
+        lambda: data.load({"x": jnp.ones((8, 2))}, batch_size=8, strategy="data_paralel"), "did you mean 'data_parallel'?",
+    ),
+    "padding": (
+        lambda: halo.conv(jnp.ones((1, 1, 8)), jnp.ones((1, 1, 3)), (1,), "SAM", layout=ROWS), "did you mean 'SAME'?",
+    ),
+}  # fmt: skip
+"""Every option that is one of a few words asks for the word that a misspelt one is near."""
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_misspelt_word_is_asked_for(name):
+    call, text = NEAR[name]
+    assert text in [problem.fix for problem in refusal(call).problems]
+
+
+def test_a_word_that_is_near_none_gets_them_all():
+    assert fix(lambda: shard(jnp.dot, search_mode="best")).startswith("use one of auto, ")

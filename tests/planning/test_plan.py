@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import re
 
@@ -11,6 +12,7 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError
+from shardfn.errors import StrategyTypeError
 from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan.plan_diff import diff
 from shardfn.planning.plan.summary import optimality
@@ -32,6 +34,46 @@ X = shaped(32, 64)
 
 def made(**options):
     return shardfn.plan(stack, LAYERS, X, **{"device": "h100:8", "level": 2, **options})
+
+
+# ---- as a function
+
+
+def scaled(x, w, n, *, k):
+    return k * (x @ w) ** n
+
+
+ROWS, SQUARE, ONE = jnp.ones((8, 4)), jnp.ones((4, 4)), jnp.ones(())
+CALLED = {
+    "arrays": (jnp.dot, (ROWS, SQUARE), {}, {}, 2),
+    "a lambda": (lambda x: x + 1, (ROWS,), {}, {}, 2),
+    "static and by keyword": (scaled, (ROWS, SQUARE, 2), {"k": ONE}, {"static_argnums": 2}, 1),
+}
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs", "options", "ways"), CALLED.values(), ids=CALLED)
+def test_a_plan_that_is_called_says_what_to_write(function, args, kwargs, options, ways):
+    plan = shardfn.plan(function, *args, **kwargs, **options, search_mode="sharding_propagation")
+    with pytest.raises(StrategyTypeError, match="is no function") as error:
+        plan(*args, **kwargs)
+    names = dict(zip(inspect.signature(function).parameters, args, strict=False))
+    space = {"shardfn": shardfn, "jax": jax, "plan": plan, plan.function: function, "f": function, **names, **kwargs}
+    written = re.split(r"^write |, or with jax.jit alone: ", error.value.problems[0].fix)[1:]
+    assert len(written) == ways
+    for code in written:
+        assert jnp.array_equal(eval(code, space), function(*args, **kwargs))
+
+
+def test_a_pickled_plan_that_is_called_says_what_to_write():
+    plan = pickle.loads(pickle.dumps(shardfn.plan(jnp.dot, ROWS, SQUARE, in_strategy=((8, 1), (1, 1)))))
+    with pytest.raises(StrategyTypeError, match=r"shardfn\.shard\(dot, layout=plan\)\(a, b\)$"):
+        plan(ROWS, SQUARE)
+
+
+@pytest.mark.parametrize("ask", [shardfn.shard, shardfn.plan])
+def test_a_plan_is_not_taken_for_a_function(ask):
+    with pytest.raises(StrategyTypeError, match=f"`{ask.__name__}` takes a function, not a Plan"):
+        ask(shardfn.plan(jnp.dot, ROWS, SQUARE, in_strategy=((8, 1), (1, 1))))
 
 
 # ---- as text

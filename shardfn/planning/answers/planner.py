@@ -24,8 +24,9 @@ from shardfn.planning.call import (
     pose_shifted,
     with_fewer_blocks,
 )
+from shardfn.planning.diagnostics import windows_fix
 from shardfn.planning.meshes import PlanMesh, device_mesh
-from shardfn.planning.plan import Plan
+from shardfn.planning.plan import FIX, Plan
 from shardfn.planning.workarounds import (
     WrongOp,
     movements_of_equation,
@@ -226,8 +227,12 @@ def _with_all_workarounds(posed: PosedCall, other: PosedCall, answer: Answer, wr
     plan = plan_without_workarounds(other, answer)
     gathers = any(plan.partitioned.gathered_shards(c) is not None for c in plan.partitioned.communications)
     # Rows of a constant, such as the zeros of a gradient's pad, are on every device.
-    note = workaround_note([one for one in wrong if gathers or one.kind != "movement"])
-    return with_notes(plan, note) if note else plan
+    note = workaround_note([one for one in wrong if one.kind != "window" and (gathers or one.kind != "movement")])
+    windows = workaround_note(of_windows := [one for one in wrong if one.kind == "window"])
+    if windows:
+        lines, unguarded = {one.where for one in of_windows}, AnsweredCall(posed, _unconstrained(answer))
+        windows += f";{FIX}{windows_fix(plan, lines, unguarded, compiled_program(posed, unguarded.answer))}"
+    return with_notes(plan, *filter(None, (windows, note)))
 
 
 def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answer]]:

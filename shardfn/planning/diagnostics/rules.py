@@ -11,7 +11,7 @@ from typing import Any
 from shardfn.cost.collectives import communication_bytes
 from shardfn.cost.estimate import estimate_cost
 from shardfn.frontend.paths import escaped
-from shardfn.ir.model import Axes, Op, Spec, axis_name, mesh_sizes_text
+from shardfn.ir.model import Axes, Graph, Op, Spec, axis_name, mesh_sizes_text
 from shardfn.ir.partitioned import USER_WRITTEN, Communication, PartitionedProgram
 from shardfn.ir.rewrite import equation_line, equations
 from shardfn.ir.source_lines import file_line
@@ -108,7 +108,7 @@ def replicated(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     largest = f", the largest is `{d.path}` with {bytes_text(d.local_bytes)}" if len(found) > 1 else ""
     yield (
         f"{what} replicated on every device, taking {bytes_text(copied)}, {copied / limit:.0%} of its memory{largest};{FIX}"
-        f"{_set(d, strategy)}, so that it takes {bytes_text(d.local_bytes / math.prod(strategy))} per device"
+        f"{set_text(d, strategy)}, so that it takes {bytes_text(d.local_bytes / math.prod(strategy))} per device"
     )
 
 
@@ -128,7 +128,7 @@ def too_large(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
     )
     if freed:
         most_freed, d, spec = max(freed, key=lambda f: f[0])
-        text += f"{_set(d, strategy_of(spec, plan.axes))}, which frees {bytes_text(most_freed)} per device"
+        text += f"{set_text(d, strategy_of(spec, plan.axes))}, which frees {bytes_text(most_freed)} per device"
     else:
         text += "use more devices or smaller arrays, as this mesh allows no argument more shards"
     if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
@@ -345,23 +345,30 @@ def avoided(plan: Plan, answered: AnsweredCall, c: Communication, is_gone: Calla
         return f"{found_none}{FIX if found_none else FIX.lstrip()}{fix}"
     _, _, d, spec, cost = min(found, key=lambda f: f[:2])
     return (
-        f"{FIX.lstrip()}{_set(d, strategy_of(spec, plan.axes))}, which avoids it: {bytes_text(cost.bytes_sent)} sent instead of "
-        f"{bytes_text(plan.cost.bytes_sent)}, peak {bytes_text(cost.memory.peak)} instead of {bytes_text(plan.cost.memory.peak)}"
+        f"{FIX.lstrip()}{set_text(d, strategy_of(spec, plan.axes))}, which avoids it: {bytes_text(cost.bytes_sent)} sent instead "
+        f"of {bytes_text(plan.cost.bytes_sent)}, peak {bytes_text(cost.memory.peak)} instead of "
+        f"{bytes_text(plan.cost.memory.peak)}"
     )
 
 
-def _set(d: Decision, strategy: tuple[int, ...]) -> str:
+def set_text(d: Decision, strategy: tuple[int, ...]) -> str:
     """The option that shards one array differently, as the user types it."""
     return f"parameter_plan={{{escaped(d.path)!r}: {strategy}}} (now {d.strategy})"
 
 
-def origin(plan: Plan, value: int) -> Decision | None:
-    """The argument of which a value is a shard, a slice or an elementwise function, if it depends on one alone."""
-    partitioned, seen = plan.partitioned, set()
-    at = {v: i for i, v in enumerate(partitioned.graph.arguments(len(plan.inputs)))}
+def origin(plan: Plan, value: int, graph: Graph | None = None) -> Decision | None:
+    """The argument of which a value is a shard, a slice or an elementwise function, if it depends on one alone.
+
+    Args:
+      plan: the plan.
+      value: the value.
+      graph: that of the value; the plan's partitioned program if None.
+    """
+    graph, seen = graph or plan.partitioned.graph, set()
+    at = {v: i for i, v in enumerate(graph.arguments(len(plan.inputs)))}
     while value not in at:
-        maker = partitioned.graph.maker(value)
-        sources = [v for v in maker.inputs if math.prod(partitioned.graph.values[v].shape) > 1] if maker else []
+        maker = graph.maker(value)
+        sources = [v for v in maker.inputs if math.prod(graph.values[v].shape) > 1] if maker else []
         if len(sources) != 1 or value in seen:
             return None
         seen.add(value)

@@ -9,11 +9,14 @@
 | `op_strategies` | the strategy of each op |
 | `summary` | the lines of `print(plan)` and of a report's headline |
 | `plain_jax` | the plan as code of plain JAX |
+| `plain_nnx` | Flax NNX objects in that code |
+| `as_function` | what to write where a plan is called |
 | `plan_diff` | what differs between two plans of one function |
 
 Methods of `Plan` that ask for more than the plan holds are in the folders and packages above.
 """
 
+from shardfn.planning.plan.as_function import code_of_plan
 from shardfn.planning.plan.decisions import (
     Alternative,
     Alternatives,
@@ -24,6 +27,7 @@ from shardfn.planning.plan.decisions import (
     Decision,
     DimensionGroup,
     Figures,
+    in_rows,
 )
 from shardfn.planning.plan.late import later, read
 from shardfn.planning.plan.op_strategies import op_strategies
@@ -33,6 +37,6 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
-    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "decision_of",
-    "devices_text", "fit_text", "headline", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
+    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "code_of_plan", "decision_of",
+    "devices_text", "fit_text", "headline", "in_rows", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
 ]  # fmt: skip

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.meshes import partition_spec
-from shardfn.frontend.paths import few
+from shardfn.frontend.paths import alike, few, layer, mirrored
 from shardfn.ir.model import Spec, mesh_sizes_text
 from shardfn.render.parts import Table
 from shardfn.render.printed import PrintedTable
@@ -55,6 +56,31 @@ class Decision:
     def partition_spec(self) -> PartitionSpec:
         """The sharding as a `PartitionSpec`."""
         return partition_spec(self.spec)
+
+
+def in_rows(decisions: Sequence[Decision], with_reasons: bool) -> list[list[Decision]]:
+    """The decisions that are one row of a table each: layers differ in numbers, and an optimizer's moments follow a parameter.
+
+    Args:
+      decisions: on the arguments, or on the results.
+      with_reasons: whether the rows say why.
+
+    >>> shared = dict(shape=(4,), dtype="float32", strategy=(1,), spec=((),), source="you")
+    >>> rows = in_rows([Decision("blocks/0/w", **shared), Decision("blocks/1/w", **shared)], with_reasons=True)
+    >>> [[d.path for d in row] for row in rows]
+    [['blocks/0/w', 'blocks/1/w']]
+    """
+    copies, every = mirrored([(d.path, d.shape) for d in decisions]), {d.path: d for d in decisions}
+
+    def shared(d: Decision) -> Decision:
+        followed = every.get(copies.get(d.path, d.path), d)
+        source, reason = (
+            followed.source if d.source == "mode" else d.source,
+            layer(followed.reason) if with_reasons else "",
+        )
+        return dataclasses.replace(d, path=layer(followed.path), reason=reason, runner_up="", source=source)
+
+    return alike(decisions, shared, least=2)
 
 
 @dataclasses.dataclass(frozen=True)

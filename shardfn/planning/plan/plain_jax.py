@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
 import json
 import keyword
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.model import Spec, mesh_sizes
 from shardfn.ir.rewrite import equations
 from shardfn.ir.source_lines import file_line
+from shardfn.planning.call import TracedCall
+from shardfn.planning.plan import plain_nnx
 from shardfn.planning.plan.plan import Decision, Plan, answered_call
 
 WIDTH = 100
@@ -27,47 +30,79 @@ WIDTH = 100
 
 def code(plan: Plan) -> str:
     """`Plan.code`."""
-    call = answered_call(plan).posed.call
-    function, names = call.function.call, _parameters(plan)
+    call, objects = answered_call(plan).posed.call, plain_nnx.object_arguments(plan)
+    try:
+        return _code(plan, call, objects)
+    except _NotWritten:
+        return _code(plan, call, ())
+
+
+def _code(plan: Plan, call: TracedCall, objects: Collection[int]) -> str:
+    """`code`, in which some of the dynamic arguments are, or hold, Flax NNX objects.
+
+    Raises:
+      _NotWritten: an object cannot be written.
+    """
+    function, names = call.function.call, _parameters(plan, bool(objects))
     name = plan.function if _is_name(plan.function) else "f"
-    arguments, modules = _specs(function.dynamic, plan.inputs, names)
-    made = f"jax.eval_shape({_called(plan, name)}, {', '.join(names)})"
-    (result,), more = _specs((call.traced.results,), plan.outputs, [made])
+    placed = functools.partial(_with_objects, plan, objects)
+    arguments, modules = _specs(function.dynamic, plan.inputs, names, placed)
+    jax_or_nnx = "nnx" if objects else "jax"
+    made = f"{jax_or_nnx}.eval_shape({_called(plan, name, bool(objects))}, {', '.join(names)})"
+    results, decided, unlike = call.traced.results, plan.outputs, iter(())
+    if objects:
+        results, decided, unlike = plain_nnx.results(plan, results)
+    (result,), more = _specs((results,), decided, [made])
     options: dict[str, Any] = {
         "donate_argnums": call.function.donate_argnums,
         "static_argnums": function.statics,
-        "compiler_options": dict(call.compiler_options or {}),
+        "compiler_options": dict(call.compiler_options or {}) if not objects else {},
     }
     jit = ["in_shardings=in_shardings", "out_shardings=out_shardings"]
     jit += [f"{option}={value!r}" for option, value in options.items() if value]
     inside, mesh = list(_constraints(plan)), _mesh(plan)
     lines = [
         f"# {plan.function}: {plan.kind}, as planned by shardfn",
-        *(f"# {line}" for line in _cautions(plan, name)),
+        *(f"# {line}" for line in (*_cautions(plan, name, objects), *unlike)),
         *(f"# {line}" for line in _ours(plan, name, {*modules, *more})),
         *(f"import {module}" for module in sorted({"jax", *["numpy as np"] * ("np." in mesh), *modules, *more})),
+        *["from flax import nnx"] * bool(objects),
         "from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P",
         "",
         mesh,
         "",
         *(["# Sharding constraints inside the function, by source line", *inside, ""] if inside else []),
-        *_wrapper(plan, name),
+        *_wrapper(plan, name, bool(objects)),
         f"in_specs = {_text(_Node('(', tuple(arguments), ',)' if len(arguments) == 1 else ')'))}",
         f"out_specs = {_text(result)}",
-        "in_shardings, out_shardings = jax.tree.map(",
-        "    lambda s: s if isinstance(s, NamedSharding) else NamedSharding(mesh, s), (in_specs, out_specs)",
-        ")",
-        _text(_Node("sharded = jax.jit(", tuple(map(_Node, [_called(plan, name), *jit])), ")")),
+        *(["", "", plain_nnx.NAMED] if objects else [NAMED]),
+        _text(_Node(f"sharded = {jax_or_nnx}.jit(", tuple(map(_Node, [_called(plan, name, bool(objects)), *jit])), ")")),
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _cautions(plan: Plan, name: str) -> Iterator[str]:
-    """What `plan.apply` does and this code does not."""
-    function = answered_call(plan).posed.call.function
-    if function.call.stateful:
+NAMED = """
+in_shardings, out_shardings = jax.tree.map(
+    lambda s: s if isinstance(s, NamedSharding) else NamedSharding(mesh, s), (in_specs, out_specs)
+)
+""".strip()
+"""The shardings of specs."""
+
+
+def _cautions(plan: Plan, name: str, objects: Collection[int]) -> Iterator[str]:
+    """What `plan.apply` does and this code does not; and what stands in it for objects."""
+    call = answered_call(plan).posed.call
+    function, held = call.function, call.function.callee.objects.nodes
+    if objects:
+        yield "nnx.jit takes Flax NNX objects themselves, and puts the arrays into them that the call changes."
+        if call.compiler_options:
+            yield f"It takes no compiler_options: set these for the process, in XLA_FLAGS: {dict(call.compiler_options)}"
+    elif function.call.stateful:
         yield f"`{name}` takes the arrays of its object first, as a dict by path, and returns its result and a dict of the arrays"
         yield "that it changes. plan.apply makes such a function of the object."
+    elif held:
+        yield f"`{name}` takes nested dicts of arrays in the place of the objects {', '.join(held)}, and returns its result and"
+        yield "a dict of the arrays that it changes. plan.apply makes such a function."
     if function.wrong:
         yield f"XLA computes {len(function.wrong)} ops of this plan wrongly. plan.apply works around that; this code does not."
     if function.shifted is not None and not function.is_as_written:
@@ -91,30 +126,33 @@ def _is_name(text: str) -> bool:
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
-def _parameters(plan: Plan, with_static: bool = False) -> list[str]:
+def _parameters(plan: Plan, with_objects: bool = False, with_static: bool = False) -> list[str]:
     """The names of the arguments of the jitted function, in order."""
     call = answered_call(plan).posed.call.function.call
     slots = [slot.name for slot in call.slots if with_static or not slot.is_static]
-    names = [*["arrays"] * call.stateful, *slots]
+    names = [*[plain_nnx.object_name(plan) if with_objects else "arrays"] * call.stateful, *slots]
     return [name if _is_name(name) else f"argument_{i}" for i, name in enumerate(names)]
 
 
-def _has_keywords(plan: Plan) -> bool:
-    return any(slot.keyword is not None for slot in answered_call(plan).posed.call.function.call.slots)
+def _is_wrapped(plan: Plan, with_objects: bool) -> bool:
+    call = answered_call(plan).posed.call.function.call
+    return any(slot.keyword is not None for slot in call.slots) or (with_objects and call.stateful)
 
 
-def _called(plan: Plan, name: str) -> str:
-    """The name of the function that takes all arguments by position."""
-    return "by_position" if _has_keywords(plan) else name
+def _called(plan: Plan, name: str, with_objects: bool) -> str:
+    """The name of the function that takes all arguments by position, and the object that it is called of."""
+    return "by_position" if _is_wrapped(plan, with_objects) else name
 
 
-def _wrapper(plan: Plan, name: str) -> list[str]:
+def _wrapper(plan: Plan, name: str, with_objects: bool) -> list[str]:
     """A function that takes all arguments by position: `jax.jit` gives shardings to no others."""
-    if not _has_keywords(plan):
+    if not _is_wrapped(plan, with_objects):
         return []
-    call, names = answered_call(plan).posed.call.function.call, _parameters(plan, with_static=True)
+    call, names = answered_call(plan).posed.call.function.call, _parameters(plan, with_objects, with_static=True)
     slots = [None] * call.stateful + [slot.keyword for slot in call.slots]
     given = [own if by is None else f"{by}={own}" for own, by in zip(names, slots, strict=True)]
+    if with_objects and call.stateful:
+        name, given = plain_nnx.called(plan), given[1:]
     return [f"def by_position({', '.join(names)}):", f"    return {name}({', '.join(given)})", "", ""]
 
 
@@ -178,22 +216,47 @@ class _Node:
     comment: str = ""
 
 
-def _specs(trees: Sequence[Any], decisions: Sequence[Decision], names: Sequence[str]) -> tuple[list[_Node], set[str]]:
+class _NotWritten(Exception):
+    """An object has no form as code."""
+
+
+def _with_objects(plan: Plan, objects: Collection[int], i: int, tree: Any) -> Any:
+    """An argument, with `_Node`s as leaves, with one in the place of each Flax NNX object."""
+    if i not in objects:
+        return tree
+
+    def write(values: dict[Any, Any]) -> _Node:
+        node = _written(values, set())
+        assert node is not None
+        return _Node("nnx.StateSharding(nnx.State(", (node,), "))")
+
+    if (found := plain_nnx.with_objects(plan, i, tree, write)) is None or _written(found, set()) is None:
+        raise _NotWritten
+    return found
+
+
+def _specs(
+    trees: Sequence[Any],
+    decisions: Sequence[Decision],
+    names: Sequence[str],
+    placed: Callable[[int, Any], Any] = lambda i, tree: tree,
+) -> tuple[list[_Node], set[str]]:
     """The code of the specs in the structure of each tree, and the modules that it uses.
 
     Args:
       trees: the arguments, or the result.
       decisions: the decisions on their leaves, in order.
       names: an expression for each tree, for classes that cannot be written as code.
+      placed: what is written in the place of each tree of `_Node`s, by its number.
     """
     found, modules, first = list[_Node](), set[str](), 0
-    for tree, name in zip(trees, names, strict=True):
+    for i, (tree, name) in enumerate(zip(trees, names, strict=True)):
         treedef = tree_util.tree_structure(tree)
         own = decisions[first : first + treedef.num_leaves]
         first += treedef.num_leaves
         leaves = [_Node(_sharding(d), comment=d.path) for d in own]
         used = set[str]()
-        node = _written(without_static(treedef.unflatten(leaves)), used)
+        node = _written(placed(i, without_static(treedef.unflatten(leaves))), used)
         if node is None:
             structure = f"jax.tree.structure({name})"
             node, used = _Node(f"jax.tree.unflatten({structure}, [", tuple(leaves), "])"), set()

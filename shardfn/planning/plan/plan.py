@@ -120,6 +120,10 @@ class Plan(WrittenAsLayout):
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook, where the dataclass's repr would be pages long
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a plan is no function. The error says what to write."""
+        return _later("planning.plan.as_function.refuse_call")(self)
+
     def __getstate__(self) -> dict[str, Any]:
         """The fields without what belongs to this process: the devices and the traced call."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
@@ -394,7 +398,8 @@ class Plan(WrittenAsLayout):
         """The plan as plain JAX: a mesh, a `PartitionSpec` for each array, sharding constraints by source line, a `jax.jit`.
 
         The code needs nothing of shardfn. It names the planned function by its name, or `f`. An argument of a class that cannot
-        be written as code is named, too. Comments at the top say what `apply` does and this code does not.
+        be written as code is named, too. Of Flax NNX objects it is an `nnx.jit`. Comments at the top say what `apply` does and
+        this code does not.
 
         Returns:
           Python, from the imports to `sharded = jax.jit(...)`. Constraints inside are named shardings: write

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Sequence
 
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import collective_s
 from shardfn.cost.platforms import backend_of
-from shardfn.frontend.paths import alike, layer, mirrored, name_of_row
+from shardfn.frontend.paths import name_of_row
 from shardfn.ir.model import mesh_text
 from shardfn.ir.source_lines import file_line
-from shardfn.planning.plan.plan import Decision, Plan
+from shardfn.planning.plan.decisions import Decision, in_rows
+from shardfn.planning.plan.plan import Plan
 from shardfn.render.cells import shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
@@ -145,8 +145,7 @@ def summary(plan: Plan) -> str:
 
 def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
     """The largest arrays in the order of the call, equal ones as one row."""
-    copies, every = mirrored([(d.path, d.shape) for d in decisions]), {d.path: d for d in decisions}
-    groups = alike(decisions, lambda d: _as_in_row(d, every[copies.get(d.path, d.path)]), least=2)
+    groups = in_rows(decisions, with_reasons=False)
     largest = sorted(range(len(groups)), key=lambda i: -math.prod(groups[i][0].shape))
     rows = [
         (name_of_row([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
@@ -155,9 +154,3 @@ def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
     ]  # fmt: skip
     note = f'the largest of {len(decisions)}; all: shardfn.explain(plan, detail="full")' if len(groups) > most else ""
     return table("", (title, "count", "shape", "strategy", "chosen by"), rows, note)
-
-
-def _as_in_row(d: Decision, followed: Decision) -> Decision:
-    """What decisions in one row share; `followed` is the parameter that the array mirrors, or the array itself."""
-    source = followed.source if d.source == "mode" else d.source
-    return dataclasses.replace(d, path=layer(followed.path), reason="", runner_up="", source=source)

@@ -38,8 +38,7 @@ def _shapes(movement: Movement | None) -> str:
 _NOTES = {
     "window": (
         "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}, and all dimensions of "
-        "grouped convolutions: for this sharding XLA computes wrong values or gradients. To avoid it, shard one spatial "
-        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself"
+        "grouped convolutions: for this sharding XLA computes wrong values or gradients"
     ),
     "transform": (
         "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "

@@ -13,10 +13,10 @@ from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, StrategyError, a, fail, raise_problems, warn
+from shardfn.errors import Problem, StrategyError, a, closest, fail, nearest, raise_problems, warn
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
-from shardfn.frontend.paths import listed
+from shardfn.frontend.paths import did_you_mean, listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.frontend.watch import NOTHING_READ, Watch
@@ -129,10 +129,12 @@ def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
     if options.schedule not in SCHEDULES:
         yield Problem(f"there is no schedule {options.schedule!r}", f"schedule = {options.schedule!r}",
                       "a schedule is the order in which stages work",
-                      f"use one of {', '.join((*SCHEDULES, 'interleaved'))}")  # fmt: skip
+                      nearest(options.schedule, (*SCHEDULES, "interleaved")))  # fmt: skip
     if options.loss not in (MEAN, SUM, None):
         yield Problem(f"`loss` cannot be {options.loss!r}", f"loss = {options.loss!r}",
-                      "it says how the micro-batches' losses become one", "use 'mean' or 'sum', or None for outputs")  # fmt: skip
+                      "it says how the micro-batches' losses become one",
+                      did_you_mean(closest(str(options.loss), (MEAN, SUM)))
+                      or "use 'mean' or 'sum', or None for outputs")  # fmt: skip
     devices, chunks = options.counts()
     if devices is not None and options.is_list and len(options.stages) < devices * chunks:
         yield Problem(f"{len(options.stages)} functions do not fill {devices} stages of {chunks} chunks",

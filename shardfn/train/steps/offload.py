@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import tree_util
 from jax.sharding import NamedSharding
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, nearest
 from shardfn.frontend.strategy import short
 from shardfn.runtime.apply import moved
 from shardfn.runtime.sharded_function import ShardedFunction
@@ -27,7 +27,7 @@ def memory_problems(kind: Any) -> Iterator[Problem]:
     if kind is not None and kind not in MEMORY_KINDS:
         yield Problem(f"`opt_state_memory_kind` cannot be {short(kind)}", f"opt_state_memory_kind = {short(kind)}",
                       "it names a memory of the devices, as jax.sharding.NamedSharding(memory_kind=) does",
-                      f"use one of {', '.join(map(repr, MEMORY_KINDS))}", is_type=not isinstance(kind, str))  # fmt: skip
+                      nearest(kind, MEMORY_KINDS), is_type=not isinstance(kind, str))  # fmt: skip
 
 
 def with_memory_kind(shardings: TrainState, shapes: TrainState, kind: str | None) -> TrainState:

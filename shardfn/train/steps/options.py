@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.errors import ContextError, fail
+from shardfn.errors import ContextError, fail, nearest
 from shardfn.frontend import defaults
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.other_words import mode_fix
@@ -54,7 +54,7 @@ def mode_of(name: str | None) -> Mode:
         meant = mode_fix(name)
         fail(ContextError, f"there is no mode {name!r}", where=f"mode = {name!r}",
              why=f"the modes are MindSpore's, {', '.join(MODES)}; a style is an option of its own",
-             fix=f"write {meant}" if meant else f"use one of {', '.join(MODES)}")  # fmt: skip
+             fix=f"write {meant}" if meant else nearest(name, MODES))  # fmt: skip
     return MODES[name]
 
 
