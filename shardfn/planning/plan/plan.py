@@ -179,6 +179,18 @@ class Plan(WrittenAsLayout):
         """
         return _later("planning.questions.what_if.what_if")(self, entries)
 
+    def at(self, level: str | int) -> Plan:
+        """The plan of the same call for another objective: "communication", "memory" or "time", or 0, 1 or 2.
+
+        What the first search evaluated is not evaluated again, and the best of both searches is taken.
+
+        >>> import jax, shardfn
+        >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), device="tpu-v5e:4")
+        >>> made.at("memory").cost.memory.peak <= made.cost.memory.peak
+        True
+        """
+        return _later("planning.questions.other_objective.at")(self, level)
+
     def diff(self, other: Plan) -> Changes:
         """What differs in another plan of the same function.
 

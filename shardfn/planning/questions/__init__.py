@@ -1,8 +1,9 @@
-"""What is asked of a finished plan: other shardings, and the causes of a collective.
+"""What is asked of a finished plan: other shardings, other objectives, and the causes of a collective.
 
 | module | holds |
 |---|---|
 | `what_if` | the costs of other shardings of an array; the plan with other entries |
+| `other_objective` | the plan for another objective |
 | `dominated` | entries of the user that another sharding of the array beats |
 | `tied_replicas` | replicated entries with a dimension that is tied to a sharded one |
 | `reasons` | why an array is replicated |
