@@ -1,7 +1,8 @@
 """How far are modelled time and memory from measured ones, for one step of every kind of program?
 
 The steps of `kind_steps.py` are planned for one device of a card on which they were measured (`measured/CARD.json`: milliseconds,
-and MiB of the program that XLA compiled there), at the rates of such a card. No GPU is needed.
+and MiB of the program that XLA compiled there), at the rates of such a card. A second table has one shard of eight, which was
+measured on one card too (`rehearse.py`). No GPU is needed.
 Run: python benchmarks/kinds.py [--card h100] [--only conv3d ...] [--presets] [--json OUT]
 """
 
@@ -16,9 +17,10 @@ from typing import Any
 from unittest import mock
 
 import shardfn
-from benchmarks import harness
+from benchmarks import harness, rehearse
 from benchmarks.kind_steps import STEPS
 from shardfn.cost.devices.chips import CHIPS, Chip
+from shardfn.cost.estimate import Cost
 
 MEASURED = pathlib.Path(__file__).parent / "measured"
 
@@ -57,8 +59,18 @@ def plan(name: str, chip: Chip) -> shardfn.Plan:
 
 def row(name: str, chip: Chip, found: Mapping[str, Any]) -> dict[str, Any]:
     """What is modelled of a step beside what was measured."""
-    cost, (ms, mib) = plan(name, chip).cost, (found["steps"][name][key] for key in ("measured_ms", "compiled_MiB"))
-    modelled_ms, predicted_mib = 1e3 * cost.time_s, cost.memory.peak / 2**20
+    return beside(name, plan(name, chip).cost, found["steps"][name])
+
+
+def shard(name: str, chip: Chip, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is modelled of the compute of one shard of eight beside what was measured."""
+    return beside(name, rehearse.plan(rehearse.CASES[name], chip, tiny=False).cost, found["shards"][name])
+
+
+def beside(name: str, cost: Cost, found: Mapping[str, float]) -> dict[str, Any]:
+    """The modelled compute and memory of a program beside the measured ones."""
+    ms, mib = found["measured_ms"], found["compiled_MiB"]
+    modelled_ms, predicted_mib = 1e3 * cost.compute_s, cost.memory.peak / 2**20
     return {
         "step": name,
         "modelled ms": modelled_ms,
@@ -81,15 +93,18 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--card", default="h100")
-    parser.add_argument("--only", nargs="+", choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("--only", nargs="+", choices=list(STEPS), default=[])
     parser.add_argument("--presets", action="store_true", help="model at the preset's rates")
     options = harness.parse(parser, devices=1)
     found = measured(options.card)
     chip = CHIPS[found["chip"]] if options.presets else calibrated(found)
-    rows = [row(name, chip, found) for name in options.only]
+    rows = [row(name, chip, found) for name in options.only or STEPS]
     harness.show(rows)
     print(summary(rows))
-    harness.save(options.json, {"steps": rows})
+    shards = [shard(name, chip, found) for name in found["shards"] if name in rehearse.CASES and not options.only]
+    if shards:
+        harness.show(shards, "one shard of eight")
+    harness.save(options.json, {"steps": rows, "shards": shards})
 
 
 if __name__ == "__main__":
