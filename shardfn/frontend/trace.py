@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from shardfn.frontend.closed_over import ClosedOverArray, closed_over
 from shardfn.frontend.memories import kind_of_type, typed
 from shardfn.ir import shardy
 from shardfn.ir.model import Axes, Graph
-from shardfn.ir.rewrite import rebind
+from shardfn.ir.rewrite import inner, rebind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def trace_jaxpr(
     kinds = map(kind_of_type, jaxpr.out_avals)
     results = tree_util.tree_unflatten(tree_util.tree_structure(traced.out_info), map(typed, shapes, kinds))
     held = closed_over(jaxpr, names)
-    if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
+    if mapped := _axes_around(jaxpr):
         if mapped[0] in jax.sharding.get_abstract_mesh().manual_axes:
             fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of the shard_map around it",
                  where=f"axis_name = {mapped[0]!r}", why="it is planned over the other axes, where that axis is not there",
@@ -114,6 +114,24 @@ def trace_jaxpr(
         traced = jax.jit(with_constants, keep_unused=True).trace(shapes, flat)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     return TracedJaxpr(traced, results, len(tree_util.tree_leaves(dynamic)), held, is_rewritten)
+
+
+def _axes_around(closed: Any) -> list[str]:
+    """The named axes, of a `shard_map` or a `vmap` around, that a program works along."""
+    found = [effect.name for effect in closed.effects if type(effect).__name__ == "NamedAxisEffect"]
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return found if found or not manual else [name for name in _permuted(closed.jaxpr) if name in manual]
+
+
+def _permuted(jaxpr: Any) -> Iterator[str]:
+    """The axes of the `ppermute`s outside of a `shard_map`: JAX counts them as no effect."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ppermute":
+            names = eqn.params["axis_name"]
+            yield from (names if isinstance(names, tuple) else (names,))
+        elif eqn.primitive.name != "shard_map":
+            for body in inner(eqn):
+                yield from _permuted(body)
 
 
 def lower(traced: TracedJaxpr, platform: str, assumed_trips: int = 1) -> Traced:

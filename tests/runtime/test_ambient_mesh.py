@@ -178,6 +178,7 @@ def test_state_of_nnx_modules_inside_an_explicit_mesh():
 
 
 PSUM = shard(lambda x: jax.lax.psum(x, "data"))
+PERMUTED = shard(lambda x: jnp.sin(jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])))
 REFUSED = {
     "a closed-over array that is traced outside": (
         lambda x, w: jax.grad(lambda w: shard(lambda x: x @ w)(x).sum())(w), StrategyError, "closes over an array", "as an argument",
@@ -207,6 +208,10 @@ REFUSED = {
     ),
     "a collective of the shard_map": (
         lambda x, w: jax.jit(jax.shard_map(lambda x: PSUM(x), in_specs=P("data"), out_specs=P(), axis_names={"data"}))(x),
+        StrategyError, "`data` of the shard_map", "in the function of the shard_map",
+    ),
+    "a permutation along the shard_map": (
+        lambda x, w: jax.jit(jax.shard_map(lambda x: PERMUTED(x), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}))(x),
         StrategyError, "`data` of the shard_map", "in the function of the shard_map",
     ),
 }  # fmt: skip
