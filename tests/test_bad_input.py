@@ -302,6 +302,11 @@ CASES = {
         ("inside a shard_map", "jax.jit(jax.shard_map(shard(double), mesh=mesh, in_specs=P('dp'), out_specs=P('dp')))(x)",
          "StrategyError: the axes dp, mp of the shard_map",
          "jax.jit(jax.shard_map(shard(double).fn, mesh=mesh, in_specs=P('dp'), out_specs=P('dp')))(x)"),
+        ("by integers inside a shard_map",
+         "shard(lambda x: jax.shard_map(shard(double, ((2, 1),)), mesh=mesh, in_specs=P('dp'), out_specs=P('dp'), axis_names={'dp'})(x))(x)",
+         "StrategyError: in_strategy[0]",
+         "shard(lambda x: jax.shard_map(shard(double, (P('mp'),)), mesh=mesh, in_specs=P('dp'), out_specs=P('dp'), axis_names={'dp'})(x),"
+         " device=mesh)(x)"),
         ("inside a pmap", "jax.pmap(shard(double))(x.reshape(8, -1))", "StrategyError: the pmap around it",
          "jax.pmap(shard(double).fn)(x.reshape(8, -1))"),
         ("along an axis of a vmap", "jax.vmap(shard(centred), axis_name='batch')(x)", "StrategyError: axis_name",

@@ -64,7 +64,22 @@ def _marked(
     if isinstance(entry, NamedSharding):
         x = brought(x, entry.memory_kind)
         return jax.lax.with_sharding_constraint(x, entry) if is_result else mark_named(x, entry)
-    return mark(x, tuple(entry) if has_open_dims(entry) else strategy, outer.count, is_result)
+    ways = tuple(entry) if has_open_dims(entry) else strategy
+    if ways and any(n not in (AUTO, 1) for n in ways) and (problem := _in_a_shard_map(leaf)):
+        problems.append(problem)
+        return x
+    return mark(x, ways, outer.count, is_result)
+
+
+def _in_a_shard_map(leaf: Leaf) -> Problem | None:
+    """What is wrong with counting shards in a `shard_map`; None outside of one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return None
+    left = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    return Problem(f"{leaf.label} is sharded by integers inside a shard_map", leaf.source,
+                   f"shards along {', '.join(mesh.manual_axes)} are apart there, and integers do not say which axes they mean",
+                   f"name the others, as in jax.P({left[0]!r}), and give the outer function the mesh: device=mesh")  # fmt: skip
 
 
 def _refuse_other_devices(callee: Callee, options: Options, outer: Hardware) -> None:
