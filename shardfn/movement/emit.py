@@ -120,7 +120,7 @@ class Emitter:
     def place(self, value: Value, frame: Frame) -> Any:
         """The array of a value in a frame."""
         if not isinstance(value, Lazy):
-            return _embedded(value, frame)
+            return self._once(value, ("embedded", frame), _embedded, value, frame)
         if frame not in value.placed:
             is_shared = Key(form(value), frame) in self.made
             self.shifted += is_shared and isinstance(value, Moved) and value.is_rotation
@@ -219,7 +219,7 @@ class Emitter:
         if isinstance(value, Known):
             edges = [(o, n - o - rows) for n, o, rows in zip(*frame, value.shape, strict=True)]
             return jnp.asarray(np.pad(value.array, edges))
-        return _embedded(self.array(value), frame)
+        return self.place(self.array(value), frame)
 
     def _place_moved(self, value: Moved, frame: Frame) -> Any:
         dim, size = value.dim, frame.shape[value.dim]
