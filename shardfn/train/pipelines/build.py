@@ -127,9 +127,9 @@ def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
     if wrong:
         return
     if options.schedule not in SCHEDULES:
+        known = (*SCHEDULES, "interleaved")
         yield Problem(f"there is no schedule {options.schedule!r}", f"schedule = {options.schedule!r}",
-                      "a schedule is the order in which stages work",
-                      nearest(options.schedule, (*SCHEDULES, "interleaved")))  # fmt: skip
+                      f"the orders in which stages work are {', '.join(known)}", nearest(options.schedule, known))  # fmt: skip
     if options.loss not in (MEAN, SUM, None):
         yield Problem(f"`loss` cannot be {options.loss!r}", f"loss = {options.loss!r}",
                       "it says how the micro-batches' losses become one",
