@@ -17,7 +17,7 @@ from shardfn import layoutfile
 from shardfn.errors import Problem, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend import option_checks, other_words
 from shardfn.frontend.ambient_mesh import on_mesh_around, reshard_traced
-from shardfn.frontend.callee import describe
+from shardfn.frontend.callee import describe, is_function
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import OPTION_NAMES, Options
 from shardfn.frontend.strategy import shape_of, short
@@ -172,7 +172,7 @@ def plan(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
     >>> made.mesh.axis_sizes, made.outputs[0].strategy
     ((16, 16), (16, 16))
     """
-    if not _is_function(fn):
+    if not is_function(fn):
         _not_a_function(fn, "plan", "pass the function first, and then its arguments: plan(f, x)")
     function, rest = with_options(fn, kwargs)
     return function.plan(*args, **rest)
@@ -219,7 +219,7 @@ def explain(
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
         fn = fn.rehearse() if rehearse else fn
         return in_detail(fn.verify() if compiled else make_report(fn), detail)
-    if not _is_function(fn):
+    if not is_function(fn):
         _not_a_function(fn, "explain", "pass the function first, and then its arguments: explain(f, x)")
     function, rest = with_options(fn, kwargs)
     return function.explain(*args, compiled=compiled, run=run, rehearse=rehearse, detail=detail, **rest)
@@ -311,17 +311,13 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
     return function, rest
 
 
-def _is_function(fn: Any) -> bool:
-    return callable(fn) and not isinstance(fn, Plan)  # a plan that is called says what to write
-
-
 def _not_a_function(fn: Any, called: str, fix: str) -> NoReturn:
     fail(StrategyTypeError, f"`{called}` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
          why=f"the first argument of `{called}` is the function that is sharded", fix=fix)  # fmt: skip
 
 
 def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
-    if not _is_function(fn) or isinstance(fn, staticmethod):
+    if not is_function(fn) or isinstance(fn, staticmethod):
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):
             fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"

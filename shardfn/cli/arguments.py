@@ -23,6 +23,7 @@ from jax import tree_util
 
 import shardfn
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, closest, fail
+from shardfn.frontend.callee import is_function
 from shardfn.frontend.paths import did_you_mean, listed
 from shardfn.frontend.strategy import shape_of
 
@@ -82,7 +83,7 @@ def load(name: str, what: str) -> Callable[..., Any]:
             fail(StrategyError, f"`{module_name}` has no `{path}`", where=name,
                  fix=f"it has {listed(list(dict.fromkeys([*near, *own] or names)))}")  # fmt: skip
         found = getattr(found, part)
-    if not callable(found):
+    if not is_function(found):
         fail(StrategyTypeError, f"`{name}` is {a(found)}, not a {what}", fix="name a callable")
     return found
 

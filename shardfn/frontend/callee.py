@@ -196,6 +196,11 @@ def as_pure(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+def is_function(value: Any) -> bool:
+    """Whether a value can be called; a `Plan` can only to be told what to write."""
+    return callable(value) and not getattr(type(value), "refuses_calls", False)
+
+
 def describe(fn: Callable[..., Any]) -> Callee:
     """Look at a callable once."""
     bound: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] = ((), ())

@@ -49,4 +49,4 @@ def _text(leaf: Any) -> str:
     found = shape_of(leaf)
     if found is None:
         return a(leaf)
-    return f"{found[1]}[{','.join(map(str, found[0]))}]" + (" of a Python number" if is_weak(leaf) else "")
+    return f"{found[1]}[{','.join(map(str, found[0]))}]" + (", weakly typed" if is_weak(leaf) else "")

@@ -37,15 +37,25 @@ def _walk(jaxpr: Any, origin: dict[Any, int], types: Sequence[Any], found: dict[
             first = params["num_consts"] + params["num_carry"]
             found |= {i: params["length"] for v in eqn.invars[first:] if (i := of(v)) is not None}
         for body in inner(eqn):
-            # A branch has no operand for the choice, and a loop's body none for the constants of its condition.
-            if len(body.invars) <= len(eqn.invars):
-                operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+            operands = _operands(eqn, body)
+            if len(body.invars) == len(operands):
                 inside = {b: i for b, v in zip(body.invars, operands, strict=True) if (i := of(v)) is not None}
                 made = _walk(body, inside, types, found)
         for v, i in zip(eqn.outvars, made, strict=False):
             if i is not None and v.aval.shape == types[i].shape:
                 origin[v] = i
     return [of(v) for v in jaxpr.outvars]
+
+
+def _operands(eqn: Any, body: Any) -> Sequence[Any]:
+    """What an equation gives a jaxpr of its parameters."""
+    params, given = eqn.params, eqn.invars
+    if eqn.primitive.name == "while":
+        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+        is_condition = body is params["cond_jaxpr"].jaxpr
+        own = given[:of_condition] if is_condition else given[of_condition : of_condition + of_body]
+        return [*own, *given[of_condition + of_body :]]
+    return given[1:] if eqn.primitive.name == "cond" else given  # a branch does not get the choice
 
 
 def _made_of(eqn: Any, result: Any, origin: Mapping[Any, int]) -> int | None:

@@ -179,9 +179,17 @@ class Emitter:
             before = first.rows if fills[0] is not None else 0
             fill = next(f for f in fills if f is not None)
             if fills.index(None) == (before > 0):
-                return _padded(self._part(inner[0], dim), fill, dim, before, value.shape)
+                home = Frame(value.shape, with_rows((0,) * len(value.shape), dim, before))
+                return self._padded(self._part(inner[0], dim), fill, home)
         pieces = [self._part(part, dim) for part in parts]
         return pieces[0] if len(pieces) == 1 else lax.concatenate(pieces, dim)
+
+    def _padded(self, x: Any, fill: Any, frame: Frame) -> Any:
+        """An array padded to a frame by a scalar; by a select where the program computes one that has derivatives: JAX does not
+        transpose a pad that is linear in its scalar alone."""
+        if is_known(fill) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return _embedded(x, frame, fill)
+        return lax.select(self.inside(x, frame), _embedded(x, frame), jnp.broadcast_to(fill, frame.shape))
 
     def _part(self, part: Part, dim: int) -> Any:
         if isinstance(part.source, Spread):
@@ -370,25 +378,12 @@ def _cropped(x: Any, frame: Frame, shape: tuple[int, ...]) -> Any:
     return lax.slice(x, frame.offset, [first + rows for first, rows in zip(frame.offset, shape, strict=True)])
 
 
-def _padded(x: Any, fill: Any, dim: int, before: int, shape: tuple[int, ...]) -> Any:
-    """An array padded along a dimension by a scalar; by a select where the program computes it: JAX does not transpose a pad
-    that is linear in its scalar alone."""
-    rows = before, shape[dim] - before - x.shape[dim], 0
-    config = [rows if d == dim else (0, 0, 0) for d in range(x.ndim)]
-    padded = lax.pad(x, jnp.asarray(fill if is_known(fill) else 0, x.dtype), config)
-    if is_known(fill):
-        return padded
-    position = lax.broadcasted_iota(np.int32, shape, dim)
-    own = (position >= before) & (position < before + x.shape[dim])
-    return lax.select(own, padded, jnp.broadcast_to(fill, shape))
-
-
-def _embedded(x: Any, frame: Frame) -> Any:
+def _embedded(x: Any, frame: Frame, fill: Any = 0) -> Any:
     """An array padded to a frame that is at least as large."""
     if tuple(np.shape(x)) == frame.shape:
         return x
     config = [(o, n - o - rows, 0) for n, o, rows in zip(*frame, np.shape(x), strict=True)]
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
+    return lax.pad(x, jnp.asarray(fill, x.dtype), config)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from jax import tree_util
 
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import Problem, ShardError
+from shardfn.frontend.callee import is_function
 from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed, met
 from shardfn.frontend.static_leaves import hide_static
@@ -50,7 +51,7 @@ def check_with_plan(
     if found is None:
         return faults, None
     try:
-        if not callable(model) or (not args and not tree_util.all_leaves([model])):  # a module may be a tree too
+        if not is_function(model) or (not args and not tree_util.all_leaves([model])):  # a module may be a tree too
             if nameless := _nameless(found, model):
                 return (*faults, *nameless), None
             layout_shardings(found, model, resolve(device))

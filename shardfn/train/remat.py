@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.api import shard
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
-from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.callee import Callee, describe, is_function
 from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.plain_objects import alike
 from shardfn.frontend.strategy import shape_of, short
@@ -128,7 +128,7 @@ def recompute(
     )  # fmt: skip
     flags = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "offload")
     problems = [problem for name in flags for problem in option_problems(boolean, name, getattr(options, name))]
-    if not callable(fn) and paths is None:
+    if not is_function(fn) and paths is None:
         problems.append(Problem(f"`fn` is {a(fn)}, which cannot be called", f"fn = {short(fn)}",
                                 "recompute takes a function or a module", "pass one, or name submodules by `paths`",
                                 is_type=True))  # fmt: skip

@@ -50,3 +50,16 @@ def test_scatters_and_linear_solves_are_no_scans():
         return jax.scipy.sparse.linalg.cg(lambda v: a @ v, x)[0], a.at[0].add(x)
 
     assert scanned_inputs(jax.make_jaxpr(solved)(jnp.ones(4), jnp.eye(4)).jaxpr) == {}
+
+
+def test_the_condition_of_a_loop_has_constants_of_its_own():
+    def condition(vs, count):
+        return jax.lax.scan(lambda s, v: (s + v.sum(), None), 0.0, vs)[0] > count
+
+    def looped(x, ws, vs):
+        def body(c):
+            return c[0] + 1, jax.lax.scan(lambda y, w: (y @ w, None), c[1], ws)[0]
+
+        return jax.lax.while_loop(lambda c: condition(vs, c[0]), body, (0.0, x))
+
+    assert scanned_inputs(jax.make_jaxpr(looped)(X, W, jnp.ones((5, 4, 4))).jaxpr) == {1: 6, 2: 5}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import shardfn
 from shardfn.movement import with_shifts
 from shardfn.movement.constants import folded
 
@@ -47,3 +48,12 @@ def test_places_of_floats_and_remainders_by_zero_are_those_of_xla(mode):
     with warnings.catch_warnings(action="ignore"):  # JAX 0.12 converts with NumPy, which warns
         warnings.filterwarnings("error", module="shardfn")
         np.testing.assert_array_equal(jax.jit(with_shifts(added))(x), jax.jit(added)(x))
+
+
+def test_rows_of_keys_are_padded_by_a_key():
+    def rows(u):
+        keys = jax.random.wrap_key_data(jnp.stack([u, u], 1).astype(jnp.uint32))
+        return jax.random.key_data(jnp.concatenate([keys[3][None], keys[:5]]))
+
+    u = jnp.arange(16.0)
+    assert (shardfn.shard(rows, in_strategy=((8,),))(u) == rows(u)).all()

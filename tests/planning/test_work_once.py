@@ -65,6 +65,19 @@ def test_what_is_not_searched_is_judged_when_it_is_read_and_once(counts):
     assert counts["estimate_cost"] == 1
 
 
+def test_a_plan_that_gets_a_note_waits_as_before_and_one_that_lacks_a_field_has_its_default(counts):
+    x = jnp.ones((8, 8, 16, 16))
+    function = shardfn.shard(conv, ((1, 1, 2, 1), (8, 1, 1, 1)))  # a workaround, and a note on it
+    function(x, jnp.ones((8, 8, 3, 3)))
+    assert counts["estimate_cost"] == 0
+    plan = function.plan(x, jnp.ones((8, 8, 3, 3)))
+    fields = plan.__getstate__()
+    del fields["entries"], fields["cost"]
+    other = object.__new__(type(plan))
+    vars(other).update(fields)
+    assert other.entries == "" and not hasattr(other, "cost") and other.diagnostics == plan.diagnostics
+
+
 @pytest.mark.parametrize("level", [MEMORY, TIME])
 def test_candidates_are_compared_at_the_levels_that_somebody_asks_for(counts, level):
     problem = planned_problem(jnp.matmul, S((64, 64), jnp.float32), S((64, 64), jnp.float32), device="h100:8").at(level)

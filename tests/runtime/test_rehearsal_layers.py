@@ -21,7 +21,6 @@ from tests.messages import refusal, told
 COUNT, LAYERS, WIDTH = 2, 16, 64
 VIRTUAL = RehearsalPlatform("CPU", lambda: {"JAX_NUM_CPU_DEVICES": str(COUNT)}, profiled=CUDA.profiled)
 CPU = Chip("mine", "cpu", flops=1e9, memory_bytes_s=1e9, memory_bytes=1e9, link_bytes_s=1e9, latency_s=1e-5)
-TINY = dataclasses.replace(CPU, memory_bytes=1e4)
 ADAMW = optax.adamw(1e-3)
 
 
@@ -65,6 +64,19 @@ def virtual():
         yield
 
 
+@pytest.fixture
+def too_large(monkeypatch):
+    """One shard of a whole program does not fit."""
+    ask_of = rehearse._ask
+
+    def asked(plan, platform, steps, end, say, layers):
+        if layers is None:
+            return Answer(Refused("memory", "RESOURCE_EXHAUSTED"), "", "", 0)
+        return ask_of(plan, platform, steps, end, say, layers)
+
+    monkeypatch.setattr(rehearse, "_ask", asked)
+
+
 @pytest.mark.parametrize("is_scanned", [True, False], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("style", ["fsdp", "tensor_parallel"])
 def test_a_plan_with_fewer_layers_has_the_same_shardings(is_scanned, style):
@@ -89,10 +101,11 @@ def test_layers_that_are_sharded_are_kept_in_whole_shards():
 
 
 @pytest.mark.parametrize("is_scanned", [True, False], ids=["scanned", "unrolled"])
-def test_a_shard_that_does_not_fit_is_measured_by_layers(virtual, is_scanned):
-    whole = planned(CPU.pod(COUNT), is_scanned, style="fsdp").rehearse(steps=1).rehearsal
-    plan = planned(TINY.pod(COUNT), is_scanned, style="fsdp").rehearse(steps=1)
-    found = plan.rehearsal
+def test_a_shard_that_does_not_fit_is_measured_by_layers(virtual, request, is_scanned):
+    plan = planned(CPU.pod(COUNT), is_scanned, style="fsdp")
+    whole = plan.rehearse(steps=1).rehearsal
+    request.getfixturevalue("too_large")
+    found = plan.rehearse(steps=1).rehearsal
     assert whole is not None and found is not None and whole.layers == ""
     assert found.layers == ("2 and 4 of 16 layers" if is_scanned else "3 and 5 of 16 layers")
     assert found.compiled_bytes == pytest.approx(whole.compiled_bytes, rel=0.05)
@@ -108,10 +121,24 @@ def test_figures_are_scaled_by_what_a_layer_adds():
     assert found.rounds_s == (8.5, 1.9) and (found.compiled_bytes, found.peak_bytes) == (5500, None)
 
 
-def test_without_layers_the_whole_is_measured_all_the_same(virtual):
-    plan = shardfn.plan(jnp.matmul, array(64, 64), array(64, 64), in_strategy=((2, 1), (1, 1)), device=TINY.pod(COUNT))
-    assert plan.cost.memory.peak > TINY.memory_bytes
-    assert plan.rehearse(steps=1).rehearsal.layers == ""
+def test_rows_that_every_step_reads_are_no_layers():
+    def attend(k, v, weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x.sum() + jax.lax.map(lambda q: jax.nn.softmax(k @ q) @ v, k).sum()
+
+    args = array(512, 16), array(512, 16), [array(16, 16)] * 12, array(64, 16)
+    plan = shardfn.plan(attend, *args, device="cpu:8", style="data_parallel")
+    assert [few.kept for few in fewer_layers(plan)] == [3, 5]  # those of the loop
+    alone = shardfn.plan(lambda k, v: attend(k, v, [], v), *args[:2], device="cpu:8", in_strategy=((1, 1), (1, 1)))
+    with pytest.raises(NoLayers, match="512 rows or blocks do not add the same work each"):
+        fewer_layers(alone)
+
+
+def test_without_layers_the_error_is_that_of_the_memory(virtual, too_large):
+    plan = shardfn.plan(jnp.matmul, array(64, 64), array(64, 64), in_strategy=((2, 1), (1, 1)), device=CPU.pod(COUNT))
+    error = refusal(plan.rehearse)
+    assert told(error) == "StrategyError: device" and "fewer layers cannot be measured: no scan takes" in str(error)
 
 
 def test_the_error_says_why_layers_cannot_be_measured():
@@ -120,7 +147,7 @@ def test_the_error_says_why_layers_cannot_be_measured():
         fewer_layers(plan)
     answer = Answer(Refused("memory", "RESOURCE_EXHAUSTED"), "", "", 0)
     error = refusal(rehearse.rehearsal_of, plan, answer, 60, str(no_layers.value))
-    assert told(error) == "StrategyError: device" and "no scan takes the rows of its arguments" in str(error)
+    assert told(error) == "StrategyError: device" and "no scan takes the rows of arguments" in str(error)
 
 
 def test_a_function_for_one_number_of_layers_is_refused_with_its_own_words():

@@ -27,7 +27,16 @@ from shardfn.planning.inside import (
 )
 from shardfn.planning.layout_rules import Constraint, change_since
 from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Layouts, Plan, later, layouts_of, read
-from shardfn.search.problem import Answer, OpConstraints, array_bytes, gap_of, near_limit_note
+from shardfn.search.problem import (
+    NO_RESULT_SPECS,
+    Answer,
+    OpConstraints,
+    Partitioner,
+    ResultSpecs,
+    array_bytes,
+    gap_of,
+    near_limit_note,
+)
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
@@ -42,11 +51,15 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     partitioned = problem.partitioned_of(compiled)
     # Without the partitioned programs that the search kept, which are large.
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
+    if not problem.is_open:
+        posed = dataclasses.replace(
+            posed, problem=dataclasses.replace(problem, partition=_knowing(posed, compiled, partitioned))
+        )
     answered = AnsweredCall(uncached, answer)
     detours, left = _detours(posed, partitioned)
 
     def cost() -> Cost:
-        return problem.evaluate_answer(compiled)
+        return posed.problem.evaluate_answer(compiled)
 
     def notes() -> tuple[str, ...]:
         return (
@@ -80,7 +93,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         partitioned=partitioned,
         constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
         detours=detours,
-        gap=later(lambda: gap_of(cost(), problem, answer.bound_s)),
+        gap=later(lambda: gap_of(cost(), posed.problem, answer.bound_s)),
         runner_up=answer.runner_up,
         candidates=later(lambda: _candidates(posed, answer, cost(), unadvised)),
         activations=call.layout.activations if call.layout is not None else (),
@@ -91,6 +104,23 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     unadvised = make(diagnostics=())
     plan = make(diagnostics=later(notes))
     return read(plan) if problem.is_open else plan
+
+
+def _knowing(posed: PosedCall, answer: Answer, partitioned: PartitionedProgram) -> Partitioner:
+    """The propagation of a call, whose program for an answer is known."""
+
+    def partition(
+        axes: Axes,
+        specs: Sequence[Spec | None],
+        constraints: OpConstraints,
+        result_specs: ResultSpecs = NO_RESULT_SPECS,
+    ) -> PartitionedProgram:
+        known = answer.axes, tuple(answer.specs), answer.constraints, answer.result_specs
+        if (axes, tuple(specs), constraints, result_specs) == known:
+            return partitioned
+        return posed.propagation(axes, specs, constraints, result_specs)
+
+    return partition
 
 
 def _candidates(posed: PosedCall, answer: Answer, cost: Cost, plan: Plan) -> Candidates:

@@ -26,7 +26,7 @@ from shardfn.planning.call import (
 )
 from shardfn.planning.diagnostics import windows_fix
 from shardfn.planning.meshes import PlanMesh, device_mesh
-from shardfn.planning.plan import FIX, Plan
+from shardfn.planning.plan import FIX, Plan, changed, later
 from shardfn.planning.workarounds import (
     WrongOp,
     movements_of_equation,
@@ -342,4 +342,4 @@ def _unconstrained(answer: Answer) -> Answer:
 
 def with_notes(plan: Plan, *notes: str) -> Plan:
     """The plan with more diagnostics."""
-    return dataclasses.replace(plan, diagnostics=(*plan.diagnostics, *notes))
+    return changed(plan, diagnostics=later(lambda: (*plan.diagnostics, *notes))) if notes else plan

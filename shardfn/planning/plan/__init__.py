@@ -29,7 +29,7 @@ from shardfn.planning.plan.decisions import (
     Figures,
     in_rows,
 )
-from shardfn.planning.plan.late import later, read
+from shardfn.planning.plan.late import changed, later, read
 from shardfn.planning.plan.op_strategies import op_strategies
 from shardfn.planning.plan.plan import Plan, answered_call, argument_names, decision_of, shardings_on
 from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
@@ -37,6 +37,7 @@ from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
     "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
-    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "code_of_plan", "decision_of",
-    "devices_text", "fit_text", "headline", "in_rows", "kind_of", "later", "layouts_of", "op_strategies", "read", "shardings_on",
+    "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "changed", "code_of_plan",
+    "decision_of", "devices_text", "fit_text", "headline", "in_rows", "kind_of", "later", "layouts_of", "op_strategies", "read",
+    "shardings_on",
 ]  # fmt: skip

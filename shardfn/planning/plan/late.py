@@ -19,6 +19,13 @@ def read(instance: Any) -> Any:
     return instance
 
 
+def changed(instance: Any, **fields: Any) -> Any:
+    """The dataclass with other values of some fields, which may be given as `later`; those of the others wait as they do."""
+    made = object.__new__(type(instance))
+    vars(made).update(vars(instance) | fields)
+    return made
+
+
 def late(*default: Any) -> Any:
     """A field of a dataclass, frozen or not, that may be given as `later`; with its default, if it has one.
 
@@ -51,11 +58,12 @@ class _Late:
         self.name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:  # the dataclass asks for the default
+        known = {} if instance is None else vars(instance)  # None where the dataclass asks for the default
+        if self.name not in known:
             if not self.default:
-                raise AttributeError(f"`{self.name}` has no default")
+                raise AttributeError(self.name)
             return self.default[0]
-        value = vars(instance)[self.name]
+        value = known[self.name]
         if isinstance(value, _Later):
             value = vars(instance)[self.name] = value.value()
         return value

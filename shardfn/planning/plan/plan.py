@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
@@ -53,8 +53,6 @@ class Plan(WrittenAsLayout):
       cost: the estimated cost of one call on one device: seconds, bytes, FLOPs.
       policy: how the plan was chosen.
       diagnostics: what costs more than necessary or may fail, with a fix.
-
-    What a plan costs and what there is to say about it is worked out when it is first read, unless a search knows it.
     """
 
     function: str
@@ -119,6 +117,8 @@ class Plan(WrittenAsLayout):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook, where the dataclass's repr would be pages long
+
+    refuses_calls: ClassVar[bool] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a plan is no function. The error says what to write."""

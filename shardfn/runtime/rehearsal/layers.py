@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import tree_util
 
+from shardfn.cost.compute import op_flops
 from shardfn.errors import ShardError
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import describe
@@ -22,6 +23,10 @@ from shardfn.planning.call import AnsweredCall, CallFunction, pure_function
 from shardfn.planning.plan import Plan, answered_call
 from shardfn.runtime.apply import jitted
 from shardfn.runtime.rehearsal.job import Measured
+from shardfn.search.problem import unsharded_program
+
+SAME_WORK = 1e-3
+"""Relative: the FLOPs of all layers are those that two numbers of them let expect, up to this."""
 
 
 class NoLayers(Exception):
@@ -44,12 +49,30 @@ def fewer_layers(plan: Plan) -> tuple[Layers, Layers]:
     """Two plans with fewer layers, the smaller one first.
 
     Layers are what a scan takes rows of, or blocks of equations that repeat. Of the former at least two stay: XLA runs a single
-    one without a loop.
+    one without a loop. They are layers if each adds the same work.
 
     Raises:
       NoLayers: there are no such layers, or too few of them.
     """
-    return _of_scan(plan) or _of_blocks(plan)
+    why: list[str] = []
+    for find in (_of_scan, _of_blocks):
+        try:
+            few, more = find(plan)
+        except NoLayers as error:
+            why.append(str(error))
+            continue
+        expected = _scaled(_flops(few.plan), _flops(more.plan), (few.kept, more.kept), more.count)
+        if math.isclose(_flops(plan), expected, rel_tol=SAME_WORK):
+            return few, more
+        why.append(f"{more.count} rows or blocks do not add the same work each, as rows that every step reads do not")
+    raise NoLayers("; ".join(why))
+
+
+def _flops(plan: Plan) -> float:
+    """The FLOPs of a plan's program, unsharded."""
+    call = answered_call(plan).posed.call
+    program = unsharded_program(call.function.traced(call.hardware.platform).graph, call.hardware.platform)
+    return sum(op_flops(program, op) * op.trips for op in program.graph.ops)
 
 
 def scaled(few: Measured, more: Measured, kept: tuple[int, int], count: int) -> Measured:
@@ -59,10 +82,9 @@ def scaled(few: Measured, more: Measured, kept: tuple[int, int], count: int) -> 
     >>> scaled(one, dataclasses.replace(one, rounds_s=(1.5, 1.5), compiled_bytes=140), (2, 4), 10).rounds_s
     (3.0, 2.4)
     """
-    times = (count - kept[1]) / (kept[1] - kept[0])
 
     def whole(less: float | None, own: float | None) -> Any:
-        return None if less is None or own is None else own + max(0, own - less) * times
+        return None if less is None or own is None else max(own, _scaled(less, own, kept, count))
 
     def whole_bytes(less: int | None, own: int | None) -> int | None:
         found = whole(less, own)
@@ -76,10 +98,14 @@ def scaled(few: Measured, more: Measured, kept: tuple[int, int], count: int) -> 
     )
 
 
+def _scaled(less: float, more: float, kept: tuple[int, int], count: int) -> float:
+    return more + (more - less) * (count - kept[1]) / (kept[1] - kept[0])
+
+
 # ---- rows of a scan
 
 
-def _of_scan(plan: Plan) -> tuple[Layers, Layers] | None:
+def _of_scan(plan: Plan) -> tuple[Layers, Layers]:
     """With fewer rows of the inputs that a scan takes, and of all that follow them, such as gradients' moments."""
     posed = answered_call(plan).posed
     call = posed.call
@@ -98,7 +124,7 @@ def _of_scan(plan: Plan) -> tuple[Layers, Layers] | None:
         if 4 * unit < count:
             few, more = (_with_rows(plan, taken, count, kept) for kept in (2 * unit, 4 * unit))
             return few, more
-    return None
+    raise NoLayers("no scan takes the rows of arguments, more than four of them or four shards")
 
 
 def _with_rows(plan: Plan, taken: Sequence[tuple[int, int]], count: int, kept: int) -> Layers:
@@ -154,7 +180,7 @@ def _with_blocks(plan: Plan, jaxpr: Any, kept: int) -> Layers:
     call = answered_call(plan).posed.call
     fewer = fewer_blocks(jaxpr, call.same_as, kept)
     if fewer is None:
-        raise NoLayers(f"no scan takes the rows of its arguments, and no block repeats more than {kept} times")
+        raise NoLayers(f"no block repeats more than {kept} times")
 
     def run(*arrays: Any) -> list[Any]:
         return fewer.run(*arrays)

@@ -41,14 +41,13 @@ def rehearse(plan: Plan, steps: int = 10, time_limit: float = 600.0) -> Plan:
 
 def _rehearsed(plan: Plan, ask_of: Callable[[Layers | None], Answer], time_limit: float) -> Rehearsal:
     """The rehearsal of the whole program; where one shard does not fit, that of fewer layers."""
-    fits, why = plan.cost.memory.peak <= plan.hardware.chip.memory_bytes, ""
-    answer = ask_of(None) if fits else None
-    if answer is None or (isinstance(answer.result, Refused) and answer.result.reason == "memory"):
+    answer, why = ask_of(None), ""
+    if isinstance(answer.result, Refused) and answer.result.reason == "memory":
         try:
             return _of_layers(plan, ask_of, time_limit)
         except NoLayers as error:
             why = str(error)
-    return rehearsal_of(plan, answer or ask_of(None), time_limit, why)
+    return rehearsal_of(plan, answer, time_limit, why)
 
 
 def _of_layers(plan: Plan, ask_of: Callable[[Layers], Answer], time_limit: float) -> Rehearsal:

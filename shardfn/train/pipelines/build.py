@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, StrategyError, a, closest, fail, nearest, raise_problems, warn
+from shardfn.frontend.callee import is_function
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
 from shardfn.frontend.paths import did_you_mean, listed
@@ -112,7 +113,7 @@ def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
     """The problems with the arguments, before any model is known."""
     functions = options.stages if options.is_list else [options.stages]
     for i, function in enumerate(functions):
-        if not callable(function):
+        if not is_function(function):
             name = f"stages[{i}]" if options.is_list else "stages"
             yield Problem(f"`{name}` is {a(function)}, no function", f"{name} = {short(function)}",
                           "it is called with parameters and arrays", "pass a function, a module or a list of functions",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from shardfn.errors import Problem, a
 from shardfn.frontend import option_checks
+from shardfn.frontend.callee import is_function
 from shardfn.frontend.options import Options
 from shardfn.frontend.other_words import option_fix
 from shardfn.frontend.strategy import short
@@ -87,7 +88,7 @@ def _values(asked: StepOptions, names: Iterable[str]) -> Iterator[Problem]:
     for name in sorted(asked.options.keys() - _OF_SHARD):
         yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(asked.options[name])}",
                       "its options are its own and those of `shard`", option_fix(name, known), is_type=True)  # fmt: skip
-    if not callable(asked.loss_fn):
+    if not is_function(asked.loss_fn):
         yield Problem(f"`loss_fn` is {a(asked.loss_fn)}, no function", f"loss_fn = {short(asked.loss_fn)}",
                       "it is called as loss_fn(params, *batch)", "pass the function first", is_type=True)  # fmt: skip
     if not all(callable(getattr(asked.optimizer, name, None)) for name in ("init", "update")):
