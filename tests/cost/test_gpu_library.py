@@ -11,6 +11,7 @@ from shardfn.cost.backends.gpu_sorts import is_radix
 from shardfn.cost.backends.library_call import KINDS
 from shardfn.cost.devices.calibrate import Calibration
 from shardfn.cost.devices.chips import CHIPS, load_chip, save_chip
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.runtime.verify import compile_plan
 
 H100 = CHIPS["h100"]
@@ -125,7 +126,11 @@ def test_a_transposed_convolution_multiplies_holes_too():
 
 
 def test_a_cumulative_sum_reads_its_operand_twice():
-    assert cost(lambda x: jnp.cumsum(x, 0), f32(65536, 256)).compute_s >= 3 * 4 * 65536 * 256 / BYTES
+    found = cost(lambda x: jnp.cumsum(x, 0), f32(65536, 256))
+    if IS_BEFORE_JAX_0_12:
+        assert found.compute_s >= 3 * 4 * 65536 * 256 / BYTES
+    else:  # an op of its own, which has no checked rule
+        assert found.unmodelled_ops[0].startswith("scan")
     small = cost(lambda x: jnp.cumsum(x, 0), f32(256, 64))  # less than a launch, whatever its rate
     assert not small.unmodelled_ops
 
