@@ -120,7 +120,7 @@ OTHER = {
     "structure": (({"w": W, "b": W}, X, 2), "params/b is new"),
     "less structure": (({}, X, 2), "params/w is missing"),
     "another structure": (([W], X, 2), "params/w is missing, params/0 is new"),
-    "number": (({"w": W}, 1.0, 2), "x: float32[] of a Python number, planned: float32[8,16]"),
+    "number": (({"w": W}, 1.0, 2), "x: float32[], weakly typed, planned: float32[8,16]"),
     "fewer": (({"w": W}, X), "2 given, planned: 3 (params, x, n)"),
     "several": (({"w": W[:, :2]}, X[:4], 3), "params/w: float32[16,2], planned: float32[16,4], x: float32[4,16]"),
 }

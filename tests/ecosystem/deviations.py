@@ -14,7 +14,6 @@ KNOWN = {
     ("dynamax", "parallel smoother", "memory"): (0.88, 1.0),
     ("flowjax", "coupling flow", "memory"): (0.86, 1.0),
     ("jax", "expm", "batch"): (1.0, 1.13),
-    ("jax", "expm", "communication"): (1.0, 1.11),
     ("jax", "expm", "memory"): (1.0, 1.09),
     ("jaxopt", "LBFGS", "batch"): (0.67, 1.0),
     ("jaxopt", "LBFGS", "communication"): (0.75, 1.0),
@@ -52,7 +51,6 @@ BEFORE_0_12 = {
 }
 FROM_0_12 = {
     ("evosax", "CMA-ES", "memory"): (0.97, 1.0),
-    ("jax", "BCOO", "memory"): (1.0, 1.67),  # rows of the product are gathered; 0.10 moves them by an all-to-all
     ("tinygp", "quasiseparable", "communication"): (1.0, 1.02),
 }
 
