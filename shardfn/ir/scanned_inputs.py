@@ -32,10 +32,10 @@ def _walk(jaxpr: Any, origin: dict[Any, int], types: Sequence[Any], found: dict[
         return None if isinstance(v, core.Literal) else origin.get(v)
 
     for eqn in jaxpr.eqns:
-        params, made = eqn.params, [_made_of(eqn, v, origin) for v in eqn.outvars]
-        if eqn.primitive.name == "scan":
-            first = params["num_consts"] + params["num_carry"]
-            found |= {i: params["length"] for v in eqn.invars[first:] if (i := of(v)) is not None}
+        made = [_made_of(eqn, v, origin) for v in eqn.outvars]
+        if eqn.primitive.name == "scan":  # the body gets rows of what is scanned, and all of the rest
+            rows = [v for v, b in zip(eqn.invars, inner(eqn)[0].invars, strict=True) if v.aval.shape != b.aval.shape]
+            found |= {i: eqn.params["length"] for v in rows if (i := of(v)) is not None}
         for body in inner(eqn):
             operands = _operands(eqn, body)
             if len(body.invars) == len(operands):

@@ -16,8 +16,9 @@ from shardfn.planning.plan import Decision, Plan
 
 RESULTS = tuple(Decision(f"result/{i}", (), "float32", (), (), "propagated") for i in range(2))
 PLAN = Plan(
-    "f", Hardware(CHIPS["cpu"], "cpu", 8), 0, (("a", 8),), None, (), RESULTS, (), (),
-    Cost(0, 0, MemoryEstimate(1000, 100, 500), 0, 0), "", (), PartitionedProgram(Graph((), (), (), (), ()), (), {"a": 8}, ()),
+    "f", Hardware(CHIPS["cpu"], "cpu", 8), 0, (("a", 8),), None, (), RESULTS, "",
+    PartitionedProgram(Graph((), (), (), (), ()), (), {"a": 8}, ()),
+    dimension_groups=(), collectives=(), cost=Cost(0, 0, MemoryEstimate(1000, 100, 500), 0, 0), diagnostics=(),
 )  # fmt: skip
 COMPILED = Compiled((), 0.0, 1000, 100, 500, 0, 1600)
 
