@@ -100,7 +100,7 @@ def test_layers_that_are_sharded_are_kept_in_whole_shards():
     assert [few.kept for few in fewer_layers(plan)] == [4, 8]
 
 
-@pytest.mark.parametrize("is_scanned", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("is_scanned", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["scanned", "unrolled"])
 def test_a_shard_that_does_not_fit_is_measured_by_layers(virtual, request, is_scanned):
     plan = planned(CPU.pod(COUNT), is_scanned, style="fsdp")
     whole = plan.rehearse(steps=1).rehearsal
