@@ -15,7 +15,7 @@ from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.answers.candidates import BATCH, candidates, of_rows
-from shardfn.planning.call import AnsweredCall, PosedCall
+from shardfn.planning.call import AnsweredCall, PosedCall, knowing
 from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program, shared_axes_note
 from shardfn.planning.inside import (
     RESHARDED,
@@ -27,16 +27,7 @@ from shardfn.planning.inside import (
 )
 from shardfn.planning.layout_rules import Constraint, change_since
 from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Layouts, Plan, later, layouts_of, read
-from shardfn.search.problem import (
-    NO_RESULT_SPECS,
-    Answer,
-    OpConstraints,
-    Partitioner,
-    ResultSpecs,
-    array_bytes,
-    gap_of,
-    near_limit_note,
-)
+from shardfn.search.problem import Answer, OpConstraints, array_bytes, gap_of, near_limit_note
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
@@ -53,7 +44,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
     if not problem.is_open:
         posed = dataclasses.replace(
-            posed, problem=dataclasses.replace(problem, partition=_knowing(posed, compiled, partitioned))
+            posed, problem=dataclasses.replace(problem, partition=knowing(posed.propagation, compiled, partitioned))
         )
     answered = AnsweredCall(uncached, answer)
     detours, left = _detours(posed, partitioned)
@@ -104,23 +95,6 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     unadvised = make(diagnostics=())
     plan = make(diagnostics=later(notes))
     return read(plan) if problem.is_open else plan
-
-
-def _knowing(posed: PosedCall, answer: Answer, partitioned: PartitionedProgram) -> Partitioner:
-    """The propagation of a call, whose program for an answer is known."""
-
-    def partition(
-        axes: Axes,
-        specs: Sequence[Spec | None],
-        constraints: OpConstraints,
-        result_specs: ResultSpecs = NO_RESULT_SPECS,
-    ) -> PartitionedProgram:
-        known = answer.axes, tuple(answer.specs), answer.constraints, answer.result_specs
-        if (axes, tuple(specs), constraints, result_specs) == known:
-            return partitioned
-        return posed.propagation(axes, specs, constraints, result_specs)
-
-    return partition
 
 
 def _candidates(posed: PosedCall, answer: Answer, cost: Cost, plan: Plan) -> Candidates:

@@ -15,10 +15,10 @@ from shardfn.planning.call.first_trace import settings
 from shardfn.planning.call.inner_calls import call_inside
 from shardfn.planning.call.pose import place_call, pose, pose_again, pose_shifted
 from shardfn.planning.call.posed_call import AnsweredCall, PosedCall, TracedCall
-from shardfn.planning.call.propagation import memoized
+from shardfn.planning.call.propagation import knowing, memoized
 from shardfn.planning.call.whole_and_fewer import with_fewer_blocks
 
 __all__ = [
     "AnsweredCall", "CallFunction", "OtherCall", "PosedCall", "TracedCall", "call_inside", "closed_over_arguments",
-    "memoized", "place_call", "pose", "pose_again", "pose_shifted", "pure_function", "settings", "with_fewer_blocks",
+    "knowing", "memoized", "place_call", "pose", "pose_again", "pose_shifted", "pure_function", "settings", "with_fewer_blocks",
 ]  # fmt: skip

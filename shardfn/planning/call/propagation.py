@@ -13,7 +13,7 @@ from shardfn.ir.model import Axes, Graph, InnerSpec, Spec
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.partition.partition_cache import PartitionCache
 from shardfn.partition.partitioner import insert_collectives
-from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
+from shardfn.search.problem import NO_RESULT_SPECS, Answer, OpConstraints, Partitioner, ResultSpecs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +97,22 @@ def memoized(propagation: Partitioner) -> Partitioner:
                 known.pop(next(iter(known)))
         known[key] = found
         return found
+
+    return partitioned_of
+
+
+def knowing(propagation: Partitioner, answer: Answer, partitioned: PartitionedProgram) -> Partitioner:
+    """`propagation`, of which the program for an answer is known; it keeps no other."""
+
+    def partitioned_of(
+        axes: Axes,
+        specs: Sequence[Spec | None],
+        constraints: OpConstraints,
+        result_specs: ResultSpecs = NO_RESULT_SPECS,
+    ) -> PartitionedProgram:
+        known = answer.axes, tuple(answer.specs), answer.constraints, answer.result_specs
+        is_known = (axes, tuple(specs), constraints, result_specs) == known
+        return partitioned if is_known else propagation(axes, specs, constraints, result_specs)
 
     return partitioned_of
 

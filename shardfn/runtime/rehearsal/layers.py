@@ -78,17 +78,16 @@ def _flops(plan: Plan) -> float:
 def scaled(few: Measured, more: Measured, kept: tuple[int, int], count: int) -> Measured:
     """What a program would measure with `count` layers, of what it did with `kept`: the rest is the same for each layer more.
 
-    >>> one = Measured("GPU", "0.12.0", (1.0, 1.2), 100, None, (), 0.9, ())
+    >>> one = Measured("GPU", "0.12.0", (1.0, 1.25), 100, None, (), 0.9, ())
     >>> scaled(one, dataclasses.replace(one, rounds_s=(1.5, 1.5), compiled_bytes=140), (2, 4), 10).rounds_s
-    (3.0, 2.4)
+    (3.0, 2.25)
     """
 
-    def whole(less: float | None, own: float | None) -> Any:
-        return None if less is None or own is None else max(own, _scaled(less, own, kept, count))
+    def whole(less: float, own: float) -> float:
+        return max(own, _scaled(less, own, kept, count))
 
     def whole_bytes(less: int | None, own: int | None) -> int | None:
-        found = whole(less, own)
-        return None if found is None else round(found)
+        return None if less is None or own is None else round(whole(less, own))
 
     return dataclasses.replace(
         more,
