@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from shardfn.errors import alike, did_you_mean, nearest
@@ -19,9 +18,9 @@ class Parser(argparse.ArgumentParser):
     Namespace(device='tpu-v5e:8')
     """
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         """The values of the arguments; what is left over is an error of this command, not of the whole command line."""
-        found, left = super().parse_known_args(args, namespace)
+        found, left = super().parse_known_args(*args, **kwargs)
         if left:
             flag = next((text.partition("=")[0] for text in left if text.startswith("-")), "")
             self.error(f"there is no flag {flag}; {self._flag_fix(flag)}" if flag else f"unexpected: {' '.join(left)}")
