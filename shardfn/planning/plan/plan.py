@@ -403,6 +403,7 @@ class Plan(WrittenAsLayout):
 
         Raises:
           StrategyError: the plan was pickled, or `fn` traces to another program.
+          StrategyTypeError: `fn` does not take the planned arguments. Its own errors stay as they are, as in `shard(fn)(...)`.
         """
         return _later("runtime.apply.apply_plan")(self, fn)
 
