@@ -183,13 +183,13 @@ def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> st
     ("did you mean 'level'?", 'use one of level, plan')
     """
     names = list(names)
-    return did_you_mean(alike(str(word), names)) or f"use one of {', '.join(shown or names)}"
+    return did_you_mean(similar(str(word), names)) or f"use one of {', '.join(shown or names)}"
 
 
-def alike(word: str, names: Iterable[str]) -> list[str]:
+def similar(word: str, names: Iterable[str]) -> list[str]:
     """Up to three names that look like a word, or with a part that does.
 
-    >>> alike("devcie", ["device", "detail"]), alike("propagate", ["auto", "sharding_propagation"])
+    >>> similar("devcie", ["device", "detail"]), similar("propagate", ["auto", "sharding_propagation"])
     (['device'], ['sharding_propagation'])
     """
     names = list(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardfn.errors import alike, did_you_mean, nearest
+from shardfn.errors import did_you_mean, nearest, similar
 from shardfn.frontend.other_words import OPTIONS
 
 
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     def _flag_fix(self, flag: str) -> str:
         """The fix for a flag that is not there: flags are options of `shard`, with dashes."""
         flags = {_option(name): name for name in self._option_string_actions if name.startswith("--")}
-        close = alike(OPTIONS.get(_option(flag), _option(flag)), flags)
+        close = similar(OPTIONS.get(_option(flag), _option(flag)), flags)
         return did_you_mean(flags[name] for name in close) or f"{self.prog} --help lists the flags"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

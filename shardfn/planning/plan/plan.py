@@ -402,8 +402,7 @@ class Plan(WrittenAsLayout):
           Its attribute `arguments` makes all these of the arguments of a call: `jitted(*applied.arguments(model, x))`.
 
         Raises:
-          StrategyError: the plan was pickled, or `fn` traces to another program.
-          StrategyTypeError: `fn` does not take the planned arguments. Its own errors stay as they are, as in `shard(fn)(...)`.
+          StrategyError: the plan was pickled; `fn` traces to another program, or (a StrategyTypeError) takes other arguments.
         """
         return _later("runtime.apply.apply_plan")(self, fn)
 
