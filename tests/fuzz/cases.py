@@ -380,5 +380,21 @@ PROGRAMS = {
         6,
         ("outside",),
     ),
+    "the least of rows, left to the search, beside a product of repeated elements": Pack(
+        (
+            Program(
+                (Input("x0", (3,), "float32", (1,)),),
+                (Step("v0", "jnp.repeat(x0, 2, axis=0)", "repeat"), Step("v1", "jnp.vdot(v0, v0)", "vector_product")),
+                ("v1",),
+            ),
+            Program(
+                (Input("x1", (8, 8), "float32", None),),
+                (Step("v2", "x1.at[:-3].min(x1[3:])", "at_shift"),),
+                ("v2",),
+            ),
+        ),
+        3,
+        ("inside",),
+    ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""

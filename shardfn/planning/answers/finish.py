@@ -40,11 +40,10 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     outputs, changed = _outputs(posed, answer, problem.partitioned_of(answer))
     compiled = _compiled(posed, answer, outputs)
     partitioned = problem.partitioned_of(compiled)
-    # Without the partitioned programs that the search kept, which are large.
-    uncached = dataclasses.replace(posed, problem=dataclasses.replace(problem, partition=posed.propagation))
+    uncached = posed.without_programs()
     if not problem.is_open:
         posed = dataclasses.replace(
-            posed, problem=dataclasses.replace(problem, partition=knowing(posed.propagation, compiled, partitioned))
+            posed, problem=dataclasses.replace(problem, partition=knowing(posed.partition, compiled, partitioned))
         )
     answered = AnsweredCall(uncached, answer)
     detours, left = _detours(posed, partitioned)

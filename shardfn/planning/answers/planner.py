@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.estimate import Cost
-from shardfn.ir.correspondence import matches
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
-from shardfn.movement import Shards, shares_halos
+from shardfn.movement import shares_halos
 from shardfn.planning.answers.finish import compiled_program, file_constraints, finish
 from shardfn.planning.call import (
     AnsweredCall,
     PosedCall,
     TracedCall,
+    as_written,
+    in_other_form,
+    is_shifted,
     memoized,
+    moves,
     pose_again,
     pose_shifted,
+    rotated,
     with_fewer_blocks,
 )
 from shardfn.planning.diagnostics import windows_fix
@@ -30,7 +33,6 @@ from shardfn.planning.plan import FIX, Plan, changed, later
 from shardfn.planning.workarounds import (
     WrongOp,
     movements_of_equation,
-    moves_shards,
     refuse_reshardings,
     workaround_note,
     wrong_ops,
@@ -38,7 +40,6 @@ from shardfn.planning.workarounds import (
 from shardfn.search.problem import (
     COMMUNICATION,
     Answer,
-    OpConstraints,
     SearchCandidate,
     objective,
     refuse_implausible_limit,
@@ -127,52 +128,13 @@ def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
     """The call as the user wrote it, if with its shardings nothing moves along sharded dimensions, else with `movement`'s shifts;
     and the answer for it."""
     if posed.call.function.unshifted is not None:
-        shifted = pose_shifted(posed) if _moves_shards(posed, answer) else posed
-        return shifted, _answer_of(posed, shifted, answer)
-    if not _is_shifted(posed.call) or _moves_shards(posed, answer):
+        shifted = pose_shifted(posed) if moves(posed.problem.partitioned_of(answer)) else posed
+        return shifted, in_other_form(posed, shifted, answer)
+    if not is_shifted(posed.call):
         return posed, answer
-    written = _without_shifts(posed)
-    same = _answer_of(posed, written, answer)
-    return (posed, answer) if _moves_shards(written, same) else (written, same)
-
-
-def _answer_of(posed: PosedCall, other: PosedCall, answer: Answer) -> Answer:
-    """The answer for another form of the call, whose ops have other numbers: constraints go with their ops.
-
-    Candidates keep the costs of the form that they were searched in. The bound is lowered by the compute that it has more of:
-    sharding makes no op of a form cost more, so that no candidate saves more in the other one.
-    """
-    if other.problem.graph is posed.problem.graph:
-        return answer
-    ops = dict(matches(posed.problem.graph, other.problem.graph))
-
-    def moved(constraints: OpConstraints) -> OpConstraints:
-        return {ops[i]: constraint for i, constraint in constraints.items() if i in ops}
-
-    others = tuple(dataclasses.replace(one, constraints=moved(one.constraints)) for one in answer.others)
-    bound_s = answer.bound_s
-    if bound_s is not None:
-        bound_s -= max(0.0, posed.problem.facts.compute_s - other.problem.facts.compute_s)
-        bound_s = bound_s if bound_s > 0 else None
-    return dataclasses.replace(answer, constraints=moved(answer.constraints), others=others, bound_s=bound_s)
-
-
-def _is_shifted(call: TracedCall) -> bool:
-    """Whether a call is one of `movement`'s shifts, and could be one without: functions inside have numbers of its ops."""
-    function = call.function
-    return function.shifted is not None and not function.is_as_written and not function.inner
-
-
-def _without_shifts(posed: PosedCall) -> PosedCall:
-    """The call of the program as the user wrote it."""
-    function = dataclasses.replace(posed.call.function, is_as_written=True, wrong=(), halo_shards={})
-    return pose_again(posed, posed.call.of(function))
-
-
-def _moves_shards(posed: PosedCall, answer: Answer) -> bool:
-    """Whether an answer moves rows along sharded dimensions."""
-    partitioned = posed.problem.partitioned_of(answer)
-    return bool(_rotated(partitioned)) or moves_shards(partitioned)
+    written = as_written(posed)
+    same = in_other_form(posed, written, answer)
+    return (posed, answer) if moves(written.problem.partitioned_of(same)) else (written, same)
 
 
 def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
@@ -181,7 +143,7 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     At level 0 communication alone counts: the ops on elements are the same.
     """
     function = posed.call.function
-    shards = _rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
+    shards = rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
     if not shards or (function.inner and not function.shifted):  # the shardings inside have numbers of its ops
         return posed, answer
     before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
@@ -200,17 +162,6 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
 
 def _cost(posed: PosedCall, answer: Answer) -> Cost:
     return posed.problem.evaluate_answer(with_given_constraints(posed, answer))
-
-
-def _rotated(partitioned: PartitionedProgram) -> Shards:
-    """The number of shards of the dimensions along which several arrays are rotated."""
-    found: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for op in partitioned.graph.ops:
-        if op.name == "rotate":
-            (window,), value = op.window_dims, op.outputs[0]
-            place = partitioned.graph.values[value].shape, window.dim
-            found.setdefault(place, []).append(partitioned.shards(value)[window.dim])
-    return {place: math.lcm(*counts) for place, counts in found.items() if len(counts) > 1 and max(counts) > 1}
 
 
 def _with_all_workarounds(posed: PosedCall, other: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
@@ -255,8 +206,8 @@ def alternatives(answered: AnsweredCall) -> Iterator[tuple[str, PosedCall, Answe
         if _choice(candidate) not in seen and (problem.fits(candidate) or not is_limited):
             seen.append(_choice(candidate))
             yield candidate.name, posed, chosen(answer, candidate, COMPILES)
-    if _is_shifted(posed.call):
-        yield "the same shardings, rows gathered instead of shifted", _without_shifts(posed), bare
+    if is_shifted(posed.call):
+        yield "the same shardings, rows gathered instead of shifted", as_written(posed), bare
 
 
 def with_workarounds(posed: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...]) -> PosedCall:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,33 +24,25 @@ from shardfn.frontend.meshes import abstract_mesh
 from shardfn.frontend.options import Options
 from shardfn.frontend.outer_call import OuterCall, inside
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Leaf, has_open_dims, without_mesh
-from shardfn.frontend.trace import Traced, TracedJaxpr
+from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
-from shardfn.ir.model import Axes, Graph, Spec, mesh_text
-from shardfn.partition.counting_indices import with_counted_rows
-from shardfn.partition.loop_invariants import with_hoisted_trips
-from shardfn.partition.xla_bugs import aborts_if_constrained
+from shardfn.ir.model import Axes, mesh_text
 from shardfn.planning.call.call_function import CallFunction, pure_function
+from shardfn.planning.call.forms import pose_shifted, traced_shifts, with_windows_apart, with_written
 from shardfn.planning.call.posed_call import PosedCall, TracedCall
-from shardfn.planning.call.propagation import Propagation, memoized, padded
+from shardfn.planning.call.problem_of_call import inner_values, is_inferred, pose_placed
 from shardfn.planning.inside import (
     InnerEntry,
-    OnMesh,
-    anchors,
     inner_entries,
     match_tags,
-    on_mesh_of_function,
-    operands_as_read,
     operands_of_calls,
-    place_inner,
     refuse_other_devices,
     resolve_read_inside,
 )
 from shardfn.planning.layout_rules import LayoutFile, as_it_holds, change_since, mesh_axes, with_layout
 from shardfn.planning.meshes import Placement, mesh_of, names_axes, place, place_named
-from shardfn.planning.workarounds import has_windows, windows_clash
-from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes, objective
+from shardfn.search.problem import objective
 
 MOST_ORDERS = 6
 """Orders of mesh axes that are evaluated: all of three axes."""
@@ -109,19 +101,6 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     return place_call(traced_call, problems)
 
 
-def pose_shifted(posed: PosedCall) -> PosedCall:
-    """The call with its movement as shifts, where that is still open (`CallFunction.unshifted`)."""
-    function = posed.call.function
-    if function.unshifted is None:
-        return posed
-    shifted = function.with_shifts(function.unshifted)
-    if shifted.shifted is None:
-        return dataclasses.replace(posed, call=dataclasses.replace(posed.call, function=shifted))
-    function, traced, lowered = _with_windows_apart(*_traced_shifts(shifted), posed.call.hardware)
-    traced = lowered or function.lowered(traced, posed.call.hardware.platform)
-    return pose_again(posed, dataclasses.replace(posed.call, function=function, traced=traced))
-
-
 def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     """Check all entries of a traced call, put them on one mesh, and pose the search problem.
 
@@ -137,8 +116,8 @@ def place_call(call: TracedCall, problems: list[Problem]) -> PosedCall:
     groups = dimension_groups(call.traced.graph)
     placed = _placed(call, groups, problems)
     raise_problems(problems)
-    posed = _in_best_order(_posed(call, placed, groups, problems), groups)
-    return pose_shifted(posed) if posed.problem.is_open else posed
+    posed = _in_best_order(pose_placed(call, placed, groups, problems), groups)
+    return with_written(pose_shifted(posed)) if posed.problem.is_open else posed
 
 
 def _in_best_order(posed: PosedCall, groups: DimensionGroups) -> PosedCall:
@@ -160,7 +139,7 @@ def _in_best_order(posed: PosedCall, groups: DimensionGroups) -> PosedCall:
 
     given = tuple(spec for spec in problem.specs if spec is not None)
     best = min(itertools.islice(itertools.permutations(axes), MOST_ORDERS), key=costs)
-    return posed if best == axes else _posed(call, _renamed(posed.placed, best), groups, [])
+    return posed if best == axes else pose_placed(call, _renamed(posed.placed, best), groups, [])
 
 
 def _renamed(placed: Placement, order: Axes) -> Placement:
@@ -168,24 +147,6 @@ def _renamed(placed: Placement, order: Axes) -> Placement:
     new = {name: first for (name, _), (first, _) in zip(order, placed.axes, strict=True)}
     specs = (spec and tuple(tuple(new[axis] for axis in dim) for dim in spec) for spec in placed.specs)
     return dataclasses.replace(placed, axes=tuple((new[name], size) for name, size in order), specs=tuple(specs))
-
-
-def pose_again(posed: PosedCall, call: TracedCall) -> PosedCall:
-    """A posed call with its function in another form: its entries stay on the same mesh axes, so an answer's shardings hold."""
-    return _posed(call, posed.placed, dimension_groups(call.traced.graph), [])
-
-
-def _posed(call: TracedCall, placed: Placement, groups: DimensionGroups, problems: list[Problem]) -> PosedCall:
-    """The search problem of a call whose entries are placed."""
-    mesh = _on_mesh(call, placed, problems)
-    raise_problems(problems)
-    call = _with_ambient(call, mesh.axes)
-    entries, results = mesh.specs[: len(call.inputs)], mesh.specs[len(call.inputs) :]
-    call = dataclasses.replace(call, function=dataclasses.replace(call.function, inner=mesh.inner))
-    propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner, call.search.alltoall)
-    anchored = anchors(call.traced.jaxpr, call.traced.graph)
-    problem = _problem(call, groups, mesh.axes, entries, propagation, anchored)
-    return PosedCall(call, problem, placed, entries, mesh.order, groups, propagation, anchored)
 
 
 def _hardware(
@@ -292,11 +253,11 @@ def _traced(
     may_wait = hardware.count > 1 and not is_open and not has_tags  # what is inside has numbers of one form
     if may_wait and (is_binding or not inner_entries(traced.jaxpr, hardware)):
         function = dataclasses.replace(function, unshifted=traced)
-        function, traced, lowered = _with_windows_apart(function, traced, hardware)
+        function, traced, lowered = with_windows_apart(function, traced, hardware)
     elif hardware.count > 1:
         if (shifted := function.with_shifts(traced)).shifted is not None:
-            function, traced = _traced_shifts(shifted)
-        function, traced, lowered = _with_windows_apart(function, traced, hardware)
+            function, traced = traced_shifts(shifted)
+        function, traced, lowered = with_windows_apart(function, traced, hardware)
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])
         tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems)
@@ -311,23 +272,6 @@ def _traced(
     return function, lowered or function.lowered(traced, hardware.platform), inner
 
 
-def _traced_shifts(function: CallFunction) -> tuple[CallFunction, TracedJaxpr]:
-    """A function with its movement as shifts, and its trace. Windows are read anew: they may read other arrays."""
-    function = dataclasses.replace(function, separates_windows=False)
-    return function, function.as_jaxpr()
-
-
-def _with_windows_apart(
-    function: CallFunction, traced: TracedJaxpr, hardware: Hardware
-) -> tuple[CallFunction, TracedJaxpr, Traced | None]:
-    """The function with an array for each window, where some clash; its trace, and that lowered, where that was needed."""
-    lowered = function.lowered(traced, hardware.platform) if has_windows(traced.jaxpr) else None
-    if lowered is None or not windows_clash(lowered.graph):
-        return function, traced, lowered
-    function = dataclasses.replace(function, separates_windows=True)
-    return function, function.as_jaxpr(), None
-
-
 def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) -> Placement:
     """Check all entries, of inputs and outputs alike, and put them on one mesh with the strategies inside.
 
@@ -337,9 +281,9 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
     leaves, count = (*call.inputs, *call.outputs), call.hardware.count
     before = len(problems)
     strategies = [check(leaf, count, problems) for leaf in leaves]
-    values, marked = (*call.traced.inputs, *call.traced.outputs), _inner_values(call)
+    values, marked = (*call.traced.inputs, *call.traced.outputs), inner_values(call)
     tied = [groups.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
-    inner = [(e.leaf, e.leaf.entry, groups.of[marked[e.number]]) for e in call.inner if _is_inferred(e, marked)]
+    inner = [(e.leaf, e.leaf.entry, groups.of[marked[e.number]]) for e in call.inner if is_inferred(e, marked)]
     leaves = (*leaves, *(leaf for leaf, _, _ in inner))
     strategies += [strategy for _, strategy, _ in inner]
     tied += [own for _, _, own in inner]
@@ -354,7 +298,7 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
         return placed
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
-    calls = operands_of_calls([e for e in call.inner if _is_inferred(e, marked)], len(values))
+    calls = operands_of_calls([e for e in call.inner if is_inferred(e, marked)], len(values))
     return place(leaves, strategies, tied, count, problems, groups.of, sizes, calls)
 
 
@@ -371,15 +315,6 @@ def _other_mesh(call: TracedCall, tag_axes: Axes, axes: Axes) -> Problem:
                    "write the axes of the call in [mesh], with their sizes, or pass integers and no mesh of yours")  # fmt: skip
 
 
-def _inner_values(call: TracedCall) -> dict[int, int]:
-    """The value in the graph of each inner entry, by number; the first where a loop is unrolled."""
-    return {number: value for value, number in reversed([*call.traced.graph.inner.items()])}
-
-
-def _is_inferred(entry: InnerEntry, values: Mapping[int, int]) -> bool:
-    return entry.is_strategy and entry.number in values
-
-
 def _without_mesh(call: TracedCall) -> str:
     """How to let the plan choose its mesh, as the end of an error; "" where the mesh around the call is the only one."""
     ambient, count, here = call.ambient_mesh, call.hardware.count, len(jax.devices())
@@ -387,95 +322,3 @@ def _without_mesh(call: TracedCall) -> str:
         return ""
     devices = "jax.devices()" if count == here else f"jax.devices()[:{count}]"
     return f"; or pass devices without a mesh, and the plan chooses one: device={devices}"
-
-
-def _on_mesh(call: TracedCall, placed: Placement, problems: list[Problem]) -> OnMesh:
-    """The mesh axes that the user, the entries or the layout file asks for, () if none does, and all shardings on them."""
-    leaves, values = (*call.inputs, *call.outputs), _inner_values(call)
-    is_given = call.hardware.mesh is not None or any(map(names_axes, leaves))
-    axes: Axes = placed.axes if is_given or any(dim for spec in placed.specs if spec for dim in spec) else ()
-    count = call.hardware.count
-    if call.layout is not None and count > 1 and not axes:
-        axes = mesh_axes(call.layout, count, [])
-    meshes = () if call.ambient_mesh is not None and call.ambient_mesh.is_binding else call.traced.meshes
-    inferred = [e.number for e in call.inner if _is_inferred(e, values)]
-    inner = {n: spec for n, spec in zip(inferred, placed.specs[len(leaves) :], strict=True) if spec is not None}
-    given = OnMesh(axes, tuple(placed.specs[: len(leaves)]), {}, placed.order)
-    if not is_given and call.layout is None:
-        given, inner = on_mesh_of_function(given, inner, meshes, count)
-    return place_inner(call.inner, inner, given, meshes, count, problems)
-
-
-def _with_ambient(call: TracedCall, axes: Axes) -> TracedCall:
-    """The call with the mesh around it only if its plan is on that mesh.
-
-    Raises:
-      StrategyError: the entries name axes of another mesh, and no other can be used.
-    """
-    ambient = call.ambient_mesh
-    if ambient is None or call.hardware.count == 1 or axes == ambient.axes:
-        return call
-    if ambient.is_binding:
-        fail(StrategyError, f"the entries of `{call.name}` are on another mesh than the call", where=mesh_text(axes),
-             why=f"the mesh around the call, or of its arguments' types, has Explicit or Manual axes: {mesh_text(ambient.axes)}",
-             fix="name the axes of that mesh, or give integers")  # fmt: skip
-    return dataclasses.replace(call, function=dataclasses.replace(call.function, ambient=None))
-
-
-def _problem(
-    call: TracedCall, groups: DimensionGroups, axes: Axes, entries: tuple[Spec | None, ...], propagation: Propagation,
-    anchored: Collection[int],
-) -> SearchProblem:  # fmt: skip
-    traced, hardware, bounds = call.traced, call.hardware, call.search
-    graph = with_hoisted_trips(traced.graph, hardware.platform, lambda v: int(array_bytes(traced.graph.values[v])))
-    graph = with_counted_rows(graph, hardware.platform)
-    outputs = list(zip(traced.outputs, call.outputs, propagation.given, strict=True))
-    inner = {value: propagation.inner[number] for value, number in graph.inner.items()}
-    of_calls = {entry.number for entry in call.inner if entry.is_operand}
-    marked = {value: spec for value, spec in inner.items() if graph.inner[value] in of_calls}
-    return SearchProblem(
-        names=tuple(leaf.path for leaf in call.inputs),
-        shapes=tuple(leaf.shape for leaf in call.inputs),
-        groups=tuple(groups.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, call.inputs, strict=True)),
-        group_bytes=_group_bytes(graph, groups),
-        axes=axes,
-        specs=entries if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in call.inputs),
-        hardware=hardware,
-        level=bounds.level,
-        partition=memoized(propagation),
-        graph=graph,
-        inputs=traced.inputs,
-        results={v: padded(spec, graph, v) or () for v, _, spec in outputs if spec is not None},
-        same_as={v: traced.inputs[call.same_as[i]] for i, (v, _, spec) in enumerate(outputs)
-                 if spec is None and i in call.same_as},
-        donated=frozenset(traced.inputs[i] for i in call.donated),
-        can_constrain=_constrainable(anchored, graph),
-        memory_limit=hardware.chip.memory_bytes if bounds.memory_limit is None else bounds.memory_limit,
-        algorithm=bounds.algorithm,
-        search_ops=bounds.search_ops,
-        open_results={} if hardware.count == 1 else {
-            i: OpenResult(leaf.path, v, leaf.shape, i - len(outputs))
-            for i, (v, leaf, spec) in enumerate(outputs)
-            if spec is None and i not in call.same_as and leaf.shape},
-        results_requested=any(leaf.entry is AUTO and leaf.where for leaf in call.outputs),
-        budget=bounds.budget,
-        tolerance=bounds.tolerance,
-        seconds=bounds.time_limit_s,
-        inner=inner,
-        operands=operands_as_read(graph, marked, dict(axes)),
-        memo=Memo(value_groups=groups.of),
-    )  # fmt: skip
-
-
-def _constrainable(anchored: Collection[int], graph: Graph) -> frozenset[int]:
-    """The ops, by index, that may get a constraint."""
-    return frozenset(i for i in anchored if not aborts_if_constrained(graph.ops[i]))
-
-
-def _group_bytes(graph: Graph, groups: DimensionGroups) -> dict[int, int]:
-    """For each dimension group the bytes of all values that have a dimension in it."""
-    found: dict[int, int] = {}
-    for value, of in zip(graph.values, groups.of, strict=True):
-        for group in set(of):
-            found[group] = found.get(group, 0) + int(array_bytes(value))
-    return found

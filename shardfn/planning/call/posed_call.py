@@ -22,7 +22,7 @@ from shardfn.planning.call.propagation import Propagation
 from shardfn.planning.inside import InnerEntry
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.planning.meshes import Placement, PlanMesh
-from shardfn.search.problem import Answer, Search, SearchProblem
+from shardfn.search.problem import Answer, Partitioner, Search, SearchProblem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +45,8 @@ class TracedCall:
     compiler_options: Mapping[str, Any] | None = None
     inner: tuple[InnerEntry, ...] = ()
     """The entries of values inside the function."""
+    written: tuple[CallFunction, Traced] | None = None
+    """Of a call of shifts the function without them and its trace, where a search needs both."""
 
     @property
     def ambient_mesh(self) -> AmbientMesh | None:
@@ -59,7 +61,9 @@ class TracedCall:
 
     def of(self, function: CallFunction, mesh: PlanMesh | None = None) -> TracedCall:
         """The call with its function in another form, traced anew on a mesh."""
-        return dataclasses.replace(self, function=function, traced=function.traced(self.hardware.platform, mesh))
+        return dataclasses.replace(
+            self, function=function, traced=function.traced(self.hardware.platform, mesh), written=None
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +82,22 @@ class PosedCall:
     propagation: Propagation
     anchored: Mapping[int, int]
     """For each op that can be constrained the number of its jaxpr equation (`anchors`)."""
+    written: PosedCall | None = None
+    """Of a call of shifts the same without them, where a search needs both."""
+    both: Partitioner | None = None
+    """Then it partitions what is compiled of a candidate."""
+
+    @property
+    def partition(self) -> Partitioner:
+        """Partitions what is compiled of a candidate, and keeps nothing."""
+        return self.both or self.propagation
+
+    def without_programs(self) -> PosedCall:
+        """The call without the partitioned programs that a search kept, which are large."""
+        written = self.written and self.written.without_programs()
+        return dataclasses.replace(
+            self, problem=dataclasses.replace(self.problem, partition=self.partition), written=written
+        )
 
     @property
     def chosen_search(self) -> Search:
@@ -107,4 +127,4 @@ class AnsweredCall:
         call, answer = self.posed.call, self.answer
         specs = [spec if leaf.path in paths else own for leaf, own in zip(call.inputs, answer.specs, strict=True)]
         results = {**answer.result_specs, **{i: spec for i, leaf in enumerate(call.outputs) if leaf.path in paths}}
-        return self.posed.propagation(answer.axes, specs, answer.constraints, results)
+        return self.posed.partition(answer.axes, specs, answer.constraints, results)

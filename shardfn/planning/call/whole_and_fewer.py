@@ -59,6 +59,8 @@ def _call_of(call: TracedCall, fewer: FewerBlocks) -> TracedCall | None:
     inputs, outputs = ({i: n for n, i in enumerate(kept)} for kept in (fewer.inputs, fewer.outputs))
     return dataclasses.replace(
         call,
+        function=dataclasses.replace(call.function, shifted=None),  # it is in one form
+        written=None,
         traced=lower(TracedJaxpr(stage, results, len(shapes), ()), call.hardware.platform),
         inputs=tuple(_of(call.inputs, fewer.inputs)),
         outputs=tuple(_of(call.outputs, fewer.outputs)),

@@ -37,9 +37,7 @@ def _posed(posed: PosedCall, level: int) -> PosedCall:
     call = dataclasses.replace(call, search=dataclasses.replace(posed.call.search, level=level))
     if call.function is not posed.call.function:
         return place_call(call, [])
-    problem = dataclasses.replace(
-        posed.problem.at(level), partition=memoized(posed.propagation), begun=time.monotonic()
-    )
+    problem = dataclasses.replace(posed.problem.at(level), partition=memoized(posed.partition), begun=time.monotonic())
     return dataclasses.replace(posed, call=call, problem=problem)
 
 

@@ -178,7 +178,7 @@ class Archive:
         if not bounds:
             return None
         beyond = 0.0 if self.problem.level == TIME else BALANCED * self.problem.even_s
-        return max(0.0, min(bounds) - beyond)
+        return max(0.0, min(bounds) - self.problem.most_saved_s - beyond)
 
     def best_of(self, solution: MeshSolution, level: int) -> SearchCandidate | None:
         """The best candidate that comes from a solution; None where there is none."""

@@ -116,7 +116,7 @@ def estimated_rank(problem: SearchProblem, found: MeshSolution) -> Rank:
     """The rank of a solution at the problem's level by its estimate, in which a plan on fewer mesh axes wins ties."""
     sent_s, compute_s = totals(found.space, found.solution.choice)
     memory_bytes = problem.hardware.chip.memory_bytes
-    figures = Figures(sent_s, compute_s, problem.even_s, found.peak, memory_bytes)
+    figures = Figures(sent_s, compute_s, problem.facts.even_s(problem.devices), found.peak, memory_bytes)
     return rank(problem.level, problem.memory_limit, figures)._replace(ties=(len(found.axes),))
 
 

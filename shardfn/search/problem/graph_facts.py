@@ -85,6 +85,10 @@ class GraphFacts:
     leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
     """For ops, by index, the operand that each follows; `label_tables` fills it in once."""
 
+    def even_s(self, devices: int) -> float:
+        """Seconds of an even share of the compute: of all but the launches, which no device is spared."""
+        return self.launch_s + (self.compute_s - self.launch_s) / devices
+
 
 def unsharded_program(graph: Graph, platform: str) -> PartitionedProgram:
     """The program with every value unsharded."""

@@ -73,6 +73,7 @@ class Memo:
     costs: dict[object, Cost] = dataclasses.field(default_factory=dict)
     """By the arguments of `SearchProblem.evaluate`."""
     facts: GraphFacts | None = None
+    facts_written: GraphFacts | None = None
     value_groups: tuple[tuple[int, ...], ...] | None = None
     optimizer_state: tuple[bool, ...] | None = None
     """`baselines.is_optimizer_state`."""
@@ -95,6 +96,7 @@ class SearchProblem:
     hardware: Hardware
     level: int
     partition: Partitioner
+    """Partitions what is compiled: the program of `graph`, or that of `written`."""
     graph: Graph
     inputs: tuple[int, ...]
     """The arguments' values in `graph`."""
@@ -130,6 +132,8 @@ class SearchProblem:
     begun: float = dataclasses.field(default_factory=time.monotonic)
     """When the time limit began to count (`time.monotonic`)."""
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
+    written: Graph | None = None
+    """The program as the user wrote it, where that of `graph` has its movement as shifts. With nothing sharded it is compiled."""
     with_fewer_blocks: Callable[[], SmallerProblem | None] = dataclasses.field(
         default=lambda: None, repr=False, compare=False
     )
@@ -204,6 +208,15 @@ class SearchProblem:
         return self.memo.facts
 
     @property
+    def facts_written(self) -> GraphFacts:
+        """Those of the program as the user wrote it."""
+        if self.written is None:
+            return self.facts
+        if self.memo.facts_written is None:
+            self.memo.facts_written = facts_of(self.written, self.hardware.chip)
+        return self.memo.facts_written
+
+    @property
     def value_groups(self) -> tuple[tuple[int, ...], ...]:
         """The dimension group of each dimension of every value of the graph."""
         if self.memo.value_groups is None:
@@ -222,9 +235,13 @@ class SearchProblem:
 
     @property
     def even_s(self) -> float:
-        """Seconds of an even share of the compute: of the unsharded program over the number of devices, and all launches."""
-        launch_s = self.facts.launch_s
-        return launch_s + (self.facts.compute_s - launch_s) / self.devices
+        """Seconds of an even share of the compute of the unsharded program, as it is compiled."""
+        return self.facts_written.even_s(self.devices)
+
+    @property
+    def most_saved_s(self) -> float:
+        """The most seconds of compute that a candidate saves by being compiled as it is written: no op costs more sharded."""
+        return max(0.0, self.facts.compute_s - self.facts_written.compute_s)
 
     @property
     def shards_given(self) -> bool:
