@@ -226,7 +226,9 @@ def without_workarounds(call: TracedCall) -> TracedCall:
     function = call.function
     if not function.wrong and not function.is_as_written and not function.halo_shards:
         return call
-    return call.of(dataclasses.replace(function, wrong=(), is_as_written=False, halo_shards={}))
+    other = call.of(dataclasses.replace(function, wrong=(), is_as_written=False, halo_shards={}))
+    is_plain = function.is_as_written and not function.wrong
+    return dataclasses.replace(other, written=(function, call.traced)) if is_plain else other
 
 
 def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
