@@ -82,7 +82,7 @@ CASES = [  # function, layout, device, bytes sent as compiled by libtpu 0.0.42 a
     (clipped, DATA, H100, ROUNDS * REDUCED),
     (read_twice, DATA, H100, 2 * ROUNDS * REDUCED),
     (read_twice_again, DATA, H100, REDUCED),
-    (read_twice_again, DATA, V5E, REDUCED),
+    (read_twice_again, DATA, V5E, ROUNDS * REDUCED),
     (shared, DATA, H100, REDUCED),
     (shared, DATA, V5E, REDUCED),
     (shared, DATA, CPU, 3 * REDUCED),
