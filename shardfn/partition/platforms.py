@@ -27,7 +27,9 @@ def _gpu_passes(partitioned: PartitionedProgram, torus: Sequence[int]) -> Partit
 
 
 def _tpu_passes(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
-    found = combine_partial_sums(all_reduces_after_loops(without_unread(partitioned)))  # in this order, unlike XLA on GPUs
+    found = combine_partial_sums(
+        all_reduces_after_loops(without_unread(partitioned))
+    )  # in this order, unlike XLA on GPUs
     return all_reduce_gathers(without_unread(repeat_distant_gathers(found)), torus)
 
 
