@@ -13,7 +13,6 @@ from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges
 from shardfn.cost.schedule import Schedule
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 
-
 _OUTERMOST = ("all_gather", "reduce_scatter")
 _ANY_ORDER = ELEMENTWISE | CONTRACTIONS | {"reduce", "transpose"}
 """Ops that read an array in any order of its dimensions."""
