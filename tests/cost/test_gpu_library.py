@@ -322,7 +322,16 @@ def balanced(c, u):
     return jax.lax.fori_loop(0, 9, step, u)
 
 
+def particles(w, x, y):
+    def loss(w):
+        z = x @ w
+        return (jax.nn.softplus(z) - y * z).sum()
+
+    return jax.vmap(jax.grad(loss))(w)
+
+
 COMPILED |= {
+    "product of a batch": (particles, (f32(2048, 256), f32(16384, 256), f32(16384))),
     "transposed for a matmul": (projected, (f32(16384, 1024), f32(1024, 64))),
     "sums of computed columns": (balanced, (f32(4096, 4096), f32(4096))),
     "softmax": (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (f32(4096, 64), f32(4096, 64))),

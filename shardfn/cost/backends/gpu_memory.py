@@ -147,14 +147,36 @@ class GpuLiveRanges(LiveRanges):
         return False
 
     def write_over(self, bound: frozenset[int]) -> None:
-        """Sorts by comparisons and solvers write over their operands too."""
+        """Sorts by comparisons and solvers write over their operands too, and ops over one that they transpose for a matmul."""
         super().write_over(bound)
+        self.write_over_transposed()
         for i in self.library:
             is_solver = self.graph.ops[i].name.startswith(SOLVERS)
             for v, made in self.written_by_library(i):
                 is_free = is_solver and v in self.start and not {v} & (self.inputs | self.outputs)
                 if made in self.start and v in self.fusion.reads[i] and (is_free or self.dies_in(v, i)):
                     self.end[v] = min(2 * i, self.start[made]) - 1
+
+    def write_over_transposed(self) -> None:
+        """XLA leaves what matmuls alone read in the order of a matmul's result of which it is computed, so it is written over
+        that even if the program transposes in between."""
+        ops, size = self.graph.ops, self.partitioned.local_bytes
+        for i, op in enumerate(ops):
+            if op.name not in ELEMENTWISE or len(op.outputs) != 1 or op.outputs[0] not in self.start:
+                continue
+            (made,), inner = op.outputs, self.fusion.inside[i]
+            if not inner or made in self.outputs or all(ops[j].name != "transpose" for j in inner):
+                continue
+            readers = [r for r, reads in enumerate(self.fusion.reads) if made in reads]
+            if not readers or any(ops[r].name != "dot_general" for r in readers):
+                continue
+            shape = self.partitioned.local_shape(made)
+            for v in self.fusion.reads[i]:
+                other, at = self.partitioned.local_shape(v), self.graph.makers.get(v, -1)
+                is_product = at >= 0 and ops[at].name == "dot_general" and size(v) == size(made)
+                if is_product and other != shape and sorted(other) == sorted(shape) and self.dies_in(v, i):
+                    self.end[v] = min(2 * i, self.start[made]) - 1
+                    break
 
     def written_by_library(self, i: int) -> Iterable[tuple[int, int]]:
         """The results of a library call that may be written over an operand, each with that operand first."""
