@@ -110,7 +110,7 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
             for where in (at.pop(c.result), *(where for where, _ in views.get(v, ()))):
                 ops[where] = tuple(of for of in ops[where] if of.name == "add")  # which was combined before
             del sent[c.result]
-        seen = [*(builder.like(of.inputs[0]) for of in through), result]
+        seen = (*(builder.like(of.inputs[0]) for of in through), result)
         moved = tuple(of.of(seen[n : n + 1], seen[n + 1 : n + 2]) for n, of in enumerate(through))
         ops[i] = (
             op.of((first.operand, second.operand), (partial,)),
