@@ -53,12 +53,15 @@ def _untransposed(value: int, transposes: Mapping[int, Op]) -> int:
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})
+_MOVED = frozenset({"transpose", "reshape"})
+"""Ops that XLA moves behind an addition of which both operands have the same, or folds into the matmul that they read."""
 
 
 def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Add partial sums before they are all-reduced, where both would be reduced over the same devices.
 
-    XLA's all-reduce reassociation does so for sums that nothing else reads.
+    XLA's all-reduce reassociation does so for sums that nothing else reads. Both may be transposed or reshaped in one way, as the
+    gradient of a weight is that `x @ w` reads.
     """
     graph, builder = partitioned.graph, ProgramBuilder(partitioned)
     values, specs = builder.values, builder.specs
@@ -73,11 +76,16 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
         return partitioned
     count = _readers(graph)
     sharded: dict[int, int] = {}
-    """The sum behind a value that is a slice of it, or the sum with a sharding constraint."""
-    for op in graph.ops:
+    """The sum behind a value that is a slice of it, or the sum with a sharding constraint, or a view of one of these."""
+    views: dict[int, tuple[tuple[int, Op], ...]] = {}
+    """The last transposes and reshapes of such a value, each with its position."""
+    for i, op in enumerate(graph.ops):
         if len(op.inputs) == 1 and (v := sharded.get(op.inputs[0], op.inputs[0])) in at and count[v] == 1:
             is_held = op.name == "reshard" and op.outputs[0] not in sent and specs[op.outputs[0]] == specs[op.inputs[0]]
-            if op.name == "all_slice" or (is_held and count[op.inputs[0]] == 1):
+            is_alone = count[op.inputs[0]] == 1
+            if op.name in _MOVED and is_alone:
+                views[op.outputs[0]] = (*views.get(op.inputs[0], ()), (i, op))
+            if op.name == "all_slice" or (is_alone and (is_held or op.name in _MOVED)):
                 sharded[op.outputs[0]] = v
     ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
     for i, op in enumerate(graph.ops):
@@ -93,19 +101,25 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
             continue
         if _kind(values, specs, first) != _kind(values, specs, second):
             continue
+        through, other = ([of for _, of in views.get(v, ())] for v in op.inputs)
+        if [_form(values, specs, of) for of in through] != [_form(values, specs, of) for of in other]:
+            continue
         (result,) = op.outputs
         partial, full = builder.like(first.operand), builder.like(first.result)
-        for c in (first, second):
-            where = at.pop(c.result)
-            ops[where] = ops[where][:-2]  # an addition that was combined before stays
+        for v, c in zip(op.inputs, (first, second), strict=True):
+            for where in (at.pop(c.result), *(where for where, _ in views.get(v, ()))):
+                ops[where] = tuple(of for of in ops[where] if of.name == "add")  # which was combined before
             del sent[c.result]
+        seen = (*(builder.like(of.inputs[0]) for of in through), result)
+        moved = tuple(of.of(seen[n : n + 1], seen[n + 1 : n + 2]) for n, of in enumerate(through))
         ops[i] = (
             op.of((first.operand, second.operand), (partial,)),
             Op(first.kind.replace("-", "_"), (partial,), (full,), None, op.trips, first.where),
-            Op("all_slice", (full,), (result,), None, op.trips, first.where),
+            Op("all_slice", (full,), (seen[0],), None, op.trips, first.where),
+            *moved,
         )
         sent[full] = dataclasses.replace(first, operand=partial, result=full)
-        at[full], sharded[result], count[full] = i, full, 1
+        at[full], sharded[result], count[full], views[result] = i, full, 1, tuple((i, of) for of in moved)
     if len(values) == len(graph.values):
         return partitioned
     every = [op for some in ops for op in some]
@@ -120,11 +134,19 @@ def combined_matmul_counts(graph: Graph) -> dict[int, int]:
     """
     count = _readers(graph)
     added: dict[int, tuple[int, ...]] = {}  # by value: the matmuls of which it is the sum
+    views: dict[int, tuple[object, ...]] = {}  # and how it is transposed and reshaped
     for i, op in enumerate(graph.ops):
         if op.name == "dot_general":
             added[op.outputs[0]] = (i,)
-        elif op.name == "add" and len({*op.inputs}) == 2 and all(v in added and count[v] == 1 for v in op.inputs):
+            continue
+        if not op.inputs or not all(v in added and count[v] == 1 for v in op.inputs):
+            continue
+        first, form = views.get(op.inputs[0], ()), (op.name, op.rule)
+        if op.name in _MOVED:
+            added[op.outputs[0]], views[op.outputs[0]] = added.pop(op.inputs[0]), (*first, form)
+        elif op.name == "add" and len({*op.inputs}) == 2 and first == views.get(op.inputs[1], ()):
             added[op.outputs[0]] = tuple(j for v in op.inputs for j in added.pop(v))
+            views[op.outputs[0]] = first
     return {i: len(of) for of in added.values() if len(of) > 1 for i in of}
 
 
@@ -133,6 +155,12 @@ def _readers(graph: Graph) -> collections.Counter[int]:
     count = collections.Counter(v for op in graph.ops for v in op.inputs)
     count.update(live_out_values(graph))
     return count
+
+
+def _form(values: Sequence[Value], specs: Sequence[Spec], view: Op) -> object:
+    """What two views must have in common to be moved behind an addition."""
+    ends = (*view.inputs, *view.outputs)
+    return view.name, view.rule, [(values[v], specs[v]) for v in ends]
 
 
 def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:

@@ -45,7 +45,9 @@ def _counted(graph: Graph, op: Op) -> Op:
         along = _counted_along(graph, column)
         if along is not None and rows_of[d] == numbers_of[along] and len(table[d]) == len(index[along]) == 1:
             shared.append((table[d][0], index[along][0]))
-    if len({factor for _, factor in shared}) < len(shared):  # a diagonal, `x[i, i]`: XLA sees neither column
+    batch = [factor for dim in table for factor in dim if factor in others]
+    if len({*batch, *(factor for _, factor in shared)}) < len(batch) + len(shared):
+        # A diagonal, `x[i, i]`, also where one `i` is a batch, as in `take_along_axis`: XLA does not see the columns.
         return op
     return dataclasses.replace(op, rule=_with_shared(op.rule, op.name, tuple(shared))) if shared else op
 

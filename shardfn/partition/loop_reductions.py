@@ -15,10 +15,10 @@ from shardfn.partition.rebuild import ProgramBuilder
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """A value that a loop adds to one it carries, and does nothing else with."""
+    """A value that a loop adds to one it carries, and does nothing else with, or rows that it scatters into one."""
 
     value: int
-    """The value that each iteration adds, before any view of it."""
+    """The value that each iteration adds, before any view of it; the sum over devices of what rows were scattered into."""
     loop: int
     """Index of the loop's op."""
     result: int
@@ -46,6 +46,9 @@ def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumul
     for i in loops:
         op = graph.ops[i]
         for _, seen, out, result in op.carries:
+            if (total := origin(out) if count[out] == 1 else -1) in made and _sums_rows(graph, total, seen):
+                found.append(Accumulation(total, i, result))
+                continue
             add = graph.ops[made.get(out, i)]
             if add.name != "add" or add.trips <= op.trips or count[out] != 1 or len({*add.inputs}) != 2:
                 continue
@@ -55,6 +58,15 @@ def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumul
                 if held == seen and is_made and count[held] == 1:
                     found.append(Accumulation(first, i, result))
     return found
+
+
+def _sums_rows(graph: Graph, total: int, held: int) -> bool:
+    """Whether a value is the sum over devices of rows that are scattered into a value, which nothing else reads."""
+    reduced, count = graph.maker(total, "all_reduce"), graph.read_counts
+    scatter = reduced and graph.maker(reduced.inputs[0], "scatter")
+    if not scatter or scatter.combines != "add" or count[scatter.outputs[0]] != 1:
+        return False
+    return scatter.inputs[0] == held and count[held] == 1
 
 
 def all_reduces_after_loops(partitioned: PartitionedProgram) -> PartitionedProgram:

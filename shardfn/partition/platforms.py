@@ -27,8 +27,10 @@ def _gpu_passes(partitioned: PartitionedProgram, torus: Sequence[int]) -> Partit
 
 
 def _tpu_passes(partitioned: PartitionedProgram, torus: Sequence[int]) -> PartitionedProgram:
-    found = all_reduces_after_loops(without_unread(repeat_distant_gathers(combine_partial_sums(partitioned))))
-    return all_reduce_gathers(found, torus)
+    found = combine_partial_sums(
+        all_reduces_after_loops(without_unread(partitioned))
+    )  # in this order, unlike XLA on GPUs
+    return all_reduce_gathers(without_unread(repeat_distant_gathers(found)), torus)
 
 
 @dataclasses.dataclass(frozen=True)

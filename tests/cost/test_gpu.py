@@ -127,6 +127,33 @@ def test_a_sum_takes_its_operand_s_place():
     assert peak(jnp.matmul, *args, entries=entries, out_strategy=((1, 1),)).temporaries == 0
 
 
+X_MIB, W_MIB = f32(4096, 8192), f32(8192, 8192)  # 128 and 256 MiB, 16 and 32 on each device
+# Function, arguments, strategies of these and of the result, and MiB of the temporaries. Each was compiled.
+IN_ORDER = {
+    "rows gathered": (lambda x: x, (X_MIB,), ((8, 1),), (1, 1), 0),
+    "columns gathered": (lambda x: x, (X_MIB,), ((1, 8),), (1, 1), 128),
+    "columns of computed rows gathered": (jnp.tanh, (X_MIB,), ((1, 8),), (1, 1), 128),
+    "behind a dimension of one": (lambda x: x, (f32(1, 4096, 8192),), ((1, 8, 1),), (1, 1, 1), 0),
+    "columns gathered for a matmul": (jnp.matmul, (X_MIB, f32(8192, 1024)), ((1, 8), (1, 8)), (1, 8), 144),
+    "rows scattered": (jnp.matmul, (X_MIB, W_MIB), ((1, 8), (8, 1)), (8, 1), 128),
+    "columns scattered": (jnp.matmul, (X_MIB, W_MIB), ((1, 8), (8, 1)), (1, 8), 144),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_what_arrives_in_another_order_is_copied(name):
+    fn, args, entries, out, mib = IN_ORDER[name]
+    assert peak(fn, *args, entries=entries, out_strategy=(out,)).temporaries == mib * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_what_arrives_in_another_order_is_copied_as_compiled(cuda, name):
+    fn, args, entries, out, mib = IN_ORDER[name]
+    plan = shardfn.plan(fn, *args, in_strategy=entries, out_strategy=(out,), device=GPUS)
+    assert compile_plan(plan).temp_bytes == pytest.approx(mib * 2**20, abs=2**12)
+
+
 def layers(ws, x):
     for w in ws:
         x = jnp.tanh(x @ w)

@@ -309,7 +309,31 @@ def experts_loss(x, up, down, sizes):
     return (jax.lax.ragged_dot(hidden, down, sizes).astype(jnp.float32) ** 2).sum()
 
 
+def projected(a, x):
+    q, _ = jnp.linalg.qr(a @ x)
+    return a.T @ q
+
+
+def balanced(c, u):
+    def step(_, u):
+        v = -jax.nn.logsumexp(c + u[:, None], 0)
+        return -jax.nn.logsumexp(c + v[None], 1)
+
+    return jax.lax.fori_loop(0, 9, step, u)
+
+
+def particles(w, x, y):
+    def loss(w):
+        z = x @ w
+        return (jax.nn.softplus(z) - y * z).sum()
+
+    return jax.vmap(jax.grad(loss))(w)
+
+
 COMPILED |= {
+    "product of a batch": (particles, (f32(2048, 256), f32(16384, 256), f32(16384))),
+    "transposed for a matmul": (projected, (f32(16384, 1024), f32(1024, 64))),
+    "sums of computed columns": (balanced, (f32(4096, 4096), f32(4096))),
     "softmax": (lambda q, k: jax.nn.softmax(q @ k.T) @ k, (f32(4096, 64), f32(4096, 64))),
     "channels first": (lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"), (f32(8, 64, 64, 64), f32(128, 64, 3, 3))),
     "transposed convolution": (lambda x, w: jax.lax.conv_transpose(x, w, (2, 2), "SAME"), (f32(8, 56, 56, 64), f32(4, 4, 64, 128))),

@@ -25,6 +25,11 @@ def replaced(y, t, rows):
     return y.at[jnp.arange(B), t].set(rows)
 
 
+def diagonal(y):
+    return jnp.take_along_axis(y, jnp.arange(B)[:, None], 1)[:, 0]
+
+
+SQUARE = (S((B, B), jnp.float32),)
 GRADIENT = jax.grad(lambda y, t: (labels(y, t) ** 2).sum())
 # Function, arguments, strategies of the arguments and of the result, and the bytes that a GPU sends. Each was compiled for both.
 PROGRAMS = {
@@ -37,6 +42,8 @@ PROGRAMS = {
     "one of a sequence": (labels, POOL, ((2, 1, 4), (2,)), (2, 4), 0),
     "sequence sharded": (labels, POOL, ((2, 4, 1), (2,)), (2, 1), 6144),
     "two counted": (of_time, (S((B, T, V), jnp.float32), S((B, T), jnp.int32)), ((2, 4, 1), (2, 4)), (2, 4), 0),
+    "diagonal of a batch": (diagonal, SQUARE, ((8, 1),), (8,), 0),
+    "gradient of a diagonal": (jax.grad(lambda y: (diagonal(y) ** 2).sum()), SQUARE, ((8, 1),), (8, 1), 0),
     "rows set": (replaced, (*POOL, S((B, V), jnp.float32)), ((2, 1, 4), (2,), (2, 4)), (2, 1, 4), 0),
 }  # fmt: skip
 

@@ -44,6 +44,35 @@ def twice(w, xs):
     return recurrent(w, xs + h) @ w
 
 
+def read_twice(w, xs, step=lambda w, h, x: jnp.tanh(x + jnp.tanh(h @ w) @ w)):
+    """The gradient of a weight that each step of a recurrence reads twice: the loop adds one part after the other."""
+
+    def loss(w):
+        return jnp.sum(jax.lax.scan(lambda h, x: (step(w, h, x), None), xs[0], xs)[0])
+
+    return jax.grad(loss)(w)
+
+
+def read_twice_again(w, xs):
+    """The same, recomputed: each round adds the parts of its own first."""
+    return read_twice(w, xs, jax.checkpoint(lambda w, h, x: jnp.tanh(x + jnp.tanh(h @ w) @ w)))
+
+
+def shared(w, xs):
+    """The same of three layers that share it, without a loop."""
+    return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(xs[0] @ w) @ w) @ w) ** 2))(w)
+
+
+def looked_up(w, xs):
+    """The gradient of rows that each step looks up."""
+    ids = jnp.argmax(xs, -1)
+
+    def loss(w):
+        return jnp.sum(jax.lax.scan(lambda h, i: (jnp.tanh(h + w[i]), None), xs[0], ids)[0])
+
+    return jax.grad(loss)(w)
+
+
 DATA, SHARDED = ((1, 1), (1, 8, 1)), ((8, 1), (1, 8, 1))
 REDUCED, GATHERED = 2 * 7 * ONE // 8, 7 * ONE // 8
 CASES = [  # function, layout, device, bytes sent as compiled by libtpu 0.0.42 and XLA of JAX 0.10.2
@@ -51,6 +80,14 @@ CASES = [  # function, layout, device, bytes sent as compiled by libtpu 0.0.42 a
     (summed, DATA, V5E, REDUCED),
     (summed, DATA, CPU, ROUNDS * REDUCED),
     (clipped, DATA, H100, ROUNDS * REDUCED),
+    (read_twice, DATA, H100, 2 * ROUNDS * REDUCED),
+    (read_twice_again, DATA, H100, REDUCED),
+    (read_twice_again, DATA, V5E, ROUNDS * REDUCED),
+    (shared, DATA, H100, REDUCED),
+    (shared, DATA, V5E, REDUCED),
+    (shared, DATA, CPU, 3 * REDUCED),
+    (looked_up, DATA, H100, REDUCED),
+    (looked_up, DATA, V5E, REDUCED),
     (recurrent, SHARDED, H100, ROUNDS * GATHERED),
     (recurrent, SHARDED, V5E, ROUNDS * GATHERED // 2),
     (recurrent, SHARDED, CPU, GATHERED),

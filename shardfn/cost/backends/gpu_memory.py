@@ -11,6 +11,11 @@ from shardfn.cost.backends.library_call import LibraryCall
 from shardfn.cost.backends.loop_copies import loop_copies
 from shardfn.cost.memory.live_ranges import LiveBuffer, LiveRanges
 from shardfn.cost.schedule import Schedule
+from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
+
+_OUTERMOST = ("all_gather", "reduce_scatter")
+_ANY_ORDER = ELEMENTWISE | CONTRACTIONS | {"reduce", "transpose"}
+"""Ops that read an array in any order of its dimensions."""
 
 
 class GpuLiveRanges(LiveRanges):
@@ -25,6 +30,8 @@ class GpuLiveRanges(LiveRanges):
     def add_own_buffers(self, i: int) -> None:
         """Add what a library call needs beside its operands and results."""
         op = self.graph.ops[i]
+        if op.name in _OUTERMOST:
+            self.send_in_order(i)
         if op.name not in HAS_BUFFERS and not op.name.startswith(SOLVERS):
             return
         self.library.append(i)
@@ -37,6 +44,29 @@ class GpuLiveRanges(LiveRanges):
         for v in (op.outputs[at] for at in made if op.outputs[at] in self.outputs):
             self.copies.append(LiveBuffer((), 2 * i, self.last_tick(i) + 1, self.partitioned.local_bytes(v)))
             self.start[v] = self.last_tick(i) + 1
+
+    def send_in_order(self, i: int) -> None:
+        """XLA gathers and scatters along the outermost dimension in memory only (`GpuLayoutAssignment`). Along another, an
+        argument is copied to have that dimension first. What arrives is copied back for a result of the program, and for readers
+        other than matmuls and what is fused."""
+        op = self.graph.ops[i]
+        if not self.is_moved(i):
+            return
+        (operand,), (arrived,) = op.inputs, op.outputs
+        begin = 2 * self.together.get(i, (i, i))[0]
+        if self.source(operand) in self.inputs or self.source(operand) in self.carried:
+            self.copies.append(LiveBuffer((), begin, self.last_tick(i), self.partitioned.local_bytes(operand)))
+        readers = [self.graph.ops[r].name for r, reads in enumerate(self.fusion.reads) if arrived in reads]
+        if arrived in self.outputs or any(name not in _ANY_ORDER for name in readers):
+            self.copies.append(LiveBuffer((), begin, self.last_tick(i) + 1, self.partitioned.local_bytes(arrived)))
+            self.start[arrived] = self.last_tick(i) + 1
+
+    def is_moved(self, i: int) -> bool:
+        """Whether an all-gather or a reduce-scatter is along another dimension than the outermost one."""
+        op = self.graph.ops[i]
+        before, after = (self.partitioned.local_shape(v) for v in (op.inputs[0], op.outputs[0]))
+        along = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+        return bool(along) and max((1, *before[: along[0]])) > 1
 
     def from_ops(self) -> None:
         """Of a pooling's gradient that is cut, as JAX does after it padded the array, XLA makes what is left alone."""
@@ -83,13 +113,15 @@ class GpuLiveRanges(LiveRanges):
         return v
 
     def may_write_over(self, i: int, v: int) -> bool:
-        """Nothing is written over an array that a library left in another order than the result's, nor over rows that the same
-        kernel reduces first, as a softmax does."""
+        """Nothing is written over an array that a library or a collective left in another order than the result's, nor over rows
+        that the same kernel reduces first, as a softmax does."""
         at = self.graph.makers.get(self.source(v), -1)
         if (
             at >= 0
             and self.graph.ops[at].outputs.index(self.source(v)) in own_order(self.partitioned, self.graph.ops[at])[1]
         ):
+            return False
+        if at >= 0 and self.graph.ops[at].name in _OUTERMOST and self.is_moved(at):
             return False
         return not self.reduces_rows(i, v) and not self.is_reduced_at_once(i) and super().may_write_over(i, v)
 
@@ -115,14 +147,36 @@ class GpuLiveRanges(LiveRanges):
         return False
 
     def write_over(self, bound: frozenset[int]) -> None:
-        """Sorts by comparisons and solvers write over their operands too."""
+        """Sorts by comparisons and solvers write over their operands too, and ops over one that they transpose for a matmul."""
         super().write_over(bound)
+        self.write_over_transposed()
         for i in self.library:
             is_solver = self.graph.ops[i].name.startswith(SOLVERS)
             for v, made in self.written_by_library(i):
                 is_free = is_solver and v in self.start and not {v} & (self.inputs | self.outputs)
                 if made in self.start and v in self.fusion.reads[i] and (is_free or self.dies_in(v, i)):
                     self.end[v] = min(2 * i, self.start[made]) - 1
+
+    def write_over_transposed(self) -> None:
+        """XLA leaves what matmuls alone read in the order of a matmul's result of which it is computed, so it is written over
+        that even if the program transposes in between."""
+        ops, size = self.graph.ops, self.partitioned.local_bytes
+        for i, op in enumerate(ops):
+            if op.name not in ELEMENTWISE or len(op.outputs) != 1 or op.outputs[0] not in self.start:
+                continue
+            (made,), inner = op.outputs, self.fusion.inside[i]
+            if not inner or made in self.outputs or all(ops[j].name != "transpose" for j in inner):
+                continue
+            readers = [r for r, reads in enumerate(self.fusion.reads) if made in reads]
+            if not readers or any(ops[r].name != "dot_general" for r in readers):
+                continue
+            shape = self.partitioned.local_shape(made)
+            for v in self.fusion.reads[i]:
+                other, at = self.partitioned.local_shape(v), self.graph.makers.get(v, -1)
+                is_product = at >= 0 and ops[at].name == "dot_general" and size(v) == size(made)
+                if is_product and other != shape and sorted(other) == sorted(shape) and self.dies_in(v, i):
+                    self.end[v] = min(2 * i, self.start[made]) - 1
+                    break
 
     def written_by_library(self, i: int) -> Iterable[tuple[int, int]]:
         """The results of a library call that may be written over an operand, each with that operand first."""
