@@ -382,3 +382,19 @@ PROGRAMS = {
     ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""
+
+COMPILED = {
+    "the gradient of second differences of rows minus their mean": lines(
+        (8, 16), (2, 1), "x0 - x0.mean(1, keepdims=True)", "jnp.diff(v0, axis=0, n=2)", devices=8, device="h100:8"
+    ),
+    "heat that spreads twice, minus the mean of rows": lines(
+        (16, 32),
+        (4, 1),
+        "x0.at[1:-1].add(x0[2:] + x0[:-2] - 2 * x0[1:-1])",
+        "v0.at[1:-1].add(v0[2:] + v0[:-2] - 2 * v0[1:-1])",
+        "v1 - v1.mean(1, keepdims=True)",
+        devices=8,
+        device="h100:8",
+    ),
+}
+"""Programs that a compiler for devices that are not here did not compile."""
