@@ -396,5 +396,24 @@ COMPILED = {
         devices=8,
         device="h100:8",
     ),
+    "the gradient of a softmax of shifted rows": lines(
+        (24, 16),
+        (2, 1),
+        "x0 - 0.5 * jnp.roll(x0, 1, 0)",
+        "v0.at[3:].set(v0[:-3])",
+        "jax.nn.softmax(v1, -1)",
+        "v2 / jnp.sqrt((v2 * v2).mean(-1, keepdims=True))",
+        devices=8,
+        device="h100:8",
+        checks=("outside",),
+    ),
+    "the gradient of the least of windows of a column": lines(
+        (16, 1),
+        (2, 1),
+        "lax.reduce_window(x0, jnp.inf, lax.min, (2, 1), (3, 1), 'SAME')",
+        devices=8,
+        device="h100:8",
+        checks=("inside",),
+    ),
 }
-"""Programs that a compiler for devices that are not here did not compile."""
+"""Programs that a compiler for devices that are not here did not compile, or whose plans failed."""

@@ -50,7 +50,9 @@ class WrongOp(NamedTuple):
     """The rotation that a `nested` one is."""
 
 
-def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
+def wrong_ops(
+    partitioned: PartitionedProgram, known: Collection[WrongOp] = (), has_residuals: bool = False
+) -> tuple[WrongOp, ...]:
     """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
     Fourier transforms that may not run, reductions that do not compile, pads that may do either, and reshardings that end the
     process.
@@ -58,6 +60,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
     Args:
       partitioned: the program with its shardings.
       known: the ops that the program has a workaround for already.
+      has_residuals: whether its arguments are made in the same compiled program.
     """
     done = {(w.movement, w.dims) for w in known}
     moved_from, moved_to = _moves(partitioned.graph)
@@ -101,7 +104,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
         if _is_wrong_convolution(op, partitioned, moved_from, moved_to) or _crops_between(op, partitioned):
             found.setdefault(WrongOp(op.where))
-    for op, turn in nested_concatenations(partitioned):
+    for op, turn in nested_concatenations(partitioned, has_residuals):
         found.setdefault(WrongOp(op.where, "nested", movement=movement_of(op, partitioned, moved_from), turn=turn))
     return tuple(found)
 
