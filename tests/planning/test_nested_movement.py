@@ -59,7 +59,8 @@ ROTATED, ROWS = jax.ShapeDtypeStruct((2, 4, 32, 64), "float32"), jax.ShapeDtypeS
         (lambda x: jnp.diff(jnp.sin(x), axis=0, n=2), ROWS, (4, 1), False),
         (lambda x: jnp.concatenate([x, jnp.roll(x, 1, 0)]) - x.mean(), ROWS, (4, 1), False),  # one kernel has no mean of rows
         (lambda x: minus_mean(jnp.concatenate([x, jnp.roll(x, 1, 1)], 2)), jax.ShapeDtypeStruct((4, 64, 128), "float32"), (1, 4, 1), True),
-        (rotated_twice, ROTATED, (2, 1, 1, 1), False),  # no shard is rotated
+        (rotated_twice, ROTATED, (2, 1, 1, 1), True),
+        (lambda x: minus_mean(jnp.concatenate([x, jnp.concatenate([x, 2 * x])])), ROWS, (1, 4), False),
         (rotated_after_the_mean, ROTATED, (1, 1, 4, 1), False),
     ],
 )  # fmt: skip

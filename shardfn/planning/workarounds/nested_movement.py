@@ -25,17 +25,16 @@ from shardfn.planning.workarounds.uneven_movement import Movement, movements_of_
 
 def nested_concatenations(partitioned: PartitionedProgram, has_residuals: bool) -> list[tuple[Op, Turn | None]]:
     """The rotations and concatenations that may read another one in a kernel with a normalization, and the rotation that each
-    is. Shards are rotated in one of the two: others are as wrong on one device, without a plan. Residuals may be rotated."""
+    is. One of the two is a rotation: the gradient of one is another, in JAX a sum of pads. Residuals may be rotated."""
     graph, found = partitioned.graph, list[tuple[Op, Turn | None]]()
     joins = [op for op in graph.ops if op.name in _JOINS]
     turned = {op.outputs[0]: Turn(w.dim, w.low) for op in joins if op.name == "rotate" for w in op.window_dims}
-    in_shards = {v for v, turn in turned.items() if partitioned.shards(v)[turn.dim] > 1}
-    if not (IS_BEFORE_JAX_0_12 and is_gpu(partitioned.platform) and in_shards and len(joins) + has_residuals > 1):
+    if not (IS_BEFORE_JAX_0_12 and is_gpu(partitioned.platform) and turned and len(joins) + has_residuals > 1):
         return found
     normalized = _normalizations(graph)
     before = _before(graph, lambda op: not normalized.isdisjoint(op.outputs))
     joined = dict.fromkeys(graph.inputs if has_residuals else (), True)
-    """By value in whose kernel there is a concatenation, whether one of them rotates shards."""
+    """By value in whose kernel there is a concatenation, whether one of them is a rotation."""
     for op in graph.ops:
         if op.name not in _FUSED:
             continue
@@ -44,7 +43,7 @@ def nested_concatenations(partitioned: PartitionedProgram, has_residuals: bool) 
             normalized.update(op.outputs)
         if op.name in _JOINS:
             (value,) = op.outputs
-            joined[value] = value in in_shards or any(below)
+            joined[value] = value in turned or any(below)
             if below and joined[value] and (value in before or value in normalized):
                 found.append((op, turned.get(value)))
         elif below:
