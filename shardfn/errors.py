@@ -166,16 +166,34 @@ def a(value: object) -> str:
     return name if name == "None" else f"an {name}" if name[0] in "aeiouAEIOU" or name == "ndarray" else f"a {name}"
 
 
-def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> str:
-    """The fix for a misspelt name: the names closest to it, in any case, or with a part close to it; or else `shown`, or else all
-    names.
+def did_you_mean(close: Iterable[str]) -> str:
+    """The fix that offers names; "" without any.
 
-    >>> nearest("Leve", ["level", "plan"]), nearest("propagate", ["auto", "sharding_propagation"])
-    ('did you mean level?', 'did you mean sharding_propagation?')
+    >>> did_you_mean(["w", "b"])
+    "did you mean 'w' or 'b'?"
+    """
+    names = " or ".join(map(repr, close))
+    return f"did you mean {names}?" if names else ""
+
+
+def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> str:
+    """The fix for a misspelt name: the names that look like it; or else `shown`, or else all names.
+
+    >>> nearest("Leve", ["level", "plan"]), nearest("fast", ["level", "plan"])
+    ("did you mean 'level'?", 'use one of level, plan')
     """
     names = list(names)
-    close = closest(str(word), names) or [n for n in names if closest(str(word), n.split("_"), PART_CUTOFF)][:3]
-    return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(shown or names)}"
+    return did_you_mean(similar(str(word), names)) or f"use one of {', '.join(shown or names)}"
+
+
+def similar(word: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that look like a word, or with a part that does.
+
+    >>> similar("devcie", ["device", "detail"]), similar("propagate", ["auto", "sharding_propagation"])
+    (['device'], ['sharding_propagation'])
+    """
+    names = list(names)
+    return closest(word, names) or [n for n in names if closest(word, n.split("_"), PART_CUTOFF)][:3]
 
 
 PART_CUTOFF = 0.75

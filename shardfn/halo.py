@@ -18,9 +18,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, closest, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, closest, did_you_mean, fail, raise_problems
 from shardfn.frontend.meshes import mesh_and_spec, on_devices_of, partition_spec
-from shardfn.frontend.paths import did_you_mean
 from shardfn.ir.model import Spec, axes_of
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]

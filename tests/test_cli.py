@@ -309,7 +309,25 @@ def test_usage_errors_are_status_2(capsys):
             main(args)
         assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert "usage: shardfn" in said and "did you mean full?" in said
+    assert "usage: shardfn" in said and "did you mean 'full'?" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan train.py:step --devcie 8", "shardfn plan: error: there is no flag --devcie; did you mean '--device'?"),
+        ("plan train.py:step --mesh=8", "did you mean '--device'?"),  # as another library calls it
+        ("plan train.py:step --whatever", "shardfn plan --help lists the flags"),
+        ("plan train.py:step 8", "shardfn plan: error: unexpected: 8"),
+        ("plna", "shardfn: error: there is no command plna; did you mean 'plan'?"),
+        ("checkpoint insepct here", "shardfn checkpoint: error: there is no command insepct; did you mean 'inspect'?"),
+        ("launch --processes 2 --hsots a train.py --lr 3", "there is no flag --hsots; did you mean '--hosts'?"),
+    ],
+)
+def test_misspelt_flag_or_command_is_told_what_was_meant(capsys, line, said):
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_version(capsys):

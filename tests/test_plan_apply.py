@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn
 from shardfn import shard
-from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.errors import ShardError, StrategyError, StrategyTypeError
 from shardfn.mindspore import Cell
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
@@ -107,6 +107,56 @@ def test_apply_refuses_another_program(other):
     assert plan.apply(lambda a, b: a @ b) is not None
     with pytest.raises(StrategyError, match="is another function than"):
         plan.apply(other)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda x: x, "do not fit `<lambda>`: too many positional arguments"),
+        (lambda x, w, b, c: x @ w + b, "missing 2 required arguments: 'b', 'c'"),
+        (
+            lambda x, *, w: x @ w,
+            r"where: plan.apply\(<lambda>\): <lambda>\(x, \*, w\); planned: x: float32\[8,16\], w: float32",
+        ),
+        (3, "takes a function, not an int"),
+    ],
+    ids=["fewer", "more", "a keyword", "no function"],
+)
+def test_apply_refuses_a_function_that_does_not_take_the_planned_arguments(other, text):
+    plan = shardfn.plan(lambda x, w: x @ w, X, W, in_strategy=((2, 1), (1, 4)))
+    with pytest.raises(StrategyTypeError, match=text) as error:
+        plan.apply(other)
+    assert error.value.problems[0].fix
+
+
+def fails(x, w):
+    return x[:, :3] @ w
+
+
+def raises(x, w):
+    raise KeyError("mine")
+
+
+def needs_value(x, w):
+    return x if x[0, 0] > 0 else w
+
+
+@pytest.mark.parametrize("other", [fails, raises, needs_value])
+def test_error_in_the_function_of_apply_is_that_of_shard(other):
+    plan = shardfn.plan(lambda x, w: x @ w, X, W, in_strategy=((2, 1), (1, 4)))
+    with pytest.raises(Exception) as expected:
+        shard(other)(X, W)
+    with pytest.raises(expected.type) as error:
+        plan.apply(other)
+    assert str(error.value) == str(expected.value) and not isinstance(error.value, ShardError)
+    assert "with the arguments that were planned: x: float32[8,16], w: float32[16," in error.value.__notes__[-1]
+    assert [f.name for f in error.traceback][-1] == other.__name__ or other is fails  # none of this library's
+
+
+def test_apply_names_the_argument_whose_value_a_function_needs():
+    plan = shardfn.plan(lambda x, n: x * n, X, 3)
+    with pytest.raises(StrategyTypeError, match="needs the value of argument `n`"):
+        plan.apply(lambda x, n: jnp.zeros(n))
 
 
 def rows(params, x, n):

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import tree_util
 
 import shardfn
-from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, closest, fail
+from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, closest, did_you_mean, fail
 from shardfn.frontend.callee import is_function
-from shardfn.frontend.paths import did_you_mean, listed
+from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of
 
 DTYPES = {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}

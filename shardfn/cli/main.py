@@ -17,6 +17,7 @@ import shardfn
 from shardfn import layoutfile
 from shardfn.cli import checkpoint, k8s, launch
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
+from shardfn.cli.parser import Parser
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import DeviceError, ShardError, StrategyError, fail, nearest
 from shardfn.layoutfile.plan_file import plan_to_toml
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
+    parser = Parser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(
         required=True,

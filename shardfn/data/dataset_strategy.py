@@ -12,10 +12,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, closest, fail, raise_problems
+from shardfn.errors import (
+    DeviceError,
+    Problem,
+    StrategyError,
+    StrategyTypeError,
+    closest,
+    did_you_mean,
+    fail,
+    raise_problems,
+)
 from shardfn.frontend.defaults import Defaults, current
 from shardfn.frontend.meshes import mesh_on, partition_spec
-from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
 from shardfn.frontend.validation import check
 from shardfn.ir.model import Spec, mesh_text

@@ -8,13 +8,12 @@ from typing import Any, NoReturn
 
 from shardfn import search
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, fail, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a, closest, did_you_mean, fail, raise_problems
 from shardfn.frontend import other_words
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.closed_over import OPTIONS as CLOSED_OVER
 from shardfn.frontend.options import Options
 from shardfn.frontend.parameter_plan import apply_parameter_plan
-from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import not_a_tuple, short
 from shardfn.frontend.validation import any_of
 from shardfn.frontend.value_checks import boolean, integer, one_of, option_problems

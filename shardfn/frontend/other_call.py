@@ -22,6 +22,19 @@ def differences(planned: Call, given: Sequence[Any]) -> str:
     return few([*_differences(planned, given)], MOST)
 
 
+def arguments_text(call: Call) -> str:
+    """The arguments of a call, each array by its path, the first of many."""
+    static = {slot.name for slot in call.slots if slot.is_static}
+    texts: list[str] = []
+    for name, value in call.arguments().items():
+        if name in static:
+            texts.append(f"{name} = {short(value)}")
+        else:
+            pairs = zip(array_paths(name, value), tree_util.tree_leaves(value), strict=True)
+            texts += [f"{path}: {_text(leaf)}" for path, leaf in pairs]
+    return few(texts, MOST)
+
+
 def _differences(planned: Call, given: Sequence[Any]) -> Iterator[str]:
     names = ["arrays"] * planned.stateful + [slot.name for slot in planned.slots]
     if len(given) != len(names):

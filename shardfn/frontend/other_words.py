@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from shardfn.errors import closest, nearest
-from shardfn.frontend.paths import did_you_mean
+from shardfn.errors import closest, did_you_mean, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +142,11 @@ def style_fix(word: str, styles: Iterable[str]) -> str:
     """What to write for a style that there is not.
 
     >>> style_fix("ddp", ["data_parallel", "fsdp"]), style_fix("fdsp", ["data_parallel", "fsdp"])
-    ('did you mean data_parallel?', 'did you mean fsdp?')
+    ("did you mean 'data_parallel'?", "did you mean 'fsdp'?")
     """
     scheme = scheme_of(word)
     if scheme and scheme.style:
-        return f"did you mean {scheme.style}?"
+        return did_you_mean([scheme.style])
     if scheme:
         return f"it is no style but a setting of training: train.step(loss, optimizer, {scheme.in_data_parallel()})"
     return nearest(word, styles)
@@ -160,7 +159,7 @@ def level_fix(word: object, levels: Iterable[str]) -> str:
     ("did you mean 'time'?", "did you mean 'time'?")
     """
     close = [_in(OBJECTIVES, word)] if _in(OBJECTIVES, word) else closest(str(word), levels)
-    return f"did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(close[:1])
 
 
 def optimizer_level_of(value: Any) -> str:
@@ -177,7 +176,7 @@ def option_fix(word: str, names: Iterable[str]) -> str:
     """The fix for an option that is not there; `names` are what could be meant.
 
     >>> option_fix("in_shardings", ["in_strategy"]), option_fix("devices", ["device", "level"])
-    ('did you mean in_strategy?', 'did you mean device?')
+    ("did you mean 'in_strategy'?", "did you mean 'device'?")
     >>> option_fix("gradient_accumulation_steps", ["device", "level"])
     'train.step has it, by the name micro_batches'
     """
@@ -186,7 +185,7 @@ def option_fix(word: str, names: Iterable[str]) -> str:
         return f"leave it out; jax.jit(plan.apply(f), {word}=...) takes it"
     for known in (OPTIONS, OF_STEPS):
         if (meant := known.get(word.lower())) in names:
-            return f"did you mean {meant}?"
+            return did_you_mean([meant])
     if meant := OF_STEPS.get(word.lower()):
         return f"train.step has it, by the name {meant}"
     return nearest(word, names)

@@ -6,9 +6,9 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-from shardfn.errors import Problem, a
+from shardfn.errors import Problem, a, did_you_mean
 from shardfn.frontend.closed_over import option_for
-from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal, ruled, tidy
+from shardfn.frontend.paths import listed, met, met_by_end, near, normal, ruled, tidy
 from shardfn.frontend.strategy import ENTRY_KINDS, Leaf, PassedOn, is_entry, short, with_entry
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from jax import tree_util
 
-from shardfn.errors import Problem, closest
+from shardfn.errors import Problem, closest, did_you_mean
 
 _T = TypeVar("_T")
 
@@ -88,15 +88,6 @@ def escaped(path: str) -> str:
 def listed(names: Sequence[str], most: int = 8) -> str:
     """The first of some names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
-
-
-def did_you_mean(close: Sequence[str]) -> str:
-    """The fix that offers names; "" without any.
-
-    >>> did_you_mean(["w", "b"])
-    "did you mean 'w' or 'b'?"
-    """
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def near(glob: str, paths: Sequence[str]) -> list[str]:

@@ -21,11 +21,10 @@ from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices.chips import Hardware
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, fail
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, closest, did_you_mean, fail
 from shardfn.files import atomic_file, open_regular
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.other_words import scheme_of
-from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.static_leaves import hide_static, without_static
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes

@@ -11,9 +11,8 @@ from typing import Any
 
 from shardfn.compiled.comparison import compare
 from shardfn.compiled.executable import Compiled
-from shardfn.errors import StrategyError, closest, fail
+from shardfn.errors import StrategyError, closest, did_you_mean, fail
 from shardfn.frontend.notes import Counted
-from shardfn.frontend.paths import did_you_mean
 from shardfn.planning.plan import Plan
 from shardfn.planning.questions import with_dominated_entries, with_runners_up, with_tied_replicas
 from shardfn.render.files import save_text

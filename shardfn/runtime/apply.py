@@ -16,15 +16,18 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.ambient_mesh import AmbientMesh, explained_types
-from shardfn.frontend.arguments import Call, bind, signature
-from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.arguments import Call, bind, missing_arguments, signature, split
+from shardfn.frontend.callee import Callee, describe, is_function
 from shardfn.frontend.memories import brought, other_memory
 from shardfn.frontend.notes import Counted, counting
-from shardfn.frontend.other_call import differences
+from shardfn.frontend.other_call import arguments_text, differences
 from shardfn.frontend.outer_call import inside
 from shardfn.frontend.static_leaves import hide_static, restore_static
+from shardfn.frontend.strategy import short
+from shardfn.frontend.trace_errors import explained_by_arguments
+from shardfn.frontend.user_errors import begin_in_function
 from shardfn.ir.model import mesh_sizes
 from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pure_function
 from shardfn.planning.inside import apply_constraints
@@ -167,7 +170,38 @@ def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Calla
 def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`Plan.apply`."""
     planned = answered_call(plan).posed.call.function
+    if not is_function(fn):
+        fail(StrategyTypeError, f"`plan.apply` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
+             why="it is the function that gets the plan's constraints",
+             fix=f"pass the planned one: plan.apply({plan.function})")  # fmt: skip
     callee = dataclasses.replace(describe(fn), objects=planned.callee.objects, refs=planned.callee.refs)
+    _check_signature(plan, callee, planned.call)
+    try:
+        return _applied(plan, planned, callee, fn)
+    except Exception as error:
+        begin_in_function(error)
+        if not isinstance(error, ShardError):
+            given = arguments_text(planned.call)
+            error.add_note(f"plan.apply traced `{callee.name}` with the arguments that were planned: {given}")
+        raise
+
+
+def _check_signature(plan: Plan, callee: Callee, call: Call) -> None:
+    """Raise a StrategyTypeError if the planned arguments do not fit the signature of another function."""
+    args, kwargs = split(call.slots, [*call.arguments().values()])
+    try:
+        if callee.signature is not None:
+            callee.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wrong = missing_arguments(callee.signature, args, kwargs) or error
+        fail(StrategyTypeError, f"the planned arguments do not fit `{callee.name}`: {wrong}",
+             where=f"plan.apply({callee.name}): {callee.name}{callee.signature}; planned: {arguments_text(call)}",
+             why=f"it is called as `{plan.function}` was, to see whether it is the same program",
+             fix=f"plan it: shardfn.plan({callee.name}, ...), or apply the plan to the function itself")  # fmt: skip
+
+
+def _applied(plan: Plan, planned: CallFunction, callee: Callee, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply_plan` of a function that takes the planned arguments."""
     call, arrays = planned.call, callee.read()
     if call.closed_over is not None:
         own = closed_over_arguments(callee, call.without_closed_over(), call.closed_over.only_refs)
@@ -209,7 +243,8 @@ def apply_plan(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _program(function: CallFunction) -> tuple[str, Any]:
     """The jaxpr of a function, without the addresses of Python objects, and the structure of its result."""
-    traced = jax.jit(function.pure, static_argnums=function.call.statics).trace(*function.call.values)
+    with explained_by_arguments(function.call):
+        traced = jax.jit(function.pure, static_argnums=function.call.statics).trace(*function.call.values)
     return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), tree_util.tree_structure(traced.out_info)
 
 

@@ -123,6 +123,17 @@ def test_each_kernel_adds_its_launch():
     assert math.isclose(kernels, round(kernels), abs_tol=1e-3) and kernels >= 2
 
 
+def test_each_iteration_of_a_loop_adds_the_launches_of_its_kernels():
+    """XLA counts on the GPU: one H100 took 1.3 µs for the counter's kernel in each iteration, and less than 0.5 µs beside the
+    kernels (50 iterations of a stencil)."""
+    x = jax.ShapeDtypeStruct((1024,), "float32")
+    function = lambda x: jax.lax.fori_loop(0, 10, lambda _, x: jax.numpy.tanh(x) + 1, x)  # noqa: E731
+    loop = shardfn.plan(function, x, in_strategy=((8,),), device="h100:8")
+    assert loop.cost.compute_s == pytest.approx(
+        10 * 2 * CHIPS["h100"].launch_s, rel=1e-3
+    )  # the body's and the counter's
+
+
 @pytest.mark.parametrize(
     "arguments", [["--devices", "0"], ["--devices", "-3"], ["--devices", "99999"], ["--device", "h100:8"]]
 )

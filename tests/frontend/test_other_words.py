@@ -29,7 +29,7 @@ def fix(call):
     [("ddp", "data_parallel"), ("fully_shard", "fsdp"), ("ZeRO-3", "fsdp"), ("megatron", "tensor_parallel"), ("2d", "fsdp_tensor_parallel")],
 )  # fmt: skip
 def test_styles(word, style):
-    assert fix(lambda: shard(jnp.dot, style=word)) == f"did you mean {style}?"
+    assert fix(lambda: shard(jnp.dot, style=word)) == f"did you mean '{style}'?"
 
 
 @pytest.mark.parametrize("word", ["zero2", "hsdp"])
@@ -58,10 +58,10 @@ def test_optimizer_levels(value, level):
     [("accumulate_grad_batches", "micro_batches"), ("mixed_precision", "compute_dtype"), ("placements", "in_strategy")],
 )
 def test_options(word, option):
-    assert fix(lambda: train.step(jnp.dot, optax.sgd(0.1), **{word: 1})) == f"did you mean {option}?"
+    assert fix(lambda: train.step(jnp.dot, optax.sgd(0.1), **{word: 1})) == f"did you mean '{option}'?"
     of_shard = fix(lambda: shard(jnp.dot, **{word: 1}))
     assert of_shard == (
-        f"did you mean {option}?" if option in OPTION_NAMES else f"train.step has it, by the name {option}"
+        f"did you mean '{option}'?" if option in OPTION_NAMES else f"train.step has it, by the name {option}"
     )
 
 
@@ -90,7 +90,7 @@ def test_all_unknown_options_are_said_at_once():
     with pytest.raises(ShardError) as error:
         shard(jnp.dot, mesh=1, in_specs=2, out_specs=3)
     text = str(error.value)
-    assert all(f"did you mean {name}?" in text for name in ("device", "in_strategy", "out_strategy"))
+    assert all(f"did you mean '{name}'?" in text for name in ("device", "in_strategy", "out_strategy"))
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ ROWS = NamedSharding(jax.make_mesh((8,), ("a",)), PartitionSpec(None, None, "a")
 NEAR = {
     "level": (lambda: shard(jnp.dot, level="tiem"), "did you mean 'time'?"),
     "budget": (lambda: shard(jnp.dot, budget="fsat"), "did you mean 'fast'?"),
-    "style": (lambda: shard(jnp.dot, style="fdsp"), "did you mean fsdp?"),
-    "a part of a style": (lambda: shard(jnp.dot, style="data"), "did you mean data_parallel?"),
-    "a part of a search": (lambda: shard(jnp.dot, search_mode="propagate"), "did you mean sharding_propagation?"),
-    "closed over": (lambda: shard(jnp.dot, closed_over="arguments"), "did you mean argument?"),
+    "style": (lambda: shard(jnp.dot, style="fdsp"), "did you mean 'fsdp'?"),
+    "a part of a style": (lambda: shard(jnp.dot, style="data"), "did you mean 'data_parallel'?"),
+    "a part of a search": (lambda: shard(jnp.dot, search_mode="propagate"), "did you mean 'sharding_propagation'?"),
+    "closed over": (lambda: shard(jnp.dot, closed_over="arguments"), "did you mean 'argument'?"),
     "candidates": (lambda: shard(jnp.dot, compile_candidates="atuo"), "did you mean 'auto'?"),
     "detail": (lambda: shardfn.explain(abs, jnp.ones(8), detail="ful"), "did you mean 'full'?"),
-    "mode": (lambda: train.step(jnp.dot, optax.sgd(0.1), mode="stand_alon"), "did you mean stand_alone?"),
+    "mode": (lambda: train.step(jnp.dot, optax.sgd(0.1), mode="stand_alon"), "did you mean 'stand_alone'?"),
     "memory kind": (
-        lambda: train.step(jnp.dot, optax.sgd(0.1), opt_state_memory_kind="pined_host"), "did you mean pinned_host or unpinned_host?",
+        lambda: train.step(jnp.dot, optax.sgd(0.1), opt_state_memory_kind="pined_host"), "did you mean 'pinned_host' or 'unpinned_host'?",
     ),
-    "schedule": (lambda: train.pipeline([jnp.tanh], 2, schedule="gpip"), "did you mean gpipe?"),
+    "schedule": (lambda: train.pipeline([jnp.tanh], 2, schedule="gpip"), "did you mean 'gpipe'?"),
     "loss": (lambda: train.pipeline([jnp.tanh], 2, loss="men"), "did you mean 'mean'?"),
     "strategy of a batch": (
         lambda: data.load({"x": jnp.ones((8, 2))}, batch_size=8, strategy="data_paralel"), "did you mean 'data_parallel'?",

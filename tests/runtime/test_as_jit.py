@@ -193,8 +193,8 @@ def test_donated_arrays_are_taken_where_they_come_as_planned():
     [
         (lambda: shard(double, keep_unused=True), r"leave it out; jax\.jit\(plan\.apply\(f\), keep_unused=\.\.\.\) takes it"),
         (lambda: shard(double, inline=True), r"leave it out; jax\.jit\(plan\.apply\(f\), inline=\.\.\.\) takes it"),
-        (lambda: shard(double, backend="cpu"), "did you mean device"),
-        (lambda: shard(double, in_shardings=None), "did you mean in_strategy"),
+        (lambda: shard(double, backend="cpu"), "did you mean 'device'"),
+        (lambda: shard(double, in_shardings=None), "did you mean 'in_strategy'"),
         (lambda: shard(lambda x: (jax.debug.print("{}", x, ordered=True), x))(X), "calls back into Python in order"),
         (lambda: jax.vmap(shard(lambda x: x - jax.lax.pmean(x, "i")), axis_name="i")(X), "axis `i` of a vmap around it"),
         (lambda: jax.pmap(shard(double))(X), "is called inside a pmap"),

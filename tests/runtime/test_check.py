@@ -230,7 +230,7 @@ def test_a_call_in_a_transformation_is_not_checked_and_says_so():
 def test_check_is_true_or_false():
     with pytest.raises(StrategyTypeError, match="check"):
         shard(jnp.sin, check="yes")
-    with pytest.raises(StrategyTypeError, match="did you mean check"):
+    with pytest.raises(StrategyTypeError, match="did you mean 'check'"):
         shard(jnp.sin, verify=True)
 
 

@@ -132,10 +132,10 @@ def test_style_counts_with_the_memory_limit():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"style": "fspd"}, "did you mean fsdp?"),
-        ({"style": "FSDP"}, "did you mean fsdp"),
-        ({"style": "Tensor Parallel"}, "did you mean tensor_parallel"),
-        ({"style": "dp"}, "did you mean data_parallel"),
+        ({"style": "fspd"}, "did you mean 'fsdp'?"),
+        ({"style": "FSDP"}, "did you mean 'fsdp'"),
+        ({"style": "Tensor Parallel"}, "did you mean 'tensor_parallel'"),
+        ({"style": "dp"}, "did you mean 'data_parallel'"),
         ({"style": 3}, "`style` is an int"),
         ({"style": "fsdp", "search_mode": "dynamic_programming"}, "leave one of the two out"),
     ],

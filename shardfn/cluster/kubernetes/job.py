@@ -164,7 +164,7 @@ def job_of(data: Mapping[str, Any], where: str = "job") -> Job:
     1. a job has no key `comand`
          where: job: comand
          why:   the keys are name, image, script, arguments, command, processes, devices, device, ...
-         fix:   did you mean command?
+         fix:   did you mean 'command'?
     2. nothing says what the job runs
          where: job
          why:   a process runs one command

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardfn.errors import Problem, closest
+from shardfn.errors import Problem, closest, did_you_mean
 from shardfn.frontend.closed_over import option_for
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.paths import Ruled, did_you_mean, escaped, listed, near, normal, ruled
+from shardfn.frontend.paths import Ruled, escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
 from shardfn.frontend.validation import NAMED_DIVISORS, any_of, check_strategy
 from shardfn.ir.divisors import divisors

@@ -8,9 +8,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardfn.errors import LayoutError, Problem, closest
+from shardfn.errors import LayoutError, Problem, closest, did_you_mean
 from shardfn.frontend.meshes import MeshLayout
-from shardfn.frontend.paths import did_you_mean
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec, mesh_text

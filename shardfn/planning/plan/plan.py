@@ -16,9 +16,9 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.cost.overlap import Overlap, overlap
 from shardfn.cost.rehearsal import Rehearsal
-from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.errors import DeviceError, StrategyError, did_you_mean, fail
 from shardfn.frontend.closed_over import ClosedOverArray
-from shardfn.frontend.paths import did_you_mean, listed, met, met_by_end, near, normal, unmirrored
+from shardfn.frontend.paths import listed, met, met_by_end, near, normal, unmirrored
 from shardfn.frontend.static_leaves import without_static
 from shardfn.ir.partitioned import Collective, PartitionedProgram
 from shardfn.planning.call import AnsweredCall
@@ -402,7 +402,7 @@ class Plan(WrittenAsLayout):
           Its attribute `arguments` makes all these of the arguments of a call: `jitted(*applied.arguments(model, x))`.
 
         Raises:
-          StrategyError: the plan was pickled, or `fn` traces to another program.
+          StrategyError: the plan was pickled; `fn` traces to another program, or (a StrategyTypeError) takes other arguments.
         """
         return _later("runtime.apply.apply_plan")(self, fn)
 

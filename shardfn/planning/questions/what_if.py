@@ -9,12 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.estimate import estimate_cost
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, did_you_mean, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.parameter_plan import apply_parameter_plan
 from shardfn.frontend.paths import (
     alike,
-    did_you_mean,
     layer,
     listed,
     met,

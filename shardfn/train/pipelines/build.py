@@ -13,11 +13,11 @@ from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, StrategyError, a, closest, fail, nearest, raise_problems, warn
+from shardfn.errors import Problem, StrategyError, a, closest, did_you_mean, fail, nearest, raise_problems, warn
 from shardfn.frontend.callee import is_function
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
-from shardfn.frontend.paths import did_you_mean, listed
+from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.frontend.watch import NOTHING_READ, Watch
