@@ -170,6 +170,8 @@ def _plan_flat(
         options = Options(in_strategy=tuple(map(given, ins)), out_strategy=entries, device=devices)
         with ir.Context():  # JAX may be lowering the program around it: no op is to be put there
             posed = pose(callee, options, call, Defaults(), None)
+            function = dataclasses.replace(posed.call.function, has_residuals=True)
+            posed = dataclasses.replace(posed, call=dataclasses.replace(posed.call, function=function))
             return plan_search_answer(posed, search(posed))
 
     try:

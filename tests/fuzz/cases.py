@@ -398,3 +398,38 @@ PROGRAMS = {
     ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""
+
+COMPILED = {
+    "the gradient of second differences of rows minus their mean": lines(
+        (8, 16), (2, 1), "x0 - x0.mean(1, keepdims=True)", "jnp.diff(v0, axis=0, n=2)", devices=8, device="h100:8"
+    ),
+    "heat that spreads twice, minus the mean of rows": lines(
+        (16, 32),
+        (4, 1),
+        "x0.at[1:-1].add(x0[2:] + x0[:-2] - 2 * x0[1:-1])",
+        "v0.at[1:-1].add(v0[2:] + v0[:-2] - 2 * v0[1:-1])",
+        "v1 - v1.mean(1, keepdims=True)",
+        devices=8,
+        device="h100:8",
+    ),
+    "the gradient of a softmax of shifted rows": lines(
+        (24, 16),
+        (2, 1),
+        "x0 - 0.5 * jnp.roll(x0, 1, 0)",
+        "v0.at[3:].set(v0[:-3])",
+        "jax.nn.softmax(v1, -1)",
+        "v2 / jnp.sqrt((v2 * v2).mean(-1, keepdims=True))",
+        devices=8,
+        device="h100:8",
+        checks=("outside",),
+    ),
+    "the gradient of the least of windows of a column": lines(
+        (16, 1),
+        (2, 1),
+        "lax.reduce_window(x0, jnp.inf, lax.min, (2, 1), (3, 1), 'SAME')",
+        devices=8,
+        device="h100:8",
+        checks=("inside",),
+    ),
+}
+"""Programs that a compiler for devices that are not here did not compile, or whose plans failed."""

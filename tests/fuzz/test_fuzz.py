@@ -8,7 +8,7 @@ from shardfn.compiled.targets import target
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import DeviceError
 from tests.fuzz import judge
-from tests.fuzz.cases import lines
+from tests.fuzz.cases import COMPILED, lines
 from tests.fuzz.packs import script
 from tests.fuzz.workers import Ended, Worker
 
@@ -56,6 +56,17 @@ def test_programs_compile_for_devices_that_are_not_here(device):
     assert [(f.check, f.verdict) for f in findings] == [("values", "right"), ("inside", "right"), ("outside", "right")]
     assert [f.as_predicted is None for f in findings] == [False, False, True]
     assert other.verdict == "refused" and "9" in other.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", COMPILED)
+def test_program_compiles(cuda, name):
+    worker = Worker(COMPILED[name].device)
+    try:
+        findings = worker.call("judge", COMPILED[name])
+    finally:
+        worker.close()
+    assert {f.verdict for f in findings} == {"right"}, f"{findings}\n{script(COMPILED[name])}"
 
 
 def test_judge_holds_a_cancelling_step_against_float64():

@@ -76,7 +76,7 @@ class GpuLiveRanges(LiveRanges):
             at = self.graph.makers.get(op.inputs[0], -1) if op.name == "slice" else -1
             if at < 0 or self.graph.ops[at].name != "select_and_scatter":
                 continue
-            (whole,), (left,) = op.inputs, op.outputs
+            whole, left = op.inputs[0], op.outputs[0]
             if self.graph.read_counts[whole] == 1 and whole in self.start and left in self.start:
                 self.start[left] = self.start.pop(whole)
 

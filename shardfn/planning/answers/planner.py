@@ -257,7 +257,7 @@ def _wrong_ops(
     posed: PosedCall, partitioned: PartitionedProgram, known: tuple[WrongOp, ...] = ()
 ) -> tuple[WrongOp, ...]:
     """`wrong_ops`, of movement only what the traced function has: JAX lowers other ops to slices and pads too."""
-    found = wrong_ops(partitioned, known)
+    found = wrong_ops(partitioned, known, posed.call.function.has_residuals)
     if not any(w.movement for w in found):
         return found
     own = {movement for _, eqn, _ in equations(posed.call.traced.jaxpr) for movement in movements_of_equation(eqn)}

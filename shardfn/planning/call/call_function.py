@@ -70,6 +70,8 @@ class CallFunction:
     """The mesh axes of these rules."""
     inner: Mapping[int, InnerSpec | None] = dataclasses.field(default_factory=dict)
     """The shardings of values inside, by equation number; None until they are placed."""
+    has_residuals: bool = False
+    """Whether it is part of a derivative: the compiled program that makes its arguments computes it too."""
     wrong: tuple[WrongOp, ...] = ()
     """Ops that need a workaround for an XLA bug."""
     ambient: AmbientMesh | None = None

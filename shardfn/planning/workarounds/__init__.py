@@ -6,6 +6,7 @@
 | `uneven_movement` | movement and windows along dimensions with uneven or empty shards, and resharded rotations |
 | `even_scatters` | scatters with updates of even shards |
 | `self_updates` | updates that read the array they go into |
+| `nested_movement` | rotations of what is rotated, in one kernel with a normalization |
 | `rewrites` | the function rewritten around its wrong ops |
 | `windows` | windows over one array that exchange their padding, and the function without them |
 | `notes` | the diagnostic of the workarounds |
@@ -33,6 +34,8 @@
 - A sharding constraint on the derivative of a minimum or maximum over windows, which is one of the two results of a windowed
   op, ends the process. An optimization barrier on the result avoids it.
 - A rotation of an array that is resharded for it along the same dimension may not compile: XLA reshards its slices instead.
+- On GPU before JAX 0.12 a rotation of what is rotated or concatenated has wrong values or does not compile in one kernel with
+  a softmax or a mean of rows. An optimization barrier between the two avoids it.
 - Windows with padding in front have wrong values or end the process where some shard has no row of their result.
 - On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
   `or` of bools. GPUs are treated alike; on TPU it compiles.

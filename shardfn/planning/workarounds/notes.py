@@ -62,6 +62,11 @@ _NOTES = {
         "may compute wrong values or end the process"
     ),
     "update": "shardfn puts an optimization barrier before the updates at {}: XLA changes shards that they do not reach",
+    "nested": (
+        "shardfn puts an optimization barrier before the rotations and concatenations at {}: their operands are rotated or "
+        "concatenated too, and in a kernel with a softmax or a mean of rows XLA on GPU computes both wrongly, or does not "
+        "compile. JAX 0.12 needs no barrier"
+    ),
     "bounds": "shardfn clamps the places of the dynamic slices and updates at {}: XLA forgets to, if their results are sharded",
     "self": "shardfn writes the updates at {} as selects: XLA on CPU reads what it has written, on one device too",
     "product": (

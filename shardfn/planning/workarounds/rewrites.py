@@ -16,6 +16,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.workarounds.even_scatters import NEUTRAL, even_scatter
+from shardfn.planning.workarounds.nested_movement import separated, turned_movements
 from shardfn.planning.workarounds.self_updates import COMBINED, selected, selected_scatter
 from shardfn.planning.workarounds.uneven_movement import WINDOWS, Dims, Movement, gathered_dims, movements_of_equation
 from shardfn.planning.workarounds.wrong_ops import WrongOp
@@ -26,8 +27,8 @@ def replicate_wrong_ops(
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
     grouped convolutions, the transformed ones of Fourier transforms, the reduced ones of reductions without an all-reduce, and
-    the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window a barrier,
-    dynamic slices a clamped place, and updates that read their own array become selects.
+    the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window and
+    rotations of what is rotated a barrier, dynamic slices a clamped place, and updates that read their own array become selects.
 
     Args:
       function: the function.
@@ -46,9 +47,11 @@ def replicate_wrong_ops(
         if w.movement and w.kind == "movement":
             moved.setdefault(w.movement, []).append(w.dims)
     at_places, in_themselves = ({w.movement for w in wrong if w.kind == kind} for kind in ("bounds", "self"))
+    nested = {(w.movement, w.turn) for w in wrong if w.kind == "nested"}
     is_one = {
         **_IS_ONE,
         "movement": lambda eqn: not moved.keys().isdisjoint(movements_of_equation(eqn)),
+        "nested": lambda eqn: not nested.isdisjoint(turned_movements(eqn)),
         "bounds": lambda eqn: not at_places.isdisjoint(movements_of_equation(eqn)),
         "self": lambda eqn: (
             not in_themselves.isdisjoint(movements_of_equation(eqn))
@@ -67,7 +70,9 @@ def replicate_wrong_ops(
         if "update" in own and "movement" not in own:
             inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
         inputs = [_unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
-        if "scatter" in own:
+        if "nested" in own:
+            outputs = separated(eqn, inputs)
+        elif "scatter" in own:
             outputs = even_scatter(eqn, inputs, multiple)
         elif "self" in own:
             is_scatter = eqn.primitive.name in COMBINED
@@ -80,7 +85,7 @@ def replicate_wrong_ops(
 
     def refuse(eqn: Any) -> None:
         found = {kind for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr) for kind in kinds_of(one)}
-        if found - {"bounds", "layout", "pair", "self"}:
+        if found - {"bounds", "layout", "nested", "pair", "self"}:
             fail(
                 StrategyError,
                 f"an op inside a `{eqn.primitive.name}` might be computed wrongly by XLA, or not compile",

@@ -10,8 +10,10 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph, Op, Spec, axes_of, axis_size
 from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.movement import Turn
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
 from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple
+from shardfn.planning.workarounds.nested_movement import nested_concatenations
 from shardfn.planning.workarounds.self_updates import reads_its_array
 from shardfn.planning.workarounds.uneven_movement import (
     Dims,
@@ -32,20 +34,25 @@ REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a windowed op with
     two results (a `pair`), a Fourier `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a
-    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`), an update that reads its own array (`self`) or
-    a `movement`; or a resharding (`reshard`), which has no workaround."""
+    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`), an update that reads its own array (`self`), a
+    rotation or a concatenation that reads another one (`nested`) or a `movement`; or a resharding (`reshard`), which has no
+    workaround."""
 
     where: str
     kind: str = "window"
     multiple: int = 1
     """Of what the number of a scatter's updates must be a multiple."""
     movement: Movement | None = None
-    """What a `movement`, `bounds` or `self` moves."""
+    """What a `movement`, `bounds`, `self` or `nested` moves."""
     dims: Dims = ()
     """The dimensions along which it moves."""
+    turn: Turn | None = None
+    """The rotation that a `nested` one is."""
 
 
-def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) -> tuple[WrongOp, ...]:
+def wrong_ops(
+    partitioned: PartitionedProgram, known: Collection[WrongOp] = (), has_residuals: bool = False
+) -> tuple[WrongOp, ...]:
     """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
     Fourier transforms that may not run, reductions that do not compile, pads that may do either, and reshardings that end the
     process.
@@ -53,6 +60,7 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
     Args:
       partitioned: the program with its shardings.
       known: the ops that the program has a workaround for already.
+      has_residuals: whether its arguments are made in the same compiled program.
     """
     done = {(w.movement, w.dims) for w in known}
     moved_from, moved_to = _moves(partitioned.graph)
@@ -96,6 +104,8 @@ def wrong_ops(partitioned: PartitionedProgram, known: Collection[WrongOp] = ()) 
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
         if _is_wrong_convolution(op, partitioned, moved_from, moved_to) or _crops_between(op, partitioned):
             found.setdefault(WrongOp(op.where))
+    for op, turn in nested_concatenations(partitioned, has_residuals):
+        found.setdefault(WrongOp(op.where, "nested", movement=movement_of(op, partitioned, moved_from), turn=turn))
     return tuple(found)
 
 
