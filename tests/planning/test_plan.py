@@ -13,7 +13,9 @@ import pytest
 import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.errors import StrategyTypeError
+from shardfn.planning.answers import search
 from shardfn.planning.layout_rules import Constraint
+from shardfn.planning.plan import answered_call
 from shardfn.planning.plan.plan_diff import diff
 from shardfn.planning.plan.summary import optimality
 
@@ -128,6 +130,18 @@ def test_only_a_cost_of_nothing_is_proved_optimal(level, gap, sent_s, text):
     cost = dataclasses.replace(plan.cost, communication_s=sent_s, compute_s=4.0 - sent_s)
     candidates = (*plan.candidates[:1], *plan.candidates[:1])
     assert optimality(dataclasses.replace(plan, level=level, gap=gap, cost=cost, candidates=candidates)) == text
+
+
+def test_a_bound_holds_for_the_form_that_is_compiled():
+    def step(x, w):  # searched as shifts of its rows; of the plan no row moves
+        h = jnp.tanh(x[:, :-1] @ w)
+        return ((h - x[:, 1:]) ** 2).mean()
+
+    shapes = jax.ShapeDtypeStruct((64, 129, 512), "float32"), jax.ShapeDtypeStruct((512, 512), "float32")
+    answered = answered_call(shardfn.plan(step, *shapes, level="time", device="h100:8"))
+    assert answered.posed.call.function.is_as_written
+    alone = search(answered.posed)  # of the program as it is written
+    assert 0 < answered.answer.bound_s <= alone.bound_s < answered.problem.evaluate_answer(alone).time_s
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,8 @@ def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
 def _answer_of(posed: PosedCall, other: PosedCall, answer: Answer) -> Answer:
     """The answer for another form of the call, whose ops have other numbers: constraints go with their ops.
 
-    Candidates keep the costs of the form that they were searched in.
+    Candidates keep the costs of the form that they were searched in. The bound is lowered by the compute that it has more of:
+    sharding makes no op of a form cost more, so that no candidate saves more in the other one.
     """
     if other.problem.graph is posed.problem.graph:
         return answer
@@ -149,7 +150,11 @@ def _answer_of(posed: PosedCall, other: PosedCall, answer: Answer) -> Answer:
         return {ops[i]: constraint for i, constraint in constraints.items() if i in ops}
 
     others = tuple(dataclasses.replace(one, constraints=moved(one.constraints)) for one in answer.others)
-    return dataclasses.replace(answer, constraints=moved(answer.constraints), others=others)
+    bound_s = answer.bound_s
+    if bound_s is not None:
+        bound_s -= max(0.0, posed.problem.facts.compute_s - other.problem.facts.compute_s)
+        bound_s = bound_s if bound_s > 0 else None
+    return dataclasses.replace(answer, constraints=moved(answer.constraints), others=others, bound_s=bound_s)
 
 
 def _is_shifted(call: TracedCall) -> bool:
