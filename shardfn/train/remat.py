@@ -376,12 +376,14 @@ _UNSLICED: _Slicing = (lambda x: x, lambda x: x)
 
 
 def _slicing(x: Any) -> _Slicing:
-    """Over axes on which `x` is replicated: those of a `shard_map` along which it does not vary, else the mesh's."""
+    """Over axes on which `x` is replicated: those of a `shard_map` along which it does not vary, else the mesh's. With
+    `check_vma=False` nothing says so, not even that the index of a device varies."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return _UNSLICED
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Manual" in str(kind)}
-    varying = _varying(x) if manual else frozenset()
+    checked = {name for name in manual if name in _varying(lax.axis_index(name))}
+    varying = (manual - checked) | (_varying(x) if manual else frozenset())
     free = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in varying and (not manual or n in manual))
     for count in range(len(free), 0, -1):
         axes = free[-count:]

@@ -128,6 +128,14 @@ def test_activations_are_kept_in_pieces():
         same(step(PARAMS, X), jax.value_and_grad(lambda p, x: jnp.sum(two(p, x) ** 2))(PARAMS, X))
 
 
+def test_activations_stay_whole_where_nothing_says_that_the_devices_have_the_same():
+    """With check_vma=False they may be parts of a batch: pieces of different examples were joined, and gradients were wrong."""
+    block = recompute(two, recompute_slice_activation=True)
+    mapped = jax.shard_map(block, mesh=mesh_of(data=8), in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+    with pytest.raises(StrategyError, match="no activation"):
+        mapped(PARAMS, X)
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_offloaded_to_the_host(platform):
     block = recompute(two, offload=True)

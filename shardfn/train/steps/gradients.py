@@ -212,7 +212,6 @@ def per_device_gradients(
     per_device = PartitionSpec(sync.axes)
     batch_spec = tree_util.tree_map(lambda x: per_device if x.ndim else PartitionSpec(), batch)
     early = early and micro_batches > 1
-    varying = lambda tree: tree_util.tree_map(lambda x: lax.pcast(x, sync.axes, to="varying"), tree)  # noqa: E731
     is_early = [early and leaf.scattered is not None for leaf in sync.leaves]
 
     def reduce(grads: Any, chosen: Sequence[bool], extra: Sequence[jax.Array] = ()) -> tuple[Any, list[jax.Array]]:
@@ -224,18 +223,16 @@ def per_device_gradients(
         """Sums to start from, sharded where each micro-batch's gradients are."""
         pairs = zip(tree_util.tree_leaves(full), sync.leaves, strict=True)
         shapes = ((sync.shard_shape(x.shape, leaf.scattered if early else None), wide(x.dtype)) for x, leaf in pairs)
-        return treedef.unflatten(varying(jnp.zeros(shape, dtype)) for shape, dtype in shapes)
+        return treedef.unflatten(jnp.zeros(shape, dtype) for shape, dtype in shapes)
 
     def gather(trained: Any) -> Any:
         return treedef.unflatten(_gather_all(treedef.flatten_up_to(trained), sync))
 
     def on_device(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
         if sync.regathers:
-            called, full = regathering_loss(loss, trained, gather, lambda x: varying(jnp.zeros(x.shape, x.dtype)))
+            called, full = regathering_loss(loss, trained, gather, lambda x: jnp.zeros(x.shape, x.dtype))
         else:
             called, full = loss, gather(trained)
-        carried = varying(carried)
-        batch = tree_util.tree_map(lambda x: x if x.ndim else varying(x), batch)
         each = (lambda g: reduce(g, is_early)[0]) if early else lambda g: g
         run = micro_batched(called, micro_batches, micro_growing, each, zeros)
         value, aux, grads, carried = run(full, carried, batch)
@@ -266,6 +263,7 @@ def per_device_gradients(
         in_specs=(stored, PartitionSpec(), batch_spec),
         out_specs=(PartitionSpec(), aux_spec, reduced, PartitionSpec()),
         axis_names=set(sync.axes),
+        check_vma=False,  # a loss does not say which of its arrays vary: loops start from constants, kernels have no rule
     )
 
     def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
@@ -324,15 +322,8 @@ def wide(dtype: Any) -> Any:
 def _gather_all(leaves: Sequence[jax.Array], sync: GradientSync) -> list[jax.Array]:
     """The full parameters on a device."""
     gathered = _gather_buckets(leaves, sync)
-    found = []
-    for i, (x, leaf) in enumerate(zip(leaves, sync.leaves, strict=True)):
-        if leaf.own:
-            found.append(x[0])
-            continue
-        x = gathered.get(i, x)
-        missing = tuple(a for a in sync.axes if leaf.gathered is None or a not in leaf.gathered[1])
-        found.append(lax.pcast(x, missing, to="varying") if missing else x)
-    return found
+    pairs = enumerate(zip(leaves, sync.leaves, strict=True))
+    return [x[0] if leaf.own else gathered.get(i, x) for i, (x, leaf) in pairs]
 
 
 def gather_updated(trained: Any, sync: GradientSync) -> Any:

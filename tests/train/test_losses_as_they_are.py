@@ -1,0 +1,58 @@
+"""A loss that each device calls on its part of the batch is the user's as it is: it may start loops from constants, and its own
+derivatives and branches may be constants."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardfn import train
+
+
+@jax.custom_vjp
+def _sine(a):
+    return jnp.sin(a)
+
+
+_sine.defvjp(lambda a: (jnp.sin(a), a.shape), lambda shape, _: (jnp.zeros(shape),))
+
+
+def _loop(params, x, y):
+    hidden, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ params["w"] + x), None), jnp.zeros(x.shape), length=3)
+    return jnp.mean((hidden - y) ** 2)
+
+
+def _while(params, x, y):
+    body = lambda c: (c[0] + 1, jax.lax.stop_gradient(jnp.tanh(c[1] + x)))  # noqa: E731
+    _, hidden = jax.lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.zeros(x.shape)))
+    return jnp.mean((hidden @ params["w"] - y) ** 2)
+
+
+CONSTANTS = {
+    "scan": _loop,
+    "while": _while,
+    "custom derivative": lambda params, x, y: jnp.mean((_sine(x @ params["w"]) + x @ params["w"] - y) ** 2),
+    "branch": lambda params, x, y: jnp.mean(
+        (jax.lax.cond(y.shape[0] * params["w"].sum() > 0, lambda: jnp.zeros(x.shape), lambda: x) @ params["w"] - y) ** 2
+    ),
+}
+TENSOR_W = {"parameter_plan": {"w": (1, 4)}, "in_strategy": ((2, 1), (2, 1))}
+LEVEL_3 = {"parallel_optimizer_config": {"optimizer_level": "level3", "parallel_optimizer_threshold": 0}}
+CONSTANTS_IN = {
+    "data": {"mode": "data_parallel"},
+    "level 3": {"mode": "data_parallel", "parallel_optimizer_comm_recompute": True, **LEVEL_3},
+    "micro-batches": {"mode": "semi_auto_parallel", "micro_batches": 2, **TENSOR_W},
+}
+
+
+@pytest.mark.parametrize("options", CONSTANTS_IN.values(), ids=CONSTANTS_IN)
+@pytest.mark.parametrize("loss", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_loss_with_constants_runs_on_each_part_of_the_batch_as_it_is(loss, options):
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 16)) / 4}
+    x, y = jax.random.normal(jax.random.key(1), (2, 32, 16))
+    step = train.step(loss, optax.sgd(0.1), **options)
+    state, value = step(step.init(lambda: params, x, y), x, y)
+    expected, grads = jax.value_and_grad(loss)(params, x, y)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-4, atol=1e-6)
