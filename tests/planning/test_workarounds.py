@@ -826,3 +826,19 @@ def test_scatter_of_one_window_is_the_select_that_takes_its_place(combine, place
     args = drawn(0, 16, 8), jnp.asarray([place]), drawn(1, 4, 8)
     (eqn,) = [e for e in jax.make_jaxpr(scattered)(*args).jaxpr.eqns if e.primitive.name.startswith("scatter")]
     np.testing.assert_allclose(selected_scatter(eqn, args), scattered(*args), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "low", "stride", "dilation"),
+    [(24, 2, 1, 2, 1), (18, 3, 2, 3, 1), (24, 4, 2, 4, 1), (18, 2, 1, 3, 2)],
+)
+@pytest.mark.parametrize("devices", [2, 3])
+def test_windows_that_leave_the_last_rows_unread_have_sharded_results(rows, size, low, stride, dilation, devices):
+    def pooled(x):
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, (size,), (stride,), [(low, 0)], None, (dilation,))
+
+    x = drawn(0, rows)
+    sharded = shardfn.shard(pooled, ((1,),), ((devices,),), device=jax.devices()[:devices])
+    np.testing.assert_allclose(sharded(x), pooled(x), rtol=1e-6)
+    derivative = jax.jit(jax.grad(lambda x: jnp.sin(sharded(x)).sum()))
+    np.testing.assert_allclose(derivative(x), jax.grad(lambda x: jnp.sin(pooled(x)).sum())(x), atol=1e-6)

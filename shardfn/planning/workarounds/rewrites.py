@@ -160,14 +160,25 @@ def _transformed(eqn: Any, x: Any) -> Any:
 
 def _padded(eqn: Any) -> list[int]:
     """The dimensions that a pad or the padding of windows fills between elements, crops in front, or moves backwards."""
-    params = eqn.params
     if eqn.primitive.name == "pad":
-        config = list(params["padding_config"])
+        config = list(eqn.params["padding_config"])
     elif eqn.primitive.name in WINDOWS:
-        config = [(*edges, base - 1) for edges, base in zip(params["padding"], params["base_dilation"], strict=True)]
+        config = _window_padding(eqn)
     else:
         return []
     return [d for d, (low, high, holes) in enumerate(config) if holes > 0 or low < 0 or low > 0 > high]
+
+
+def _window_padding(eqn: Any) -> list[tuple[int, int, int]]:
+    """The padding of windows in front, behind and between elements; that behind without what strides leave unread."""
+    names = ("window_dimensions", "window_dilation", "window_strides", "padding", "base_dilation")
+    found = []
+    for n, size, apart, stride, (low, high), base in zip(
+        eqn.invars[0].aval.shape, *map(eqn.params.get, names), strict=True
+    ):
+        last = (n - 1) * base + low + high - (size - 1) * apart  # where the last window could begin
+        found.append((low, high - last % stride, base - 1))
+    return found
 
 
 def _updates_window(eqn: Any) -> bool:
