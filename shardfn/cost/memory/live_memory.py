@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 
 from shardfn.cost.backends.tpu_memory import outside_fast_memory
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.memory.heap import heap_bytes
 from shardfn.cost.memory.live_ranges import LiveBuffer, ReusableBuffer
 from shardfn.cost.memory.platforms import live_buffers, memory_rules
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
@@ -26,7 +25,7 @@ class MemoryEstimate:
     arguments: int
     results: int
     temporaries: int
-    """Bytes of the block of all temporaries (`heap`): at least those that are live at once beside arguments and results."""
+    """The most bytes that are live at once in addition to arguments and results."""
     donated: int = 0
     """Bytes of the results that are in the buffers of donated arguments."""
     constants: int = 0
@@ -66,8 +65,8 @@ class LiveMemory:
 
     @property
     def held_at_peak(self) -> list[tuple[tuple[int, ...], int]]:
-        """The buffers that make up `MemoryEstimate.peak`, without constants and the space between temporaries: their values (none
-        for a copy that XLA makes) and bytes."""
+        """The buffers that make up `MemoryEstimate.peak`, without constants: their values (none for a copy that XLA makes) and
+        bytes."""
         temporaries = [(self.temporaries[i].values, self.temporaries[i].bytes) for i in self.at_peak]
         return [*(((v,), size) for v, size in (*self.arguments, *self.results)), *temporaries]
 
@@ -113,8 +112,6 @@ def memory_of_schedule(schedule: Schedule, donated: Collection[int] = (), chip: 
     most, tick = _most(temporaries)
     results = [size(v) for v in graph.outputs]
     saved = sum(size for _, size in taken)
-    if rules.is_one_heap:
-        most = heap_bytes(temporaries, most)
     estimate = MemoryEstimate(sum(arguments), sum(results), most, saved, partitioned.constant_bytes)
     size_of = dict(zip(graph.outputs, results, strict=True))
     apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in taken)

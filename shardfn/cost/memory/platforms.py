@@ -25,16 +25,12 @@ class MemoryRules:
     """Bytes of an argument or a result on one device."""
     argument_copies: ArgumentCopies = lambda schedule, pairs: ([], [])
     """What it copies of arguments."""
-    is_one_heap: bool = True
-    """Whether temporaries are placed in one block (`heap`)."""
 
 
 _GPU = MemoryRules(gpu_memory.GpuLiveRanges)
 _RULES = {
     "cpu": MemoryRules(cpu_memory.CpuLiveRanges, argument_copies=cpu_memory.donated_copies),
-    "tpu": MemoryRules(
-        tpu_memory.TpuLiveRanges, tpu_memory.tiled_local_bytes, tpu_memory.argument_copies, is_one_heap=False
-    ),
+    "tpu": MemoryRules(tpu_memory.TpuLiveRanges, tpu_memory.tiled_local_bytes, tpu_memory.argument_copies),
 }
 
 
