@@ -121,7 +121,9 @@ def _of_dimension(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> I
 
 
 def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
-    likely = fitting([c for c in strategy if type(c) is int], leaf.shape)
+    ints = [c for c in strategy if type(c) is int]
+    stacked = leaf.path.split("/").count("*")  # layers as rows of one array, in front
+    likely = fitting([1] * stacked + ints if stacked + len(ints) == len(leaf.shape) else ints, leaf.shape)
     spread = " at `" in leaf.label and "['" not in leaf.where
     if isinstance(leaf.entry, MeshLayout):
         fix = f"call the Layout with one entry for each dimension, {len(leaf.shape)} in all"

@@ -304,6 +304,12 @@ def test_shapes_will_do():
     assert step.lower(state, X, Y).as_text().count('"stablehlo.all_reduce"') == 4
 
 
+def test_the_fix_of_an_entry_for_one_layer_puts_the_layers_in_front():
+    options = {"mode": "semi_auto_parallel", "reuse": True, "parameter_plan": {"layers/*/w1": (1, 4)}}
+    with pytest.raises(StrategyError, match=r"one int for each dimension: \(1, 1, 4\)"):
+        train.step(squared, ADAM, **options).init({"layers": params_of(3)["layers"]}, X, Y)
+
+
 def test_the_loss_is_traced_once_for_a_kind_of_call():
     calls = []
 
