@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from shardfn.ir.extra_rules import elementwise_rule
 from shardfn.ir.model import Graph, Op, Spec, Value
 from shardfn.ir.partitioned import Communication, PartitionedProgram
 from shardfn.partition.rebuild import ProgramBuilder, live_ops, live_out_values
@@ -112,8 +113,13 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
             del sent[c.result]
         seen = (*(builder.like(of.inputs[0]) for of in through), result)
         moved = tuple(of.of(seen[n : n + 1], seen[n + 1 : n + 2]) for n, of in enumerate(through))
+        added = op.of((first.operand, second.operand), (partial,))
+        if through:  # it adds arrays of another shape
+            added = dataclasses.replace(
+                added, rule=elementwise_rule([values[v] for v in added.inputs], [values[partial]])
+            )
         ops[i] = (
-            op.of((first.operand, second.operand), (partial,)),
+            added,
             Op(first.kind.replace("-", "_"), (partial,), (full,), None, op.trips, first.where),
             Op("all_slice", (full,), (seen[0],), None, op.trips, first.where),
             *moved,

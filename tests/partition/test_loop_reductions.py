@@ -125,6 +125,15 @@ def test_what_is_accumulated():
         assert len(loop_accumulations(planned(function, DATA, CPU).partitioned.graph)) == found, function
 
 
+def test_what_is_added_before_it_is_reshaped_is_added_along_its_own_dimensions():
+    x, w = jax.ShapeDtypeStruct((8, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+    plan = shardfn.plan(lambda x, w: (x @ w).reshape(-1) + (jnp.sin(x) @ w).reshape(-1), x, w,
+                        in_strategy=((1, 8), (8, 1)), device=H100)  # fmt: skip
+    graph = plan.partitioned.graph
+    (add,) = [op for op in graph.ops if op.name == "add"]
+    assert {graph.values[v].shape for v in add.inputs} == {(8, 16)} and add.rule and add.rule.sizes == (8, 16)
+
+
 @pytest.mark.slow
 def test_the_search_counts_rounds():
     """Of an LSTM, whose weights every step reads, data parallel is the least on accelerators: gathers would be made in each

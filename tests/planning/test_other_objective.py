@@ -64,6 +64,20 @@ def test_entries_are_kept_and_a_workaround_too():
     assert any("shardfn gathers" in note for note in other.diagnostics)
 
 
+def test_a_plan_with_shifts_is_one_of_the_other_objective_where_no_row_moves():
+    def diffused(x):
+        for _ in range(2):
+            x = x.at[1:-1].add(x[2:] + x[:-2] - 2 * x[1:-1])
+        return x
+
+    shapes = S((1024, 64), jnp.float32)
+    plan = shardfn.plan(diffused, shapes, device="h100:8", level="memory")
+    other = plan.at("time")
+    as_written = [answered_call(one).posed.call.function.is_as_written for one in (plan, other)]
+    assert as_written == [False, True] and other.level == 2
+    assert other.gap is not None and other == shardfn.plan(diffused, shapes, device="h100:8", level="time")
+
+
 def test_a_wrong_objective_and_a_pickled_plan_are_refused():
     plan = shardfn.plan(jnp.sin, S((8,), jnp.float32), device="h100:8")
     assert "did you mean 'time'?" in str(refusal(plan.at, "tiem"))

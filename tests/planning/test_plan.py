@@ -19,6 +19,7 @@ from shardfn.planning.layout_rules import Constraint
 from shardfn.planning.plan import answered_call
 from shardfn.planning.plan.plan_diff import diff
 from shardfn.planning.plan.summary import optimality
+from shardfn.search.moves.constrained import results_there
 
 
 def shaped(*shape):
@@ -156,6 +157,26 @@ def test_candidates_cost_what_is_compiled_of_them(as_written):
     assert len(still) > 3
     for one in still:
         assert one.cost == problem.evaluate_answer(one)
+
+
+def test_ops_of_a_candidate_that_is_compiled_as_written_are_told_from_others():
+    def spread(x):
+        for _ in range(2):
+            x = x.at[1:-1].add(x[2:] + x[:-2] - 2 * x[1:-1])
+        return x, x.mean(1), jnp.tanh(x).sum()
+
+    plan = shardfn.plan(spread, jax.ShapeDtypeStruct((1024, 64), "float32"), level="memory", device="h100:8")
+    answered = answered_call(plan)
+    problem, others = answered.problem, answered.answer.others
+    still = [there for one in others if not moves(there := problem.partitioned_of(one))]
+    assert problem.written is not None and still
+    for there in still:
+        found = results_there(problem, there)
+        assert found
+        for i, specs in found.items():
+            assert [len(spec) for spec in specs] == [
+                len(problem.graph.values[v].shape) for v in problem.graph.ops[i].outputs
+            ]
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,16 @@ def is_shifted(call: TracedCall) -> bool:
 
 
 def as_written(posed: PosedCall) -> PosedCall:
-    """A call of shifts as the user wrote it."""
-    if posed.written is not None:
-        return posed.written
-    return pose_again(posed, posed.call.of(_without_shifts(posed.call.function)))
+    """A call of shifts as the user wrote it, with what is asked of the search now: `Plan.at` asks otherwise."""
+    call, problem, written = posed.call, posed.problem, posed.written
+    function = _without_shifts(call.function)
+    if written is None:
+        return pose_again(posed, call.of(function))
+    return dataclasses.replace(
+        written,
+        call=dataclasses.replace(written.call, function=function, search=call.search),
+        problem=dataclasses.replace(written.problem, level=problem.level, begun=problem.begun),
+    )
 
 
 def with_written(posed: PosedCall) -> PosedCall:

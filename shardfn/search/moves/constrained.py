@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 
+from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Axes, Op, OpConstraint, Spec, axes_of, mesh_sizes_text
 from shardfn.ir.op_traits import CONTRACTIONS, LIBRARY
+from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.specs import merge_axes, results_only
 from shardfn.search.engine import Archive
 from shardfn.search.labels import MeshSolution, SolvedProposal, is_reached, operand_specs, specs_of
@@ -90,8 +92,7 @@ def _constrain_followers(
         i: results_only(c) if is_same_mesh and _is_sliced(ops[i], c, found, wanted) else c for i, c in with_sums.items()
     }
     for _ in range(REPEATS if axes == full.axes == found.axes else 0):
-        there = problem.partitioned_of(full)
-        actual = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+        actual = results_there(problem, problem.partitioned_of(full))
         constraints |= {
             index: OpConstraint(
                 constraints[index].operands if index in constraints else (None,) * len(op.inputs),
@@ -101,13 +102,23 @@ def _constrain_followers(
             if index in problem.can_constrain
             and (index not in constraints or None in constraints[index].results)
             and all(v in found.space.layouts for v in op.outputs)
-            and actual.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
+            and actual.get(index, ()) not in ((), [*map(wanted, op.outputs)])
         }
         if constraints == full.constraints:
             return
         other = SolvedProposal(full.name, axes, specs, dict(constraints), solution=found)
         yield other
         full = archive.of(other)
+
+
+def results_there(problem: SearchProblem, there: PartitionedProgram) -> Mapping[int, list[Spec]]:
+    """By op, its results' shardings in a partitioned program. One that may be the program as written has sites of its own."""
+    if problem.written is None:
+        sites = {op.site: op for op in there.graph.ops if op.site >= 0}
+        same = [(index, sites[op.site]) for index, op in enumerate(problem.graph.ops) if op.site in sites]
+    else:
+        same = [(index, at) for index, _, at in pairs(problem.graph, there.graph)]
+    return {index: [there.specs[v] for v in at.outputs] for index, at in same}
 
 
 def _keeps_operands(op: Op) -> bool:
