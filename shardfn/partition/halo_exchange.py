@@ -33,8 +33,12 @@ def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> t
     (HaloPermute(start=7, end=8), HaloPermute(start=0, end=1))
     >>> halo_permutes(192, 64, 8, WindowDim(0, 0, 0, low=128))  # the last third
     (HaloPermute(start=0, end=16), HaloPermute(start=8, end=24), HaloPermute(start=16, end=24))
+    >>> halo_permutes(1, 2, 4, WindowDim(0, 0, 0, low=-2))  # padding alone
+    ()
     """
     own, out = -(-size // shards), -(-out_size // shards)
+    if window.low + (out_size - 1) * window.stride + window.extent <= 0:
+        return ()
     if not own or not out:
         return ()  # of nothing, nothing is sent: a pad of an empty slice, as in the gradient of an associative scan
     first, used = window.low, shards  # first element that is read; shards that take part

@@ -184,6 +184,7 @@ PROGRAMS = {
         (8, 8), (1, 2), "x0.at[1:-1, 1:-1].add(0.2 * (x0[2:, 1:-1] + x0[1:-1, :-2]))", "v0.at[1:-1:2].min(2.0)"
     ),
     "a row outside": lines((24, 8), (8, 1), "jnp.sin(x0)", "v0[30] * x0[-40]", devices=8),
+    "padding alone": lines((4,), (4,), "lax.pad(x0[:1], 0.0, [(2, -1, 0)])", devices=4),
     "one row by a stride": lines((48, 1), (3, 1), "lax.slice(x0, [47, 0], [48, 1], [3, 1])", devices=3),
     "the first row, where each shard has one": lines((8,), (8,), "jnp.concatenate([x0, x0[0:1]], 0)", devices=8),
     "a derivative of a minimum over windows, then a slice": lines(
