@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardfn import load_layout, plan
+from shardfn import AUTO, load_layout, plan
 from shardfn.planning.layout_rules.fingerprint import fingerprint
 from shardfn.runtime.layout_check import check_layout
 
@@ -112,3 +112,19 @@ def test_fingerprint_is_the_same_on_every_release():
         [("params/up", (16, 64))], jax.make_jaxpr(step)(*jax.tree.map(lambda s: jnp.ones(s.shape), (PARAMS, X))).jaxpr
     )
     assert found == "e55fd8e95a82-fc48752a45be"
+
+
+@pytest.mark.parametrize("entry", [(4, 1), (1, 4), None])
+def test_moved_rows_are_the_same_function_in_every_form(tmp_path, entry):
+    """The plan's program has shifts in the place of what the user wrote, or not."""
+
+    def blurred(x):
+        return x.at[1:-1].set((x[:-2] + x[2:]) / 2).at[0].add(1.0)
+
+    made = plan(blurred, _array(64, 12), in_strategy=(AUTO if entry is None else entry,), device="cpu:4")
+    made.save(tmp_path / "layout.toml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = plan(blurred, _array(64, 12), layout=tmp_path / "layout.toml", device="cpu:4")
+        plan(blurred, _array(64, 12), in_strategy=((1, 1),), layout=tmp_path / "layout.toml", device="cpu:4")
+    assert again.cost == made.cost and again.fingerprint == made.fingerprint

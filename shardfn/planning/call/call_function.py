@@ -51,6 +51,8 @@ class CallFunction:
     call: Call
     """The call, with shapes in the place of arrays."""
     donate_argnums: tuple[int, ...]
+    jaxpr: Any = None
+    """The jaxpr of `pure`, as the user wrote it: a layout file's fingerprint is of it, whatever form is compiled."""
     replay: Callable[..., Any] | None = None
     """`pure` after its first trace (`first_trace.replayed`)."""
     shifted: Callable[..., Any] | None = None

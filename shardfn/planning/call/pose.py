@@ -94,7 +94,7 @@ def pose(callee: Callee, options: Options, call: Call, defaults: Defaults, layou
     position = {leaf.path: i for i, leaf in enumerate(inputs)}
     same_as = replacements(result, call.dynamic)
     same_as |= {len(returned) + i: position[path] for i, path in enumerate(sorted(changed))}
-    if layout is not None and (note := change_since(layout, callee.name, inputs, traced.jaxpr)):
+    if layout is not None and (note := change_since(layout, callee.name, inputs, function.jaxpr)):
         warn(note)
     traced_call = TracedCall(callee.name, bounds, hardware, layout, function, traced, tuple(inputs), tuple(outputs), same_as,
                       call.leaves_of(donated), options.compiler_options, inner)  # fmt: skip
@@ -241,7 +241,7 @@ def _traced(
       DeviceError: a `shard_map` in it is on other devices.
     """
     traced, lowered = function.as_jaxpr(), None  # each change of the function is traced, and the last one is lowered
-    function = function.replaying(traced)
+    function = dataclasses.replace(function, jaxpr=traced.jaxpr).replaying(traced)
     refuse_other_devices(traced.jaxpr, hardware, function.callee.name)
     if hardware.count > 1 and any(type(effect).__name__.startswith("Ordered") for effect in traced.jaxpr.effects):
         fail(StrategyError, f"`{function.callee.name}` calls back into Python in order", where="ordered=True",

@@ -355,7 +355,7 @@ class Plan(WrittenAsLayout):
         if self._answered is None:
             return ""
         arrays = [(d.path, d.shape) for d in self.inputs]
-        return fingerprint(arrays, self._answered.posed.call.traced.jaxpr)
+        return fingerprint(arrays, self._answered.posed.call.function.jaxpr)
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
