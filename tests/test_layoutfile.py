@@ -920,3 +920,24 @@ def test_attribute_of_a_plan_on_a_layout_says_how_to_get_the_plan(tmp_path, monk
 def test_misspelt_attribute_of_a_layout_is_no_matter_of_plans():
     with pytest.raises(AttributeError, match=r"^a layout has no attribute 'meshes'$"):
         getattr(LayoutFile(), "meshes")  # noqa: B009
+
+
+def _moved(x):
+    rows = jnp.repeat(x, 3, axis=1)
+    turned = jnp.flip(rows, 0)
+    framed = jnp.pad(turned, ((1, 2), (1, 0)), mode="maximum")
+    return sum((leaf**2).sum() for leaf in (framed, x.at[9::-2].set(1.5), turned.at[:, 0].set(0.5)))
+
+
+def test_what_is_held_in_a_program_of_shifts_is_saved(tmp_path):
+    """Ops of shifts have other numbers than those that the user wrote, and workarounds change no number."""
+    args = [jax.ShapeDtypeStruct((12, 64), "float32")]
+    first = plan(jax.value_and_grad(_moved), *args, device="h100:64", level="memory")
+    assert first.constraints and all(constraint.shifts for constraint in first.constraints)
+    first.save(tmp_path / "layout.toml")
+    assert "shifts = true" in (tmp_path / "layout.toml").read_text()
+    again = plan(jax.value_and_grad(_moved), *args, layout=tmp_path / "layout.toml", device="h100:64")
+    assert again.cost == first.cost and again.constraints == first.constraints
+    (tmp_path / "layout.toml").write_text((tmp_path / "layout.toml").read_text().replace("shifts = true", "shifts = 1"))
+    with pytest.raises(ShardError, match="not complete"):
+        load_layout(tmp_path / "layout.toml")

@@ -129,19 +129,36 @@ def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[t
             start += _size(inside)
 
 
+def inserted() -> Any:
+    """A context in which a rewrite binds what it adds to a program: these equations are not counted, so that all others keep
+    their numbers."""
+    return jax.named_scope(_INSERTED)
+
+
+def barred(values: Any) -> Any:
+    """Values behind an inserted optimization barrier."""
+    with inserted():
+        return jax.lax.optimization_barrier(values)
+
+
 def _is_uncounted(eqn: Any) -> bool:
     """Whether JAX puts an equation in where an argument comes with a mesh, or in a `shard_map`, where arrays have types of their
-    own: the same function traces with it or without."""
+    own: the same function traces with it or without. Or a rewrite did (`inserted`)."""
+    scopes = eqn.source_info.name_stack.stack
+    return _is_of_types(eqn) or any(scope.name == _INSERTED for scope in scopes)
+
+
+def _is_of_types(eqn: Any) -> bool:
     name = eqn.primitive.name
     is_same = name in ("reshape", "reduce_sum") and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
     return is_same or name in ("reshard", "mesh_cast", "pvary")
 
 
 def is_identity(eqn: Any) -> bool:
-    """Whether an equation is uncounted and gives its operand as it is: it names no axis of a mesh, as with Auto axes."""
+    """Whether an equation is JAX's own and gives its operand as it is: it names no axis of a mesh, as with Auto axes."""
     if eqn.primitive.name == "reshard":
         return not any(eqn.params["dst_sharding"].spec)
-    return _is_uncounted(eqn) and eqn.primitive.name not in ("mesh_cast", "pvary")
+    return _is_of_types(eqn) and eqn.primitive.name not in ("mesh_cast", "pvary")
 
 
 def _size(jaxpr: Any) -> int:
@@ -310,6 +327,7 @@ def _open_linear_solve(eqn: Any, inputs: list[Any], how: RebindRules, number: in
     return eqn.primitive.bind(*inputs, **{**eqn.params, "jaxprs": jaxprs})
 
 
+_INSERTED = "shardfn_inserted"
 _UNNUMBERED = -(1 << 40)
 """The number of the first equation of what is not in the program: the derivatives that a rule makes."""
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_linear_solve"})

@@ -6,7 +6,8 @@ import dataclasses
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from shardfn.errors import Problem, nearest
@@ -315,13 +316,15 @@ class _Reader:
                    f"remove it, or write {where} = [1, 0]")  # fmt: skip
         return ()
 
-    def tables(self, value: Any, where: str, keys: Mapping[str, tuple[type, ...]]) -> Iterator[dict[str, Any]]:
+    def tables(
+        self, value: Any, where: str, keys: Mapping[str, tuple[type, ...]], flags: Sequence[str] = ()
+    ) -> Iterator[dict[str, Any]]:
         if not isinstance(value, list) or len(value) > MAX_RULES:
             self.wrong(f"`{where}` must be a list of tables", f"{where} = {_short(value)}", f"write [[{where}]]")
             return
         for row in value:
-            if not isinstance(row, dict) or row.keys() - keys.keys() or not all(
-                type(row.get(key)) in types for key, types in keys.items()
+            if not isinstance(row, dict) or row.keys() - {*keys, *flags} or not all(
+                type(row.get(key)) in types for key, types in (*keys.items(), *((f, (bool, NoneType)) for f in flags))
             ):  # fmt: skip
                 self.wrong(f"an entry of [[{where}]] is not complete", _short(row), f"give it {', '.join(keys)}")
             else:
@@ -330,13 +333,14 @@ class _Reader:
     def constraints(self, value: Any, where: str) -> tuple[Constraint, ...]:
         keys = {"op": (str,), "equation": (int, list), "line": (str,), "operands": (list,), "results": (list,)}
         found: list[Constraint] = []
-        for row in self.tables(value, where, keys):
+        for row in self.tables(value, where, keys, flags=["shifts"]):
             specs = self.specs(row["operands"], where), self.specs(row["results"], where)
             numbers = row["equation"] if isinstance(row["equation"], list) else [row["equation"]]
             if not all(type(number) is int for number in numbers):
                 self.wrong("`equation` must be an int or a list of them", f"{where}: {_short(numbers)}",
                            "write equation = 12, or equation = [12, 40]", "it numbers the constrained ops")  # fmt: skip
-            found += [Constraint(row["op"][:64], number, row["line"], *specs) for number in numbers]
+            shifts = row.get("shifts", False)
+            found += [Constraint(row["op"][:64], number, row["line"], *specs, shifts) for number in numbers]
         return tuple(found)
 
     def specs(self, values: list[Any], where: str) -> tuple[Spec | None, ...]:
@@ -446,6 +450,7 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
         for name, specs in (("operands", constraint.operands), ("results", constraint.results)):
             texts = (quoted("open") if spec is None else _sharding(rule_dims(spec)) for spec in specs)
             lines.append(f"{name} = [{', '.join(texts)}]")
+        lines += ["shifts = true"] * constraint.shifts
     for source in layout.sources:
         lines += ["", "[[sources]]", f"by = {quoted(source.by)}", f"why = {quoted(source.why)}",
                   "of = [", *wrapped(map(quoted, source.of)), "]"]  # fmt: skip

@@ -15,7 +15,7 @@ from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.answers.candidates import BATCH, candidates, of_rows
-from shardfn.planning.call import AnsweredCall, PosedCall, knowing
+from shardfn.planning.call import AnsweredCall, PosedCall, has_shifts, knowing
 from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program, shared_axes_note
 from shardfn.planning.inside import (
     RESHARDED,
@@ -38,7 +38,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     call, problem = posed.call, posed.problem
     inputs = _inputs(posed, answer)
     outputs, changed = _outputs(posed, answer, problem.partitioned_of(answer))
-    compiled = _compiled(posed, answer, outputs)
+    compiled = _with_results(posed, answer, outputs)
     partitioned = problem.partitioned_of(compiled)
     uncached = posed.without_programs()
     if not problem.is_open:
@@ -62,7 +62,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
             *alltoalls_left(left),
             *of_program(call.traced, call.hardware, call.inputs, answer.axes),
             *not_predicted(call.traced.graph, partitioned),
-            *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.traced.jaxpr)]),
+            *filter(None, [call.layout and change_since(call.layout, call.name, call.inputs, call.function.jaxpr)]),
         )
 
     make = functools.partial(
@@ -81,7 +81,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         style=call.search.style,
         entries=later(lambda: _entries_note(posed, answer, cost())),
         partitioned=partitioned,
-        constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
+        constraints=_constraints(posed, answer.constraints),
         detours=detours,
         gap=later(lambda: gap_of(cost(), posed.problem, answer.bound_s)),
         runner_up=answer.runner_up,
@@ -150,7 +150,7 @@ def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConst
     call = posed.call
     if call.layout is None or call.hardware.count == 1:
         return {}, ()
-    return match_file_constraints(call.layout, posed.anchored, call.traced.graph, axes)
+    return match_file_constraints(call.layout, posed.anchored, call.traced.graph, axes, has_shifts(call.function))
 
 
 def _inputs(posed: PosedCall, answer: Answer) -> tuple[Decision, ...]:
@@ -200,22 +200,23 @@ def _outputs(
     return tuple(decided), diagnostics
 
 
-def compiled_program(posed: PosedCall, answer: Answer) -> PartitionedProgram:
-    """The partitioned program of the answer's plan, `Plan.partitioned`."""
+def as_compiled(posed: PosedCall, answer: Answer) -> Answer:
+    """The answer as its plan is compiled: `Plan.partitioned` is its program."""
     outputs, _ = _outputs(posed, answer, posed.problem.partitioned_of(answer))
-    return posed.problem.partitioned_of(_compiled(posed, answer, outputs))
+    return _with_results(posed, answer, outputs)
 
 
-def _compiled(posed: PosedCall, answer: Answer, outputs: Sequence[Decision]) -> Answer:
+def _with_results(posed: PosedCall, answer: Answer, outputs: Sequence[Decision]) -> Answer:
     """The answer with the open results as `jax.jit` gets them. Fixed, they may spread otherwise than left to propagation."""
     wanted = posed.propagation.results(answer.specs)
     own = {i: d.spec for i, (d, spec) in enumerate(zip(outputs, wanted, strict=True)) if spec is None and d.shape}
     return dataclasses.replace(answer, result_specs={**own, **answer.result_specs})
 
 
-def _constraints(constraints: OpConstraints, anchored: Mapping[int, int], graph: Graph) -> tuple[Constraint, ...]:
+def _constraints(posed: PosedCall, constraints: OpConstraints) -> tuple[Constraint, ...]:
+    ops, shifts = posed.call.traced.graph.ops, has_shifts(posed.call.function)
     return tuple(
-        Constraint(graph.ops[i].name, anchored[i], graph.ops[i].where, constraint.operands, constraint.results)
+        Constraint(ops[i].name, posed.anchored[i], ops[i].where, constraint.operands, constraint.results, shifts)
         for i, constraint in sorted(constraints.items())
     )
 

@@ -12,7 +12,7 @@ from shardfn.cost.estimate import Cost
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import shares_halos
-from shardfn.planning.answers.finish import compiled_program, file_constraints, finish
+from shardfn.planning.answers.finish import as_compiled, file_constraints, finish
 from shardfn.planning.call import (
     AnsweredCall,
     PosedCall,
@@ -73,19 +73,10 @@ def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
     Raises:
       StrategyError: it exceeds the user's memory limit.
     """
-    return finish(posed, _settled(posed, answer))
-
-
-def _settled(posed: PosedCall, answer: Answer) -> Answer:
-    """The answer that a plan is made from, `with_given_constraints`.
-
-    Raises:
-      StrategyError: it exceeds the user's memory limit.
-    """
     answer, bounds = with_given_constraints(posed, answer), posed.call.search
     if bounds.memory_limit is not None and bounds.is_limit_strict:
         refuse_limit(posed.problem, answer)
-    return answer
+    return finish(posed, answer)
 
 
 def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
@@ -101,18 +92,17 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
 
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
     """
-    posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
-    if not (wrong := _wrong_ops(posed, compiled_program(posed, _settled(posed, answer)))):
-        return plan_without_workarounds(posed, answer)
-    other = with_workarounds(posed, answer, wrong)
-    best = _best_correct(other, _unconstrained(answer), search(other))
-    candidate = correct_candidate(posed, answer)
-    if candidate and (
-        not is_correct(other, best)
-        or objective(candidate.cost, posed.problem) < objective(_cost(other, best), posed.problem)
-    ):
-        return plan_fixed_answer(posed, _as_correct(answer, candidate))
-    return _with_all_workarounds(posed, other, best, wrong)
+    call, own = _with_shared_halos(*_in_its_form(posed, answer))
+    if not (wrong := _wrong_ops(call, _compiled_program(call, own))):
+        return plan_without_workarounds(call, own)
+    other = with_workarounds(call, own, wrong)
+    best = _best_correct(other, in_other_form(call, other, own), search(other))
+    found = [_in_form_guarded(posed, in_other_form(other, posed, best))]
+    if not is_shifted(call.call) or moves(_compiled_program(other, best)):
+        found.append(_guarded(call, other, best, wrong))
+    if candidate := correct_candidate(call, own):
+        found.append(_in_form_guarded(call, _as_correct(own, candidate)))
+    return _plan_guarded(min(found, key=_Guarded.rank))
 
 
 @without_collection()
@@ -120,20 +110,21 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
     kept = memoized(posed.problem.partition)  # a finished plan's call keeps no partitioned programs
     posed = dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, partition=kept))
-    posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
-    return _with_all_workarounds(posed, posed, answer)
+    return _plan_guarded(_in_form_guarded(posed, answer))
 
 
 def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
     """The call as the user wrote it, if with its shardings nothing moves along sharded dimensions, else with `movement`'s shifts;
     and the answer for it."""
+    given, layout = with_given_constraints(posed, answer), posed.call.layout
     if posed.call.function.unshifted is not None:
-        shifted = pose_shifted(posed) if moves(posed.problem.partitioned_of(answer)) else posed
-        return shifted, in_other_form(posed, shifted, answer)
+        is_of_shifts = layout is not None and any(constraint.shifts for constraint in layout.constraints)
+        shifted = pose_shifted(posed) if is_of_shifts or moves(posed.problem.partitioned_of(given)) else posed
+        return shifted, in_other_form(posed, shifted, given)
     if not is_shifted(posed.call):
         return posed, answer
     written = as_written(posed)
-    same = in_other_form(posed, written, answer)
+    same = with_given_constraints(written, in_other_form(posed, written, given))
     return (posed, answer) if moves(written.problem.partitioned_of(same)) else (written, same)
 
 
@@ -164,8 +155,39 @@ def _cost(posed: PosedCall, answer: Answer) -> Cost:
     return posed.problem.evaluate_answer(with_given_constraints(posed, answer))
 
 
-def _with_all_workarounds(posed: PosedCall, other: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> Plan:
-    """The plan of an answer, when no op is left that XLA would get wrong: a workaround changes the shardings around it.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Guarded:
+    """An answer of a call with workarounds for all ops that XLA would get wrong: a workaround changes the shardings around it.
+
+    Attributes:
+      unguarded: the call without them, and what is asked of it.
+      posed: the call with them.
+      answer: the answer of it.
+      wrong: the ops.
+      left: what XLA would still get wrong: reshardings, and ops that are known to be wrong.
+    """
+
+    unguarded: AnsweredCall
+    posed: PosedCall
+    answer: Answer
+    wrong: tuple[WrongOp, ...]
+    left: tuple[WrongOp, ...]
+
+    def rank(self) -> tuple[object, ...]:
+        """How good it is; less is better."""
+        posed, answer = self.posed, with_given_constraints(self.posed, self.answer)
+        cost = posed.problem.evaluate_answer(as_compiled(posed, answer))
+        return any(w.kind == "reshard" for w in self.left), objective(cost, posed.problem)
+
+
+def _in_form_guarded(posed: PosedCall, answer: Answer) -> _Guarded:
+    """An answer of a call in the form in which it is compiled."""
+    posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
+    return _guarded(posed, posed, answer)
+
+
+def _guarded(posed: PosedCall, other: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> _Guarded:
+    """An answer with all workarounds.
 
     Args:
       posed: the call without workarounds.
@@ -173,21 +195,36 @@ def _with_all_workarounds(posed: PosedCall, other: PosedCall, answer: Answer, wr
       answer: an answer of it.
       wrong: ops with workarounds.
     """
-    while True:
-        found = _wrong_ops(posed, compiled_program(other, _settled(other, answer)), wrong)
-        if not (more := tuple(w for w in found if w not in wrong)):
-            break
-        wrong = (*wrong, *more)
-        other, answer = with_workarounds(posed, answer, wrong), _unconstrained(answer)
-    refuse_reshardings(found)
-    plan = plan_without_workarounds(other, answer)
+    unguarded = AnsweredCall(posed, in_other_form(other, posed, answer))
+    while not set(left := _wrong_ops(posed, _compiled_program(other, answer), wrong)) <= set(wrong):
+        wrong = tuple(dict.fromkeys((*wrong, *left)))
+        other = with_workarounds(posed, answer, wrong)
+        answer = in_other_form(posed, other, unguarded.answer)
+    return _Guarded(unguarded, other, answer, wrong, left)
+
+
+def _compiled_program(posed: PosedCall, answer: Answer) -> PartitionedProgram:
+    """The partitioned program of the answer's plan, `Plan.partitioned`."""
+    return posed.problem.partitioned_of(as_compiled(posed, with_given_constraints(posed, answer)))
+
+
+def _plan_guarded(found: _Guarded) -> Plan:
+    """The plan of an answer with all workarounds, with a note on them.
+
+    Raises:
+      StrategyError: it exceeds the user's memory limit, or a resharding is left that ends the process.
+    """
+    wrong = found.wrong
+    refuse_reshardings(found.left)
+    plan = plan_without_workarounds(found.posed, found.answer)
     gathers = any(plan.partitioned.gathered_shards(c) is not None for c in plan.partitioned.communications)
     # Rows of a constant, such as the zeros of a gradient's pad, are on every device.
     note = workaround_note([one for one in wrong if one.kind != "window" and (gathers or one.kind != "movement")])
     windows = workaround_note(of_windows := [one for one in wrong if one.kind == "window"])
     if windows:
-        lines, unguarded = {one.where for one in of_windows}, AnsweredCall(posed, _unconstrained(answer))
-        windows += f";{FIX}{windows_fix(plan, lines, unguarded, compiled_program(posed, unguarded.answer))}"
+        lines, unguarded = {one.where for one in of_windows}, found.unguarded
+        program = _compiled_program(unguarded.posed, unguarded.answer)
+        windows += f";{FIX}{windows_fix(plan, lines, unguarded, program)}"
     return with_notes(plan, *filter(None, (windows, note)))
 
 
@@ -222,8 +259,12 @@ def with_workarounds(posed: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...
 
 
 def without_workarounds(call: TracedCall) -> TracedCall:
-    """The call as it was before its plan needed workarounds, no shifts or shared halos: another plan may need others."""
+    """The call as it was before its plan needed workarounds, no shifts or shared halos, and before the search fixed the open
+    dimensions of entries: another plan may need others."""
     function = call.function
+    if any(leaf.completes for leaf in (*call.inputs, *call.outputs)):
+        inputs, outputs = (tuple(leaf.completes or leaf for leaf in leaves) for leaves in (call.inputs, call.outputs))
+        call = dataclasses.replace(call, inputs=inputs, outputs=outputs)
     if not function.wrong and not function.is_as_written and not function.halo_shards:
         return call
     other = call.of(dataclasses.replace(function, wrong=(), is_as_written=False, halo_shards={}))

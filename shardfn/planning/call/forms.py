@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced, TracedJaxpr
 from shardfn.ir.correspondence import matches
-from shardfn.ir.model import Axes, Spec
+from shardfn.ir.model import Axes, Graph, Spec
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.movement import Shards
 from shardfn.planning.call.call_function import CallFunction
@@ -54,10 +54,14 @@ def with_windows_apart(
     return function, function.as_jaxpr(), None
 
 
+def has_shifts(function: CallFunction) -> bool:
+    """Whether a function has its movement as shifts."""
+    return function.shifted is not None and not function.is_as_written
+
+
 def is_shifted(call: TracedCall) -> bool:
     """Whether a call is one of shifts, and could be one without: functions inside have numbers of its ops."""
-    function = call.function
-    return function.shifted is not None and not function.is_as_written and not function.inner
+    return has_shifts(call.function) and not call.function.inner
 
 
 def as_written(posed: PosedCall) -> PosedCall:
@@ -102,8 +106,25 @@ def in_other_form(posed: PosedCall, other: PosedCall, answer: Answer) -> Answer:
 
 def _op_numbers(posed: PosedCall, other: PosedCall) -> Mapping[int, int]:
     """The index in another form of the call of each op that can be constrained there."""
-    found = matches(posed.problem.graph, other.problem.graph)
-    return {own: there for own, there in found if there in other.problem.can_constrain}
+    graph, of_other = posed.problem.graph, other.problem.graph
+    found: Iterable[tuple[int, int]] = matches(graph, of_other)
+    if _numbers_as(posed) == _numbers_as(other):
+        there = {number: op for op, number in other.anchored.items()}
+        pairs = ((op, there[number]) for op, number in posed.anchored.items() if number in there)
+        found = (pair for pair in pairs if _ranks(graph, pair[0]) == _ranks(of_other, pair[1]))
+    return {own: at for own, at in found if at in other.problem.can_constrain}
+
+
+def _ranks(graph: Graph, op: int) -> object:
+    """The name of an op and the ranks of its operands and results."""
+    found = graph.ops[op]
+    return found.name, [[len(graph.values[v].shape) for v in values] for values in (found.inputs, found.outputs)]
+
+
+def _numbers_as(posed: PosedCall) -> object:
+    """What the numbers of a call's equations follow from: workarounds change none."""
+    function = posed.call.function
+    return has_shifts(function), function.halo_shards
 
 
 def _moved(constraints: OpConstraints, ops: Mapping[int, int]) -> OpConstraints:

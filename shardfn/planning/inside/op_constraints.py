@@ -114,7 +114,7 @@ def _is_matched(kind: str, shape: Sequence[int]) -> bool:
 
 
 def match_file_constraints(
-    layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]]
+    layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]], shifts: bool
 ) -> tuple[dict[int, OpConstraint], list[str]]:
     """The op constraints of a layout file, by op index, and a note on each that the program has no op for.
 
@@ -123,13 +123,15 @@ def match_file_constraints(
       anchored: the result of `anchors`.
       graph: the program.
       axes: the mesh axes.
+      shifts: whether the program has its movement as shifts.
     """
     op_of = {number: index for index, number in anchored.items()}
     known = {name for name, _ in axes}
     found: dict[int, OpConstraint] = {}
     diagnostics: list[str] = []
     for wanted in layout.constraints:
-        op = graph.ops[op_of[wanted.number]] if wanted.number in op_of else None
+        is_here = wanted.shifts == shifts and wanted.number in op_of
+        op = graph.ops[op_of[wanted.number]] if is_here else None
         specs = (*wanted.operands, *wanted.results)
         values = (*op.inputs, *op.outputs) if op is not None else ()
         fits = (

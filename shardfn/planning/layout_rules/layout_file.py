@@ -73,6 +73,7 @@ class Constraint:
       where: its `file:line`. Constraints are equal whatever the line, which a layout file keeps without directories.
       operands: the spec of each operand; None is left to propagation.
       results: the same of each result.
+      shifts: whether `number` counts the equations of the program with its movement as shifts, not those of the user's.
     """
 
     kind: str
@@ -80,6 +81,7 @@ class Constraint:
     where: str = dataclasses.field(compare=False)
     operands: tuple[Spec | None, ...]
     results: tuple[Spec | None, ...]
+    shifts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

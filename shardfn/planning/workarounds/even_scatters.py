@@ -22,6 +22,7 @@ from jax import lax
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
 from shardfn.ir.partitioned import PartitionedProgram
+from shardfn.ir.rewrite import inserted
 
 NEUTRAL = {
     "scatter-add": "zero",
@@ -66,20 +67,24 @@ def is_unsigned(op: Op, partitioned: PartitionedProgram) -> bool:
 def even_scatter(eqn: Any, inputs: Sequence[Any], multiple: int) -> list[Any]:
     """The outputs of a scatter that combines, with updates and indices that are padded to a multiple of rows."""
     operand, index, updates = inputs
-    numbers = eqn.params["dimension_numbers"]
+    with inserted():
+        index, updates, params = _evenly(eqn, operand, index, updates, multiple)
+    return [eqn.primitive.bind(operand, index, updates, **params)]
+
+
+def _evenly(eqn: Any, operand: Any, index: Any, updates: Any, multiple: int) -> tuple[Any, Any, dict[str, Any]]:
+    """The padded indices and updates of a scatter, and its parameters for them."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
     index = _signed(index, max((operand.shape[d] for d in numbers.scatter_dims_to_operand_dims), default=0))
     rows = _further_rows(index, numbers.scatter_indices_batching_dims, multiple)
     of_updates, added = iter(rows[:-1]), []
     for d in range(updates.ndim):
         added.append(0 if d in numbers.update_window_dims else next(of_updates))
-    neutral = _neutral(NEUTRAL[eqn.primitive.name], updates.dtype)
-    params = eqn.params
+    padded = _with_rows(updates, added, _neutral(NEUTRAL[eqn.primitive.name], updates.dtype))
     if params["unique_indices"] and any(rows):  # without which `scatter-mul` has no gradient
         index = _outside(_in_bounds(index, operand, updates, params), rows, operand)
-        params = {**params, "indices_are_sorted": False, "mode": lax.GatherScatterMode.FILL_OR_DROP}
-    else:
-        index, params = _with_rows(index, rows, 0), _unordered(params, rows)
-    return [eqn.primitive.bind(operand, index, _with_rows(updates, added, neutral), **params)]
+        return index, padded, {**params, "indices_are_sorted": False, "mode": lax.GatherScatterMode.FILL_OR_DROP}
+    return _with_rows(index, rows, 0), padded, _unordered(params, rows)
 
 
 def _signed(index: Any, rows: int) -> Any:

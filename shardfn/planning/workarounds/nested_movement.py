@@ -12,13 +12,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax import lax
-
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph, Op, is_gpu
 from shardfn.ir.op_traits import CHEAP, EXPENSIVE, SLICES, VIEWS
 from shardfn.ir.partitioned import PartitionedProgram
-from shardfn.ir.rewrite import bind_one
+from shardfn.ir.rewrite import barred, bind_one
 from shardfn.movement import Turn, rotated, turns
 from shardfn.planning.workarounds.uneven_movement import Movement, movements_of_equation
 
@@ -78,10 +76,10 @@ def turned_movements(eqn: Any) -> list[tuple[Movement, Turn | None]]:
 def separated(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The results of a rotation or concatenation that reads no other in its kernel; rotations along several dimensions are made
     one by one."""
-    apart, each = [lax.optimization_barrier(x) for x in inputs], turns(eqn)
+    apart, each = [barred(x) for x in inputs], turns(eqn)
     if len(each) < 2:
         return bind_one(eqn, apart)
     (x,) = apart
     for number, turn in enumerate(each):
-        x = rotated(lax.optimization_barrier(x) if number else x, -turn.first, turn.dim)
+        x = rotated(barred(x) if number else x, -turn.first, turn.dim)
     return [x]

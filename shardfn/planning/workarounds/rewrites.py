@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.ir.rewrite import bind_one, equations, inner, rebind
+from shardfn.ir.rewrite import barred, bind_one, equations, inner, inserted, rebind
 from shardfn.movement import is_rotation
 from shardfn.planning.workarounds.even_scatters import NEUTRAL, even_scatter
 from shardfn.planning.workarounds.nested_movement import separated, turned_movements
@@ -68,7 +68,7 @@ def replicate_wrong_ops(
         if "bounds" in own:
             inputs = _clamped(eqn, inputs)
         if "update" in own and "movement" not in own:
-            inputs = [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]]
+            inputs = [barred(inputs[0]), *inputs[1:]]
         inputs = [_unsharded(mesh, x, of) for x, of in zip(inputs, dims, strict=False)]
         if "nested" in own:
             outputs = separated(eqn, inputs)
@@ -80,7 +80,7 @@ def replicate_wrong_ops(
         else:
             outputs = [_transformed(eqn, *inputs)] if _IS_ONE["layout"](eqn) else bind_one(eqn, inputs)
         if "pair" in own:
-            outputs = jax.lax.optimization_barrier(outputs)
+            outputs = barred(outputs)
         return [_unsharded(mesh, x, of) for x, of in zip(outputs, dims[len(inputs) :], strict=True)]
 
     def refuse(eqn: Any) -> None:
@@ -101,7 +101,8 @@ def _clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     count = len(inputs) - np.ndim(inputs[0])
     sizes = np.shape(inputs[1]) if count == 2 else eqn.params["slice_sizes"]
     last = [n - rows for n, rows in zip(np.shape(inputs[0]), sizes, strict=True)]
-    return [*inputs[:count], *(jnp.clip(start, 0, most) for start, most in zip(inputs[count:], last, strict=True))]
+    with inserted():
+        return [*inputs[:count], *(jnp.clip(start, 0, most) for start, most in zip(inputs[count:], last, strict=True))]
 
 
 def _unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
@@ -111,7 +112,8 @@ def _unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     for dim in dims:
         spec[dim] = None
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    with inserted():
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def _reduced(eqn: Any) -> tuple[int, ...]:
@@ -155,7 +157,11 @@ def _transformed_dims(eqn: Any) -> range:
 def _transformed(eqn: Any, x: Any) -> Any:
     """A Fourier transform of an array with one dimension more, which XLA on CPU does not hand over transposed."""
     before = _transformed_dims(eqn).start
-    return jnp.squeeze(bind_one(eqn, [jnp.expand_dims(x, before)])[0], before)
+    with inserted():
+        x = jnp.expand_dims(x, before)
+    (transformed,) = bind_one(eqn, [x])
+    with inserted():
+        return jnp.squeeze(transformed, before)
 
 
 def _padded(eqn: Any) -> list[int]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import Graph
-from shardfn.ir.rewrite import bind_one, equations, rebind
+from shardfn.ir.rewrite import barred, bind_one, equations, rebind
 from shardfn.planning.workarounds.uneven_movement import WINDOWS
 
 
@@ -36,7 +34,7 @@ def separate_windows(function: Callable[..., Any], static_argnums: tuple[int, ..
     """`function` with every window that is no convolution over an array of its own (`windows_clash`): an optimization barrier."""
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        return bind_one(eqn, [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]])
+        return bind_one(eqn, [barred(inputs[0]), *inputs[1:]])
 
     return rebind(function, lambda eqn, number: eqn.primitive.name in _OVER_WINDOWS, bind, static_argnums)
 
