@@ -63,6 +63,8 @@ class Leaf:
     """Where the entry stands: `in_strategy[1]`, `parameter_plan['w1']`."""
     by: str = "you"
     """Who wrote the entry: "you", "file", or "mode"."""
+    completes: Leaf | None = None
+    """The same with the entry as it was written, where the search has fixed its open dimensions."""
 
     @property
     def text(self) -> str:

@@ -301,3 +301,15 @@ def test_a_layout_that_xla_computes_wrongly_is_told():
     assert not any("shardfn gathers" in f for f in made.diagnostics)
     other = made.what_if({"x": (1, 1, 4, 2)})
     assert any("shardfn gathers" in f for f in other.diagnostics)
+
+
+def test_an_open_dimension_is_searched_again():
+    """The first plan's search chose how often `b` is sharded; another entry or another objective may ask for more or less."""
+    shapes = {"a": jax.ShapeDtypeStruct((64, 64), "float32"), "b": jax.ShapeDtypeStruct((64, 64), "float32")}
+    made = shardfn.plan(lambda t: t["a"] @ t["b"], shapes, in_strategy=({"a": (1, 1), "b": (1, AUTO)},), device="cpu:8")
+    asked = made.what_if({"a": (8, 1)})
+    alone = shardfn.plan(
+        lambda t: t["a"] @ t["b"], shapes, in_strategy=({"a": (8, 1), "b": (1, AUTO)},), device="cpu:8"
+    )
+    assert [d.strategy for d in asked.inputs] == [d.strategy for d in alone.inputs] == [(8, 1), (1, 1)]
+    assert made.decision("b").strategy != (1, 1)

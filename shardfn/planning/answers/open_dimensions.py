@@ -47,7 +47,7 @@ def _key(leaf: Leaf) -> tuple[object, ...]:
 def _completed(call: TracedCall, key: tuple[object, ...], entry: tuple[int, ...]) -> TracedCall:
     def fixed(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
         return tuple(
-            dataclasses.replace(leaf, entry=entry, where=f"{leaf.where} = {leaf.entry!r}")
+            dataclasses.replace(leaf, entry=entry, where=f"{leaf.where} = {leaf.entry!r}", completes=leaf)
             if _key(leaf) == key
             else leaf
             for leaf in leaves

@@ -9,8 +9,16 @@ from typing import Any
 from shardfn.errors import StrategyTypeError, fail
 from shardfn.frontend.option_checks import check
 from shardfn.frontend.options import Options
-from shardfn.planning.answers import chosen, is_correct, plan_search_answer, search, without_workarounds
-from shardfn.planning.call import AnsweredCall, PosedCall, memoized, place_call
+from shardfn.planning.answers import (
+    chosen,
+    is_correct,
+    plan_fixed_answer,
+    plan_search_answer,
+    search,
+    with_completed_entries,
+    without_workarounds,
+)
+from shardfn.planning.call import PosedCall, in_other_form, memoized, place_call
 from shardfn.planning.plan import Plan, answered_call
 from shardfn.search.problem import OBJECTIVES, Answer, Proposal, objective
 
@@ -28,28 +36,39 @@ def at(plan: Plan, level: Any) -> Plan:
              why="it makes the plan for that objective", fix=f"write one of {', '.join(map(repr, OBJECTIVES))}")  # fmt: skip
     answered = answered_call(plan)
     posed = _posed(answered.posed, options.level)
-    return plan_search_answer(posed, _best(posed, search(posed), answered, plan.level))
+    first = in_other_form(answered.posed, posed, answered.answer)
+    made = plan_search_answer(posed, _best(posed, search(posed), first, plan.level))
+    if objective(plan.cost, posed.problem) < objective(made.cost, posed.problem):  # workarounds cost more than was seen
+        found = made, plan_fixed_answer(posed, dataclasses.replace(first, policy=_found_for(plan.level)))
+        return min(found, key=lambda one: objective(one.cost, posed.problem))
+    return made
 
 
 def _posed(posed: PosedCall, level: int) -> PosedCall:
     """The call posed for a level; the costs of what was evaluated for another one are known."""
     call = without_workarounds(posed.call)
     call = dataclasses.replace(call, search=dataclasses.replace(posed.call.search, level=level))
-    if call.function is not posed.call.function:
-        return place_call(call, [])
+    if (
+        call.function is not posed.call.function
+        or call.inputs != posed.call.inputs
+        or call.outputs != posed.call.outputs
+    ):
+        return with_completed_entries(place_call(call, []))
     problem = dataclasses.replace(posed.problem.at(level), partition=memoized(posed.partition), begun=time.monotonic())
     return dataclasses.replace(posed, call=call, problem=problem)
 
 
-def _best(posed: PosedCall, answer: Answer, other: AnsweredCall, level: int) -> Answer:
-    """An answer, or the best candidate of another search where that is better."""
-    problem, of_other = posed.problem, other.answer
-    found: list[Proposal] = [Proposal(f"the plan for the least {OBJECTIVES[level]}", of_other.axes, of_other.specs,
-                                      of_other.constraints, of_other.result_specs), *of_other.others]  # fmt: skip
-    if problem.graph is not other.problem.graph:  # its ops have other numbers
-        found = [dataclasses.replace(one, constraints={}) for one in found]
+def _best(posed: PosedCall, answer: Answer, other: Answer, level: int) -> Answer:
+    """An answer, or the best candidate of the answer for another level where that is better."""
+    problem = posed.problem
+    found: list[Proposal] = [Proposal(f"the plan for the least {OBJECTIVES[level]}", other.axes, other.specs,
+                                      other.constraints, other.result_specs), *other.others]  # fmt: skip
     known = sorted((problem.candidate(one) for one in found), key=problem.rank)
     best = next((one for one in known if is_correct(posed, one)), None)
     if best is None or not problem.rank(best) < objective(problem.evaluate_answer(answer), problem):
         return answer
-    return chosen(answer, best, f"found by the search for the least {OBJECTIVES[level]}")
+    return chosen(answer, best, _found_for(level))
+
+
+def _found_for(level: int) -> str:
+    return f"found by the search for the least {OBJECTIVES[level]}"
