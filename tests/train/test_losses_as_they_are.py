@@ -1,6 +1,8 @@
 """A loss that each device calls on its part of the batch is the user's as it is: it may start loops from constants, and its own
 derivatives and branches may be constants."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,3 +58,30 @@ def test_a_loss_with_constants_runs_on_each_part_of_the_batch_as_it_is(loss, opt
     expected, grads = jax.value_and_grad(loss)(params, x, y)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "parts"),
+    [
+        ("data_parallel", {}, 8),
+        ("data_parallel", {"micro_batches": 2}, 16),
+        ("auto_parallel", {"micro_batches": 2}, 2),
+        ("data_parallel", {"gradients_mean": False}, 0),
+        ("semi_auto_parallel", {}, 0),
+    ],
+)
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
+def test_a_sum_is_told_where_the_mean_of_parts_is_taken(mode, options, parts, reduce):
+    def loss(p, x):
+        return reduce(jax.nn.relu(x @ p["w"]) ** 2)
+
+    params, x = {"w": jnp.ones((4, 2))}, jnp.ones((16, 4))
+    step = train.step(loss, optax.sgd(0.1), mode=mode, **options)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, value = step(step.init(params, x), x)
+    if reduce is jnp.sum:
+        assert [f"{parts} parts" in str(one.message) for one in told] == [True] * bool(parts)
+        assert value == loss(params, x) / max(parts, 1)
+    else:
+        assert not told

@@ -21,10 +21,10 @@ from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
 from shardfn.frontend.watch import NOTHING_READ, Watch
+from shardfn.train.batch_reduction import MEAN, SUM, batch_reduction, twice
 from shardfn.train.flat_jaxpr import FlatJaxpr
 from shardfn.train.pipelines import flat_parameters
 from shardfn.train.pipelines.across_batch import across_batch
-from shardfn.train.pipelines.batch_reduction import MEAN, SUM, batch_reduction
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, pipeline_executor
 from shardfn.train.pipelines.flat_parameters import PackedParameters, flat_layout
 from shardfn.train.pipelines.schedule import FORWARD, SCHEDULES, Schedule, schedule
@@ -233,7 +233,7 @@ def _refuse_mixing(
     """Refuse outputs that mix the examples of a batch, which runs in parts (`across_batch`); a loss that does warns."""
     parts = shards * options.micro_size
     is_one = any(x.ndim and x.shape[0] == 1 for x in tree_util.tree_leaves(micro_batch))
-    batch = tree_util.tree_map(_twice, micro_batch) if is_one else micro_batch
+    batch = tree_util.tree_map(twice, micro_batch) if is_one else micro_batch
     try:
         found = across_batch(loss, arrays, batch, options.loss is None) if parts > 1 else ""
     except Exception:  # the user's function is written for one size of the batch
@@ -267,7 +267,7 @@ def _adds_parts(
     if shards * options.micro_size == 1:
         return False
     try:
-        found = batch_reduction(jaxpr, traced(tree_util.tree_map(_twice, micro_batch)))
+        found = batch_reduction(jaxpr, traced(tree_util.tree_map(twice, micro_batch)))
     except Exception:  # the user's function is written for one size of the batch
         found, is_known = None, False
     else:
@@ -292,10 +292,6 @@ def _adds_parts(
              "another loss, such as a sum with a penalty on the parameters, has another value; fix: end the loss with jnp.sum "
              "over the batch, and add what does not depend on it outside")  # fmt: skip
     return options.loss == SUM and found == SUM
-
-
-def _twice(x: Any) -> Any:
-    return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]) if x.ndim else (), x.dtype)
 
 
 def _loss_of_arrays(options: PipelineOptions, parts: ModelParts) -> Callable[..., Any]:

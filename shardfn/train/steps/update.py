@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax, tree_util
 
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import StrategyError, fail, warn
 from shardfn.frontend.callee import as_pure
 from shardfn.frontend.outer_call import per_device
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
+from shardfn.train.batch_reduction import SUM, batch_reduction, twice
+from shardfn.train.flat_jaxpr import FlatJaxpr, flatten_jaxpr
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps import gradients
 from shardfn.train.steps.communication import update_sync
@@ -42,6 +44,8 @@ def update_function(
     cast = functools.partial(_cast, dtype=options.compute_dtype)
     loss = _loss(options, parts)
     trained, carried = parts.split(state.params)
+    if shardings is not None:
+        _warn_of_sum(options, sync, loss, (cast(trained), carried), batch)
     gradients_of = _gradients(options, parts, shardings, sync, loss, (cast(trained), carried, batch))
     zero = options.zero if shardings is not None else None
     updated = None if shardings is None else update_sync(options, parts, shardings, sync)
@@ -68,6 +72,33 @@ def update_function(
     # Attributes of a function are watched.
     train_step.__dict__["reads"] = called.options.stages if isinstance(called, Pipeline) else called
     return as_pure(train_step)
+
+
+def _warn_of_sum(
+    options: StepOptions, sync: GradientSync | None, loss: Loss, params: tuple[Any, Any], batch: tuple[Any, ...]
+) -> None:
+    """Warn of a loss that adds the examples of its batch, where the step takes the mean of the losses of parts."""
+    is_mean = sync is not None and sync.mean
+    parts = options.micro_batches * (sync.count if sync is not None and is_mean else 1)
+    if parts == 1:
+        return
+
+    def flat(batch: Any) -> FlatJaxpr:
+        closed = jax.make_jaxpr(lambda trained, carried, batch: loss(trained, carried, batch)[0])(*params, batch)
+        return flatten_jaxpr(
+            closed, len(tree_util.tree_leaves(params)), lambda eqn: eqn.primitive.name in ("jit", "pjit")
+        )
+
+    try:
+        found = batch_reduction(flat(batch), flat(tree_util.tree_map(twice, batch)))
+    except Exception:  # the loss is written for one size of the batch, or names an axis of the devices
+        return
+    if found == SUM:
+        other = "pass gradients_mean=False, or " if is_mean and options.micro_batches == 1 else ""
+        warn(
+            f"the loss is a sum over the batch, and the step takes the mean of the losses of {parts} parts of it: loss and "
+            f"gradients are 1/{parts} of those on one device; fix: {other}end the loss with jnp.mean over the batch"
+        )
 
 
 def _constrain(tree: Any, shardings: StepShardings, specs: Any, parts: ModelParts) -> Any:

@@ -1,8 +1,8 @@
 """How a loss makes one number of the examples of a batch: whether it adds them or takes their mean.
 
-A pipeline computes the loss of parts of a batch. It may add the parts of a loss that adds, and take the mean of those of a
-mean; of another loss it cannot know the value. The loss is traced for a batch and for one twice as large: a mean divides by
-a number that is twice as large there.
+Pipelines, data-parallel steps and micro-batches compute the loss of parts of a batch. They may add the parts of a loss that adds,
+and take the mean of those of a mean; of another loss they cannot know the value. The loss is traced for a batch and for one twice
+as large: a mean divides by a number that is twice as large there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from shardfn.ir.rewrite import inner
@@ -26,12 +27,12 @@ _KEEPS = frozenset(
 _ADDS = frozenset({"add", "sub", "add_any"})
 
 
-def batch_reduction(loss: FlatJaxpr, twice: FlatJaxpr) -> str | None:
+def batch_reduction(loss: FlatJaxpr, of_twice: FlatJaxpr) -> str | None:
     """`SUM`, `MEAN`, or None where neither can be shown.
 
     Args:
       loss: a loss as `trace_loss` gives it.
-      twice: the same for a batch of twice the size.
+      of_twice: the same for a batch of twice the size.
 
     >>> import jax, jax.numpy as jnp
     >>> from shardfn.train.pipelines.trace_loss import trace_loss
@@ -39,8 +40,8 @@ def batch_reduction(loss: FlatJaxpr, twice: FlatJaxpr) -> str | None:
     >>> of(lambda w, x: jnp.sum(x @ w)), of(lambda w, x: jnp.mean(x @ w)), of(lambda w, x: jnp.max(x @ w))
     ('sum', 'mean', None)
     """
-    pairs = list(zip(loss.equations, twice.equations, strict=False))
-    if len(loss.equations) != len(twice.equations) or any(_name(one) != _name(other) for one, other in pairs):
+    pairs = list(zip(loss.equations, of_twice.equations, strict=False))
+    if len(loss.equations) != len(of_twice.equations) or any(_name(one) != _name(other) for one, other in pairs):
         return None
     from_batch = set(range(loss.params, loss.inputs))
     for one in loss.equations:
@@ -49,7 +50,7 @@ def batch_reduction(loss: FlatJaxpr, twice: FlatJaxpr) -> str | None:
     scaled: set[int] = set()
 
     def has_batch(value: Any) -> bool:
-        return not isinstance(value, core.Literal) and loss.avals[value].shape != twice.avals[value].shape
+        return not isinstance(value, core.Literal) and loss.avals[value].shape != of_twice.avals[value].shape
 
     def of(value: Any) -> str | None:
         if isinstance(value, core.Literal) or value not in from_batch:
@@ -80,6 +81,11 @@ def batch_reduction(loss: FlatJaxpr, twice: FlatJaxpr) -> str | None:
     found = of(loss.outputs[0])
     others = (i for i, (one, other) in enumerate(pairs) if i not in scaled and _literals(one) != _literals(other))
     return None if found == _NO_BATCH or any(True for _ in others) else found
+
+
+def twice(x: Any) -> Any:
+    """The shape of an array of a batch of twice the size."""
+    return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]) if x.ndim else (), x.dtype)
 
 
 def _name(one: FlatEquation) -> str:
