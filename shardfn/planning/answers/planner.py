@@ -90,18 +90,17 @@ def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
 def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
 
-    The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit.
+    The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit. What is found is
+    planned with the workarounds that it needs itself, so that a layout file gives the same plan again.
     """
     call, own = _with_shared_halos(*_in_its_form(posed, answer))
     if not (wrong := _wrong_ops(call, _compiled_program(call, own))):
         return plan_without_workarounds(call, own)
     other = with_workarounds(call, own, wrong)
     best = _best_correct(other, in_other_form(call, other, own), search(other))
-    found = [_in_form_guarded(posed, in_other_form(other, posed, best))]
-    if not is_shifted(call.call) or moves(_compiled_program(other, best)):
-        found.append(_guarded(call, other, best, wrong))
+    found = [_guarded(posed, in_other_form(other, posed, best))]
     if candidate := correct_candidate(call, own):
-        found.append(_in_form_guarded(call, _as_correct(own, candidate)))
+        found.append(_guarded(call, _as_correct(own, candidate)))
     return _plan_guarded(min(found, key=_Guarded.rank))
 
 
@@ -110,7 +109,7 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     """The plan of an answer that is settled, as `plan_search_answer` without a search."""
     kept = memoized(posed.problem.partition)  # a finished plan's call keeps no partitioned programs
     posed = dataclasses.replace(posed, problem=dataclasses.replace(posed.problem, partition=kept))
-    return _plan_guarded(_in_form_guarded(posed, answer))
+    return _plan_guarded(_guarded(posed, answer))
 
 
 def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
@@ -180,22 +179,10 @@ class _Guarded:
         return any(w.kind == "reshard" for w in self.left), objective(cost, posed.problem)
 
 
-def _in_form_guarded(posed: PosedCall, answer: Answer) -> _Guarded:
-    """An answer of a call in the form in which it is compiled."""
+def _guarded(posed: PosedCall, answer: Answer) -> _Guarded:
+    """An answer of a call, in the form in which it is compiled."""
     posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
-    return _guarded(posed, posed, answer)
-
-
-def _guarded(posed: PosedCall, other: PosedCall, answer: Answer, wrong: tuple[WrongOp, ...] = ()) -> _Guarded:
-    """An answer with all workarounds.
-
-    Args:
-      posed: the call without workarounds.
-      other: the call with the workarounds of `wrong`.
-      answer: an answer of it.
-      wrong: ops with workarounds.
-    """
-    unguarded = AnsweredCall(posed, in_other_form(other, posed, answer))
+    unguarded, other, wrong = AnsweredCall(posed, answer), posed, tuple[WrongOp, ...]()
     while not set(left := _wrong_ops(posed, _compiled_program(other, answer), wrong)) <= set(wrong):
         wrong = tuple(dict.fromkeys((*wrong, *left)))
         other = with_workarounds(posed, answer, wrong)
