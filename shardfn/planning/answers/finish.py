@@ -146,9 +146,10 @@ def _entries_note(posed: PosedCall, answer: Answer, cost: Cost) -> str:
 
 
 def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:
-    """The op constraints of the layout file on a mesh, and a note on each that matches no op of the program."""
+    """The op constraints of the layout file on a mesh, and a note on each that matches no op of the program. A plan with shared
+    halos has none."""
     call = posed.call
-    if call.layout is None or call.hardware.count == 1:
+    if call.layout is None or call.hardware.count == 1 or call.function.halo_shards:
         return {}, ()
     return match_file_constraints(call.layout, posed.anchored, call.traced.graph, axes, has_shifts(call.function))
 

@@ -40,6 +40,7 @@ from shardfn.planning.workarounds import (
 from shardfn.search.problem import (
     COMMUNICATION,
     Answer,
+    Rank,
     SearchCandidate,
     objective,
     refuse_implausible_limit,
@@ -93,14 +94,14 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit. What is found is
     planned with the workarounds that it needs itself, so that a layout file gives the same plan again.
     """
-    call, own = _with_shared_halos(*_in_its_form(posed, answer))
-    if not (wrong := _wrong_ops(call, _compiled_program(call, own))):
-        return plan_without_workarounds(call, own)
-    other = with_workarounds(call, own, wrong)
-    best = _best_correct(other, in_other_form(call, other, own), search(other))
-    found = [_guarded(posed, in_other_form(other, posed, best))]
-    if candidate := correct_candidate(call, own):
-        found.append(_guarded(call, _as_correct(own, candidate)))
+    found = [_guarded(posed, answer)]
+    if wrong := found[0].wrong:
+        call, own = found[0].unguarded.posed, found[0].unguarded.answer
+        other = with_workarounds(call, own, wrong)
+        best = _best_correct(other, in_other_form(call, other, own), search(other))
+        found.append(_guarded(posed, in_other_form(other, posed, best)))
+        if candidate := correct_candidate(call, own):
+            found.append(_guarded(posed, in_other_form(call, posed, _as_correct(own, candidate))))
     return _plan_guarded(min(found, key=_Guarded.rank))
 
 
@@ -115,43 +116,33 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
 def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
     """The call as the user wrote it, if with its shardings nothing moves along sharded dimensions, else with `movement`'s shifts;
     and the answer for it."""
-    given, layout = with_given_constraints(posed, answer), posed.call.layout
+    layout = posed.call.layout
     if posed.call.function.unshifted is not None:
+        given = with_given_constraints(posed, answer)
         is_of_shifts = layout is not None and any(constraint.shifts for constraint in layout.constraints)
-        shifted = pose_shifted(posed) if is_of_shifts or moves(posed.problem.partitioned_of(given)) else posed
-        return shifted, in_other_form(posed, shifted, given)
+        if not is_of_shifts and not moves(posed.problem.partitioned_of(given)):
+            return posed, given
+        shifted = pose_shifted(posed)
+        posed, answer = shifted, in_other_form(posed, shifted, given)
+        if not is_of_shifts:
+            return posed, answer
     if not is_shifted(posed.call):
         return posed, answer
-    written = as_written(posed)
+    given, written = with_given_constraints(posed, answer), as_written(posed)
     same = with_given_constraints(written, in_other_form(posed, written, given))
     return (posed, answer) if moves(written.problem.partitioned_of(same)) else (written, same)
 
 
-def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
-    """The call, and an answer of it: where this costs less, with one halo for rotations of arrays that come from one array.
-
-    At level 0 communication alone counts: the ops on elements are the same.
-    """
+def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer] | None:
+    """The call, and an answer of it, with one halo for rotations of arrays that come from one array; None if there are none."""
     function = posed.call.function
     shards = rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
     if not shards or (function.inner and not function.shifted):  # the shardings inside have numbers of its ops
-        return posed, answer
+        return None
     before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
     if not shares_halos(before.jaxpr, shards):
-        return posed, answer
-    other = pose_again(posed, posed.call.of(function.with_shared_halos(shards)))
-    found = (posed, answer), (other, _unconstrained(answer))
-
-    def key(one: tuple[PosedCall, Answer]) -> tuple[object, ...]:
-        cost = _cost(*one)
-        rank = objective(cost, one[0].problem)
-        return (rank.over, cost.communication_s) if posed.problem.level == COMMUNICATION else rank
-
-    return min(found, key=key)
-
-
-def _cost(posed: PosedCall, answer: Answer) -> Cost:
-    return posed.problem.evaluate_answer(with_given_constraints(posed, answer))
+        return None
+    return pose_again(posed, posed.call.of(function.with_shared_halos(shards))), _unconstrained(answer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,16 +163,35 @@ class _Guarded:
     wrong: tuple[WrongOp, ...]
     left: tuple[WrongOp, ...]
 
-    def rank(self) -> tuple[object, ...]:
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """`Plan.cost`."""
+        answer = with_given_constraints(self.posed, self.answer)
+        return self.posed.problem.evaluate_answer(as_compiled(self.posed, answer))
+
+    def rank(self) -> tuple[bool, Rank]:
         """How good it is; less is better."""
-        posed, answer = self.posed, with_given_constraints(self.posed, self.answer)
-        cost = posed.problem.evaluate_answer(as_compiled(posed, answer))
-        return any(w.kind == "reshard" for w in self.left), objective(cost, posed.problem)
+        return any(w.kind == "reshard" for w in self.left), objective(self.cost, self.posed.problem)
 
 
 def _guarded(posed: PosedCall, answer: Answer) -> _Guarded:
-    """An answer of a call, in the form in which it is compiled."""
-    posed, answer = _with_shared_halos(*_in_its_form(posed, answer))
+    """An answer of a call in the form in which it is compiled: with shared halos where this costs less.
+
+    At level 0 communication alone decides that: the ops on elements are the same.
+    """
+    found = [_with_all_workarounds(*_in_its_form(posed, answer))]
+    if shared := _with_shared_halos(found[0].unguarded.posed, found[0].unguarded.answer):
+        found.append(_with_all_workarounds(*shared))
+
+    def key(one: _Guarded) -> tuple[object, ...]:
+        is_refused, rank = one.rank()
+        return is_refused, *((rank.over, one.cost.communication_s) if posed.problem.level == COMMUNICATION else rank)
+
+    return min(found, key=key)
+
+
+def _with_all_workarounds(posed: PosedCall, answer: Answer) -> _Guarded:
+    """An answer of a call as it is, with all workarounds."""
     unguarded, other, wrong = AnsweredCall(posed, answer), posed, tuple[WrongOp, ...]()
     while not set(left := _wrong_ops(posed, _compiled_program(other, answer), wrong)) <= set(wrong):
         wrong = tuple(dict.fromkeys((*wrong, *left)))

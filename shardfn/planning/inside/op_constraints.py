@@ -144,7 +144,7 @@ def match_file_constraints(
         if fits:
             found[op_of[wanted.number]] = OpConstraint(wanted.operands, wanted.results)
         else:
-            op_text = f"a {printable(wanted.kind)} at {printable(wanted.where)}"
+            op_text = f"a {printable(wanted.kind)}" + (f" at {printable(wanted.where)}" if wanted.where else "")
             diagnostics.append(
                 f"{layout.name} constrains equation {wanted.number}, {op_text}, and this program has no such op: its sharding is "
                 "propagated. Plan and save again, or remove it from [[constraints]]"
