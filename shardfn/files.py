@@ -114,9 +114,6 @@ def sync_folder(folder: pathlib.Path) -> None:
 def make_folder(folder: pathlib.Path) -> None:
     """Make a folder and those above it, with their names on disk.
 
-    Args:
-      folder: the folder.
-
     Raises:
       OSError: the disk is full, or it cannot be made.
     """

@@ -218,9 +218,6 @@ def typed_closure(
 def explained_types(name: str) -> Iterator[None]:
     """A context in which JAX's errors for a function that works with types that have Explicit axes are explained.
 
-    Args:
-      name: of the function that is traced.
-
     Raises:
       StrategyError: it is such an error.
     """

@@ -230,10 +230,6 @@ def write(owner: Any, changed: State) -> None:
 def with_values(owner: Any, values: State) -> dict[Any, Any] | None:
     """Values in the place of the arrays of an owner, nested by its paths, as `nnx.State` takes them.
 
-    Args:
-      owner: the owner.
-      values: one for each array, by path.
-
     Returns:
       The nested dictionary; None if the values are of other paths, as where variables are shared with another owner, or if a
       variable holds several arrays.

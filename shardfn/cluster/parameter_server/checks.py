@@ -138,11 +138,6 @@ def check_options(folder: Any, engine: Any, chunk_bytes: Any, timeout_s: Any, lo
 def check_rules(workers: int, rules: Rules, staleness: Any = None) -> None:
     """Refuse a number of workers that does not fit the rules, and rules that contradict each other.
 
-    Args:
-      workers: the number of workers.
-      rules: the rules.
-      staleness: the staleness that was asked for, or None.
-
     Raises:
       StrategyError: it says which.
     """

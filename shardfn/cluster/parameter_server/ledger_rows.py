@@ -84,13 +84,7 @@ def put_ledger(db: Database, ledger: Ledger) -> None:
 
 
 def put_push(db: Database, ledger: Ledger, push: Push) -> None:
-    """Write an accepted push and what else it changes but an update, within a change.
-
-    Args:
-      db: the database.
-      ledger: the ledger with the push.
-      push: the push.
-    """
+    """Write an accepted push and what else it changes but an update, within a change; the ledger is that with the push."""
     db.put("pushes", **push._asdict())
     db.put("steps", worker=push.worker, step=push.step)
     for staleness in {ledger.version - 1 - push.version} & ledger.staleness.keys():
@@ -150,11 +144,6 @@ def read_ledger(db: Database) -> tuple[Ledger, list[Update], Holder | None]:
 
 def check_job(job: Job, given: Job, where: str) -> None:
     """Refuse to resume with a folder of another job.
-
-    Args:
-      job: that of the folder.
-      given: that of the caller.
-      where: the call, for messages.
 
     Raises:
       CheckpointError: what differs.

@@ -46,10 +46,6 @@ class ServerData(NamedTuple):
 def write_new_server(folder: pathlib.Path, saved: ServerData) -> None:
     """Write the first state of a server.
 
-    Args:
-      folder: its folder, made as `make_folder` does.
-      saved: what it holds.
-
     Raises:
       CheckpointFileError: the disk is full.
     """
@@ -59,10 +55,6 @@ def write_new_server(folder: pathlib.Path, saved: ServerData) -> None:
 
 def write_server(db: Database, saved: ServerData) -> None:
     """Write the state of a server in the place of the one before, and delete the parts that are in it.
-
-    Args:
-      db: its database.
-      saved: what it holds.
 
     Raises:
       CheckpointFileError: the disk is full, and nothing changed.
@@ -96,11 +88,6 @@ def write_server(db: Database, saved: ServerData) -> None:
 
 def part_rows(db: Database, part: Part, arrays: Arrays) -> Callable[[], None]:
     """Write the arrays of a part, if they are large.
-
-    Args:
-      db: the database.
-      part: the part.
-      arrays: where they are written.
 
     Returns:
       What writes its rows, within a change.

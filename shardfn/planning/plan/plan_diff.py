@@ -20,10 +20,6 @@ def diff(first: Plan, second: Plan) -> Changes:
 
     Arrays of one shape with the same difference are one change. So are arrays that keep their strategy on another mesh.
 
-    Args:
-      first: a plan.
-      second: the plan to compare it with.
-
     Returns:
       The changes.
 
