@@ -30,6 +30,12 @@ def is_module(owner: Any) -> bool:
     return nnx is not None and isinstance(owner, nnx.Module)
 
 
+def is_variable(value: Any) -> bool:
+    """Whether a value is an NNX variable."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Variable)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
     """What cannot be hashed. What cannot be compared either, such as an object with a NumPy array inside, equals itself only."""

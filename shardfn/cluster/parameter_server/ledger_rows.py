@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from shardfn.cluster.parameter_server.ledger import Ledger, Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import ArraySpec
 from shardfn.durable import Database, new_database
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
+from shardfn.durable.store_errors import damaged
+from shardfn.errors import CheckpointError, Problem, fail, raise_problems
 
 FILE = "ledger.db"
 
@@ -169,6 +170,5 @@ def _names(job: Job) -> str:
 def _complete(db: Database, table: str, rows: Iterable[Any], count: int) -> list[Any]:
     rows = list(rows)
     if len(rows) != count:
-        fail(CheckpointFileError, f"{db.path} is damaged", where=str(db.path),
-             why=f"`{table}` has {len(rows)} entries, not {count}", fix="restore the folder from a copy")  # fmt: skip
+        damaged(db.path, f"`{table}` has {len(rows)} entries, not {count}")
     return rows
