@@ -49,9 +49,6 @@ class RowOptimizer:
         Args:
           count: the number of updates before it.
 
-        Returns:
-          The rate.
-
         Raises:
           StrategyTypeError: it is no number.
         """

@@ -77,9 +77,6 @@ class AmbientMesh:
 def ambient_mesh(values: Any) -> AmbientMesh | None:
     """The mesh around a call.
 
-    Args:
-      values: the arguments, a pytree.
-
     Raises:
       StrategyError: an argument has a type on another mesh than the one around.
 

@@ -156,9 +156,6 @@ class Cell:
         Args:
           parameters: arrays by path; a path that is left out keeps its array.
 
-        Returns:
-          The copy.
-
         Raises:
           StrategyError: a path that is not in `parameters_dict`.
 

@@ -106,15 +106,7 @@ def _is_int(value: Any) -> bool:
 
 
 def check_options(folder: Any, engine: Any, chunk_bytes: Any, timeout_s: Any, log_bytes: Any, **switches: Any) -> None:
-    """Refuse options that have no meaning.
-
-    Args:
-      folder: as of `ParameterServer.create`.
-      engine: the same.
-      chunk_bytes: the same.
-      timeout_s: the same.
-      log_bytes: the same.
-      **switches: what is True or False, by name.
+    """Refuse options of `ParameterServer.create` that have no meaning; `switches` are those that are True or False.
 
     Raises:
       StrategyError: all that is wrong.

@@ -20,9 +20,6 @@ def diff(first: Plan, second: Plan) -> Changes:
 
     Arrays of one shape with the same difference are one change. So are arrays that keep their strategy on another mesh.
 
-    Returns:
-      The changes.
-
     Raises:
       StrategyError: the plans are of functions with other arguments.
       StrategyTypeError: one of them is no plan.
