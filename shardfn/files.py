@@ -49,11 +49,7 @@ def _check_kind(mode: int, path: str | os.PathLike[str]) -> None:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a regular file.
-
-    Args:
-      path: the file.
-      most: the largest size, in bytes.
+    """The content of a regular file of at most `most` bytes.
 
     Raises:
       OSError: as `open_regular`, or it cannot be read.
@@ -113,9 +109,6 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 def make_folder(folder: pathlib.Path) -> None:
     """Make a folder and those above it, with their names on disk.
-
-    Args:
-      folder: the folder.
 
     Raises:
       OSError: the disk is full, or it cannot be made.

@@ -70,9 +70,6 @@ def halo_of(
       window_dilation: 1 + the zeros between the kernel's rows.
       dilation: 1 + the zeros between the image's rows.
 
-    Returns:
-      The halo, or the reason as text.
-
     >>> halo_of(16, 4, 3, padding=(1, 1))
     Halo(before=1, after=1, starts=(0, 0, 0, 0), length=6, shard_out=4, size_out=16, dilation=1)
     >>> halo_of(16, 8, 9)

@@ -104,21 +104,7 @@ class RestoreReads:
 def reads(
     path: StrPath, target: Any = None, *, like: Any = None, step: int | None = None, only: Globs = None, name_map: Names = None
 ) -> RestoreReads:  # fmt: skip
-    """The bytes that a restore would read for each device of this process, from the description alone.
-
-    Args:
-      path: as in `restore`.
-      target: as in `restore`.
-      like: as in `restore`.
-      step: as in `restore`.
-      only: as in `restore`.
-      name_map: as in `restore`.
-
-    Returns:
-      The bytes by device.
-
-    Raises:
-      ShardError: as `restore`.
+    """The bytes that a `restore` with the same arguments would read for each device of this process, from the description alone.
 
     >>> import tempfile, jax, jax.numpy as jnp
     >>> from shardfn import checkpoint

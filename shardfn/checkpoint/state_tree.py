@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -159,23 +159,7 @@ def without_attributes_of_lists(state: Any) -> Any:
     flat = tree_util.tree_flatten_with_path(state, is_leaf=lambda node: not tree_util.tree_leaves(node))[0]
     lists = {keys[:i] for keys, _ in flat for i, key in enumerate(keys) if isinstance(key, tree_util.SequenceKey)}
     kept = [(keys, v) for keys, v in flat if not keys or keys[:-1] not in lists or _key(keys[-1])[0] == "item"]
-    return state if len(kept) == len(flat) else _nested(kept)
-
-
-def _nested(rows: Sequence[tuple[tuple[Any, ...], Any]]) -> Any:
-    """Dicts and lists of values by their pytree keys.
-
-    >>> item, name = tree_util.SequenceKey, tree_util.DictKey
-    >>> _nested([((name("a"), item(0)), 1), ((name("a"), item(1)), 2), ((name("b"),), 3)])
-    {'a': [1, 2], 'b': 3}
-    """
-    if not rows[0][0]:
-        return rows[0][1]
-    inside: dict[tuple[str, str], list[Any]] = {}
-    for (first, *rest), value in rows:
-        inside.setdefault(_key(first), []).append((tuple(rest), value))
-    values = {name: _nested(own) for (_, name), own in inside.items()}
-    return [*values.values()] if next(iter(inside))[0] == "item" else values
+    return state if len(kept) == len(flat) else nested({tuple(map(_key, keys)): v for keys, v in kept})
 
 
 def _key(key: Any) -> tuple[str, str]:

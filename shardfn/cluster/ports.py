@@ -22,10 +22,6 @@ def free_port() -> int:
 def check_free(host: str, port: int) -> None:
     """Refuse a port at which something listens: JAX's coordinators share it, and each job would take the other's processes.
 
-    Args:
-      host: the address of this machine.
-      port: the port.
-
     Raises:
       ClusterError: it is in use.
 

@@ -50,11 +50,6 @@ def answers(posed: PosedCall, answer: Answer, count: int) -> tuple[tuple[str, An
 
     The best candidate of each generator comes before further ones: alike candidates compile to alike programs. Candidates of
     equal cost count once, and those with an op that XLA computes wrongly are left out.
-
-    Args:
-      posed: the question.
-      answer: its answer.
-      count: the number of answers.
     """
     problem = posed.problem
     own = problem.as_candidate("the search's", answer)

@@ -36,15 +36,12 @@ def compile_logged(lowered: jax.stages.Lowered, wanted: bool = True) -> tuple[ja
 
 @contextlib.contextmanager
 def captured_rematerialisations(wanted: bool = True) -> Iterator[list[str]]:
-    """Take XLA's warnings of full rematerialisation out of standard error.
+    """Take XLA's warnings of full rematerialisation out of standard error, if `wanted`.
 
     XLA writes from C++ to file descriptor 2, so Python's `sys.stderr` does not see it. Within the block, the descriptor is a
     pipe to another process, which passes everything but these warnings on at once and unchanged. It outlives this process if
     XLA ends it. Nothing is taken where that is impossible: no POSIX, no Python to start, a closed standard error, or a block
     of another thread at the same time. Warnings that name another Python thread are passed on.
-
-    Args:
-      wanted: whether to do so.
 
     Yields:
       A list. After the block it has the lines that were taken.

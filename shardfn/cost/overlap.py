@@ -37,12 +37,7 @@ class Overlap:
 
 
 def overlap(partitioned: PartitionedProgram, hardware: Hardware) -> Overlap:
-    """The time of one call if no, some or all collectives overlap with compute.
-
-    Args:
-      partitioned: the program with its shardings and collectives.
-      hardware: what it runs on.
-    """
+    """The time of one call if no, some or all collectives overlap with compute."""
     schedule = schedule_ops(lower_for_backend(partitioned, hardware.chip))
     steps = _steps(schedule, hardware)
     none_s = sum(step.taken(()) for step in steps)

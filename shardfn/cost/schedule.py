@@ -86,12 +86,7 @@ class Schedule(ExecutionOrder):
 
 
 def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None) -> ExecutionOrder:
-    """Apply the rewrites of the platform's XLA backend, then combine collectives.
-
-    Args:
-      partitioned: the program with its shardings and collectives.
-      chip: what it runs on.
-    """
+    """Apply the rewrites of the platform's XLA backend, then combine collectives."""
     return combine_collectives(backend_of(partitioned.platform).rewrite(partitioned, chip))
 
 

@@ -59,9 +59,6 @@ def input_shardings(
       arguments: for each input, the argument of the plan that it is passed as.
       device: as in `shard`; not together with a plan.
 
-    Returns:
-      The arrays and their shardings.
-
     Raises:
       StrategyError, StrategyTypeError: all that is wrong with the strategy.
       DeviceError: the devices are not here.

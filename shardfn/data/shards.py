@@ -54,19 +54,8 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 
 def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None) -> tuple[Read, ...]:
-    """The reads of `read`, on all processes together: one for each distinct window.
-
-    Args:
-      image: as in `read`.
-      entry: as in `read`.
-      device: as in `read`.
-      plan: as in `read`.
-
-    Returns:
-      The reads, with the devices that hold each window.
-
-    Raises:
-      StrategyError, StrategyTypeError, DeviceError: as `read`.
+    """The reads of `read` with the same arguments, on all processes together: one for each distinct window, with the devices
+    that hold it.
 
     >>> [(r.window, r.devices, r.bytes) for r in reads(np.zeros((4, 6), "uint8"), (2, 1))]
     [(((0, 2), (0, 6)), (0, 1, 2, 3), 12), (((2, 4), (0, 6)), (4, 5, 6, 7), 12)]

@@ -52,7 +52,7 @@ def memory_picture(plan: Plan, width: float) -> Picture:
     title = f"Memory of {plan.function} on one device"
     notes = [f"Peak {bytes_text(peak)} (estimate), {verdict} the limit of {limit_text}.", *donated_note]
     elements, y = head(width, title, notes)
-    elements += _chart(plan, live, groups, limit, limit_text, y, width)
+    elements += _chart(live, groups, limit, limit_text, y, width)
     y += HEIGHT + 58
     elements.append(text(MARGIN, y, "At the peak" if groups else "At the peak: no bytes", is_bold=True))
     sizes = max((text_width(bytes_text(group.bytes)) for group in groups), default=0)
@@ -137,7 +137,7 @@ def _row(group: _Group, sizes: float, y: float, width: float) -> Iterator[str]:
 
 
 def _chart(
-    plan: Plan, live: LiveMemory, groups: Sequence[_Group], limit: float, limit_text: str, y: float, width: float
+    live: LiveMemory, groups: Sequence[_Group], limit: float, limit_text: str, y: float, width: float
 ) -> Iterator[str]:
     """The area with its axes, the limit, and a mark at the peak."""
     bands, ticks = _bands(live, groups, int((width - 100) / 1.5))
@@ -164,7 +164,7 @@ def _chart(
         yield text(
             right - 4, up(limit) + (-7 if is_above else 16), label, size=11, anchor="end", fill="limit", has_halo=True
         )
-    yield from _peak_mark(plan, live, across, up, left, right)
+    yield from _peak_mark(live, across, up, left, right)
     yield from _program(live, across, y + HEIGHT + 15, width)
 
 
@@ -184,7 +184,7 @@ def _program(live: LiveMemory, across: Scale, y: float, width: float) -> Iterato
     yield text(across.start, y + 16, fitted(name, across.stop - across.start, 11), size=11, fill="muted")
 
 
-def _peak_mark(plan: Plan, live: LiveMemory, across: Scale, up: Scale, left: float, right: float) -> Iterator[str]:
+def _peak_mark(live: LiveMemory, across: Scale, up: Scale, left: float, right: float) -> Iterator[str]:
     """A dotted line at the peak, with its bytes and the line of the op that runs there."""
     x, peak = across(live.peak_tick + 0.5), live.estimate.peak
     ops = live.partitioned.graph.ops

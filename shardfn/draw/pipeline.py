@@ -91,9 +91,6 @@ def pipeline_picture(schedule: PipelineSchedule, width: float = WIDTH) -> Pictur
       schedule: the schedule of a pipeline (`pipe.schedule`).
       width: pixels.
 
-    Returns:
-      The picture.
-
     Raises:
       StrategyError: the width is too small or too large.
 

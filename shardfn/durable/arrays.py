@@ -42,9 +42,6 @@ class Arrays:
     def add(self, arrays: Sequence[np.ndarray]) -> list[dict[str, Any]]:
         """Write arrays.
 
-        Args:
-          arrays: arrays of numbers.
-
         Returns:
           For each array the `ARRAY_COLUMNS`.
 
@@ -99,12 +96,7 @@ def read_array(folder: pathlib.Path, row: Mapping[str, Any]) -> np.ndarray:
 
 
 def is_array_there(folder: pathlib.Path, row: Mapping[str, Any]) -> bool:
-    """Whether the file of an array is there and not truncated.
-
-    Args:
-      folder: that of the files.
-      row: as of `read_array`.
-    """
+    """Whether the file of an array is there and not truncated."""
     try:
         return "data" in row or (folder / row["file"]).stat().st_size >= row["offset"] + _bytes(row)
     except OSError:

@@ -317,9 +317,6 @@ def new_database(path: pathlib.Path, tables: Mapping[str, str], *, log: bool = T
 def refuse_earlier(path: pathlib.Path) -> None:
     """Refuse a folder without the database whose files an earlier version of shardfn wrote.
 
-    Args:
-      path: the database's file.
-
     Raises:
       CheckpointFileError: there are such files.
     """

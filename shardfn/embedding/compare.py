@@ -74,9 +74,6 @@ def compare(
       dtype: the table's dtype.
       device: as of `lookup`; a target such as "tpu-v5e:8" will do.
 
-    Returns:
-      The comparison.
-
     Raises:
       StrategyError: as of `lookup`.
       StrategyTypeError: a split or a shape of another type.

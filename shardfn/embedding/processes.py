@@ -71,12 +71,7 @@ class _FirstRows:
 
 
 class ProcessStore:
-    """The rows of all processes. Every process calls each method with the same ids.
-
-    Args:
-      own: the store of this process's rows.
-      share: which they are.
-    """
+    """The rows of all processes. Every process calls each method with the same ids."""
 
     def __init__(self, own: Store, share: Share):
         self.own, self.share = own, share

@@ -49,9 +49,6 @@ class RowOptimizer:
         Args:
           count: the number of updates before it.
 
-        Returns:
-          The rate.
-
         Raises:
           StrategyTypeError: it is no number.
         """
@@ -86,9 +83,6 @@ def sgd(learning_rate: Schedule) -> RowOptimizer:
     Args:
       learning_rate: a number, or a function of the number of updates.
 
-    Returns:
-      The optimizer.
-
     Raises:
       StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
 
@@ -112,9 +106,6 @@ def adagrad(learning_rate: Schedule, initial_accumulator: float = 0.1, eps: floa
       learning_rate: as of `sgd`.
       initial_accumulator: the first sum of squares.
       eps: added to the sum below the root.
-
-    Returns:
-      The optimizer.
 
     Raises:
       StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
@@ -143,9 +134,6 @@ def adam(learning_rate: Schedule, b1: float = 0.9, b2: float = 0.999, eps: float
       b2: the decay of the second moment.
       eps: added to the root.
 
-    Returns:
-      The optimizer.
-
     Raises:
       StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.
 
@@ -173,9 +161,6 @@ def lamb(
       b2: the decay of the second moment.
       eps: added to the root.
       weight_decay: the share of a row that is added to its step.
-
-    Returns:
-      The optimizer.
 
     Raises:
       StrategyError, StrategyTypeError: a rate that is no number; other numbers out of their range.

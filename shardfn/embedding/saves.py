@@ -57,9 +57,6 @@ class Saves:
 def read_saves(folder: pathlib.Path) -> Saves | None:
     """What a folder holds; None if it has no saves.
 
-    Args:
-      folder: the folder of saves.
-
     Raises:
       ClusterError, CheckpointFileError: as `Database`.
     """
@@ -124,9 +121,6 @@ def are_there(folder: pathlib.Path) -> bool:
 def replay(folder: pathlib.Path) -> Iterator[tuple[np.ndarray, Fields]]:
     """The rows of all saves, the earliest first. All are checked before the first ones are given.
 
-    Args:
-      folder: the folder of saves.
-
     Raises:
       CheckpointFileError: what is missing, truncated or damaged, by name; all of it together.
     """
@@ -145,11 +139,6 @@ def replay(folder: pathlib.Path) -> Iterator[tuple[np.ndarray, Fields]]:
 
 def same_table(folder: pathlib.Path, saved: Saves, table: dict[str, Any]) -> None:
     """Refuse the saves of another table.
-
-    Args:
-      folder: the folder of saves.
-      saved: what it holds.
-      table: what the table is.
 
     Raises:
       CheckpointError: everything that differs.

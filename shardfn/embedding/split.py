@@ -64,9 +64,6 @@ class UnevenRows:
           total: rows of the table, at least `parts`.
           parts: the number of parts.
 
-        Returns:
-          The split.
-
         >>> UnevenRows.even(10, 4).rows
         (3, 3, 2, 2)
         """
@@ -102,9 +99,6 @@ class UnevenRows:
 
         Args:
           table: the table, or anything with a row for each of its rows, such as an optimizer's moments.
-
-        Returns:
-          The padded array.
 
         Raises:
           StrategyError: another number of rows.
@@ -145,9 +139,6 @@ class UnevenRows:
           packed: the padded array of this split.
           to: the other split.
 
-        Returns:
-          The padded array of the other split.
-
         Raises:
           StrategyError: a split of another number of rows.
 
@@ -162,9 +153,6 @@ class UnevenRows:
         Args:
           width: elements of a row.
           itemsize: bytes of an element.
-
-        Returns:
-          The text.
 
         Raises:
           StrategyError, StrategyTypeError: no ints from 0.

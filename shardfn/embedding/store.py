@@ -131,11 +131,6 @@ class StoreMaker(Protocol):
 class Normal:
     """Rows drawn from a normal distribution. A row depends on its id and the seed alone, so it need not be saved.
 
-    Args:
-      scale: the standard deviation.
-      seed: the seed.
-      width: elements of a row.
-
     >>> rows = Normal(0.1, 0, 2)
     >>> bool((rows(np.array([5, 9000])) == [rows(np.array([5]))[0], rows(np.array([9000]))[0]]).all())
     True
@@ -174,11 +169,7 @@ class BackingStore(Store, Protocol):
 
 
 class Written:
-    """When each row was written last, so that what was read ahead can be told from what was written since.
-
-    Args:
-      rows: the number of rows.
-    """
+    """When each row was written last, so that what was read ahead can be told from what was written since."""
 
     def __init__(self, rows: int):
         self.version = 0
@@ -212,12 +203,7 @@ class Written:
 
 
 class ReadsOfAll(abc.ABC):
-    """The reads of a `BackingStore`, ahead or not, over one method that reads fields.
-
-    Args:
-      rows: the number of rows.
-      names: of all fields.
-    """
+    """The reads of a `BackingStore`, ahead or not, over one method that reads fields."""
 
     def __init__(self, rows: int, names: Sequence[str]):
         self._names, self._written = tuple(names), Written(rows)

@@ -77,9 +77,6 @@ class AmbientMesh:
 def ambient_mesh(values: Any) -> AmbientMesh | None:
     """The mesh around a call.
 
-    Args:
-      values: the arguments, a pytree.
-
     Raises:
       StrategyError: an argument has a type on another mesh than the one around.
 
@@ -217,9 +214,6 @@ def typed_closure(
 @contextlib.contextmanager
 def explained_types(name: str) -> Iterator[None]:
     """A context in which JAX's errors for a function that works with types that have Explicit axes are explained.
-
-    Args:
-      name: of the function that is traced.
 
     Raises:
       StrategyError: it is such an error.

@@ -17,13 +17,7 @@ from shardfn.frontend.strategy import AUTO, Leaf
 
 
 def with_annotations(leaves: Sequence[Leaf], callee: Callee, call: Call) -> list[Leaf]:
-    """The leaves that have no entry with their annotations as entries; one that names no mesh axis leaves the array open.
-
-    Args:
-      leaves: the arrays of the call.
-      callee: what is called, with the NNX objects among the arguments.
-      call: the call.
-    """
+    """The leaves that have no entry with their annotations as entries; one that names no mesh axis leaves the array open."""
     nodes = [callee.owner] * nnx_objects.is_module(callee.owner) + [callee.objects.nodes] * bool(callee.objects)
     by_path = {path: spec for node in nodes for path, spec in nnx_objects.partition_specs(node).items()}
     found = []

@@ -65,12 +65,7 @@ def input_leaves(
 
 
 def with_types(leaves: Sequence[Leaf], types: Sequence[Spec | None]) -> list[Leaf]:
-    """The leaves that have no entry with the Explicit axes of their types as entries.
-
-    Args:
-      leaves: the arrays of the call.
-      types: `Call.types`.
-    """
+    """The leaves that have no entry with the Explicit axes of their types as entries."""
     rows = zip(leaves, types or (None,) * len(leaves), strict=True)
     return [
         leaf if spec is None or leaf.where or leaf.entry is not AUTO

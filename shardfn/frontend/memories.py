@@ -25,12 +25,7 @@ def memory_kinds(values: Any) -> tuple[str | None, ...]:
 
 
 def with_entries(leaves: Sequence[Leaf], kinds: Sequence[str | None]) -> tuple[str | None, ...]:
-    """The memory kinds of a call's arrays: those of their entries, and of those without one the kinds in which they come.
-
-    Args:
-      leaves: the arrays with their entries.
-      kinds: `memory_kinds` of the arrays.
-    """
+    """The memory kinds of a call's arrays: those of their entries, and of those without one the kinds in which they come."""
     return tuple(
         other_memory(leaf.entry) if isinstance(leaf.entry, NamedSharding) else kind
         for leaf, kind in zip(leaves, kinds, strict=True)

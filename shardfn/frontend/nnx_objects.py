@@ -30,6 +30,12 @@ def is_module(owner: Any) -> bool:
     return nnx is not None and isinstance(owner, nnx.Module)
 
 
+def is_variable(value: Any) -> bool:
+    """Whether a value is an NNX variable."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Variable)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Held:
     """What cannot be hashed. What cannot be compared either, such as an object with a NumPy array inside, equals itself only."""
@@ -229,10 +235,6 @@ def write(owner: Any, changed: State) -> None:
 
 def with_values(owner: Any, values: State) -> dict[Any, Any] | None:
     """Values in the place of the arrays of an owner, nested by its paths, as `nnx.State` takes them.
-
-    Args:
-      owner: the owner.
-      values: one for each array, by path.
 
     Returns:
       The nested dictionary; None if the values are of other paths, as where variables are shared with another owner, or if a

@@ -213,9 +213,6 @@ def mirrored(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, str]:
     Arrays mirror parameters, as an optimizer's moments do, where a tree of at least two has the paths and shapes of another one,
     which is an argument, a result, or the `params` of one.
 
-    Args:
-      arrays: path and shape of each array.
-
     >>> moments = [(f"state/0/mu/{name}", (4,)) for name in "ab"]
     >>> mirrored([("params/a", (4,)), ("params/b", (4,)), *moments])["state/0/mu/a"]
     'params/a'

@@ -24,6 +24,7 @@ from jax.core import Tracer
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.class_data import data_of_class, looked_up, named_in
 from shardfn.frontend.left_objects import LeftObject, refuse_written, restored
+from shardfn.frontend.nnx_objects import is_variable
 from shardfn.frontend.numpy_arrays import MAX_BYTES, is_outdated_in_jax, is_writeable
 from shardfn.frontend.plain_objects import SHARDED, attributes_of, is_plain, is_users_class
 from shardfn.frontend.strategy import is_cell
@@ -57,11 +58,6 @@ from shardfn.frontend.watch import (
 def _is_module(value: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Pytree)
-
-
-def _is_variable(value: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Variable)
 
 
 # ---- recording
@@ -186,7 +182,7 @@ class Recorder:
         kind = type(value)
         if kind in ATOMS or isinstance(value, enum.Enum) or value is ABSENT:
             return value
-        if isinstance(value, Tracer | jax.ShapeDtypeStruct) or _is_variable(value):
+        if isinstance(value, Tracer | jax.ShapeDtypeStruct) or is_variable(value):
             return UNSEEN
         if (index := self._indices.get(id(value))) is not None:
             return Ref(index)

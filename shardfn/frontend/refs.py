@@ -90,10 +90,6 @@ def values_of(refs: State) -> dict[str, Any]:
 def held_refs(name: str, arguments: Sequence[tuple[str, Any]]) -> HeldRefs:
     """The refs among the arguments of a call.
 
-    Args:
-      name: the function's name.
-      arguments: names and values.
-
     Raises:
       StrategyError: one ref stands twice.
     """

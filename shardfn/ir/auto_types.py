@@ -20,10 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 def with_auto_axes(closed: Any, mesh: AbstractMesh) -> Any:
     """The ops of a closed jaxpr with Auto axes in the place of Explicit ones.
 
-    Args:
-      closed: the closed jaxpr.
-      mesh: the mesh that it was traced with.
-
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> with jax.set_mesh(mesh):
     ...     table = jax.numpy.ones(8)

@@ -16,10 +16,7 @@ Bound = tuple[int, ...] | None
 
 
 def index_bounds(jaxpr: Any) -> tuple[int | None, ...]:
-    """For each argument of a jaxpr the least number above all indices that may be in it.
-
-    Args:
-      jaxpr: a jaxpr, closed or open.
+    """For each argument of a jaxpr, open or closed, the least number above all indices that may be in it.
 
     Returns:
       A number for each argument; None for one that the program does not index by, as far as it shows.

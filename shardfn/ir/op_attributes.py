@@ -32,13 +32,7 @@ def rule_of(attribute: Any) -> ShardingRule:
 
 
 def op_by_attributes(op: Any, short: str, **rest: Any) -> Op:
-    """An op as its attributes describe it, without values; `rest` are its other fields.
-
-    Args:
-      op: the op.
-      short: its name without the dialect.
-      **rest: further fields.
-    """
+    """An op as its attributes describe it, without values; `rest` are its other fields."""
     return Op(short, (), (), trips=0, reduced=_reduced(op), convolution=_convolution(op), combines=_combines(op),
               window_dims=_window_dims(op, short), same=_neutral(op), precision=_precision(op), **rest)  # fmt: skip
 

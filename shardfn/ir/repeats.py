@@ -12,10 +12,6 @@ import numpy as np
 def stretches(numbers: np.ndarray, period: int) -> Iterator[tuple[int, int]]:
     """The longest stretches of a sequence whose numbers are equal to those `period` later: start and length.
 
-    Args:
-      numbers: the sequence.
-      period: at least 1.
-
     >>> list(stretches(np.array([7, 1, 2, 1, 2, 1, 9]), 2))
     [(1, 3)]
     """

@@ -72,9 +72,6 @@ def read_layout(source: Any) -> LayoutFile:
       source: a path that ends in `.toml`, or that of MindSpore's strategy file, as JSON (`.json`) or ProtoBuf (`.ckpt`); the
         name of a recipe ("llama/fsdp-tp"); a `Plan`; a `LayoutFile`.
 
-    Returns:
-      The layout file.
-
     Raises:
       LayoutFileError: the file does not exist, or is not a valid layout file; all problems together.
       StrategyTypeError: `source` has another type.

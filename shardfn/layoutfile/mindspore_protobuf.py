@@ -20,9 +20,6 @@ _NUMBERS = ("field", "opt_weight_shard_step", "opt_weight_shard_size")
 def strategy_rows(data: bytes) -> dict[str, Any]:
     """The content of a binary strategy file, in the form of the JSON.
 
-    Args:
-      data: the bytes of the file.
-
     Raises:
       ExtraError: the package protobuf is not installed.
       ValueError: it is no strategy file.

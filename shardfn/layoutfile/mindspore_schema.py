@@ -34,10 +34,6 @@ _PACKAGE = "shardfn.mindspore"
 def message(name: str, **fields: Any) -> Any:
     """A message of `SCHEMA`.
 
-    Args:
-      name: its name.
-      fields: their values.
-
     Raises:
       ExtraError: the package protobuf is not installed.
 
@@ -49,10 +45,6 @@ def message(name: str, **fields: Any) -> Any:
 
 def parse(name: str, data: bytes) -> Any:
     """A message of `SCHEMA`, of its bytes.
-
-    Args:
-      name: its name.
-      data: the bytes.
 
     Raises:
       ExtraError: the package protobuf is not installed.

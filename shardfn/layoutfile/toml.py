@@ -407,9 +407,6 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
       layout: the layout file.
       notes: a comment for a rule, by section and glob.
 
-    Returns:
-      The text.
-
     >>> print(to_toml(LayoutFile(mesh=(("data", None),), arguments=(LayoutRule("*/w", ("data", 1)),))))
     format = "shardfn-layout"
     version = 2

@@ -54,13 +54,6 @@ class Cell:
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """The computation of a subclass without `__call__`.
 
-        Args:
-          args: the positional arguments.
-          kwargs: the keyword arguments.
-
-        Returns:
-          The result of the subclass.
-
         Raises:
           NotImplementedError: the subclass has neither `__call__` nor `construct`.
         """
@@ -163,9 +156,6 @@ class Cell:
         Args:
           parameters: arrays by path; a path that is left out keeps its array.
 
-        Returns:
-          The copy.
-
         Raises:
           StrategyError: a path that is not in `parameters_dict`.
 
@@ -186,33 +176,11 @@ class Cell:
         return callee.adapter.rebuild(self, parameters)
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The plan of a call, after `shard`.
-
-        Args:
-          args: the positional arguments, arrays or shapes.
-          kwargs: the keyword arguments.
-
-        Returns:
-          The `Plan`.
-
-        Raises:
-          ShardError: all problems of the call.
-        """
+        """The `Plan` of a call, after `shard`, for arrays or shapes (`ShardedFunction.plan`)."""
         return self._sharded().plan(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """The report of a call, after `shard`.
-
-        Args:
-          args: the positional arguments, arrays or shapes.
-          kwargs: the keyword arguments, and `compiled` and `detail` as in `shardfn.explain`.
-
-        Returns:
-          The `Report`.
-
-        Raises:
-          ShardError: all problems of the call.
-        """
+        """The `Report` of a call, after `shard`, for arrays or shapes, with the options of `ShardedFunction.explain`."""
         return self._sharded().explain(*args, **kwargs)
 
     def _sharded(self) -> Any:

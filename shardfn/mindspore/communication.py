@@ -84,9 +84,6 @@ def get_group_size(group: str = _WORLD[0]) -> int:
     Args:
       group: MindSpore's name of the group of all processes.
 
-    Returns:
-      The number of processes.
-
     Raises:
       StrategyTypeError, NotAvailableError: another group.
 

@@ -98,13 +98,7 @@ class ParallelContext:
         )
 
     def is_set(self, name: str) -> bool:
-        """Whether the user set a key, to any value.
-
-        Args:
-          name: the key, or an alias of it.
-
-        Returns:
-          True if it was set.
+        """Whether the user set a key, or an alias of it, to any value.
 
         Raises:
           ContextError: there is no such key.
@@ -117,13 +111,7 @@ class ParallelContext:
         return (key.alias_of or name) in self.explicit
 
     def read(self, name: str) -> Any:
-        """The value of a key, as the `get` functions return it.
-
-        Args:
-          name: any key of the three tables.
-
-        Returns:
-          The value, or the default.
+        """The value of any key of the tables, or its default, as the `get` functions return it.
 
         Raises:
           ContextError: there is no such key.
@@ -155,13 +143,7 @@ def set_auto_parallel_context(**settings: Any) -> None:
 
 
 def get_auto_parallel_context(key: str) -> Any:
-    """The value of a key of the auto-parallel context.
-
-    Args:
-      key: the key.
-
-    Returns:
-      The value, or the default.
+    """The value of a key of the auto-parallel context, or its default.
 
     Raises:
       ContextError: there is no such key.
@@ -230,13 +212,7 @@ def set_context(**settings: Any) -> None:
 
 
 def get_context(key: str) -> Any:
-    """What `set_context` has set.
-
-    Args:
-      key: a key of `set_context`, such as "mode".
-
-    Returns:
-      Its value; the default if it was not set.
+    """The value of a key of `set_context`, such as "mode", or its default.
 
     Raises:
       ContextError: `set_context` has no such key.
@@ -281,13 +257,7 @@ def set_algo_parameters(**settings: Any) -> None:
 
 
 def get_algo_parameters(key: str) -> Any:
-    """The value of a parameter of the search.
-
-    Args:
-      key: the parameter.
-
-    Returns:
-      The value, or the default.
+    """The value of a parameter of the search, or its default.
 
     Raises:
       ContextError: there is no such parameter.
@@ -330,13 +300,7 @@ def set_ps_context(**settings: Any) -> None:
 
 
 def get_ps_context(key: str) -> Any:
-    """The value of a key of the parameter server context.
-
-    Args:
-      key: the key.
-
-    Returns:
-      The value, what the environment says, or the default.
+    """The value of a key of the parameter server context, else what the environment says, else its default.
 
     Raises:
       ContextError: there is no such key.

@@ -84,9 +84,6 @@ class Gather:
           input_indices: integers.
           axis: the dimension of the table that ids count; 0 with `manual_split`.
           device: the devices, as of `shardfn.shard`.
-
-        Returns:
-          The rows.
         """
         if self._split_name is None:
             return self._even(input_params, input_indices, axis, device)
@@ -100,9 +97,6 @@ class Gather:
           input_params: the table.
           input_indices: the ids, or their shape.
           device: the devices.
-
-        Returns:
-          The padded table, sharded.
 
         Raises:
           StrategyError: as the call.
@@ -122,9 +116,6 @@ class Gather:
           ids: the shape of the ids.
           axis: as of the call.
           device: as of the call.
-
-        Returns:
-          The split of the rows.
 
         Raises:
           StrategyError, StrategyTypeError: everything that MindSpore refuses, all at once.
@@ -186,9 +177,6 @@ class EmbeddingLookup(Gather):
           input_indices: integers.
           offset: the id of the table's first row; 0 with `manual_split`.
           device: as of `Gather`.
-
-        Returns:
-          The rows.
         """
         ids = input_indices - offset if offset else input_indices
         return super().__call__(input_params, ids, 0, device=device)

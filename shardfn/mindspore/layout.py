@@ -74,9 +74,6 @@ class Layout:
         Args:
           dims: for each dim an axis name, a tuple of names (major to minor), or "None" for an unsharded dim.
 
-        Returns:
-          The layout with these dims.
-
         Raises:
           LayoutError: an axis that does not exist or is used twice.
           LayoutTypeError: an entry that is no name.
@@ -129,9 +126,6 @@ class Layout:
           tensor_map: for each dim the axis that shards it, counted from the last axis (0); -1 for unsharded; a tuple for
             several axes.
 
-        Returns:
-          The layout.
-
         Raises:
           LayoutError: the tensor map names an axis that does not exist.
           LayoutTypeError: the tensor map is no tuple of ints.
@@ -154,9 +148,6 @@ class Layout:
           sharding: the sharding.
           ndim: the number of dims of the array.
           devices: the devices by rank; None is all devices of the mesh's platform.
-
-        Returns:
-          The layout.
 
         Raises:
           LayoutError: the sharding has more dims, or leaves one unconstrained.
@@ -225,9 +216,6 @@ class Layout:
 
         Args:
           shape: the shape of the array.
-
-        Returns:
-          The shape on each device.
 
         Raises:
           LayoutError: another number of dims, or a dim that its number of shards does not divide.

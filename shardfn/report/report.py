@@ -62,11 +62,7 @@ class Report:
         return to_html(self.full().parts, f"Plan of {self._subject.plan.function}")
 
     def full(self) -> Report:
-        """The same report with every section: dimension groups, op strategies, constraints, candidates and runners-up.
-
-        Returns:
-          The report with `detail="full"`.
-        """
+        """The same report with every section: dimension groups, op strategies, constraints, candidates and runners-up."""
         return dataclasses.replace(self, is_full=True)
 
     def to_text(self, width: int | None = None) -> str:

@@ -108,13 +108,7 @@ def refuse_donated_twice(name: str, call: Call, options: Options) -> None:
 
 
 def transfers(plan: Plan, leaves: Sequence[Any], targets: Sequence[Any]) -> tuple[str, ...]:
-    """A line for each argument of a call that arrives with another sharding than planned.
-
-    Args:
-      plan: the plan of the call.
-      leaves: the arrays of the call.
-      targets: their planned shardings.
-    """
+    """A line for each argument of a call that arrives with another sharding than planned."""
     return tuple(
         f"`{d.path}` arrives with {leaf.sharding} and is transferred in every call: {bytes_text(d.local_bytes)} per device; "
         "fix: move it once, as in jax.device_put(args, plan.in_shardings)"

@@ -16,13 +16,6 @@ from shardfn.runtime.processes import refuse_numpy
 def run_nested(name: str, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
     """The result of a call inside a transformation.
 
-    Args:
-      name: the function's name.
-      entry: the entry of the call.
-      call: the call.
-      leaves: the leaves of its dynamic values.
-      treedef: their structure.
-
     Raises:
       StrategyError: an array cannot be transferred inside the transformation.
     """

@@ -12,14 +12,9 @@ from jax import tree_util
 
 
 def read_ahead(prepare: Any, items: Iterable[Any], ahead: int) -> Iterator[Any]:
-    """`map(prepare, items)`, with the next items prepared in another thread.
+    """`map(prepare, items)`, with the next `ahead` items prepared in another thread.
 
     NumPy arrays in the items are copied, so that a generator may fill its arrays again.
-
-    Args:
-      prepare: the function.
-      items: what it is called with.
-      ahead: how many items are prepared ahead.
 
     >>> list(read_ahead(abs, [-1, -2, -3], 1))
     [1, 2, 3]

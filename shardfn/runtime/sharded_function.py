@@ -84,6 +84,9 @@ class ShardedFunction(Generic[P, R]):
     It has the methods of a function from `jax.jit` (`lower`, `trace`, `eval_shape`, `clear_cache`, `__wrapped__`), and
     `plan` and `explain`. It keeps one plan and executable for each kind of call, up to 128, and shares them with other sharded
     functions of the same function with the same options.
+
+    Its methods take the arguments of a call, and raise a `ShardError` with all problems of the call. All but `check` also take
+    their shapes (`jax.ShapeDtypeStruct`). All keywords go to the function, but for those that `explain` has.
     """
 
     __shardfn_parts__ = "fn", "options"
@@ -219,18 +222,7 @@ class ShardedFunction(Generic[P, R]):
 
     @_of_instance
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
-        """The plan of a call.
-
-        Args:
-          args: the positional arguments: arrays, or their shapes (`jax.ShapeDtypeStruct`).
-          kwargs: the keyword arguments. All of them go to the function.
-
-        Returns:
-          The `Plan` that such a call runs with. It is made once.
-
-        Raises:
-          ShardError: all problems of the call.
-        """
+        """The `Plan` that a call runs with. It is made once."""
         return self._calls.planned(*self._calls.bound(args, kwargs, "plan"))[1].plan
 
     @_of_instance
@@ -289,11 +281,8 @@ class ShardedFunction(Generic[P, R]):
 
     @_of_instance
     def check(self, /, *args: Any, **kwargs: Any) -> CheckResult:
-        """Run a call sharded and unsharded, and compare results and gradients leaf by leaf.
-
-        Args:
-          args: the positional arguments. None is donated, and a module keeps its arrays.
-          kwargs: the keyword arguments. All of them go to the function.
+        """Run a call sharded and unsharded, and compare results and gradients leaf by leaf. No argument is donated, and a module
+        keeps its arrays.
 
         Returns:
           The `CheckResult`: print it for a table. A difference is no error; ask `agrees`.
@@ -319,15 +308,8 @@ class ShardedFunction(Generic[P, R]):
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the sharded function for a call, as `jax.jit(f).lower` does.
 
-        Args:
-          args: the positional arguments, or their shapes.
-          kwargs: the keyword arguments.
-
         Returns:
           JAX's own stage. Its `compile()` gives a function of the call's arrays, a module's arrays first, keywords by keyword.
-
-        Raises:
-          ShardError: all problems of the call.
         """
         callee, call = self._calls.bound(args, kwargs, "lower")
         call, entry = self._calls.planned(callee, call)
@@ -337,15 +319,8 @@ class ShardedFunction(Generic[P, R]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the sharded function for a call, as `jax.jit(f).trace` does.
 
-        Args:
-          args: the positional arguments, or their shapes.
-          kwargs: the keyword arguments.
-
         Returns:
           JAX's own stage, with the `jaxpr` and the plan's constraints in it.
-
-        Raises:
-          ShardError: all problems of the call.
         """
         callee, call = self._calls.bound(args, kwargs, "trace")
         call, entry = self._calls.planned(callee, call)
@@ -356,15 +331,8 @@ class ShardedFunction(Generic[P, R]):
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The shapes and dtypes of the results of a call, without planning it.
 
-        Args:
-          args: the positional arguments, or their shapes.
-          kwargs: the keyword arguments.
-
         Returns:
           A pytree of `jax.ShapeDtypeStruct` with the structure of the result.
-
-        Raises:
-          ShardError: all problems of the arguments.
         """
         callee, call = self._calls.bound(args, kwargs, "eval_shape")
         problems: list[Problem] = []

@@ -12,12 +12,7 @@ _OF_THE_SEARCH = "budget", "tolerance", "time_limit", "compile_candidates", "reh
 
 
 def without_effect(options: Options, posed: PosedCall) -> Iterator[str]:
-    """A warning for each option without an effect. On one device nothing is said of options for several.
-
-    Args:
-      options: those of `shard`.
-      posed: the call.
-    """
+    """A warning for each option without an effect. On one device nothing is said of options for several."""
     call, default = posed.call, Options()
     given = [name for name in _OF_THE_SEARCH if getattr(options, name) != getattr(default, name)]
     why, fix = "", "leave it out, or write AUTO for what a search shall choose"

@@ -13,12 +13,7 @@ from shardfn.search.problem import Answer, runner_up
 
 
 def answer_of(what: str, archive: Archive) -> Answer:
-    """The answer for the best candidate of an archive.
-
-    Args:
-      what: the name of the search.
-      archive: its evaluated candidates.
-    """
+    """The answer for the best candidate of an archive."""
     problem = archive.problem
     best, *others = archive.ranked(problem.level)
     solution = archive.solution_of(best, problem.level)

@@ -123,9 +123,6 @@ def read_job(path: str | os.PathLike[str]) -> Job:
     Args:
       path: the file.
 
-    Returns:
-      The job.
-
     Raises:
       ClusterError: what is wrong with the description, all together.
       ExtraError: the file is YAML, and PyYAML is not installed.

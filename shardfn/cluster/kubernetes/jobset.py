@@ -34,13 +34,6 @@ def jobset_spec(job: Job, role: str, template: Mapping[str, Any], size: Mapping[
 
     A pod that fails is not started again by itself: the others wait for it in a collective. Its Job fails, and with it all
     of them. The next attempt begins when the pods of the last have ended, from the last checkpoint.
-
-    Args:
-      job: the job.
-      role: the name of the replicated job.
-      template: the pods.
-      size: how many pods there are, as the specification of a Job.
-      labels: labels of the replicated job.
     """
     spec: dict[str, Any] = {"backoffLimit": 0, **size}
     failure: dict[str, Any] = {"maxRestarts": job.retries, "restartStrategy": "BlockingRecreate"}

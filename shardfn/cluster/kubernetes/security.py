@@ -16,10 +16,6 @@ CONTEXT = "securityContext"
 def restricted(fields: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a pod or a container, whose security context is the restricted one with their own in its place.
 
-    Args:
-      fields: the fields.
-      default: `POD` or `CONTAINER`.
-
     >>> restricted({"name": "a", "securityContext": {"capabilities": {"add": ["SYS_PTRACE"]}}}, CONTAINER)["securityContext"]
     {'allowPrivilegeEscalation': False, 'capabilities': {'drop': ['ALL'], 'add': ['SYS_PTRACE']}}
     """

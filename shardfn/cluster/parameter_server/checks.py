@@ -106,15 +106,7 @@ def _is_int(value: Any) -> bool:
 
 
 def check_options(folder: Any, engine: Any, chunk_bytes: Any, timeout_s: Any, log_bytes: Any, **switches: Any) -> None:
-    """Refuse options that have no meaning.
-
-    Args:
-      folder: as of `ParameterServer.create`.
-      engine: the same.
-      chunk_bytes: the same.
-      timeout_s: the same.
-      log_bytes: the same.
-      **switches: what is True or False, by name.
+    """Refuse options of `ParameterServer.create` that have no meaning; `switches` are those that are True or False.
 
     Raises:
       StrategyError: all that is wrong.
@@ -137,11 +129,6 @@ def check_options(folder: Any, engine: Any, chunk_bytes: Any, timeout_s: Any, lo
 
 def check_rules(workers: int, rules: Rules, staleness: Any = None) -> None:
     """Refuse a number of workers that does not fit the rules, and rules that contradict each other.
-
-    Args:
-      workers: the number of workers.
-      rules: the rules.
-      staleness: the staleness that was asked for, or None.
 
     Raises:
       StrategyError: it says which.

@@ -278,9 +278,6 @@ class ParameterServer:
     def report(self) -> Report:
         """What happened so far: updates, pushes that count, pushes that were late or stale, and the staleness of each.
 
-        Returns:
-          The report.
-
         Raises:
           ClusterError: the answer did not come within `timeout_s`.
         """

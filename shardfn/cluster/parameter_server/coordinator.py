@@ -146,9 +146,6 @@ class _State:
 class Coordinator:
     """The coordinator, with its database.
 
-    Args:
-      folder: the folder of its database.
-
     Raises:
       ClusterError, CheckpointFileError: as `Database`.
     """
@@ -175,10 +172,6 @@ class Coordinator:
 
     def commit(self, push: Push, epoch: int) -> tuple[Receipt, Update | None]:
         """Accept a push whose parts all servers hold. The same push again gets the same answer.
-
-        Args:
-          push: the push.
-          epoch: the epoch of the servers that hold its parts.
 
         Returns:
           What became of it, and the update that it made.
@@ -234,19 +227,12 @@ class Coordinator:
             return found._replace(updates=() if since is None else tuple(self._state.history[max(since - first, 0) :]))
 
     def next_step(self, worker: str) -> int:
-        """The step that a worker pushes next, also after it was restarted.
-
-        Args:
-          worker: the worker.
-        """
+        """The step that a worker pushes next, also after it was restarted."""
         with self._state.changed:
             return self._state.ledger.next_step(self.job.rules, worker)
 
     def set_workers(self, workers: int) -> Update | None:
         """Change the number of workers.
-
-        Args:
-          workers: the number.
 
         Returns:
           The update for which now enough workers pushed.
@@ -264,11 +250,7 @@ class Coordinator:
         return self._db.write(change)
 
     def join_line(self, name: str) -> None:
-        """Stand in line for a turn between two changes of the servers.
-
-        Args:
-          name: names the call that waits.
-        """
+        """Stand in line for a turn between two changes of the servers."""
         with self._state.changed:
             self._line.join(name, time.time())
 
@@ -336,10 +318,6 @@ class Coordinator:
 
     def switch(self, token: str, servers: int) -> bool:
         """Make the servers of a change live, whose first state is on disk.
-
-        Args:
-          token: that of the lease.
-          servers: their number.
 
         Returns:
           Whether they are live; False if the client has no lease any more.

@@ -110,11 +110,6 @@ class Ledger:
 def status_of(ledger: Ledger, rules: Rules, push: Push) -> str:
     """What becomes of a push that arrives: WAITING for one to accept, or why it counts already or not at all.
 
-    Args:
-      ledger: the ledger.
-      rules: its rules.
-      push: the push.
-
     Raises:
       ClusterError: the worker is ahead, so that one of its pushes is missing.
 
@@ -150,13 +145,7 @@ def is_new(ledger: Ledger, rules: Rules, push: Push) -> bool:
 
 
 def accept(ledger: Ledger, rules: Rules, push: Push) -> tuple[Ledger, Update | None]:
-    """The ledger with one more push, and the update that it makes, if it makes one.
-
-    Args:
-      ledger: the ledger.
-      rules: its rules.
-      push: a push that `is_new`.
-    """
+    """The ledger with one more push, one that `is_new`, and the update that it makes, if it makes one."""
     staleness = dict(ledger.staleness)
     if not rules.synchronous:
         staleness[ledger.version - push.version] = staleness.get(ledger.version - push.version, 0) + 1

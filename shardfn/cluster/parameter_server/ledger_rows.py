@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from shardfn.cluster.parameter_server.ledger import Ledger, Push, Rules, Update
 from shardfn.cluster.parameter_server.partition import ArraySpec
 from shardfn.durable import Database, new_database
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
+from shardfn.durable.store_errors import damaged
+from shardfn.errors import CheckpointError, Problem, fail, raise_problems
 
 FILE = "ledger.db"
 
@@ -84,13 +85,7 @@ def put_ledger(db: Database, ledger: Ledger) -> None:
 
 
 def put_push(db: Database, ledger: Ledger, push: Push) -> None:
-    """Write an accepted push and what else it changes but an update, within a change.
-
-    Args:
-      db: the database.
-      ledger: the ledger with the push.
-      push: the push.
-    """
+    """Write an accepted push and what else it changes but an update, within a change; the ledger is that with the push."""
     db.put("pushes", **push._asdict())
     db.put("steps", worker=push.worker, step=push.step)
     for staleness in {ledger.version - 1 - push.version} & ledger.staleness.keys():
@@ -151,11 +146,6 @@ def read_ledger(db: Database) -> tuple[Ledger, list[Update], Holder | None]:
 def check_job(job: Job, given: Job, where: str) -> None:
     """Refuse to resume with a folder of another job.
 
-    Args:
-      job: that of the folder.
-      given: that of the caller.
-      where: the call, for messages.
-
     Raises:
       CheckpointError: what differs.
     """
@@ -180,6 +170,5 @@ def _names(job: Job) -> str:
 def _complete(db: Database, table: str, rows: Iterable[Any], count: int) -> list[Any]:
     rows = list(rows)
     if len(rows) != count:
-        fail(CheckpointFileError, f"{db.path} is damaged", where=str(db.path),
-             why=f"`{table}` has {len(rows)} entries, not {count}", fix="restore the folder from a copy")  # fmt: skip
+        damaged(db.path, f"`{table}` has {len(rows)} entries, not {count}")
     return rows

@@ -15,11 +15,6 @@ from shardfn.errors import CheckpointFileError, fail
 def enter(engine: Engine, setup: Setup, place: Place) -> None:
     """Start live servers, where they do not run yet, and retire those before them: who changed the servers may be dead.
 
-    Args:
-      engine: where they run.
-      setup: what it takes to start them.
-      place: which they are.
-
     Raises:
       Unreachable: they are not live any more.
       CheckpointFileError: their files are damaged.
@@ -37,13 +32,7 @@ def enter(engine: Engine, setup: Setup, place: Place) -> None:
 
 
 def retire(engine: Engine, setup: Setup, place: Place) -> None:
-    """Stop the servers of other epochs, which can never be live again, and delete their folders, and those that never were.
-
-    Args:
-      engine: where they run.
-      setup: the folder of the job.
-      place: which servers are live.
-    """
+    """Stop the servers of other epochs, which can never be live again, and delete their folders, and those that never were."""
     for name in _names(setup.folder, "epoch-"):
         epoch, _, token = name.removeprefix("epoch-").partition("-")
         if int(epoch) < place.epoch or (int(epoch) == place.epoch and token != place.token):

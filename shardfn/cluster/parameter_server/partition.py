@@ -127,10 +127,6 @@ class ArraySpec:
 class Partition:
     """The rows of each server.
 
-    Args:
-      arrays: the arrays, by name.
-      servers: the number of servers.
-
     >>> partition = Partition((ArraySpec("b", (4,), "float32"), ArraySpec("w", (7, 4), "float32")), 2)
     >>> partition.ranges
     ({'b': (0, 4), 'w': (0, 3)}, {'w': (3, 7)})
@@ -185,9 +181,6 @@ class Partition:
 
 def specs_of(params: Any) -> tuple[ArraySpec, ...]:
     """The arrays of a pytree.
-
-    Args:
-      params: the pytree, with arrays as leaves.
 
     Raises:
       StrategyError: a leaf is no array of numbers, has values that JAX's dtype for it has not, or two have one path; all

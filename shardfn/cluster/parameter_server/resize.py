@@ -30,13 +30,6 @@ from shardfn.errors import ShardError
 def change_servers(engine: Engine, setup: Setup, old: Place, partition: Partition, client: str) -> None:
     """Write the servers of another partition, and make them live.
 
-    Args:
-      engine: where servers run.
-      setup: what it takes to start them.
-      old: the servers so far, which run.
-      partition: the rows of the new ones.
-      client: names the client.
-
     Raises:
       Unreachable: another client changes the servers, others wait that came before, the lease ran out, or an answer did not
         come: to be tried again.

@@ -92,9 +92,6 @@ class Server:
     def prepare(self, part: Part) -> bool:
         """Keep a message of a push. The same message again changes nothing.
 
-        Args:
-          part: the message.
-
         Returns:
           Whether all messages of the push to this server are here, and on disk.
 
@@ -151,9 +148,6 @@ class Server:
 
     def advance(self, updates: Sequence[Update]) -> int:
         """Apply updates, as far as they are new and none before them is missing.
-
-        Args:
-          updates: the updates.
 
         Returns:
           The version.

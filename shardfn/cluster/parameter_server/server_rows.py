@@ -11,7 +11,7 @@ from shardfn.cluster.parameter_server.ledger import Push
 from shardfn.cluster.parameter_server.partition import Rows
 from shardfn.cluster.parameter_server.server_state import Part, Slot
 from shardfn.durable import ARRAY_COLUMNS, Arrays, Database, new_database
-from shardfn.errors import CheckpointFileError, fail
+from shardfn.durable.store_errors import damaged
 
 FILE = "server.db"
 
@@ -46,10 +46,6 @@ class ServerData(NamedTuple):
 def write_new_server(folder: pathlib.Path, saved: ServerData) -> None:
     """Write the first state of a server.
 
-    Args:
-      folder: its folder, made as `make_folder` does.
-      saved: what it holds.
-
     Raises:
       CheckpointFileError: the disk is full.
     """
@@ -59,10 +55,6 @@ def write_new_server(folder: pathlib.Path, saved: ServerData) -> None:
 
 def write_server(db: Database, saved: ServerData) -> None:
     """Write the state of a server in the place of the one before, and delete the parts that are in it.
-
-    Args:
-      db: its database.
-      saved: what it holds.
 
     Raises:
       CheckpointFileError: the disk is full, and nothing changed.
@@ -97,11 +89,6 @@ def write_server(db: Database, saved: ServerData) -> None:
 def part_rows(db: Database, part: Part, arrays: Arrays) -> Callable[[], None]:
     """Write the arrays of a part, if they are large.
 
-    Args:
-      db: the database.
-      part: the part.
-      arrays: where they are written.
-
     Returns:
       What writes its rows, within a change.
 
@@ -133,7 +120,7 @@ def read_server(db: Database) -> ServerData:
         Slot(row["path"], row.get("name"), row["start"], db.array(row)) for row in db.rows("slots", "ORDER BY place")
     )
     if [row["arrays"] for row in snapshots] != [len(slots)]:
-        _incomplete(db, "snapshot")
+        damaged(db.path, "arrays of a row of `snapshot` are missing")
     arrays: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in db.rows("part_arrays", "ORDER BY token, number, place"):
         arrays.setdefault((row["token"], row["number"]), []).append(row)
@@ -143,7 +130,7 @@ def read_server(db: Database) -> ServerData:
 
 def _part(db: Database, row: Mapping[str, Any], arrays: list[dict[str, Any]]) -> Part:
     if row["arrays"] != len(arrays):
-        _incomplete(db, "parts")
+        damaged(db.path, "arrays of a row of `parts` are missing")
     rows, ids = [], None
     for own in arrays:
         if own["kind"] == "ids":
@@ -154,8 +141,3 @@ def _part(db: Database, row: Mapping[str, Any], arrays: list[dict[str, Any]]) ->
     step = (row["row_number"], row["row_rate"]) if "row_number" in row else None
     push = Push(row["worker"], row["step"], row["token"], row["version"])
     return Part(push, row["number"], row["total"], tuple(rows), step)
-
-
-def _incomplete(db: Database, table: str) -> None:
-    fail(CheckpointFileError, f"{db.path} is damaged", where=str(db.path), why=f"arrays of a row of `{table}` are missing",
-         fix="restore the folder from a copy")  # fmt: skip

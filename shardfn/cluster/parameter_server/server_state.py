@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,29 +57,8 @@ class Slot(NamedTuple):
     values: np.ndarray
 
 
-class ServerState(Protocol):
-    """What a server asks of what it holds. Arrays are its own rows, by name."""
-
-    def read(self, name: str, at: Any) -> np.ndarray:
-        """Own rows of an array, by a slice or by places."""
-        ...
-
-    def apply(self, pushes: Sequence[Sequence[Part]]) -> None:
-        """Apply an update, of the messages of each of its pushes."""
-        ...
-
-    def slots(self) -> list[Slot]:
-        """All of it as data; the arrays may change with the next update."""
-        ...
-
-
 class Arrays:
     """Arrays that an optax optimizer updates, jitted.
-
-    Args:
-      optimizer: the optimizer.
-      slots: the arrays and its state.
-      folder: where they were saved, for messages.
 
     Raises:
       CheckpointError: the state is that of another optimizer.
@@ -108,7 +87,7 @@ class Arrays:
         self._host = {}
 
     def slots(self) -> list[Slot]:
-        """The arrays and the optimizer's state."""
+        """The arrays and the optimizer's state, as data."""
         slots = [Slot(PARAMS, name, self._starts[name], np.asarray(rows)) for name, rows in self._params.items()]
         for key, leaf in tree_util.tree_flatten_with_path(self._state)[0]:
             slots.append(_state_slot(key, np.asarray(leaf), self._params, self._starts))
@@ -132,12 +111,7 @@ class Arrays:
 
 
 class TableRows:
-    """Rows of a table and their moments, which a row-wise optimizer updates with NumPy: as a table in host memory.
-
-    Args:
-      optimizer: the optimizer.
-      slots: the rows, their moments, and at one of the servers the number of updates.
-    """
+    """Rows of a table and their moments, which a row-wise optimizer updates with NumPy: as a table in host memory."""
 
     def __init__(self, optimizer: RowOptimizer, slots: Sequence[Slot]):
         self._optimizer = optimizer
@@ -171,11 +145,11 @@ class TableRows:
                 self._arrays[name][at] = rows
 
     def slots(self) -> list[Slot]:
-        """The arrays."""
+        """The arrays, as data; they change with the next update."""
         return [Slot(PARAMS, name, self._starts[name], rows) for name, rows in self._arrays.items()]
 
 
-def server_state(optimizer: Any, slots: Sequence[Slot], folder: Any) -> ServerState:
+def server_state(optimizer: Any, slots: Sequence[Slot], folder: Any) -> Arrays | TableRows:
     """The state of a server from its slots.
 
     Args:

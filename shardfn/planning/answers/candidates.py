@@ -37,10 +37,6 @@ def distinct_names(names: Sequence[str], found: Sequence[SearchCandidate]) -> li
 
     Candidates of one name on one mesh get what distinguishes them: strategies of arguments, the number of constraints, or
     else a number.
-
-    Args:
-      names: the names of the arguments.
-      found: the candidates.
     """
     groups: dict[object, list[SearchCandidate]] = {}
     for c in found:

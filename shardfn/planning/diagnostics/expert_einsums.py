@@ -34,11 +34,7 @@ class ExpertEinsums(NamedTuple):
 
 
 def expert_einsums(graph: Graph) -> ExpertEinsums:
-    """Find the einsums of mixtures of experts; empty where there are none.
-
-    Args:
-      graph: the traced function.
-    """
+    """Find the einsums of mixtures of experts; empty where there are none."""
     ops, moved = dict[int, Op](), dict[int, int]()
     like = [op for op in graph.ops if len(_batch(op)) == 1 and any(len(graph.values[v].shape) == 3 for v in op.inputs)]
     program = _Program(graph if like else Graph((), (), (), (), ()))

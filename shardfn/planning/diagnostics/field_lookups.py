@@ -16,11 +16,7 @@ class FieldLookup(NamedTuple):
 
 
 def field_lookups(graph: Graph) -> list[FieldLookup]:
-    """The lookups in tables that are arguments, at ids to which a constant for each field is added.
-
-    Args:
-      graph: the traced function.
-    """
+    """The lookups in tables that are arguments, at ids to which a constant for each field is added."""
     gathers = [op for op in graph.ops if op.name == "gather" and len(graph.values[op.inputs[0]].shape) == 2]
     producers = {v: op for op in graph.ops for v in op.outputs} if gathers else {}
     inputs, found = {v: i for i, v in enumerate(graph.inputs)}, []

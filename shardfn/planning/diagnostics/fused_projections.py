@@ -33,11 +33,7 @@ class FusedProjection(NamedTuple):
 
 
 def fused_projections(graph: Graph) -> list[FusedProjection]:
-    """The fused projections of a program by arguments, those of the gradients aside.
-
-    Args:
-      graph: the traced function.
-    """
+    """The fused projections of a program by arguments, those of the gradients aside."""
     program, found = _Program(graph), dict[tuple[int, int], FusedProjection]()
     for op in graph.ops:
         for side, operand in enumerate(op.inputs if op.name == "dot_general" and op.rule is not None else ()):

@@ -20,9 +20,6 @@ def same_random_numbers(jaxpr: Any) -> Iterator[str]:
     """A note on each line that draws random numbers in a `shard_map` without a key for each device.
 
     A key is one for each device where the body asks for the number of its device (`axis_index`), or gets sharded keys.
-
-    Args:
-      jaxpr: the traced function.
     """
     lines: dict[str, None] = {}
     for _, eqn, _ in equations(jaxpr):

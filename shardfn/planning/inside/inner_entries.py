@@ -140,14 +140,7 @@ def inner_entries(jaxpr: Any, hardware: Hardware) -> tuple[InnerEntry, ...]:
 def resolve_read_inside(
     leaves: Sequence[Leaf], graph: Graph, inputs: Sequence[int], entries: Sequence[InnerEntry]
 ) -> tuple[Leaf, ...]:
-    """The inputs of a call with strategies in the place of `AsReadInside`.
-
-    Args:
-      leaves: the inputs.
-      graph: the traced call.
-      inputs: their values.
-      entries: the entries inside.
-    """
+    """The inputs of a call with strategies in the place of `AsReadInside`."""
     if not any(isinstance(leaf.entry, AsReadInside) for leaf in leaves):
         return tuple(leaves)
     by_number = {entry.number: entry for entry in entries if entry.is_operand}

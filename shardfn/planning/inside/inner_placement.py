@@ -122,11 +122,6 @@ def _unfitted(entry: InnerEntry, axes: Axes, count: int) -> Problem:
 def refuse_other_devices(jaxpr: Any, hardware: Hardware, name: str) -> None:
     """Refuse a function with a `shard_map` on other devices than its call, or on those in another order.
 
-    Args:
-      jaxpr: the traced function.
-      hardware: the devices of the call.
-      name: the function's.
-
     Raises:
       DeviceError: there is one.
     """

@@ -118,12 +118,7 @@ def match_file_constraints(
 ) -> tuple[dict[int, OpConstraint], list[str]]:
     """The op constraints of a layout file, by op index, and a note on each that the program has no op for.
 
-    Args:
-      layout: the layout file.
-      anchored: the result of `anchors`.
-      graph: the program.
-      axes: the mesh axes.
-      shifts: whether the program has its movement as shifts.
+    `shifts` tells whether the program has its movement as shifts: those constraints count its equations, others do not match.
     """
     op_of = {number: index for index, number in anchored.items()}
     known = {name for name, _ in axes}

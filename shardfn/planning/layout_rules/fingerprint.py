@@ -48,11 +48,6 @@ def as_it_holds(layout: LayoutFile, name: str, inputs: Sequence[Leaf]) -> Layout
     """A layout file as it holds for a function. One that was made from a plan of another function, such as the training step of
     an evaluation step, or of a function with other arguments, such as a step with another optimizer, holds for the arrays that
     it names, and its rules need not match.
-
-    Args:
-      layout: the layout file.
-      name: the function's name.
-      inputs: the arrays of its arguments.
     """
     if not layout.fingerprint:
         return layout

@@ -177,9 +177,6 @@ class LayoutFile:
         Args:
           **sizes: the new size of each axis, by its name.
 
-        Returns:
-          The changed copy.
-
         >>> LayoutFile(mesh=(("data", None), ("model", 4))).with_mesh(model=8).mesh
         (('data', None), ('model', 8))
         """

@@ -237,9 +237,6 @@ class Plan(WrittenAsLayout):
           path: the array that "mesh" shows; the largest argument by default.
           width: pixels.
 
-        Returns:
-          The `Picture`.
-
         Raises:
           StrategyError: there is no such kind, array or width.
           StrategyTypeError: the kind is not a string, or the width not a number.
@@ -436,9 +433,6 @@ class Plan(WrittenAsLayout):
 
         Args:
           devices: the devices, as many as the plan has, in the order of the mesh.
-
-        Returns:
-          The plan on these devices.
 
         Raises:
           DeviceError: another number of devices.

@@ -20,13 +20,6 @@ def diff(first: Plan, second: Plan) -> Changes:
 
     Arrays of one shape with the same difference are one change. So are arrays that keep their strategy on another mesh.
 
-    Args:
-      first: a plan.
-      second: the plan to compare it with.
-
-    Returns:
-      The changes.
-
     Raises:
       StrategyError: the plans are of functions with other arguments.
       StrategyTypeError: one of them is no plan.

@@ -19,11 +19,6 @@ def attribute(
     They lead, along its mesh axes and by the fewest ops, to the dimensions over which a reduction sums, or to those of the
     operand of another communication.
 
-    Args:
-      partitioned: the partitioned program.
-      count: the number of arguments.
-      wanted: the communications.
-
     Returns:
       For each communication its (argument, dimension) pairs; () if no argument causes it.
     """

@@ -81,10 +81,6 @@ class Roles:
 def search(style: str, problem: SearchProblem) -> Answer:
     """The best plan of a style.
 
-    Args:
-      style: a key of `STYLES`.
-      problem: the question.
-
     Raises:
       StrategyError: the function, its shapes or its entries allow no plan of the style.
     """

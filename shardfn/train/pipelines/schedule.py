@@ -96,9 +96,6 @@ class Schedule:
         Args:
           width: pixels.
 
-        Returns:
-          The picture.
-
         Raises:
           StrategyError: the width is too small or too large.
 

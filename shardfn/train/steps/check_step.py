@@ -48,13 +48,6 @@ def check_step(
 ) -> CheckResult:
     """Run a step sharded and unsharded; the state keeps its memory.
 
-    Args:
-      options: the options of the step.
-      parts: which leaves of the model are trained.
-      step: the step for these arrays.
-      state: the state.
-      batch: the arrays of the batch.
-
     Raises:
       DeviceError, NotAvailableError: the devices are not here, or belong to several processes.
     """

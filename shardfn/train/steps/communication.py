@@ -78,14 +78,7 @@ def fusion_options(options: StepOptions, sync: GradientSync | None) -> dict[str,
 def step_buckets(
     options: StepOptions, params: Any, sync: GradientSync | None, updated: GradientSync | None
 ) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
-    """The fused collectives of a step, each with the paths of its operands; none unless fusion was asked for.
-
-    Args:
-      options: those of the step.
-      params: shapes of the trained parameters.
-      sync: the collectives of gradients.
-      updated: the gathers of updated parameters.
-    """
+    """The fused collectives of a step, each with the paths of its operands; none unless fusion was asked for."""
     if sync is None or sync.fusion is None:
         return ()
     paths = [leaf.path for leaf in sync.leaves]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
+from shardfn.frontend.nnx_objects import is_variable
 from shardfn.frontend.paths import join, met, tidy, unmet
 from shardfn.frontend.strategy import is_cell, shape_of
 from shardfn.train.steps import cells
@@ -120,7 +121,7 @@ def model_parts(
             *(p for name in globs for p in unmet(name, globs[name], paths)),
         ]
     )
-    no_params = _not_params(cells.arrays_of(given, _is_variable) if has_cells else given, mutable)
+    no_params = _not_params(cells.arrays_of(given, is_variable) if has_cells else given, mutable)
     trained = tuple(
         jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in no_params and not is_frozen
         for (name, leaf), is_frozen in zip(inside, matches(paths, frozen), strict=True)
@@ -188,13 +189,8 @@ def _not_params(model: Any, mutable: Sequence[str]) -> set[str]:
 
 def _variables(model: Any) -> list[tuple[Any, Any]]:
     """A Flax NNX module's variables with their keys."""
-    flat = tree_util.tree_flatten_with_path(model, is_leaf=_is_variable)[0]
-    return [(key, node) for key, node in flat if _is_variable(node)]
-
-
-def _is_variable(node: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(node, nnx.Variable)
+    flat = tree_util.tree_flatten_with_path(model, is_leaf=is_variable)[0]
+    return [(key, node) for key, node in flat if is_variable(node)]
 
 
 def tied_variables(model: Any) -> tuple[tuple[Any, Any], ...]:

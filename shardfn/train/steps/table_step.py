@@ -80,9 +80,6 @@ class TableStep(TrainStep):
           *batch: arrays or shapes as the step will get them.
           **named: arrays of the batch by the loss function's names.
 
-        Returns:
-          The state.
-
         Raises:
           ShardError: as `TrainStep.init`; tables without ids, ids without a table, no batch.
         """

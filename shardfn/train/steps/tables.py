@@ -52,9 +52,6 @@ Place = tuple[int, tuple[int, ...] | None]
 def tables_in(params: Any) -> dict[str, RowTable]:
     """The tables among some parameters, by path.
 
-    Args:
-      params: a pytree.
-
     >>> tables_in({"w": np.ones(3), "layers": [np.ones(2)]})
     {}
     """

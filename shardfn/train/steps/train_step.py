@@ -47,6 +47,9 @@ from shardfn.train.steps.tables import refuse_tables
 class TrainStep:
     """A training step; `train.step` makes it. `init` makes the state, and a call takes one step.
 
+    `plan`, `explain`, `check`, `lower` and `buckets` take the state and the batch as a call does, and raise what a call raises.
+    Shapes will do for all of them but `check`.
+
     Attributes:
       scanned_layers: which layers are scanned, with `reuse` or `recompute`; None before `init`.
       recomputed: how many layers are rematerialised and at what cost, with `recompute`; None before `init`.
@@ -153,55 +156,25 @@ class TrainStep:
             return function(state, *batch)
 
     def plan(self, state: TrainState, /, *batch: Any, **named: Any) -> Plan:
-        """The plan of a step.
-
-        Args:
-          state: the state; shapes will do.
-          *batch: arrays or shapes.
-          **named: arrays of the batch by the loss function's names.
-
-        Returns:
-          The plan, as from `shardfn.plan`.
-
-        Raises:
-          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
-        """
+        """The plan of a step, as from `shardfn.plan`."""
         batch = self._ordered(batch, named)
         with defaults.override(self.options.defaults):
             return self._for(state, batch).planned.plan(state, *batch)
 
     def explain(self, state: TrainState, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
-        """The report of a step.
-
-        Args:
-          state: the state; shapes will do.
-          *batch: arrays or shapes.
-          compiled: whether to compile the step and compare the prediction with it.
-          **named: arrays of the batch by the loss function's names.
-
-        Returns:
-          The report, as from `shardfn.explain`.
-
-        Raises:
-          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
-        """
+        """The report of a step, as from `shardfn.explain`. With `compiled` it compares the compiled step with the prediction."""
         batch = self._ordered(batch, named)
         with defaults.override(self.options.defaults):
             return self._for(state, batch).planned.explain(state, *batch, compiled=compiled)
 
     def check(self, state: TrainState, /, *batch: Any, **named: Any) -> CheckResult:
-        """Take a step sharded and unsharded, and compare the loss and the next state leaf by leaf.
-
-        Args:
-          state: the state, which keeps its memory.
-          *batch: arrays as the step gets them.
-          **named: arrays of the batch by the loss function's names.
+        """Take a step sharded and unsharded, and compare the loss and the next state leaf by leaf. The state keeps its memory.
 
         Returns:
           The `CheckResult`: print it for a table. A difference is no error; ask `agrees`.
 
         Raises:
-          StrategyError, StrategyTypeError: if state, batch or devices do not fit, or there is no unsharded step to compare with.
+          StrategyError: there is no unsharded step to compare with.
           DeviceError: the devices are not here.
           NotAvailableError: they belong to several processes.
 
@@ -218,37 +191,14 @@ class TrainStep:
         return check_step(self.options, self._parts_of(state), step, state, batch)
 
     def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
-        """Lower a step.
-
-        Args:
-          state: the state; shapes will do.
-          *batch: arrays or shapes.
-          **named: arrays of the batch by the loss function's names.
-
-        Returns:
-          The `jax.stages.Lowered` of the step.
-
-        Raises:
-          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
-        """
+        """The `jax.stages.Lowered` of a step."""
         batch = self._ordered(batch, named)
         with defaults.override(self.options.defaults):
             return self._for(state, batch).function.lower(state, *batch)
 
     def buckets(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
-        """The fused collectives of gradients and of gathered parameters.
-
-        Args:
-          state: the state; shapes will do.
-          *batch: arrays or shapes.
-          **named: arrays of the batch by the loss function's names.
-
-        Returns:
-          Each collective with the paths of its operands; empty if XLA chooses which collectives to fuse.
-
-        Raises:
-          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
-        """
+        """The fused collectives of gradients and of gathered parameters, each with the paths of its operands; empty if XLA
+        chooses which collectives to fuse."""
         return self._for(state, self._ordered(batch, named)).buckets
 
     def model(self, state: TrainState) -> Any:
