@@ -154,6 +154,11 @@ def _cost(posed: PosedCall, answer: Answer) -> Cost:
     return posed.problem.evaluate_answer(with_given_constraints(posed, answer))
 
 
+def cost_in_its_form(posed: PosedCall, answer: Answer) -> Cost:
+    """What an answer costs in the form in which it is compiled, with the layout file's constraints: they are of that form."""
+    return _cost(*_in_its_form(posed, answer))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Guarded:
     """An answer of a call with workarounds for all ops that XLA would get wrong: a workaround changes the shardings around it.
