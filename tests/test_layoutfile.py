@@ -16,7 +16,7 @@ from hypothesis import example, given
 from jax.sharding import NamedSharding
 
 import shardfn
-from shardfn import load_layout, plan, shard, tag
+from shardfn import AUTO, load_layout, plan, shard, tag
 from shardfn.cli.main import main
 from shardfn.errors import Problem, ShardError
 from shardfn.frontend.paths import escaped
@@ -941,3 +941,19 @@ def test_what_is_held_in_a_program_of_shifts_is_saved(tmp_path):
     (tmp_path / "layout.toml").write_text((tmp_path / "layout.toml").read_text().replace("shifts = true", "shifts = 1"))
     with pytest.raises(ShardError, match="not complete"):
         load_layout(tmp_path / "layout.toml")
+
+
+def test_an_open_dimension_beside_a_file_is_chosen_with_the_constraints_of_the_file(tmp_path):
+    """They are of the function as written; the search itself is of shifts."""
+
+    def added(p, x):
+        h = x @ p["w"]
+        return (h.at[1:].add(h[:-1]) @ p["v"]).sum()
+
+    args = {k: jax.ShapeDtypeStruct((64, 64), "float32") for k in "vw"}, jax.ShapeDtypeStruct((32, 64), "float32")
+    asked = {"device": "h100:8", "in_strategy": (AUTO, (4, AUTO))}
+    first = plan(added, *args, level="memory", **asked)
+    assert first.constraints
+    first.save(tmp_path / "layout.toml")
+    again = plan(added, *args, layout=tmp_path / "layout.toml", **asked)
+    assert again.cost == first.cost

@@ -85,3 +85,14 @@ def test_a_sum_is_told_where_the_mean_of_parts_is_taken(mode, options, parts, re
         assert value == loss(params, x) / max(parts, 1)
     else:
         assert not told
+
+
+@pytest.mark.parametrize("reduce", [jnp.sum, lambda x: jnp.average(x, weights=jnp.ones(x.shape))])
+def test_a_recomputed_sum_is_told_and_an_average_is_not(reduce):
+    loss = jax.checkpoint(lambda p, x: reduce(jax.nn.relu(x @ p["w"]) ** 2))
+    params, x = {"w": jnp.ones((4, 2))}, jnp.ones((16, 4))
+    step = train.step(loss, optax.sgd(0.1), mode="data_parallel")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step(step.init(params, x), x)
+    assert ["8 parts" in str(one.message) for one in told] == [True] * (reduce is jnp.sum)

@@ -145,6 +145,11 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     return pose_again(posed, posed.call.of(function.with_shared_halos(shards))), _unconstrained(answer)
 
 
+def cost_in_its_form(posed: PosedCall, answer: Answer) -> Cost:
+    """What an answer costs in the form in which it is compiled, with the layout file's constraints: they are of that form."""
+    return _cost(*_in_its_form(posed, answer))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Guarded:
     """An answer of a call with workarounds for all ops that XLA would get wrong: a workaround changes the shardings around it.

@@ -46,13 +46,9 @@ def at(plan: Plan, level: Any) -> Plan:
 
 def _posed(posed: PosedCall, level: int) -> PosedCall:
     """The call posed for a level; the costs of what was evaluated for another one are known."""
-    call = without_workarounds(posed.call)
-    call = dataclasses.replace(call, search=dataclasses.replace(posed.call.search, level=level))
-    if (
-        call.function is not posed.call.function
-        or call.inputs != posed.call.inputs
-        or call.outputs != posed.call.outputs
-    ):
+    first = without_workarounds(posed.call)
+    call = dataclasses.replace(first, search=dataclasses.replace(first.search, level=level))
+    if first is not posed.call:
         return with_completed_entries(place_call(call, []))
     problem = dataclasses.replace(posed.problem.at(level), partition=memoized(posed.partition), begun=time.monotonic())
     return dataclasses.replace(posed, call=call, problem=problem)

@@ -74,6 +74,9 @@ def update_function(
     return as_pure(train_step)
 
 
+_INLINED = frozenset({"jit", "pjit", "checkpoint", "remat2"})
+
+
 def _warn_of_sum(
     options: StepOptions, sync: GradientSync | None, loss: Loss, params: tuple[Any, Any], batch: tuple[Any, ...]
 ) -> None:
@@ -85,9 +88,7 @@ def _warn_of_sum(
 
     def flat(batch: Any) -> FlatJaxpr:
         closed = jax.make_jaxpr(lambda trained, carried, batch: loss(trained, carried, batch)[0])(*params, batch)
-        return flatten_jaxpr(
-            closed, len(tree_util.tree_leaves(params)), lambda eqn: eqn.primitive.name in ("jit", "pjit")
-        )
+        return flatten_jaxpr(closed, len(tree_util.tree_leaves(params)), lambda eqn: eqn.primitive.name in _INLINED)
 
     try:
         found = batch_reduction(flat(batch), flat(tree_util.tree_map(twice, batch)))
