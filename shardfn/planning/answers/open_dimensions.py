@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf, has_open_dims
 from shardfn.frontend.validation import completions
-from shardfn.planning.answers.planner import cost_in_its_form, search
+from shardfn.planning.answers.planner import cost_of_plan, search
 from shardfn.planning.call import PosedCall, TracedCall, place_call
 from shardfn.search.problem import objective
 
@@ -29,7 +29,7 @@ def with_completed_entries(posed: PosedCall) -> PosedCall:
         for entry in completions(one, posed.call.hardware.count):
             try:
                 other = place_call(_completed(posed.call, first, entry), [])
-                found = cost_in_its_form(other, search(other))
+                found = cost_of_plan(other, search(other))
                 rated.append((objective(found, other.problem), len(rated), other))
             except StrategyError as error:
                 refused = refused or error

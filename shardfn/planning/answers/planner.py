@@ -113,6 +113,11 @@ def plan_fixed_answer(posed: PosedCall, answer: Answer) -> Plan:
     return _plan_guarded(_guarded(posed, answer))
 
 
+def cost_of_plan(posed: PosedCall, answer: Answer) -> Cost:
+    """What the plan of an answer costs: as it is compiled, with the layout file's constraints and with workarounds."""
+    return _guarded(posed, answer).cost
+
+
 def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
     """The call as the user wrote it, if with its shardings nothing moves along sharded dimensions, else with `movement`'s shifts;
     and the answer for it."""
@@ -143,11 +148,6 @@ def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Ans
     if not shares_halos(before.jaxpr, shards):
         return None
     return pose_again(posed, posed.call.of(function.with_shared_halos(shards))), _unconstrained(answer)
-
-
-def cost_in_its_form(posed: PosedCall, answer: Answer) -> Cost:
-    """What an answer costs in the form in which it is compiled, with the layout file's constraints: they are of that form."""
-    return _cost(*_in_its_form(posed, answer))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
