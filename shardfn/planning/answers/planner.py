@@ -94,14 +94,15 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit. What is found is
     planned with the workarounds that it needs itself, so that a layout file gives the same plan again.
     """
-    found = [_guarded(posed, answer)]
-    if wrong := found[0].wrong:
-        call, own = found[0].unguarded.posed, found[0].unguarded.answer
-        other = with_workarounds(call, own, wrong)
-        best = _best_correct(other, in_other_form(call, other, own), search(other))
-        found.append(_guarded(posed, in_other_form(other, posed, best)))
-        if candidate := correct_candidate(call, own):
-            found.append(_guarded(posed, in_other_form(call, posed, _as_correct(own, candidate))))
+    first = _guarded(posed, answer)
+    if not first.wrong:
+        return _plan_guarded(first)
+    call, own = first.unguarded.posed, first.unguarded.answer
+    other = with_workarounds(call, own, first.wrong)
+    best = _best_correct(other, in_other_form(call, other, own), search(other))
+    found = [first, _guarded(posed, in_other_form(other, posed, best))]
+    if candidate := correct_candidate(call, own):
+        found.append(_guarded(posed, in_other_form(call, posed, _as_correct(own, candidate))))
     return _plan_guarded(min(found, key=_Guarded.rank))
 
 
@@ -184,15 +185,16 @@ def _guarded(posed: PosedCall, answer: Answer) -> _Guarded:
 
     At level 0 communication alone decides that: the ops on elements are the same.
     """
-    found = [_with_all_workarounds(*_in_its_form(posed, answer))]
-    if shared := _with_shared_halos(found[0].unguarded.posed, found[0].unguarded.answer):
-        found.append(_with_all_workarounds(*shared))
+    own = _with_all_workarounds(*_in_its_form(posed, answer))
+    shared = _with_shared_halos(own.unguarded.posed, own.unguarded.answer)
+    if shared is None:  # nothing is judged in a first call before somebody asks
+        return own
 
     def key(one: _Guarded) -> tuple[object, ...]:
         is_refused, rank = one.rank()
         return is_refused, *((rank.over, one.cost.communication_s) if posed.problem.level == COMMUNICATION else rank)
 
-    return min(found, key=key)
+    return min(own, _with_all_workarounds(*shared), key=key)
 
 
 def _with_all_workarounds(posed: PosedCall, answer: Answer) -> _Guarded:
