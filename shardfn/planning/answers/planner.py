@@ -95,7 +95,7 @@ def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
     planned with the workarounds that it needs itself, so that a layout file gives the same plan again.
     """
     first = _guarded(posed, answer)
-    if not first.wrong:
+    if not first.wrong or not posed.problem.is_open:
         return _plan_guarded(first)
     call, own = first.unguarded.posed, first.unguarded.answer
     other = with_workarounds(call, own, first.wrong)
