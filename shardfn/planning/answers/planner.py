@@ -172,8 +172,7 @@ class _Guarded:
     @functools.cached_property
     def cost(self) -> Cost:
         """`Plan.cost`."""
-        answer = with_given_constraints(self.posed, self.answer)
-        return self.posed.problem.evaluate_answer(as_compiled(self.posed, answer))
+        return self.posed.problem.evaluate_answer(_compiled(self.posed, self.answer))
 
     def rank(self) -> tuple[bool, Rank]:
         """How good it is; less is better."""
@@ -207,9 +206,14 @@ def _with_all_workarounds(posed: PosedCall, answer: Answer) -> _Guarded:
     return _Guarded(unguarded, other, answer, wrong, left)
 
 
+def _compiled(posed: PosedCall, answer: Answer) -> Answer:
+    """`as_compiled`, with the constraints of the user."""
+    return as_compiled(posed, with_given_constraints(posed, answer))
+
+
 def _compiled_program(posed: PosedCall, answer: Answer) -> PartitionedProgram:
     """The partitioned program of the answer's plan, `Plan.partitioned`."""
-    return posed.problem.partitioned_of(as_compiled(posed, with_given_constraints(posed, answer)))
+    return posed.problem.partitioned_of(_compiled(posed, answer))
 
 
 def _plan_guarded(found: _Guarded) -> Plan:

@@ -81,8 +81,7 @@ def _warn_of_sum(
     options: StepOptions, sync: GradientSync | None, loss: Loss, params: tuple[Any, Any], batch: tuple[Any, ...]
 ) -> None:
     """Warn of a loss that adds the examples of its batch, where the step takes the mean of the losses of parts."""
-    is_mean = sync is not None and sync.mean
-    parts = options.micro_batches * (sync.count if sync is not None and is_mean else 1)
+    parts = options.micro_batches * (sync.count if sync is not None and sync.mean else 1)
     if parts == 1:
         return
 
@@ -95,7 +94,7 @@ def _warn_of_sum(
     except Exception:  # the loss is written for one size of the batch, or names an axis of the devices
         return
     if found == SUM:
-        other = "pass gradients_mean=False, or " if is_mean and options.micro_batches == 1 else ""
+        other = "pass gradients_mean=False, or " if options.micro_batches == 1 else ""
         warn(
             f"the loss is a sum over the batch, and the step takes the mean of the losses of {parts} parts of it: loss and "
             f"gradients are 1/{parts} of those on one device; fix: {other}end the loss with jnp.mean over the batch"
