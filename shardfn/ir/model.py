@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DimFactors = tuple[tuple[int, ...], ...]
 """For each dim of one tensor, the factors it is made of, major to minor."""
@@ -182,9 +182,12 @@ class Op:
         outputs = self.outputs if outputs is None else outputs
         if inputs == self.inputs and outputs == self.outputs:
             return self
-        # Each evaluation makes thousands, and `__init__` of a frozen class takes several times as long.
+        return self.replaced(inputs=inputs, outputs=outputs)
+
+    def replaced(self, **fields: Any) -> Op:
+        """As `dataclasses.replace`, which takes several times as long: each evaluation makes thousands."""
         made = object.__new__(Op)
-        vars(made).update(vars(self), inputs=inputs, outputs=outputs)
+        vars(made).update(vars(self), **fields)
         return made
 
     @property

@@ -32,9 +32,9 @@ def rule_of(attribute: Any) -> ShardingRule:
 
 
 def op_by_attributes(op: Any, short: str, **rest: Any) -> Op:
-    """An op as its attributes describe it, without values; `rest` are its other fields."""
-    return Op(short, (), (), trips=0, reduced=_reduced(op), convolution=_convolution(op), combines=_combines(op),
-              window_dims=_window_dims(op, short), same=_neutral(op), precision=_precision(op), **rest)  # fmt: skip
+    """An op as its attributes and types describe it, without values and lines; `rest` are its other fields."""
+    return Op(short, (), (), trips=0, where="", reduced=_reduced(op), convolution=_convolution(op), combines=_combines(op),
+              window_dims=_window_dims(op, short), precision=_precision(op), **rest)  # fmt: skip
 
 
 def _convolution(op: Any) -> Convolution | None:
@@ -159,7 +159,7 @@ def _frame(location: str) -> str:
     return user_line(_FRAME.findall(location))
 
 
-def _neutral(op: Any) -> int:
+def neutral_operand(op: Any) -> int:
     """Which operand an op gives back as it is, as the other one is a constant that changes nothing: -1 if none."""
     known = _NEUTRAL.get(op.name)
     if known is None:

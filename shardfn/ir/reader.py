@@ -5,7 +5,6 @@ Calls are read inline, once for each call site, so that two callers of one funct
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
@@ -28,8 +27,8 @@ from shardfn.ir.mlir import (
     symbol_of,
     value_of,
 )
-from shardfn.ir.model import Graph, Op, ShardingRule, Spec, Value
-from shardfn.ir.op_attributes import form_of, op_by_attributes, op_line, rule_of, trip_count
+from shardfn.ir.model import Graph, Op, Spec, Value
+from shardfn.ir.op_attributes import form_of, neutral_operand, op_by_attributes, op_line, rule_of, trip_count
 from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 from shardfn.ir.partitioned import USER_WRITTEN, Communication
 from shardfn.ir.source_lines import OURS
@@ -59,7 +58,7 @@ class ReaderCache:
     def __init__(self, assumed_trips: int = 1) -> None:
         self.assumed_trips = assumed_trips
         self.types: dict[Any, Value] = {}
-        self.rules: dict[Any, ShardingRule] = {}
+        self.kinds: dict[Any, Op] = {}
         self.lines: dict[Any, str] = {}
         self.array_specs: dict[Any, Spec | None] = {}
         self.specs: dict[Any, tuple[Spec | None, ...]] = {}
@@ -246,8 +245,9 @@ class Reader:
         made = fact.made.get(kind)
         if made is None:
             form = fact.op.form and (fact.op.form[0], self.region)
-            made = dataclasses.replace(fact.op, trips=trips, form=form, instances=self.instances)
-        if made.inputs != inputs or made.outputs != outputs:
+            made = fact.op.replaced(trips=trips, form=form, instances=self.instances, inputs=inputs, outputs=outputs)
+            fact.made[kind] = made
+        elif made.inputs != inputs or made.outputs != outputs:
             made = fact.made[kind] = made.of(inputs, outputs)
         self.ops.append(made)
         return outputs
@@ -259,7 +259,7 @@ class Reader:
         if found is None:
             if number in facts:
                 same = facts[number].op
-                same = dataclasses.replace(same, where=self.where(op) or same.where)
+                same = same.replaced(where=self.where(op) or same.where)
                 unruled = _at(same.name, same.where) if facts[number].unruled else ""
                 found = _Fact(same, facts[number].results, unruled, {})
             elif self.count:
@@ -288,20 +288,22 @@ class Reader:
             short = f"custom_call {ir.StringAttr(attrs['call_target_name']).value}"
         where = self.where(op)
         results = tuple([self.value(r.type) for r in op.results])
-        rule, unruled = None, ""
-        if "sdy.sharding_rule" in attrs:
-            attribute, rules = attrs["sdy.sharding_rule"], self.seen.rules
-            rule = rules.get(attribute) or rules.setdefault(attribute, rule_of(attribute))
-        elif (missing := MISSING_RULES.get(short)) is not None:
-            rule = missing([self.value(o.type) for o in op.operands], results)
-        elif not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
+        rule, unruled = attrs["sdy.sharding_rule"] if "sdy.sharding_rule" in attrs else None, ""
+        is_missing = rule is None and short in MISSING_RULES
+        if rule is None and not is_missing and not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
             unruled = _at(short, where)
         number = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
+        kind, made = (number, rule, *[o.type for o in op.operands]), self.seen.kinds
+        like = made.get(kind) if number >= 0 else None
+        if like is None:
+            found = rule if rule is None else rule_of(rule)
+            if is_missing:
+                found = MISSING_RULES[short]([self.value(o.type) for o in op.operands], results)
+            like = made[kind] = op_by_attributes(op, short, rule=found, form=None if number < 0 else (number, 0))
         site = number_of(op)
-        form = None if number < 0 else (number, 0)
         is_numbered = site < self.count or name.startswith("sdy.")
-        made = op_by_attributes(op, short, rule=rule, where=where, site=site if is_numbered else -1, form=form)
-        return _Fact(made, results, unruled, {})
+        own = like.replaced(where=where, site=site if is_numbered else -1, same=neutral_operand(op))
+        return _Fact(own, results, unruled, {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         """A function or a named computation, inline."""
