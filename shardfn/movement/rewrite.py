@@ -20,6 +20,7 @@ from shardfn.movement.emit import Emitter
 from shardfn.movement.rules import RULES, Call, split
 from shardfn.movement.rules.elements import ELEMENTWISE
 from shardfn.movement.values import Known, Lazy, Spread, Value
+from shardfn.movement.winners import Winners
 
 _PLACES = {"gather": (1, 2), "scatter": (1, 2), "scatter-add": (1, 2), "scatter-sub": (1, 2), "scatter-mul": (1, 2),
            "scatter-min": (1, 2), "scatter-max": (1, 2), "dynamic_slice": (1, None),
@@ -132,7 +133,9 @@ def _values(
     def read(v: Any) -> Value:
         return v.val if isinstance(v, core.Literal) else env[v]
 
-    for eqn in jaxpr.eqns:
+    winners = Winners(lambda v: _known(read(v)))
+    for written in jaxpr.eqns:
+        eqn = winners.asked_of_operands(written)
         source = eqn.source_info
         names = source_info_util.current_name_stack() + source.name_stack
         with source_info_util.user_context(source.traceback, name_stack=names):
