@@ -26,6 +26,7 @@ from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
 from shardfn.mindspore import Layout, auto_parallel
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.layout_rules import Constraint, DecisionSource, LayoutRule
+from shardfn.planning.plan import answered_call
 from shardfn.runtime.layout_check import check_layout
 from tests.marks import some_slow
 
@@ -957,3 +958,21 @@ def test_an_open_dimension_beside_a_file_is_chosen_with_the_constraints_of_the_f
     first.save(tmp_path / "layout.toml")
     again = plan(added, *args, layout=tmp_path / "layout.toml", **asked)
     assert again.cost == first.cost
+
+
+def test_an_array_that_a_file_leaves_open_is_searched_with_the_constraints_of_the_file(tmp_path):
+    def added(x, v, w):
+        h = x @ w
+        return (h.at[1:].add(h[:-1]) @ v).sum()
+
+    args, path = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3, tmp_path / "layout.toml"
+    first = plan(added, *args, level="memory", device="h100:8")
+    assert first.constraints
+    first.save(path)
+    path.write_text(re.sub(r'"?w"? = .*\n', "", path.read_text()))
+    again = answered_call(plan(added, *args, layout=path, device="h100:8"))
+    searched = dataclasses.replace(again.answer, constraints={})
+    held = again.posed.problem.evaluate_answer(searched)
+    assert again.problem.specs.count(None) == 1 and held == again.posed.problem.evaluate_answer(again.answer)
+    without = answered_call(plan(added, *args, device="h100:8", level="memory")).posed.problem
+    assert without.evaluate_answer(searched) != held

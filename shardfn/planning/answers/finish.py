@@ -5,24 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shardfn.cost.estimate import Cost, collectives
 from shardfn.cost.schedule import lower_for_backend
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import Leaf
-from shardfn.ir.model import Axes, Graph, OpConstraint, Spec
+from shardfn.ir.model import Axes, Graph, Spec
 from shardfn.ir.partitioned import Detour, PartitionedProgram
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.answers.candidates import BATCH, candidates, of_rows
-from shardfn.planning.call import AnsweredCall, PosedCall, has_shifts, knowing
+from shardfn.planning.call import AnsweredCall, PosedCall, file_constraints, knowing
 from shardfn.planning.diagnostics import advice, entries_note, not_predicted, of_program, shared_axes_note
 from shardfn.planning.inside import (
     RESHARDED,
     PlacedDetour,
     alltoalls_left,
     anchors,
-    match_file_constraints,
     placed_detours,
 )
 from shardfn.planning.layout_rules import Constraint, change_since
@@ -55,7 +54,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
         return (
             *advice(unadvised, answered),
             *_elsewhere(inputs),
-            *file_constraints(posed, answer.axes)[1],
+            *file_constraints(call, posed.anchored, answer.axes)[1],
             *changed,
             *(near_limit_note(cost().memory, problem.memory_limit) if call.search.is_limit_strict else ()),
             *answer.diagnostics,
@@ -145,15 +144,6 @@ def _entries_note(posed: PosedCall, answer: Answer, cost: Cost) -> str:
     return "; ".join(filter(None, (shared, note)))
 
 
-def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:
-    """The op constraints of the layout file on a mesh, and a note on each that matches no op of the program. A plan with shared
-    halos has none."""
-    call = posed.call
-    if call.layout is None or call.hardware.count == 1 or call.function.halo_shards:
-        return {}, ()
-    return match_file_constraints(call.layout, posed.anchored, call.traced.graph, axes, has_shifts(call.function))
-
-
 def _inputs(posed: PosedCall, answer: Answer) -> tuple[Decision, ...]:
     call = posed.call
     source = "propagated" if call.hardware.count == 1 else answer.source
@@ -215,7 +205,7 @@ def _with_results(posed: PosedCall, answer: Answer, outputs: Sequence[Decision])
 
 
 def _constraints(posed: PosedCall, constraints: OpConstraints) -> tuple[Constraint, ...]:
-    ops, shifts = posed.call.traced.graph.ops, has_shifts(posed.call.function)
+    ops, shifts = posed.call.traced.graph.ops, posed.call.function.has_shifts
     return tuple(
         Constraint(ops[i].name, posed.anchored[i], ops[i].where, constraint.operands, constraint.results, shifts)
         for i, constraint in sorted(constraints.items())

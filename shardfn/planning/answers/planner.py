@@ -12,7 +12,7 @@ from shardfn.cost.estimate import Cost
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.ir.rewrite import equations
 from shardfn.movement import shares_halos
-from shardfn.planning.answers.finish import as_compiled, file_constraints, finish
+from shardfn.planning.answers.finish import as_compiled, finish
 from shardfn.planning.call import (
     AnsweredCall,
     PosedCall,
@@ -83,8 +83,7 @@ def plan_without_workarounds(posed: PosedCall, answer: Answer) -> Plan:
 def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
     """The answer with the op constraints of the user: those that entries inside need, and those of the layout file."""
     inside = posed.problem.as_given(answer.axes, answer.specs, answer.constraints, answer.result_specs)
-    constraints, _ = file_constraints(posed, answer.axes)
-    return dataclasses.replace(answer, constraints={**inside, **constraints})
+    return dataclasses.replace(answer, constraints={**inside, **posed.propagation.given_constraints(answer.axes)})
 
 
 @without_collection()

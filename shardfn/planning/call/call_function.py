@@ -82,6 +82,11 @@ class CallFunction:
     """How often loops of unknown length are counted."""
 
     @property
+    def has_shifts(self) -> bool:
+        """Whether its movement is written as shifts."""
+        return self.shifted is not None and not self.is_as_written
+
+    @property
     def base(self) -> Callable[..., Any]:
         """`pure`, which runs the user's Python once where it can."""
         return self.replay or self.pure
@@ -95,7 +100,7 @@ class CallFunction:
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
         """The function with its constraints written on `mesh`."""
         statics = self.call.statics
-        function = self.base if self.shifted is None or self.is_as_written else self.shifted
+        function = self.shifted if self.shifted is not None and self.has_shifts else self.base
         if self.separates_windows:
             function = separate_windows(function, statics)
         if self.tags:

@@ -54,14 +54,9 @@ def with_windows_apart(
     return function, function.as_jaxpr(), None
 
 
-def has_shifts(function: CallFunction) -> bool:
-    """Whether a function has its movement as shifts."""
-    return function.shifted is not None and not function.is_as_written
-
-
 def is_shifted(call: TracedCall) -> bool:
     """Whether a call is one of shifts, and could be one without: functions inside have numbers of its ops."""
-    return has_shifts(call.function) and not call.function.inner
+    return call.function.has_shifts and not call.function.inner
 
 
 def as_written(posed: PosedCall) -> PosedCall:
@@ -124,7 +119,7 @@ def _ranks(graph: Graph, op: int) -> object:
 def _numbers_as(posed: PosedCall) -> object:
     """What the numbers of a call's equations follow from: workarounds change none."""
     function = posed.call.function
-    return has_shifts(function), function.halo_shards
+    return function.has_shifts, function.halo_shards
 
 
 def _moved(constraints: OpConstraints, ops: Mapping[int, int]) -> OpConstraints:

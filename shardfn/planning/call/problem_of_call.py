@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.errors import Problem, StrategyError, fail, raise_problems
 from shardfn.frontend.strategy import AUTO
@@ -18,13 +18,14 @@ from shardfn.planning.inside import (
     InnerEntry,
     OnMesh,
     anchors,
+    match_file_constraints,
     on_mesh_of_function,
     operands_as_read,
     place_inner,
 )
 from shardfn.planning.layout_rules import mesh_axes
 from shardfn.planning.meshes import Placement, names_axes
-from shardfn.search.problem import Memo, OpenResult, SearchProblem, array_bytes
+from shardfn.search.problem import Memo, OpConstraints, OpenResult, SearchProblem, array_bytes
 
 
 def pose_again(posed: PosedCall, call: TracedCall) -> PosedCall:
@@ -39,10 +40,24 @@ def pose_placed(call: TracedCall, placed: Placement, groups: DimensionGroups, pr
     call = _with_ambient(call, mesh.axes)
     entries, results = mesh.specs[: len(call.inputs)], mesh.specs[len(call.inputs) :]
     call = dataclasses.replace(call, function=dataclasses.replace(call.function, inner=mesh.inner))
-    propagation = Propagation(call.traced, call.hardware, results, call.same_as, mesh.inner, call.search.alltoall)
     anchored = anchors(call.traced.jaxpr, call.traced.graph)
+
+    def constraints(axes: Axes) -> OpConstraints:
+        return file_constraints(call, anchored, axes)[0]
+
+    propagation = Propagation(
+        call.traced, call.hardware, results, call.same_as, mesh.inner, call.search.alltoall, constraints
+    )
     problem = _problem(call, groups, mesh.axes, entries, propagation, anchored)
     return PosedCall(call, problem, placed, entries, mesh.order, groups, propagation, anchored)
+
+
+def file_constraints(call: TracedCall, anchored: Mapping[int, int], axes: Axes) -> tuple[OpConstraints, Sequence[str]]:
+    """The op constraints of the layout file on a mesh, and a note on each that matches no op of the program. A plan with shared
+    halos has none."""
+    if call.layout is None or call.hardware.count == 1 or call.function.halo_shards:
+        return {}, ()
+    return match_file_constraints(call.layout, anchored, call.traced.graph, axes, call.function.has_shifts)
 
 
 def inner_values(call: TracedCall) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
@@ -30,6 +30,8 @@ class Propagation:
     """The shardings of values inside, by number (`Graph.inner`)."""
     alltoall: bool = True
     """Whether XLA may reshard by all-to-all."""
+    given_constraints: Callable[[Axes], OpConstraints] = lambda axes: {}
+    """The op constraints of the layout file on a mesh: every candidate has them."""
 
     @functools.cached_property
     def _ready(self) -> shardy.PreparedModule:
@@ -61,7 +63,8 @@ class Propagation:
         spread += [padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
         tokens = [None] * (len(graph.outputs) - len(wanted))
         results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
-        constrained = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
+        every = {**constraints, **self.given_constraints(axes)}
+        constrained = {graph.ops[index].site: constraint for index, constraint in every.items()}
         partitioned = self._ready.propagate(axes, spread, tokens + results, constrained, self.inner)
         found = insert_collectives(
             partitioned,
