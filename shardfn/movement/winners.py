@@ -1,8 +1,8 @@
 """Which operand of a minimum or maximum won, asked of the operands.
 
-JAX's derivatives of `max` and of `x.at[places].max(u)` compare the result with each operand. XLA may compute an op on elements
-again in each kernel that reads it, and round differently there. Then no operand equals the maximum, and the derivative is 0. An
-update that was a scatter is such an op once it is a select.
+JAX's derivatives of `x.at[places].max(u)`, and before JAX 0.12 of `max`, compare the result with each operand. XLA may compute an
+op on elements again in each kernel that reads it, and round differently there. Then no operand equals the maximum, and the
+derivative is 0. An update that was a scatter is such an op once it is a select.
 """
 
 from __future__ import annotations
