@@ -8,6 +8,7 @@ derivative is 0. An update that was a scatter is such an op once it is a select.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -76,9 +77,11 @@ class Winners:
         along, inserted = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
         rows = iter(updates.aval.shape[d] for d in numbers.update_window_dims)
         sizes = tuple(1 if d in inserted else next(rows) for d in range(array.aval.ndim))
-        starts = found.reshape(-1, found.shape[-1])
+        starts = found.reshape(math.prod(found.shape[:-1]), found.shape[-1])
         last = np.array([array.aval.shape[d] - sizes[d] for d in along])
-        is_apart = len(starts) == 1 or (set(along) <= set(inserted) and len(np.unique(starts, axis=0)) == len(starts))
+        is_apart = len(starts) == 1 or (
+            set(along) <= set(inserted) and len({*map(tuple, starts.tolist())}) == len(starts)
+        )
         if not is_apart or (starts < 0).any() or (starts > last).any():
             return None
         return places, numbers.update_window_dims, inserted, along, sizes
