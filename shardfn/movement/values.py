@@ -171,7 +171,8 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             start += part.rows
         return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
             Moved(shape, value.dtype, dim, ()))  # fmt: skip
-    if isinstance(value, Moved) and dim < value.dim:  # an earlier dimension is moved first, so that its shift is shared
+    if isinstance(value, Moved) and (dim < value.dim or _is_apart(value, dim)):
+        # An earlier dimension is moved first, so that its shift is shared.
         cropped = tuple(part._replace(source=sliced(part.source, dim, first, rows)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim, cropped)
     if isinstance(value, Spread):
@@ -191,7 +192,7 @@ def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     source, first, rows = part.source, part.first + low, high - low
     is_apart = isinstance(source, Elementwise) and source.home is None and _is_apart(source, dim)
-    if is_apart or (isinstance(source, Moved) and dim < source.dim):
+    if is_apart or (isinstance(source, Moved) and (dim < source.dim or _is_apart(source, dim))):
         return Part(rows, sliced(source, dim, first, rows), 0)
     return Part(rows, source, first)
 

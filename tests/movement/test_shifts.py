@@ -408,3 +408,37 @@ def test_second_derivative_behind_an_update_by_maximum_is_that_of_one_device():
     got = shardfn.shard(slope(slope(f)), ((2,), (1, 1, 1)), device=jax.devices())(*args)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, 1e-4, 1e-4)
+
+
+def _laplacian(p):
+    return p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * p[1:-1, 1:-1]
+
+
+def _walls(u):
+    p = jnp.pad(u, 1).at[0, 1:-1].set(-u[0]).at[-1, 1:-1].set(-u[-1])
+    return _laplacian(p.at[1:-1, 0].set(-u[:, 0]).at[1:-1, -1].set(-u[:, -1]))
+
+
+def _no_flux(u):
+    p = jnp.zeros((N + 2, N + 2), u.dtype).at[1:-1, 1:-1].set(u)
+    p = p.at[0].set(p[1]).at[-1].set(p[-2])
+    return _laplacian(p.at[:, 0].set(p[:, 1]).at[:, -1].set(p[:, -2]))
+
+
+def _around(u):
+    p = jnp.pad(u, 1)
+    p = p.at[0].set(p[-2]).at[-1].set(p[1])
+    return _laplacian(p.at[:, 0].set(p[:, -2]).at[:, -1].set(p[:, 1]))
+
+
+@pytest.mark.parametrize("strategy", [(8, 1), (1, 8), (2, 4)], ids=str)
+@pytest.mark.parametrize("ghosts", [_walls, _no_flux, _around])
+def test_ghost_cells_in_a_larger_array_send_the_halo(ghosts, strategy):
+    sharded = shardfn.shard(ghosts, (strategy,), device=jax.devices())
+    x = jnp.sin(jnp.arange(N * N, dtype=jnp.float32)).reshape(N, N)
+    rows = sum(2 * n for n, shards in zip((N // strategy[1], N // strategy[0]), strategy, strict=True) if shards > 1)
+    assert sharded.plan(x).cost.bytes_sent == 4 * rows
+    np.testing.assert_allclose(sharded(x), ghosts(x), 1e-5, 1e-5)
+    slope = jax.grad(lambda u: jnp.sin(ghosts(u)).sum())
+    got = shardfn.shard(slope, (strategy,), device=jax.devices())(x)
+    np.testing.assert_allclose(got, slope(x), 1e-5, 1e-5)

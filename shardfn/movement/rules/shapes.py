@@ -129,15 +129,28 @@ def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
 def expanded(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value:
     """A value with further dimensions of one row."""
     for i, dim in enumerate(sorted(dims)):
-        if isinstance(value, Squeezed) and i == len(dims) - 1:
-            value = moved_dim(emitter, value.value, value.dim, dim)
-            continue
-        if isinstance(value, Squeezed):
-            value = emitter.array(value)
-        shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
-        kept = tuple(d for d in range(len(shape)) if d != dim)
-        value = Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
+        value = _with_dim(emitter, value, dim, is_last=i == len(dims) - 1)
     return value
+
+
+def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
+    if isinstance(value, Squeezed):
+        if is_last:
+            return moved_dim(emitter, value.value, value.dim, dim)
+        value = emitter.array(value)
+    shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
+    if isinstance(value, Moved) and _has_squeezed(value):  # it gets the rows back that it was squeezed from
+        parts = (part._replace(source=_with_dim(emitter, part.source, dim, is_last)) for part in value.parts)
+        return Moved(shape, value.dtype, value.dim + (dim <= value.dim), tuple(parts))
+    kept = tuple(d for d in range(len(shape)) if d != dim)
+    if isinstance(value, Spread):
+        return Spread(shape, value.dtype, value.operand, tuple(kept[d] for d in value.dims))
+    return Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
+
+
+def _has_squeezed(value: Moved) -> bool:
+    sources = [part.source for part in value.parts]
+    return any(isinstance(s, Squeezed) or (isinstance(s, Moved) and _has_squeezed(s)) for s in sources)
 
 
 def moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Value:
