@@ -121,8 +121,14 @@ def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
         return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
     if isinstance(value, Moved):
         return Squeezed(shape, value.dtype, value, dim)
-    if isinstance(value, Spread) and dim not in value.dims:
-        return Spread(shape, value.dtype, value.operand, tuple(d - (d > dim) for d in value.dims))
+    if isinstance(value, Squeezed):
+        inner = dim + (dim >= value.dim)
+        found, last = squeezed(emitter, value.value, inner), value.dim - (inner < value.dim)
+        return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
+    if isinstance(value, Spread):
+        dims = tuple(d - (d > dim) for d in value.dims if d != dim)
+        operand = squeezed(emitter, value.operand, value.dims.index(dim)) if dim in value.dims else value.operand
+        return operand if np.shape(operand) == shape else Spread(shape, value.dtype, operand, dims)
     return lax.squeeze(emitter.array(value), (dim,))
 
 
@@ -134,23 +140,30 @@ def expanded(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value:
 
 
 def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
+    """A value with one more dimension of one row. What was squeezed gets its row back, as the last dimension that is added."""
+    shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
     if isinstance(value, Squeezed):
         if is_last:
             return moved_dim(emitter, value.value, value.dim, dim)
-        value = emitter.array(value)
-    shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
-    if isinstance(value, Moved) and _has_squeezed(value):  # it gets the rows back that it was squeezed from
+        inner = dim + (dim > value.dim)
+        own = _with_dim(emitter, value.value, inner, is_last)
+        return Squeezed(shape, value.dtype, own, value.dim + (inner <= value.dim))
+    kept = tuple(d for d in range(len(shape)) if d != dim)
+    if isinstance(value, Moved) and _has_squeezed(value):
         parts = (part._replace(source=_with_dim(emitter, part.source, dim, is_last)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim + (dim <= value.dim), tuple(parts))
-    kept = tuple(d for d in range(len(shape)) if d != dim)
+    if isinstance(value, Spread) and _has_squeezed(value):
+        own = _with_dim(emitter, value.operand, sum(d < dim for d in value.dims), is_last)
+        return Spread(shape, value.dtype, own, tuple(sorted((*(kept[d] for d in value.dims), dim))))
     if isinstance(value, Spread):
         return Spread(shape, value.dtype, value.operand, tuple(kept[d] for d in value.dims))
     return Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
 
 
-def _has_squeezed(value: Moved) -> bool:
-    sources = [part.source for part in value.parts]
-    return any(isinstance(s, Squeezed) or (isinstance(s, Moved) and _has_squeezed(s)) for s in sources)
+def _has_squeezed(value: Value) -> bool:
+    """Whether rows of a value were squeezed."""
+    below = value.below() if isinstance(value, Moved | Spread) else ()
+    return isinstance(value, Squeezed) or any(map(_has_squeezed, below))
 
 
 def moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Value:
