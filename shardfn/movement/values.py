@@ -179,7 +179,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
             return Spread(shape, value.dtype, value.operand, value.dims)
         return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
-    if _has_no_frame(value):
+    if has_no_frame(value):
         place = dim, first, rows
         if place not in value.rows:
             own = (sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
@@ -191,12 +191,12 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     source, first, rows = part.source, part.first + low, high - low
-    if _has_no_frame(source) or (isinstance(source, Moved) and (dim < source.dim or _is_apart(source, dim))):
+    if has_no_frame(source) or (isinstance(source, Moved) and (dim < source.dim or _is_apart(source, dim))):
         return Part(rows, sliced(source, dim, first, rows), 0)
     return Part(rows, source, first)
 
 
-def _has_no_frame(value: Value) -> bool:
+def has_no_frame(value: Value) -> bool:
     """Whether a value is an op on elements that is computed in no frame, so that readers of some rows compute only these."""
     is_open = isinstance(value, Elementwise) and value.home is None
     return is_open and any(_is_apart(value, dim) for dim in range(len(value.shape)))

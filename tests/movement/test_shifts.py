@@ -431,8 +431,15 @@ def _around(u):
     return _laplacian(p.at[:, 0].set(p[:, -2]).at[:, -1].set(p[:, 1]))
 
 
+def _stacked(u):
+    p = jnp.pad(jnp.stack([u, jnp.sin(u)]), ((0, 0), (1, 1), (1, 1)))
+    p = p.at[:, 0].set(-p[:, 1]).at[:, -1].set(-p[:, -2])
+    p = p.at[:, :, 0].set(-p[:, :, 1]).at[:, :, -1].set(2 - p[:, :, -2])
+    return p[0, 2:, 1:-1] - p[0, :-2, 1:-1] + p[1, 1:-1, 2:] - p[1, 1:-1, :-2]
+
+
 @pytest.mark.parametrize("strategy", [(8, 1), (1, 8), (2, 4)], ids=str)
-@pytest.mark.parametrize("ghosts", [_walls, _no_flux, _around])
+@pytest.mark.parametrize("ghosts", [_walls, _no_flux, _around, _stacked])
 def test_ghost_cells_in_a_larger_array_send_the_halo(ghosts, strategy):
     sharded = shardfn.shard(ghosts, (strategy,), device=jax.devices())
     x = jnp.sin(jnp.arange(N * N, dtype=jnp.float32)).reshape(N, N)

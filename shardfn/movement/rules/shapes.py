@@ -10,6 +10,7 @@ from jax import lax
 from shardfn.movement.emit import Emitter
 from shardfn.movement.frames import frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.elements import elementwise
 from shardfn.movement.values import (
     Elementwise,
     Iota,
@@ -19,6 +20,7 @@ from shardfn.movement.values import (
     Spread,
     Squeezed,
     Value,
+    has_no_frame,
     joined,
     transposed,
     with_rows,
@@ -125,6 +127,9 @@ def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
         inner = dim + (dim >= value.dim)
         found, last = squeezed(emitter, value.value, inner), value.dim - (inner < value.dim)
         return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
+    if has_no_frame(value):
+        own = [squeezed(emitter, o, dim) if np.shape(o) else o for o in value.operands]
+        return elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
     if isinstance(value, Spread):
         dims = tuple(d - (d > dim) for d in value.dims if d != dim)
         operand = squeezed(emitter, value.operand, value.dims.index(dim)) if dim in value.dims else value.operand
