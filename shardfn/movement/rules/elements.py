@@ -201,7 +201,10 @@ def _on_parts(
             ]
             parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
         else:
-            same = next((p for p, q in zip(parts, moved[0].parts, strict=False) if q.source is part.source), None)
-            made = same.source if same else elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
+            same = next((j for j in range(i) if all(o.parts[j].source is o.parts[i].source for o in moved)), None)
+            if same is None:
+                made = elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
+            else:
+                made = parts[same].source
             parts.append(part._replace(source=made))
     return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
