@@ -73,8 +73,10 @@ def _elementwise(call: Call, bound: Callable[..., Any], safe: float | None) -> V
 
 
 def _squeezed(operands: Sequence[Value]) -> set[int]:
-    """The dimensions that operands are without; -1 for an operand that is without none."""
-    return {o.dim if isinstance(o, Squeezed) else -1 for o in operands if np.shape(o)}
+    """The dimensions that operands are without; -1 for one that is without none. A repeated scalar is as the others are."""
+    shaped = [o for o in operands if np.shape(o)]
+    own = [o for o in shaped if scalar_of(o) is None]
+    return {o.dim if isinstance(o, Squeezed) else -1 for o in own or shaped}
 
 
 def _repeated(value: Value, shape: tuple[int, ...]) -> Value:
@@ -172,9 +174,12 @@ def elementwise(
     without = _squeezed(operands)
     if without and -1 not in without and len(without) == 1:
         (dim,) = without
-        rows = [o.value if isinstance(o, Squeezed) else o for o in operands]
-        made = elementwise(bind, rows, (*shape[:dim], 1, *shape[dim:]), dtype, emitter, safe)
-        return Squeezed(shape, dtype, made, dim)
+        with_it = (*shape[:dim], 1, *shape[dim:])
+        rows = [
+            o.value if isinstance(o, Squeezed) else Spread(with_it, o.dtype, scalar_of(o), ()) if np.shape(o) else o
+            for o in operands
+        ]
+        return Squeezed(shape, dtype, elementwise(bind, rows, with_it, dtype, emitter, safe), dim)
     found = Elementwise(shape, dtype, bind, tuple(operands), safe)
     if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
         return apart

@@ -49,14 +49,13 @@ def broadcast_rule(call: Call) -> Value | None:
         return None
     if not np.shape(operand):
         operand = call.emitter.array(operand)
-    if isinstance(operand, Squeezed):
-        free = [
-            d for d in range(len(call.shape)) if d not in call.params["broadcast_dimensions"] and call.shape[d] == 1
-        ]
-        kept = tuple(call.shape[d] for d in call.params["broadcast_dimensions"]) == operand.shape
-        if len(free) == 1 and kept and len(call.shape) == len(operand.shape) + 1:
-            return moved_dim(call.emitter, operand.value, operand.dim, free[0])
-        return None
+    if _has_squeezed(operand):
+        dims = call.params["broadcast_dimensions"]
+        free = [d for d in range(len(call.shape)) if d not in dims and call.shape[d] == 1]
+        if len(free) + len(dims) == len(call.shape) and tuple(call.shape[d] for d in dims) == operand.shape:
+            return expanded(call.emitter, operand, free)
+        if isinstance(operand, Squeezed):
+            return None
     return Spread(call.shape, call.dtype, operand, tuple(call.params["broadcast_dimensions"]))
 
 
