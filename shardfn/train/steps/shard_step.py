@@ -23,7 +23,7 @@ from shardfn.planning.inside import AsReadInside
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.steps.batches import batch_names, batch_problems, dataset_entries
+from shardfn.train.steps.batches import batch_names, batch_problems, dataset_entries, in_the_batch
 from shardfn.train.steps.communication import fusion_options, gradient_sync, is_per_device, step_buckets, update_sync
 from shardfn.train.steps.gradients import GradientSync
 from shardfn.train.steps.offload import OffloadedStep, offload_step, with_memory_kind
@@ -160,7 +160,7 @@ def _planned(
         name = "in_strategy" if given_entries else "dataset_strategy"
         own = (PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(said))
         entries = (*own, *entries[len(said) :])
-    plan = _parameter_plan(options, parts, state, rest.pop("parameter_plan") or {}, given)
+    plan = _parameter_plan(options, parts, state, batch, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
         update_function(options, parts, None, None, state, batch),
@@ -220,8 +220,9 @@ def _like_params(parts: ModelParts, state: TrainState, params: Sequence[Any], re
 
 
 def _parameter_plan(
-    options: StepOptions, parts: ModelParts, state: TrainState, plan: Mapping[str, Any], is_given: bool
-) -> dict[str, Any]:
+    options: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...], plan: Mapping[str, Any],
+    is_given: bool,
+) -> dict[str, Any]:  # fmt: skip
     """The user's parameter plan by paths within the step's arguments.
 
     With given shardings, parameters without an entry are sharded as a sharded function inside reads them, or else replicated,
@@ -230,8 +231,10 @@ def _parameter_plan(
     keyed = _keyed("state/params", state.params)
     globs = list(plan)
     found = ruled(globs, parts.paths, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_state)
+    names = batch_names(options.loss_fn)
+    missing = [(globs[rule], plan[globs[rule]]) for rule in found.missing]
     raise_problems([
-        *(no_such_array(globs[rule], plan[globs[rule]], parts.paths) for rule in found.missing), *(
+        *(in_the_batch(*rule, batch, names) or no_such_array(*rule, parts.paths) for rule in missing), *(
         Problem(f"two entries of `parameter_plan` match `{parts.paths[i]}`", f"{globs[one]!r} and {globs[two]!r}",
                 "an array has one entry, and neither glob has priority",
                 "make one of the globs narrower, or name the path itself")
