@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import urllib.parse
+from typing import Any
 
 import jax
 
@@ -15,7 +15,7 @@ _LEGIBLE = " /_.-,()*"
 """The characters beside letters and digits that a location writes as they are."""
 
 
-def purpose(text: str) -> contextlib.AbstractContextManager[None]:
+def purpose(text: str) -> Any:
     """A context in which collectives are bound, with what they are for."""
     return jax.named_scope(f"{OURS}{{{urllib.parse.quote(text, safe=_LEGIBLE)}}}")
 
