@@ -171,14 +171,15 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             start += part.rows
         return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
             Moved(shape, value.dtype, dim, ()))  # fmt: skip
-    if isinstance(value, Moved) and dim < value.dim:  # an earlier dimension is moved first, so that its shift is shared
+    if isinstance(value, Moved) and (dim < value.dim or _is_apart(value, dim)):
+        # An earlier dimension is moved first, so that its shift is shared.
         cropped = tuple(part._replace(source=sliced(part.source, dim, first, rows)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim, cropped)
     if isinstance(value, Spread):
         if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
             return Spread(shape, value.dtype, value.operand, value.dims)
         return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
-    if isinstance(value, Elementwise) and value.home is None and _is_apart(value, dim):
+    if has_no_frame(value):
         place = dim, first, rows
         if place not in value.rows:
             own = (sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
@@ -190,14 +191,19 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     source, first, rows = part.source, part.first + low, high - low
-    is_apart = isinstance(source, Elementwise) and source.home is None and _is_apart(source, dim)
-    if is_apart or (isinstance(source, Moved) and dim < source.dim):
+    if has_no_frame(source) or (isinstance(source, Moved) and (dim < source.dim or _is_apart(source, dim))):
         return Part(rows, sliced(source, dim, first, rows), 0)
     return Part(rows, source, first)
 
 
+def has_no_frame(value: Value) -> bool:
+    """Whether a value is an op on elements that is computed in no frame, so that readers of some rows compute only these."""
+    is_open = isinstance(value, Elementwise) and value.home is None
+    return is_open and any(_is_apart(value, dim) for dim in range(len(value.shape)))
+
+
 def _is_apart(value: Value, dim: int) -> bool:
-    """Whether a value has more rows than each array that they come from, or few of each, so that it has no frame."""
+    """Whether a value has more rows along a dimension than each array that they come from, or few of each."""
     found, rows = alignments(value, dim), value.shape[dim]
     return bool(found) and (all(one.size < rows for one in found) or all(one.size >= 2 * rows for one in found))
 

@@ -69,6 +69,13 @@ def sliding_buffer(x: jax.Array) -> Any:
 FLOAT = ("float32",)
 
 CASES = {
+    "one row twice, against two others": case(
+        lambda x: jnp.diff(jnp.concatenate([x[2:3] - x[:1]] * 2), axis=0, prepend=1.5) + x[:2],
+        (16, 4),
+        (2, 1),
+        (2, 2),
+        (1, 4),
+    ),
     "a slice set, then the last row set": case(lambda x: x.at[2:5].set(7).at[-1].set(1), (8,), (4,), (8,), (2,)),
     "rows shifted up, then the last row set": case(
         lambda x: x.at[:-1].set(x[1:]).at[-1].set(1), (16, 16), (8, 1), (2, 4), (4, 2), (2, 1), (1, 4)

@@ -298,3 +298,54 @@ def test_movement_is_looked_at_only_where_it_may_matter():
     assert along.shifted and not along.unshifted
     assert across.unshifted and not across.shifted
     assert searched.shifted
+
+
+@jax.custom_vjp
+def _one_gradient(x, c):
+    return jnp.sin(jnp.roll(x, 1)) * c, x.at[1:].add(x[:-1])
+
+
+def _forward(x, c):
+    if not x.perturbed or c.perturbed:
+        raise TypeError("only the first argument has a gradient")
+    return _one_gradient(x.value, c.value), (x.value, c.value)
+
+
+def _backward(kept, cotangents):
+    x, c = kept
+    one, other = [jnp.zeros(t.shape) if isinstance(t, jax.custom_derivatives.SymbolicZero) else t for t in cotangents]
+    return jnp.roll(one * c, -1) * jnp.cos(x) + other, None
+
+
+_one_gradient.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _one_tangent(x, c):
+    return jnp.sin(x) * c, x.at[1:].add(x[:-1])
+
+
+def _tangents(primals, tangents):
+    (x, c), (dx, dc) = primals, tangents
+    if not isinstance(dc, jax.custom_derivatives.SymbolicZero):
+        raise TypeError("only the first argument has a tangent")
+    return _one_tangent(x, c), (jnp.cos(x) * c * dx, dx.at[1:].add(dx[:-1]))
+
+
+_one_tangent.defjvp(_tangents, symbolic_zeros=True)
+
+
+@pytest.mark.parametrize("rule", [_one_gradient, _one_tangent])
+@pytest.mark.parametrize("results", [1, 2])
+def test_a_rule_that_refuses_gradients_of_some_arguments_is_asked_for_the_others_alone(rule, results):
+    """As those of Equinox and Diffrax."""
+
+    def f(x, c):
+        one, *other = rule(x, jax.lax.stop_gradient(c))[:results]
+        return sum(other, one).at[2:].add(x[:-2])
+
+    x = jnp.arange(16.0) / 7
+    sharded = shardfn.shard(f, ((8,), (1,)), device=jax.devices())
+    for places in (0, (0, 1)):
+        want, got = (jax.grad(lambda *xs, f=f: jnp.sin(f(*xs)).sum(), places)(x, jnp.cos(x)) for f in (f, sharded))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), got, want)

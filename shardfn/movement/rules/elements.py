@@ -63,19 +63,18 @@ def _elementwise(call: Call, bound: Callable[..., Any], safe: float | None) -> V
     operands = [_repeated(o, call.shape) for o in call.operands]
     if not any(map(_is_moved, operands)) and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
         return None
-    squeezed = {o.dim if isinstance(o, Squeezed) else -1 for o in operands if np.shape(o)}
-    if len(squeezed) > 1:
+    if len(_squeezed(operands)) > 1:
         return None
 
     def bind(arrays: Sequence[Any]) -> Any:
         return bound(*arrays)
 
-    (dim,) = squeezed
-    if dim >= 0:  # the same op, and then without the dimension
-        rows = [o.value if isinstance(o, Squeezed) else o for o in operands]
-        shape = (*call.shape[:dim], 1, *call.shape[dim:])
-        return Squeezed(call.shape, call.dtype, elementwise(bind, rows, shape, call.dtype, call.emitter, safe), dim)
     return elementwise(bind, operands, call.shape, call.dtype, call.emitter, safe)
+
+
+def _squeezed(operands: Sequence[Value]) -> set[int]:
+    """The dimensions that operands are without; -1 for an operand that is without none."""
+    return {o.dim if isinstance(o, Squeezed) else -1 for o in operands if np.shape(o)}
 
 
 def _repeated(value: Value, shape: tuple[int, ...]) -> Value:
@@ -168,7 +167,14 @@ def elementwise(
     bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter,
     safe: float | None = None,
 ) -> Value:  # fmt: skip
-    """An op on the elements of values. Of values that fit into no frame it is the same op on their parts."""
+    """An op on the elements of values. Of values that fit into no frame it is the same op on their parts; of values without a
+    dimension the op with it, and then without."""
+    without = _squeezed(operands)
+    if without and -1 not in without and len(without) == 1:
+        (dim,) = without
+        rows = [o.value if isinstance(o, Squeezed) else o for o in operands]
+        made = elementwise(bind, rows, (*shape[:dim], 1, *shape[dim:]), dtype, emitter, safe)
+        return Squeezed(shape, dtype, made, dim)
     found = Elementwise(shape, dtype, bind, tuple(operands), safe)
     if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
         return apart
@@ -195,7 +201,10 @@ def _on_parts(
             ]
             parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
         else:
-            same = next((p for p, q in zip(parts, moved[0].parts, strict=False) if q.source is part.source), None)
-            made = same.source if same else elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
+            same = next((j for j in range(i) if all(o.parts[j].source is o.parts[i].source for o in moved)), None)
+            if same is None:
+                made = elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
+            else:
+                made = parts[same].source
             parts.append(part._replace(source=made))
     return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))

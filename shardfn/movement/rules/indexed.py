@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,15 +42,13 @@ def gather_rule(call: Call) -> Value | None:
     if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
         return None
     batch = [d for d in range(len(call.shape)) if d not in numbers.offset_dims]
-    stride, movable = _stride(rows), call.emitter.movable(value)
+    stride, movable, found = _stride(rows), call.emitter.movable(value), None
     if stride == 1:
         found = rows_of(call.emitter, movable, dim, rows[0], len(rows))
     elif stride:
         found = strided_rows_of(call.emitter, movable, dim, rows[0], len(rows), stride)
-    elif len(rows) <= MOST_ROWS:
+    if found is None and len(rows) <= MOST_ROWS:
         found = joined([rows_of(call.emitter, movable, dim, row, 1) for row in rows], dim)
-    else:
-        return None
     return None if found is None else moved_dim(call.emitter, found, dim, batch[0])
 
 
@@ -102,7 +101,7 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
             call, value, expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine
         )
     if len(batch) != 1 or len(numbers.inserted_window_dims) != 1:
-        return None
+        return _put_grid(call, value, updates, index.array, batch, combine)
     (along,) = numbers.inserted_window_dims
     updates = moved_dim(call.emitter, settle(updates), batch[0], along)
     stride = _stride([start[along] for _, start in kept])
@@ -111,7 +110,9 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
     if len(kept) == len(starts) and stride and len(kept) > 1:
         if stride == 1:
             return _combined(call, value, updates, kept[0][1], combine)
-        return _put_strided(call, value, updates, kept[0][1], along, stride, combine)
+        rows = {along: range(kept[0][1][along], kept[-1][1][along] + 1, stride)}
+        if (found := _put_strided(call, value, updates, rows, combine)) is not None:
+            return found
     if len(kept) > MOST_ROWS:
         return None
     for i, start in kept:
@@ -156,27 +157,56 @@ def _combined(
     return put(emitter, value, update, starts)
 
 
-def _put_strided(
-    call: Call, value: Value, updates: Value, starts: Sequence[int], dim: int, stride: int,
+def _put_grid(
+    call: Call, value: Value, updates: Value, index: np.ndarray, batch: Sequence[int],
     combine: Callable[[Any, Any], Any] | None,
 ) -> Value | None:  # fmt: skip
-    """Updates put into, or combined with, each `stride`-th row: each stands in the group of rows that it is put into."""
-    emitter, rows, size, start = call.emitter, updates.shape[dim], value.shape[dim], starts[dim]
-    if size % stride or any(
-        n != k for d, (n, k) in enumerate(zip(value.shape, updates.shape, strict=True)) if d != dim
-    ):
+    """Updates put into, or combined with, the elements where strided rows of several dimensions meet."""
+    numbers = call.params["dimension_numbers"]
+    along, rows, order = numbers.scatter_dims_to_operand_dims, dict[int, range](), dict[int, int]()
+    if set(along) != set(numbers.inserted_window_dims) or len(along) != len(batch) or len(batch) != index.ndim - 1:
         return None
-    first, last = start // stride, start + (rows - 1) * stride
-    place = Frame(with_rows(updates.shape, dim, size // stride), with_rows((0,) * len(starts), dim, first))
-    own = emitter.place(updates, place)
-    shape = (*own.shape[: dim + 1], stride, *own.shape[dim + 1 :])
-    spread = jnp.broadcast_to(jnp.expand_dims(own, dim + 1), shape).reshape(value.shape)
+    for j, dim in enumerate(along):
+        own = index[..., j]
+        varies = [t for t in range(own.ndim) if (own != own.take([0], t)).any()]
+        turn = varies[0] if varies else next((t for t in range(own.ndim) if own.shape[t] == 1), -1)
+        places = own[tuple(slice(None) if t == turn else 0 for t in range(own.ndim))].tolist()
+        stride = _stride(places) if len(places) > 1 else 1
+        if len(varies) > 1 or turn < 0 or not stride or places[0] < 0 or places[-1] >= value.shape[dim]:
+            return None
+        rows[dim], order[dim] = range(places[0], places[-1] + 1, stride), batch[turn]
+    windows = iter(numbers.update_window_dims)
+    ordered = [order[d] if d in order else next(windows) for d in range(len(value.shape))]
+    if ordered != [*range(len(value.shape))]:
+        return None
+    return _put_strided(call, value, call.emitter.settled(updates), rows, combine)
+
+
+def _put_strided(
+    call: Call, value: Value, updates: Value, rows: Mapping[int, range], combine: Callable[[Any, Any], Any] | None
+) -> Value | None:
+    """Updates put into, or combined with, strided rows of some dimensions: each stands in the group of rows that it is put
+    into."""
+    emitter, shape = call.emitter, tuple(value.shape)
+    sizes = [len(rows[d]) if d in rows else n for d, n in enumerate(shape)]
+    if list(updates.shape) != sizes or any(shape[d] % own.step for d, own in rows.items()):
+        return None
+    steps = [rows[d].step if d in rows else 1 for d in range(len(shape))]
+    first = tuple(rows[d].start // rows[d].step if d in rows else 0 for d in range(len(shape)))
+    own = emitter.place(updates, Frame(tuple(n // step for n, step in zip(shape, steps, strict=True)), first))
+    for dim in (d for d in rows if steps[d] > 1):
+        groups = (*own.shape[: dim + 1], steps[dim], *own.shape[dim + 1 :])
+        spread = jnp.broadcast_to(jnp.expand_dims(own, dim + 1), groups)
+        own = spread.reshape(with_rows(own.shape, dim, own.shape[dim] * steps[dim]))
 
     def put(arrays: Sequence[Any]) -> Any:
-        old, new, row = arrays
-        is_written = (row % stride == start % stride) & (row >= start) & (row <= last)
-        return lax.select(is_written, combine(old, new) if combine else new, old)
+        old, new, *positions = arrays
+        masks = [
+            (at % r.step == r.start % r.step) & (at >= r.start) & (at < r.stop)
+            for at, r in zip(positions, rows.values(), strict=True)
+        ]
+        return lax.select(functools.reduce(operator.and_, masks), combine(old, new) if combine else new, old)
 
     emitter.shifted += 1
-    lanes = Iota(tuple(value.shape), np.dtype(np.int32), dim)
-    return elementwise(put, (emitter.movable(value), spread, lanes), tuple(value.shape), value.dtype, emitter, 0.5)
+    lanes = [Iota(shape, np.dtype(np.int32), dim) for dim in rows]
+    return elementwise(put, (emitter.movable(value), own, *lanes), shape, value.dtype, emitter, 0.5)

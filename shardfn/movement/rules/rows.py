@@ -52,7 +52,15 @@ def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> 
 
 def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
     """Each `stride`-th row: of an array whose size the stride divides, one of each group, which needs no neighbours."""
-    value = rows_of(emitter, emitter.settled(value), dim, first, (rows - 1) * stride + 1)
+    value, shape = emitter.settled(value), with_rows(value.shape, dim, rows)
+    if isinstance(value, Spread) and dim not in value.dims:
+        return Spread(shape, value.dtype, value.operand, value.dims)
+    if isinstance(value, Moved) and value.dim != dim:
+        sources = [strided_rows_of(emitter, part.source, dim, first, rows, stride) for part in value.parts]
+        if not any(source is None for source in sources):
+            parts = (part._replace(source=own) for part, own in zip(value.parts, sources, strict=True))
+            return Moved(shape, value.dtype, value.dim, tuple(parts))
+    value = rows_of(emitter, value, dim, first, (rows - 1) * stride + 1)
     if rows == 1:
         return value
     if isinstance(value, Moved) and value.dim == dim and len(value.parts) == 1:

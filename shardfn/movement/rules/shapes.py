@@ -10,6 +10,7 @@ from jax import lax
 from shardfn.movement.emit import Emitter
 from shardfn.movement.frames import frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.elements import elementwise
 from shardfn.movement.values import (
     Elementwise,
     Iota,
@@ -19,6 +20,7 @@ from shardfn.movement.values import (
     Spread,
     Squeezed,
     Value,
+    has_no_frame,
     joined,
     transposed,
     with_rows,
@@ -121,23 +123,52 @@ def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
         return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
     if isinstance(value, Moved):
         return Squeezed(shape, value.dtype, value, dim)
-    if isinstance(value, Spread) and dim not in value.dims:
-        return Spread(shape, value.dtype, value.operand, tuple(d - (d > dim) for d in value.dims))
+    if isinstance(value, Squeezed):
+        inner = dim + (dim >= value.dim)
+        found, last = squeezed(emitter, value.value, inner), value.dim - (inner < value.dim)
+        return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
+    if has_no_frame(value):
+        own = [squeezed(emitter, o, dim) if np.shape(o) else o for o in value.operands]
+        return elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
+    if isinstance(value, Spread):
+        dims = tuple(d - (d > dim) for d in value.dims if d != dim)
+        operand = squeezed(emitter, value.operand, value.dims.index(dim)) if dim in value.dims else value.operand
+        return operand if np.shape(operand) == shape else Spread(shape, value.dtype, operand, dims)
     return lax.squeeze(emitter.array(value), (dim,))
 
 
 def expanded(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value:
     """A value with further dimensions of one row."""
     for i, dim in enumerate(sorted(dims)):
-        if isinstance(value, Squeezed) and i == len(dims) - 1:
-            value = moved_dim(emitter, value.value, value.dim, dim)
-            continue
-        if isinstance(value, Squeezed):
-            value = emitter.array(value)
-        shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
-        kept = tuple(d for d in range(len(shape)) if d != dim)
-        value = Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
+        value = _with_dim(emitter, value, dim, is_last=i == len(dims) - 1)
     return value
+
+
+def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
+    """A value with one more dimension of one row. What was squeezed gets its row back, as the last dimension that is added."""
+    shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
+    if isinstance(value, Squeezed):
+        if is_last:
+            return moved_dim(emitter, value.value, value.dim, dim)
+        inner = dim + (dim > value.dim)
+        own = _with_dim(emitter, value.value, inner, is_last)
+        return Squeezed(shape, value.dtype, own, value.dim + (inner <= value.dim))
+    kept = tuple(d for d in range(len(shape)) if d != dim)
+    if isinstance(value, Moved) and _has_squeezed(value):
+        parts = (part._replace(source=_with_dim(emitter, part.source, dim, is_last)) for part in value.parts)
+        return Moved(shape, value.dtype, value.dim + (dim <= value.dim), tuple(parts))
+    if isinstance(value, Spread) and _has_squeezed(value):
+        own = _with_dim(emitter, value.operand, sum(d < dim for d in value.dims), is_last)
+        return Spread(shape, value.dtype, own, tuple(sorted((*(kept[d] for d in value.dims), dim))))
+    if isinstance(value, Spread):
+        return Spread(shape, value.dtype, value.operand, tuple(kept[d] for d in value.dims))
+    return Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
+
+
+def _has_squeezed(value: Value) -> bool:
+    """Whether rows of a value were squeezed."""
+    below = value.below() if isinstance(value, Moved | Spread) else ()
+    return isinstance(value, Squeezed) or any(map(_has_squeezed, below))
 
 
 def moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Value:
