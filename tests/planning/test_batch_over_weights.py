@@ -43,7 +43,7 @@ def test_the_named_in_strategy_makes_the_plan_tensor_parallel(options, entry):
     (text,) = said(plan)
     assert "tensor parallel" not in plan.kind
     assert "shards the batch over all 8 devices" in text and "`state/params/up`" in text
-    named = ast.literal_eval(re.search(r"in_strategy=(\(.*\))$", text)[1])
+    named = ast.literal_eval(re.findall(r"in_strategy=(\(.*\))$", text)[0])
     assert named == (entry, entry)
     better = planned(in_strategy=named, **options)
     assert "tensor parallel over" in better.kind
