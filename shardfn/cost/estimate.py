@@ -67,7 +67,7 @@ def collectives_by_result(
         if sent:
             yield c.result, Collective(
                 kind, c.axes, c.group_size, shape, dtype, sent // runs, c.trips * runs, c.where, c.cause, together,
-                in_matmul=bool(c.matmul_permutes),
+                in_matmul=bool(c.matmul_permutes), purpose=c.purpose,
             )  # fmt: skip
 
 

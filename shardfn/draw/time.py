@@ -11,6 +11,7 @@ from shardfn.cost.schedule import lower_for_backend, schedule_ops
 from shardfn.draw.palette import strong
 from shardfn.draw.picture import Picture, head, percent, picture
 from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width
+from shardfn.frontend.paths import layer
 from shardfn.ir.model import Graph, Op
 from shardfn.ir.source_lines import file_line, source_line
 from shardfn.planning.plan import Plan
@@ -88,6 +89,7 @@ def time_parts(plan: Plan) -> list[TimePart]:
     for c in plan.collectives:
         runs = (f" in {c.trips:,} runs" if c.trips > 1 else "") + (" within a matmul" if c.in_matmul else "")
         detail = f"over {axes_text(c.axes) if c.axes else c.group_size} of {c.dtype}{shape_text(c.shape)}{runs}"
+        detail += f", {layer(c.purpose)}" if c.purpose else ""
         found.setdefault((c.kind, detail, c.where), []).append(collective_s(c, plan.hardware, plan.axes))
     parts = [
         TimePart(kind, detail, file_line(where), sum(each), len(each)) for (kind, detail, where), each in found.items()

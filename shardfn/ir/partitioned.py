@@ -31,6 +31,8 @@ class Communication:
     """Whether an array is gathered completely only to be sharded otherwise, because XLA knows no other path."""
     matmul_permutes: int = 0
     """Of an all-gather or reduce-scatter that is part of a collective matmul: how many collective-permutes it runs as."""
+    purpose: str = ""
+    """What this library wrote it for in a `shard_map`: "gradient of state/params/w"; empty for what the user or XLA writes."""
 
     @property
     def shard(self) -> int:
@@ -173,6 +175,8 @@ class Collective:
     in_matmul: bool = False
     """Whether it is part of a collective matmul and runs while that multiplies; `group_size` is then that of the gather or
     scatter (predicted ones)."""
+    purpose: str = ""
+    """What a training step wrote it for: "gradient of state/params/w"; empty for others."""
 
     @property
     def total_bytes(self) -> int:

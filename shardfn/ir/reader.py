@@ -31,6 +31,7 @@ from shardfn.ir.model import Graph, Op, Spec, Value
 from shardfn.ir.op_attributes import form_of, neutral_operand, op_by_attributes, op_line, rule_of, trip_count
 from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 from shardfn.ir.partitioned import USER_WRITTEN, Communication
+from shardfn.ir.purposes import purpose_in
 from shardfn.ir.source_lines import OURS
 
 
@@ -99,6 +100,8 @@ class Reader:
         self.manual = False
         self.line = ""
         """The user's line of the `shard_map` or the call that is read, for ops inside that a library wrote."""
+        self.purpose = ""
+        """What the `shard_map` or the call that is read is for, where this library wrote it."""
         self.is_ours = False
         """Whether a function of this library is read (`OURS`)."""
         self.instances = 1
@@ -145,6 +148,10 @@ class Reader:
         if found is None:
             found = self.seen.lines[location] = op_line(op)
         return found or self.line
+
+    def purpose_of(self, op: Any) -> str:
+        """What a collective is for that this library wrote, or the calls around it."""
+        return purpose_in(str(op.location)) or self.purpose
 
     # ---- values
 
@@ -312,9 +319,10 @@ class Reader:
         body = self.functions[name] if is_call else op
         block = body.regions[0].blocks[0]
         inner = {argument: env[o] for argument, o in zip(block.arguments, op.operands, strict=True)}
-        around, self.line, self.is_ours = (self.line, self.is_ours), self.where(op), name.startswith(OURS)
+        around, purpose = (self.line, self.purpose, self.is_ours), self.purpose_of(op)
+        self.line, self.purpose, self.is_ours = self.where(op), purpose, name.startswith(OURS)
         returned = self.walk(block, inner if is_call else {**env, **inner}, trips)
-        self.line, self.is_ours = around
+        self.line, self.purpose, self.is_ours = around
         return returned
 
     def loop(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -357,11 +365,12 @@ class Reader:
         out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
-        was, around, outside = self.manual, self.instances, self.line
-        self.manual, self.instances, self.line = True, around * self.manual_devices(op), self.where(op)
+        was, around, outside = self.manual, self.instances, (self.line, self.purpose)
+        self.manual, self.instances = True, around * self.manual_devices(op)
+        self.line, self.purpose = self.where(op), self.purpose_of(op)
         inner = {**env, **{a: self.new(self.value(a.type), None) for a in block.arguments}}
         returned = self.within(block, inner, trips)
-        self.manual, self.instances, self.line = was, around, outside
+        self.manual, self.instances, (self.line, self.purpose) = was, around, outside
         outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
         self.shards += [
             *zip(inputs, (inner[a] for a in block.arguments), strict=True),
@@ -371,12 +380,14 @@ class Reader:
         return outputs
 
     def communicate(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
-        """A collective that the user wrote in a `shard_map`."""
+        """A collective that is written in a `shard_map`, by the user or by this library."""
         kind, (axes, size) = op.name.split(".")[1].replace("_", "-"), self.groups(op)
         inputs, outputs = tuple(env[o] for o in op.operands), self.results(op)
         for operand, out in zip(inputs, outputs, strict=False):
             self.communications.append(
-                Communication(kind, axes, size, operand, out, trips, self.where(op), USER_WRITTEN)
+                Communication(
+                    kind, axes, size, operand, out, trips, self.where(op), USER_WRITTEN, purpose=self.purpose_of(op)
+                )
             )
             if kind != "all-to-all":  # the others keep the order of dimensions
                 self.shards.append((operand, out))

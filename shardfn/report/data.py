@@ -45,7 +45,8 @@ def plan_data(plan: Plan, transfers: Sequence[str], due: Sequence[Attribution]) 
         "ops": [{"op": o.op, "in_strategy": o.inputs, "out_strategy": o.outputs, "runs": o.trips, "where": o.where}
                 for o in op_strategies(plan)],
         "collectives": [
-            {**_collective(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "shardings": shardings, "constraints": held}}
+            {**_collective(c), "time_s": seconds(plan, c),
+             "cause": {"op": c.cause, "purpose": c.purpose, "shardings": shardings, "constraints": held}}
             for c, (shardings, held) in sorted(zip(plan.collectives, due, strict=True),
                                        key=lambda pair: -seconds(plan, pair[0]))
         ],

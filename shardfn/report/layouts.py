@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, fail
+from shardfn.frontend.paths import few
 from shardfn.ir.model import mesh_sizes_text
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Figures, Plan, devices_text
@@ -40,14 +41,18 @@ class ComparedLayout:
 
     @property
     def sends_most(self) -> str:
-        """The kind and the line of the collectives that send most bytes, and their share; empty where nothing is sent."""
+        """The kind and the line of the collectives that send most bytes, or what a training step wrote them for, and their share;
+        empty where nothing is sent."""
         sent: collections.Counter[tuple[str, str]] = collections.Counter()
+        purposes: dict[tuple[str, str], collections.Counter[str]] = {}
         for c in self.plan.collectives if self.plan else ():
             sent[c.kind, c.where] += int(c.total_bytes)
+            purposes.setdefault((c.kind, c.where), collections.Counter())[c.purpose] += int(c.total_bytes)
         if not sent.total():
             return ""
         (kind, where), size = sent.most_common(1)[0]
-        at = f" at {file_line(where)}" if where else ""
+        most = [purpose for purpose, _ in purposes[kind, where].most_common() if purpose]
+        at = f" at {file_line(where)}" if where else f" ({few(most, 1)})" if most else ""
         return f"{kind}{at}: {bytes_text(size)}, {size / sent.total():.0%}"
 
 

@@ -130,15 +130,19 @@ def _reason(d: Decision) -> tuple[str, str]:
 
 
 def _collectives(of: Subject) -> Iterable[Part]:
-    counts = collections.Counter(of.plan.collectives)
+    counts = collections.Counter[Collective]()
     due: dict[Collective, list[str]] = {}
-    for c, (shardings, constraints) in zip(of.plan.collectives, of.due, strict=True):
+    purposes: dict[Collective, list[str]] = {}
+    for own, (shardings, constraints) in zip(of.plan.collectives, of.due, strict=True):
+        c = dataclasses.replace(own, purpose=layer(own.purpose))
+        counts[c] += 1
         due[c] = list(dict.fromkeys([*due.get(c, []), *constraints, *shardings]))
+        purposes.setdefault(c, []).append(own.purpose)
     groups = sorted(counts.items(), key=lambda g: (-seconds(of.plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     rows = [
         (c.kind, times(count), f"{axes_text(c.axes)} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",
          times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(of.plan, c) * count), _line(c.where),
-         Cell(": ".join(filter(None, (_cause(c), few(due[c], 2)))), due[c] if len(due[c]) > 2 else ()))
+         Cell(": ".join(filter(None, (_cause(c, starred(purposes[c])), few(due[c], 2)))), due[c] if len(due[c]) > 2 else ()))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "mesh axes", "operand", "runs", "sent", "time", "line", "caused by")
@@ -148,8 +152,8 @@ def _collectives(of: Subject) -> Iterable[Part]:
         yield Text("Collectives", ("none predicted",))
 
 
-def _cause(c: Collective) -> str:
-    return "collective matmul" if c.in_matmul else _CAUSES.get(c.cause, c.cause)
+def _cause(c: Collective, purpose: str) -> str:
+    return "collective matmul" if c.in_matmul else purpose or _CAUSES.get(c.cause, c.cause)
 
 
 _CAUSES = {"return": "sharding of a result or of a loop carry", USER_WRITTEN: "written in a shard_map"}

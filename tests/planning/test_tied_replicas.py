@@ -53,10 +53,10 @@ def test_a_step_names_the_entry_that_saves_what_it_says():
 def test_the_reason_of_a_replicated_bias_names_its_tie():
     made = stepped(**WEIGHTS)
     assert made.decision("state/params/b").reason == (
-        "mode='semi_auto_parallel'; dim 0 is tied to dim 0 of `state/params/down`, sharded 8 ways: "
+        "mode='semi_auto_parallel': no entry in parameter_plan; dim 0 is tied to dim 0 of `state/params/down`, sharded 8 ways: "
         "parameter_plan={'state/params/b': (8,)} shards it alike"
     )
-    assert made.decision("state/opt_state/0/mu/b").reason == "mode='semi_auto_parallel'"
+    assert made.decision("state/opt_state/0/mu/b").reason == "as `state/params/b`"
 
 
 def test_biases_of_layers_have_one_entry():

@@ -232,7 +232,7 @@ def test_report_collective_in_shard_map_has_its_mesh_axes_and_no_sharding_as_its
         ("all-reduce", *tp): 4, ("all-gather", *dp): 2, ("collective-permute", *tp): 4, ("all-to-all", *tp): 4,
         ("all-reduce", *dp, *tp): 8,
     }  # fmt: skip
-    assert all(row["cause"] == {"op": "shard_map", "shardings": [], "constraints": []} for row in rows)
+    assert all(row["cause"] == {"op": "shard_map", "purpose": "", "shardings": [], "constraints": []} for row in rows)
 
 
 def test_report_psum_over_groups_inside_an_axis_has_no_mesh_axes():

@@ -351,6 +351,10 @@ WRONG = [
     (lambda: run(train.step(mean_square, optax.sgd(1), mode="data_parallel", micro_batches=3)), StrategyError, "3 micro-batches"),
     (lambda: run(train.step(mean_square, optax.sgd(1), mode="semi_auto_parallel", in_strategy=((2, 1),))), StrategyError, "2 entries"),
     (lambda: run(train.step(mean_square, optax.sgd(1), mode="semi_auto_parallel", parameter_plan={"q": (1,)})), ShardError, "no array"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), parameter_plan={"x": (2, 1)})), StrategyError,
+     "write in_strategy=((2, 1), (2, 1))"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), parameter_plan={"batch/1": (4, 1)})), StrategyError,
+     "`parameter_plan` names `batch/1`, which is of the batch"),
     (lambda: run(train.step(mean_square, optax.sgd(1), mode="data_parallel", **zero(1, optimizer_weight_shard_size=3))), StrategyError, "use one of 2, 4, 8"),
 ]  # fmt: skip
 

@@ -25,7 +25,17 @@ from shardfn.planning.inside import (
     placed_detours,
 )
 from shardfn.planning.layout_rules import Constraint, change_since
-from shardfn.planning.plan import Candidates, Decision, DimensionGroup, Layouts, Plan, later, layouts_of, read
+from shardfn.planning.plan import (
+    BY_DATA_PARALLEL,
+    Candidates,
+    Decision,
+    DimensionGroup,
+    Layouts,
+    Plan,
+    later,
+    layouts_of,
+    read,
+)
 from shardfn.search.problem import Answer, OpConstraints, array_bytes, gap_of, near_limit_note
 
 
@@ -234,7 +244,7 @@ def _decision(
     spec = spec if spec is not None else ((),) * len(leaf.shape)
     strategy = strategy_of(spec, axes)
     if source in ("you", "file", "mode"):
-        reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
+        reason, runner_up = leaf.where + (BY_DATA_PARALLEL if leaf.entry is None else ""), ""
     elif source == "propagated":
         runner_up = ""
     local = int(array_bytes(graph.values[value])) // max(1, math.prod(strategy))

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `rules` | the diagnostics, one function each, listed in `RULES` |
+| `batch_over_weights` | batches that are sharded over the mesh axes of tensor-parallel weights |
 | `unpredicted` | what the cost model does not predict |
 | `expert_einsums` | mixtures of experts that are written in einsums |
 | `field_lookups` | lookups of several fields in one table |

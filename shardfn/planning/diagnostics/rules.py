@@ -18,6 +18,7 @@ from shardfn.ir.source_lines import file_line
 from shardfn.ir.specs import strategy_of
 from shardfn.partition.platforms import collective_rules
 from shardfn.planning.call import AnsweredCall
+from shardfn.planning.diagnostics.batch_over_weights import batch_over_weights
 from shardfn.planning.diagnostics.expert_einsums import expert_einsums
 from shardfn.planning.diagnostics.field_lookups import field_lookups
 from shardfn.planning.diagnostics.fused_projections import FusedProjection, fused_projections
@@ -478,6 +479,7 @@ RULES: tuple[Rule, ...] = (
     einsum_experts,
     lookups_of_fields,
     splits_of_projections,
+    batch_over_weights,
     whole_operands,
     replicated,
     idle,

@@ -18,6 +18,7 @@ Methods of `Plan` that ask for more than the plan holds are in the folders and p
 
 from shardfn.planning.plan.as_function import code_of_plan
 from shardfn.planning.plan.decisions import (
+    BY_DATA_PARALLEL,
     Alternative,
     Alternatives,
     Candidate,
@@ -36,7 +37,7 @@ from shardfn.planning.plan.plan_kind import Layouts, kind_of, layouts_of
 from shardfn.planning.plan.summary import FIX, devices_text, fit_text, headline
 
 __all__ = [
-    "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
+    "BY_DATA_PARALLEL", "FIX", "Alternative", "Alternatives", "Candidate", "Candidates", "Change", "Changes", "Decision",
     "DimensionGroup", "Figures", "Layouts", "Plan", "answered_call", "argument_names", "changed", "code_of_plan",
     "decision_of", "devices_text", "fit_text", "headline", "in_rows", "kind_of", "later", "layouts_of", "op_strategies", "read",
     "shardings_on",

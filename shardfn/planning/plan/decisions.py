@@ -17,6 +17,9 @@ from shardfn.render.parts import Table
 from shardfn.render.printed import PrintedTable
 from shardfn.units import bytes_text, flops_text, signed, time_text
 
+BY_DATA_PARALLEL = ": data parallel"
+"""How the reason ends of an array whose entry is None."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:

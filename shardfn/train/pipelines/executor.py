@@ -19,6 +19,7 @@ from jax import lax, tree_util
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardfn.ir.purposes import purpose
 from shardfn.ir.rewrite import bind_one
 from shardfn.train.pipelines.deadlock import check_no_deadlock
 from shardfn.train.pipelines.flat_parameters import SHARDED, FlatLayout, PackedParameters, stage_buffers, stage_leaves
@@ -160,7 +161,10 @@ class PipelineExecutor:
             return branches[0](*args) if self.count == 1 else lax.switch(stage, branches, *args)
 
         def send(tree: Any, by: int) -> Any:
-            return tree_util.tree_map(lambda x: lax.ppermute(x, STAGE, _ring(devices, self.layout.chunks, by)), tree)
+            with purpose("activations to the next stage" if by > 0 else "gradients to the stage before"):
+                return tree_util.tree_map(
+                    lambda x: lax.ppermute(x, STAGE, _ring(devices, self.layout.chunks, by)), tree
+                )
 
         def apply(stage: int, own: Any, message: Any, batch: Any) -> Any:
             return self._apply(stage, self._leaves(stage, own), shared, message, batch)
@@ -212,12 +216,16 @@ class PipelineExecutor:
         if self.outputs is not None:
             return [x.reshape(1, micro * x.shape[1], *x.shape[2:]) for x in carry["value"]]
         parts = 1 if self.adds_parts else self.mesh.shape[DATA]
-        loss = lax.psum(carry["value"] * weight, (STAGE, DATA)) / parts
+        both = (STAGE, DATA)
+        with purpose("the loss"):
+            loss = lax.psum(carry["value"] * weight, both) / parts
         if not trains:
             return loss
-        d_buffers = {k: (lax.psum(x, DATA) / parts).astype(buffers[k].dtype)[None] for k, x in carry["buffers"].items()}
-        both = (STAGE, DATA)
-        d_shared = {k: (lax.psum(x, both) / parts).astype(shared[k].dtype) for k, x in carry["shared"].items()}
+        with purpose("gradients of the stages' parameters"):
+            sums = {k: lax.psum(x, DATA) / parts for k, x in carry["buffers"].items()}
+        with purpose("gradients of parameters that stages share"):
+            d_shared = {k: (lax.psum(x, both) / parts).astype(shared[k].dtype) for k, x in carry["shared"].items()}
+        d_buffers = {k: x.astype(buffers[k].dtype)[None] for k, x in sums.items()}
         return loss, d_buffers, d_shared
 
     def run(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> Any:

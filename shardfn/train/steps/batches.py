@@ -13,7 +13,7 @@ from jax import tree_util
 
 from shardfn.errors import Problem, StrategyTypeError, fail
 from shardfn.frontend.option_checks import positional
-from shardfn.frontend.paths import join
+from shardfn.frontend.paths import array_paths, join, met
 from shardfn.frontend.strategy import short
 from shardfn.ir.divisors import divisors
 
@@ -101,6 +101,37 @@ def dataset_entries(strategy: str | tuple[Any, ...] | None, batch: tuple[Any, ..
         return (None,) * len(batch)
     given = tuple(strategy or ())
     return (*given, *(rest,) * (len(batch) - len(given)))
+
+
+def in_the_batch(glob: str, entry: Any, batch: tuple[Any, ...], names: Sequence[str]) -> Problem | None:
+    """The problem of a path or glob in `parameter_plan` that meets arrays of the batch; None where it meets none.
+
+    Args:
+      glob: the path or glob.
+      entry: its entry.
+      batch: arrays or shapes.
+      names: the names of the arguments in the loss function.
+
+    >>> in_the_batch("x", (2, 1), (jnp.ones((8, 2)), jnp.ones(8)), ["x", "y"]).fix
+    'write in_strategy=((2, 1), (2,))'
+    >>> in_the_batch("w", (2, 1), (jnp.ones((8, 2)),), ["x"])
+    """
+    own = [names[i] if i < len(names) else f"batch/{i}" for i in range(len(batch))]
+    paths = [path for name, each in zip(own, batch, strict=True) for path in array_paths(name, each)]
+    spelt = [path for i, each in enumerate(batch) for path in array_paths(f"batch/{i}", each)]
+    hits = met(glob, paths)[0] or met(glob, spelt)[0]
+    if not hits:
+        return None
+    is_sizes = type(entry) is tuple and entry and all(type(n) is int for n in entry)
+    at = [i for i, each in enumerate(batch) for _ in tree_util.tree_leaves(each)]
+    if is_sizes and all(hasattr(each, "shape") for each in batch):
+        alike = [(entry[0], *(1,) * (len(each.shape) - 1))[: len(each.shape)] for each in batch]
+        entries = tuple(entry if i in {at[hit] for hit in hits} else one for i, one in enumerate(alike))
+        fix = f"write in_strategy={entries}"
+    else:
+        fix = f"give it to in_strategy, a tuple with one entry for each argument of the batch: {', '.join(own)}"
+    return Problem(f"`parameter_plan` names `{glob}`, which is of the batch", f"parameter_plan[{glob!r}] = {short(entry)}",
+                   "it shards the parameters of a step; in_strategy shards the batch", fix)  # fmt: skip
 
 
 def batch_problems(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import spec_of
-from shardfn.frontend.paths import join
+from shardfn.frontend.paths import array_paths, few, join
+from shardfn.ir.purposes import purpose
 from shardfn.train import collectives
 from shardfn.train.collectives import UNFUSED, Bucket, BucketMember, FusionOptions, buckets
 from shardfn.train.remat import PARAMETER, keep_but_parameters
@@ -33,6 +35,8 @@ Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
 
 Gradients = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any, Any, Any]]
 """(trained, carried, batch) -> (loss, auxiliary output, gradients, carried)."""
+
+Collective = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 ShardedDim = tuple[int, tuple[str, ...]] | None
 """A dimension and the mesh axes that shard it."""
@@ -107,6 +111,10 @@ class GradientSync:
         # XLA's CPU compiler crashes on 16-bit sums over some of the mesh axes.
         widens = dtype.itemsize < 4 and (self.fp32 or self.is_partial)
         return jnp.dtype(jnp.float32) if widens else dtype
+
+    def paths(self, places: Sequence[int], extra: Sequence[str] = ()) -> str:
+        """The names of some trained leaves in the step's arguments."""
+        return few([*("/".join(filter(None, ("state/params", self.leaves[i].path))) for i in places), *extra], 2)
 
     def averaged(self, x: jax.Array) -> jax.Array:
         """A sum of gradients as the mean, where that is the reduction."""
@@ -228,6 +236,8 @@ def per_device_gradients(
     def gather(trained: Any) -> Any:
         return treedef.unflatten(_gather_all(treedef.flatten_up_to(trained), sync))
 
+    names = [*_rest_names(growing), *itertools.compress(array_paths("state/params", carried), changing)]
+
     def on_device(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
         if sync.regathers:
             called, full = regathering_loss(loss, trained, gather, lambda x: jnp.zeros(x.shape, x.dtype))
@@ -246,8 +256,8 @@ def per_device_gradients(
         grads = treedef.unflatten(g[None] if leaf.own else g for g, leaf in reduced)
         arrived = iter(sums)
         rest = [
-            (next(arrived) / sync.count).astype(x.dtype) if join else _agreed(x, sync.axes) if d < 0 else x
-            for x, join, d in zip(rest, joins, dims, strict=True)
+            (next(arrived) / sync.count).astype(x.dtype) if join else _agreed(x, sync.axes, name) if d < 0 else x
+            for x, join, d, name in zip(rest, joins, dims, names, strict=True)
         ]
         value, aux, changed = structure.unflatten(rest)
         return value if sync.mean else value * sync.count, aux, grads, changed
@@ -321,7 +331,7 @@ def wide(dtype: Any) -> Any:
 
 def _gather_all(leaves: Sequence[jax.Array], sync: GradientSync) -> list[jax.Array]:
     """The full parameters on a device."""
-    gathered = _gather_buckets(leaves, sync)
+    gathered = _gather_buckets(leaves, sync, "gather of {} (level3)")
     pairs = enumerate(zip(leaves, sync.leaves, strict=True))
     return [x[0] if leaf.own else gathered.get(i, x) for i, (x, leaf) in pairs]
 
@@ -332,13 +342,13 @@ def gather_updated(trained: Any, sync: GradientSync) -> Any:
     places = [i for i, leaf in enumerate(sync.leaves) if leaf.gathered and not leaf.own]
     if not places:
         return trained
-    few = dataclasses.replace(sync, leaves=tuple(sync.leaves[i] for i in places))
+    sharded = dataclasses.replace(sync, leaves=tuple(sync.leaves[i] for i in places))
 
     def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        found = _gather_buckets(shards, few)
+        found = _gather_buckets(shards, sharded, "gather of {} after the update")
         return tuple(found[i] for i in range(len(shards)))
 
-    specs = tuple(_spec(leaf.gathered) for leaf in few.leaves)
+    specs = tuple(_spec(leaf.gathered) for leaf in sharded.leaves)
     mapped = jax.shard_map(
         on_device, mesh=sync.mesh, in_specs=specs, out_specs=(PartitionSpec(),) * len(specs), check_vma=False
     )
@@ -361,14 +371,24 @@ def _run(jobs: Sequence[collectives.Job], sync: GradientSync, backwards: bool) -
     return collectives.in_turn(jobs, backwards)
 
 
-def _gather_buckets(leaves: Sequence[jax.Array], sync: GradientSync) -> dict[int, jax.Array]:
-    """Each full leaf of which a device has a shard, by its number."""
+def _named(text: str, collective: Collective) -> Collective:
+    """A collective with what it is for."""
+
+    def named(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        with purpose(text):
+            return collective(arrays)
+
+    return named
+
+
+def _gather_buckets(leaves: Sequence[jax.Array], sync: GradientSync, what: str) -> dict[int, jax.Array]:
+    """Each full leaf of which a device has a shard, by its number; `what` it is done for, with a place for names."""
     joined = _buckets(sync.members(leaves, gathers=True), sync.fusion)
     jobs: list[collectives.Job] = []
     for bucket, places in joined:
         dims = [_dim(sync.leaves[i].gathered) for i in places]
         gather = functools.partial(collectives.all_gathered, dims=dims, axes=bucket.axes)
-        jobs.append(([leaves[i] for i in places], gather))
+        jobs.append(([leaves[i] for i in places], _named(what.format(sync.paths(places)), gather)))
     done = _run(jobs, sync, backwards=False)
     return {i: x for (_, places), arrays in zip(joined, done, strict=True) for i, x in zip(places, arrays, strict=True)}
 
@@ -387,10 +407,13 @@ def _reduce_all(
     for i, (bucket, places) in enumerate(joined):
         arrays = [leaves[place].astype(bucket.dtype) for place in places]
         arrays += extra if fitting and i == fitting[-1] else []
-        jobs.append((arrays, functools.partial(_sum_bucket, bucket, [sync.leaves[p] for p in places], sync)))
+        more = ["the loss"] if extra and fitting and i == fitting[-1] else []
+        what = "gradient" if len(places) == 1 else "gradients"
+        reduce = functools.partial(_sum_bucket, bucket, [sync.leaves[p] for p in places], sync)
+        jobs.append((arrays, _named(f"{what} of {sync.paths(places, more)}", reduce)))
     if extra and not fitting:
         alone = Bucket("all-reduce", sync.axes, str(extra[0].dtype), (), 0)
-        jobs.append((list(extra), functools.partial(_sum_bucket, alone, [], sync)))
+        jobs.append((list(extra), _named("mean of the loss", functools.partial(_sum_bucket, alone, [], sync))))
     done = _run(jobs, sync, backwards=True)
     found = list(leaves)
     for (_, places), arrays in zip(joined, done, strict=False):
@@ -431,11 +454,17 @@ def _is_inexact(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+def _agreed(x: jax.Array, axes: Sequence[str], name: str) -> jax.Array:
     """One value for all parts: the mean, or the largest of integers and random keys."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = lax.pmax(jax.random.key_data(x), tuple(axes))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if not _is_inexact(x):
-        return lax.pmax(x, tuple(axes))
-    return lax.pmean(x.astype(wide(x.dtype)), tuple(axes)).astype(x.dtype)
+    with purpose(f"{'mean' if _is_inexact(x) else 'maximum'} of {name}"):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = lax.pmax(jax.random.key_data(x), tuple(axes))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        if not _is_inexact(x):
+            return lax.pmax(x, tuple(axes))
+        return lax.pmean(x.astype(wide(x.dtype)), tuple(axes)).astype(x.dtype)
+
+
+def _rest_names(aux: Any) -> list[str]:
+    """What the loss and its auxiliary output are called in the step's results."""
+    return ["the loss", *array_paths("aux", aux)]

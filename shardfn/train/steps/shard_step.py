@@ -20,15 +20,23 @@ from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn
 from shardfn.ir.divisors import divisors
 from shardfn.layoutfile.files import read_layout
 from shardfn.planning.inside import AsReadInside
+from shardfn.planning.plan import Decision
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.steps.batches import batch_names, batch_problems, dataset_entries
+from shardfn.train.steps.batches import batch_names, batch_problems, dataset_entries, in_the_batch
 from shardfn.train.steps.communication import fusion_options, gradient_sync, is_per_device, step_buckets, update_sync
 from shardfn.train.steps.gradients import GradientSync
 from shardfn.train.steps.offload import OffloadedStep, offload_step, with_memory_kind
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shardings import OptimizerParallel, StepShardings, mirrored_paths, shard_further, tree_of
+from shardfn.train.steps.shardings import (
+    OptimizerParallel,
+    StepShardings,
+    mirrored_paths,
+    reason_with,
+    shard_further,
+    tree_of,
+)
 from shardfn.train.steps.state import ModelParts, TrainState
 from shardfn.train.steps.update import update_function
 from shardfn.train.steps.without_effect import warn_of_settings, without_effect_on
@@ -78,7 +86,7 @@ def shard_step(options: StepOptions, parts: ModelParts, state: TrainState, batch
         function = shard(
             update_function(options, parts, shardings, sync, state, batch),
             device=shardings.mesh if isinstance(shardings.mesh, Mesh) else options.device,  # that of the step's constraints
-            parameter_plan=_of_mode(options, zip(paths, named, strict=True)),
+            parameter_plan=_of_mode(options, zip(paths, named, strict=True), shardings.reasons),
             donate_argnums=(0,) if options.donate else (), compiler_options=compile_with,
             closed_over=options.options.get("closed_over", "constant"),
             assumed_trips=options.options.get("assumed_trips", 1),
@@ -160,7 +168,7 @@ def _planned(
         name = "in_strategy" if given_entries else "dataset_strategy"
         own = (PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(said))
         entries = (*own, *entries[len(said) :])
-    plan = _parameter_plan(options, parts, state, rest.pop("parameter_plan") or {}, given)
+    plan = _parameter_plan(options, parts, state, batch, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
         update_function(options, parts, None, None, state, batch),
@@ -174,7 +182,8 @@ def _planned(
     params, opt_state = specs[:count], specs[count : end - 1]  # then comes the step counter
     of_batch = specs[end:]
     batch_axes = next((spec[0] for spec in of_batch if spec and spec[0]), ())
-    shardings = StepShardings(planned.mesh, batch_axes, params, opt_state, of_batch)
+    reasons = {d.path: _reason_of(options, d) for d in planned.inputs[len(planned.inputs) - own :]}
+    shardings = StepShardings(planned.mesh, batch_axes, params, opt_state, of_batch, reasons=reasons)
     per_device = is_per_device(options, shardings)
     if options.is_plain and not per_device:
         warn_of_settings(without_effect_on(options, shardings, (), per_device))
@@ -201,12 +210,21 @@ def _with_zero(options: StepOptions, parts: ModelParts, state: TrainState, shard
     updates = tuple(further(x, spec) if trained else spec for x, spec, trained in leaves)
     rest = [further(x, s) for x, s in zip(tree_util.tree_leaves(state.opt_state), shardings.opt_state, strict=True)]
     opt_state = _like_params(parts, state, updates, rest)
+    rows = list(zip(_keyed("state/opt_state", state.opt_state), shardings.opt_state, opt_state, strict=True))
+    if zero.level == 3:
+        params = zip(_keyed("state/params", state.params), shardings.params, updates, strict=True)
+        rows += [row for row, trained in zip(params, parts.trained, strict=True) if trained]
+    reasons = {
+        path: reason_with(shardings.reasons.get(path, _mode_text(options)), x, before, after, shardings.axes, zero)
+        for (path, x), before, after in rows
+    }
     return dataclasses.replace(
         shardings,
         stored=updates if zero.level == 3 else shardings.params,
         updates=updates,
         opt_state=opt_state,
         has_optimizer_parallel=(updates, opt_state) != (shardings.params, shardings.opt_state),
+        reasons={**shardings.reasons, **reasons},
     )
 
 
@@ -220,8 +238,9 @@ def _like_params(parts: ModelParts, state: TrainState, params: Sequence[Any], re
 
 
 def _parameter_plan(
-    options: StepOptions, parts: ModelParts, state: TrainState, plan: Mapping[str, Any], is_given: bool
-) -> dict[str, Any]:
+    options: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...], plan: Mapping[str, Any],
+    is_given: bool,
+) -> dict[str, Any]:  # fmt: skip
     """The user's parameter plan by paths within the step's arguments.
 
     With given shardings, parameters without an entry are sharded as a sharded function inside reads them, or else replicated,
@@ -230,8 +249,10 @@ def _parameter_plan(
     keyed = _keyed("state/params", state.params)
     globs = list(plan)
     found = ruled(globs, parts.paths, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_state)
+    names = batch_names(options.loss_fn)
+    missing = [(globs[rule], plan[globs[rule]]) for rule in found.missing]
     raise_problems([
-        *(no_such_array(globs[rule], plan[globs[rule]], parts.paths) for rule in found.missing), *(
+        *(in_the_batch(*rule, batch, names) or no_such_array(*rule, parts.paths) for rule in missing), *(
         Problem(f"two entries of `parameter_plan` match `{parts.paths[i]}`", f"{globs[one]!r} and {globs[two]!r}",
                 "an array has one entry, and neither glob has priority",
                 "make one of the globs narrower, or name the path itself")
@@ -249,16 +270,28 @@ def _parameter_plan(
     ]
     names = [name for name, _ in (*keyed, *states)]
     of_all = (*params, *_like_params(parts, state, params, rest))
-    return {**_of_mode(options, zip(names, of_all, strict=True)), **_of_mode(options, [("state/step", ())]), **entries}
+    paths = [path for path, _ in keyed]
+    reasons = dict.fromkeys(paths, f"{_mode_text(options)}: no entry in parameter_plan")
+    for (name, _), path in zip(states, _like_params(parts, state, paths, [""] * len(states)), strict=True):
+        reasons[name] = f"as `{path}`" if path else _mode_text(options)
+    of_mode = _of_mode(options, [*zip(names, of_all, strict=True), ("state/step", ())], reasons)
+    return {**of_mode, **entries}
 
 
 def _mode_text(options: StepOptions) -> str:
     return f"mode={options.mode.name!r}"
 
 
-def _of_mode(options: StepOptions, entries: Iterable[tuple[str, Any]]) -> dict[str, ModeEntry]:
-    """Entries that the mode gives, by path."""
-    return {path: ModeEntry(entry, _mode_text(options)) for path, entry in entries}
+def _reason_of(options: StepOptions, d: Decision) -> str:
+    """The reason of a decision for a step that gives its sharding as the mode's."""
+    return d.reason if d.source in ("you", "mode", "file") else f"{_mode_text(options)}: {d.source}"
+
+
+def _of_mode(
+    options: StepOptions, entries: Iterable[tuple[str, Any]], reasons: Mapping[str, str]
+) -> dict[str, ModeEntry]:
+    """Entries that the mode gives, by path, with their reasons."""
+    return {path: ModeEntry(entry, reasons.get(path, _mode_text(options))) for path, entry in entries}
 
 
 def _met_in_state(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:

@@ -35,6 +35,8 @@ class StepShardings:
     """Of the optimizer's updates; with optimizer parallel sharded further than `params`."""
     has_optimizer_parallel: bool = False
     """Whether optimizer parallel shards an array further."""
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why an argument of the step is sharded as it is, by path; where there is none, the mode is the reason."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -103,7 +105,7 @@ def shard_further(
     """
     sizes = dict(axes)
     shards = strategy_of(spec, sizes)
-    if 0 in shape or math.prod(shape) * itemsize // math.prod(shards) < how.threshold * 1024:
+    if 0 in shape or _is_small(shape, itemsize, shards, how):
         return spec
     free = [a for a, n in axes if n > 1 and not any(a in dim for dim in spec)]
     for count in range(len(free), 0, -1):
@@ -116,6 +118,42 @@ def shard_further(
                 if size % (count_here * more) == 0:
                     return (*spec[:i], (*spec[i], *chosen), *spec[i + 1 :])
     return spec
+
+
+def _is_small(shape: Sequence[int], itemsize: int, shards: Sequence[int], how: OptimizerParallel) -> bool:
+    return math.prod(shape) * itemsize // math.prod(shards) < how.threshold * 1024
+
+
+def reason_with(
+    reason: str, x: Any, before: Spec, after: Spec, axes: Sequence[tuple[str, int]], how: OptimizerParallel
+) -> str:
+    """Why an array is sharded as it is, where optimizer parallel may shard it further.
+
+    Args:
+      reason: that of the sharding before.
+      x: the array, or its shape.
+      before: its sharding without optimizer parallel.
+      after: with it.
+      axes: the mesh.
+      how: the optimizer parallel.
+
+    >>> import numpy as np
+    >>> reason_with("mode='data_parallel'", np.ones(64), ((),), (("a",),), [("a", 8)], OptimizerParallel())
+    "optimizer_level='level1' shards it"
+    >>> reason_with("mode='data_parallel'", np.ones(64), ((),), ((),), [("a", 8)], OptimizerParallel())
+    "mode='data_parallel'; smaller than parallel_optimizer_threshold=64 (kB)"
+    """
+    level = f"optimizer_level='level{how.level}'"
+    if after != before:
+        return f"{reason}, and {level} shards it further" if any(before) else f"{level} shards it"
+    free = [axis for axis, size in axes if size > 1 and not any(axis in dim for dim in after)]
+    if not x.shape or not free:
+        return reason
+    is_small = _is_small(x.shape, x.dtype.itemsize, strategy_of(before, dict(axes)), how)
+    rest = (
+        f"smaller than parallel_optimizer_threshold={how.threshold} (kB)" if is_small else f"no dimension fits {level}"
+    )
+    return f"{reason}; {rest}"
 
 
 def mirrored_paths(opt_state: Any, params: Mapping[str, tuple[int, ...]]) -> list[str | None]:

@@ -80,7 +80,7 @@ def step(
       parameter_plan: entries by path glob within the parameters, `{"layers/*/w1": (1, 4)}`, in the same modes.
       micro_batches: how many parts of a batch to process in sequence. Their gradients are accumulated, and reduced over
         devices once.
-      compute_dtype: the dtype to which floating-point parameters are cast for the loss and its gradients.
+      compute_dtype: the dtype to which floating-point parameters are cast for the loss and its gradients; the batch is not cast.
       gradients_mean: False makes the objective the sum of the devices' losses (MindSpore's default) instead of the mean.
       gradient_fp32_sync: whether 16-bit gradients are summed in float32, if each device works on its part of the batch.
       loss_repeated_mean: False multiplies gradients by the number of devices that compute the same loss.
