@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, a, fail
-from shardfn.frontend.paths import few
+from shardfn.frontend.paths import few, listed
 from shardfn.ir.model import mesh_sizes_text
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan import Figures, Plan, devices_text
@@ -80,13 +80,17 @@ class LayoutComparison(PrintedTable):
                 continue
             kind, mesh = row.plan.kind, mesh_sizes_text(row.plan.axes)
             fits = "yes" if row.fits else "no"
-            rows.append((row.name, kind, mesh, *row.figures.texts(), fits, row.sends_most))
+            seconds, *others = row.figures.texts()
+            least = "at least " if row.plan.cost.is_lower_bound else ""
+            rows.append((row.name, kind, mesh, least + seconds, *others, fits, row.sends_most))
         targets = {devices_text(row.plan.hardware): None for row in self.rows if row.plan}
         where = [devices_text(row.plan.hardware) if row.plan and len(targets) > 1 else "" for row in self.rows]
         rows = [(name, on, *cells) for (name, *cells), on in zip(rows, where, strict=True)]
         columns = ("layout", "devices", "plan", "mesh", "time", "sent", "memory", "fits", "sends most")
         notes = [f"per device and call, modelled for {', '.join(targets)}"]
         notes += [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        unknown = {op: None for row in self.rows if row.plan for op in row.plan.cost.unmodelled_ops}
+        notes += [f"at least: {listed([*unknown])} not modelled"] if unknown else []
         notes += [f"{row.name}: entries {row.plan.entries}" for row in self.rows if row.plan and row.plan.entries]
         return table("Layouts", columns, rows, "; ".join(notes), most=len(rows), optional=("mesh",))
 

@@ -117,7 +117,7 @@ def test_one_device():
 @pytest.mark.parametrize(
     ("level", "gap", "sent_s", "text"),
     [
-        (0, 0.0, 0.0, "proved optimal: nothing is sent, and the work is even"),
+        (0, 0.0, 0.0, "proved optimal: nothing is sent, and compute takes at most 1.1 times an even share"),
         (0, 0.0, 1.0, "best of the candidates; summed over ops, the cost model does not allow a better one on the meshes tried"),
         (2, 1e-5, 0.0, "best of the candidates; summed over ops, the cost model does not allow a better one on the meshes tried"),
         (0, 0.023, 1.0, "best of the candidates; summed over ops, the cost model does not allow one more than 2.3% better on the meshes tried"),

@@ -6,6 +6,7 @@ which dimensions are sharded: `rows sharded 8 ways`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -93,8 +94,9 @@ TEXTBOOK = ("FSDP", "ZeRO-1", "ZeRO-2", "expert parallel", "tensor parallel", "d
 DIMENSIONS = ("rows", "columns")
 """The names of the first two dimensions; the others have numbers."""
 
-_UNNAMED = ("operations inside sharded", "replicated")
-"""The roles of mesh axes that shard no array of a call."""
+SMALL = "replicated but for small arrays"
+_UNNAMED = ("operations inside sharded", "replicated", SMALL)
+"""The roles of mesh axes that shard no array of a call, or little of what the program computes."""
 
 
 def _role(layouts: Layouts, axis: str) -> str:
@@ -195,7 +197,7 @@ def layouts_of(
         frozenset(d.path for d in parameters),
         frozenset(axis for c in partitioned.communications if (c.kind, c.cause) == ("reduce-scatter", USER_WRITTEN)
                   for axis in c.axes),
-        None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions((*arguments, *results))),
+        None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions((*arguments, *results), partitioned)),
     )  # fmt: skip
 
 
@@ -214,14 +216,21 @@ def _has_weights(
     return len(bit) > 1 and any(len(d.shape) > 1 and bit[d.path] & multiplied for d in parameters)
 
 
-def _dimensions(decisions: Sequence[Decision]) -> Iterator[tuple[str, str]]:
-    """For each mesh axis the name of the dimension that it shards of the largest array."""
+def _dimensions(decisions: Sequence[Decision], partitioned: PartitionedProgram) -> Iterator[tuple[str, str]]:
+    """For each mesh axis the name of the dimension that it shards of the largest array; `SMALL` where it shards less than `FEW`
+    of the elements that the program computes."""
     found: dict[str, str] = {}
     for d in sorted(decisions, key=lambda d: -math.prod(d.shape)):
         for number, axes in enumerate(d.spec):
             for axis in axes:
                 found.setdefault(axis, DIMENSIONS[number] if number < 2 else f"dimension {number}")
-    yield from found.items()
+    computed, sharded = 0, collections.Counter[str]()
+    for v in {v for op in partitioned.graph.ops for v in op.outputs}:
+        value = partitioned.graph.values[v]
+        computed += value.elements
+        sharded.update({axis.partition(":")[0]: value.elements for dim in partitioned.specs[v] for axis in dim})
+    for axis, name in found.items():
+        yield axis, name if sharded[axis] >= FEW * computed else SMALL
 
 
 def _without_argument(path: str) -> str:

@@ -117,7 +117,7 @@ def optimality(plan: Plan) -> str:
     That sum bounds no partitioned program, in which XLA merges collectives, so only a cost of nothing is proved optimal.
     """
     if plan.gap == 0 and plan.level == COMMUNICATION and not plan.cost.communication_s:
-        return "proved optimal: nothing is sent, and the work is even"
+        return "proved optimal: nothing is sent, and compute takes at most 1.1 times an even share"
     best = "best of the candidates" if len(plan.candidates) > 1 else "the only candidate"
     if plan.gap is None or plan.gap > LOOSE:
         return best
