@@ -267,6 +267,17 @@ def test_an_fft_that_is_replicated_has_a_remedy_of_its_own(twice):
     assert "in a `jax.shard_map`" in told and "fewer devices" not in told
 
 
+def test_sizes_that_the_devices_do_not_divide_are_named():
+    def solve(u):
+        step = lambda u, _: (u + 0.1 * (jnp.roll(u, 1, 0) + jnp.roll(u, 1, 1)), u.max() * jnp.ones(3))  # noqa: E731
+        return jax.lax.scan(step, u, None, length=8)
+
+    made = shardfn.plan(solve, shaped(8190, 4095), device="h100:8")
+    (told,) = [text for text in made.diagnostics if "of the FLOPs instead of" in text]
+    assert told.endswith("pad `u`, of which 8 divides no dimension, from 8190 to 8192, or use 7 devices")
+    assert "rows sharded 8 ways" not in made.kind
+
+
 def test_devices_that_do_what_others_do():
     step = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
     odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be sharded
@@ -278,7 +289,7 @@ def test_devices_that_do_what_others_do():
     unsharded = shardfn.plan(step, *odd, device="h100:1").cost.flops
     assert float(share) == pytest.approx(100 * made.cost.flops / unsharded, rel=5e-3)
     assert int(alike) == round(512 * made.cost.flops / unsharded)
-    assert "use fewer devices, or a larger batch" in told
+    assert told.endswith("pad `w`, of which 512 divides no dimension, from 4099 to 4608")
     product = shardfn.plan(
         lambda x: (x @ x.T)[:1] @ x, shaped(4099, 4099), device="cpu:8", search_mode="sharding_propagation"
     )

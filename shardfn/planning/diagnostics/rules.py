@@ -182,6 +182,13 @@ def _remedy(plan: Plan, answered: AnsweredCall) -> str:
         shards = math.prod(d.strategy)
         if d.source == "you" and 1 < shards < devices and any(size % devices == 0 for size in d.shape):
             return f"give `{d.path}` {devices} shards, where your entry gives {shards}, or use fewer devices"
+    largest = max(plan.inputs, key=_global_bytes, default=None)
+    if largest and max(largest.shape, default=0) >= devices and all(size % devices for size in largest.shape):
+        size = max(largest.shape)
+        fewer = max(n for n in range(1, devices) if any(size % n == 0 for size in largest.shape))
+        instead = f", or use {fewer} devices" if fewer > 1 else ""
+        padded = f"from {size} to {-(-size // devices) * devices}"
+        return f"pad `{largest.path}`, of which {devices} divides no dimension, {padded}{instead}"
     return "use fewer devices, or a larger batch" if plan.layouts.dimensions is None else "use fewer devices"
 
 
