@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -196,7 +196,7 @@ def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     return Part(rows, source, first)
 
 
-def has_no_frame(value: Value) -> bool:
+def has_no_frame(value: Value) -> TypeGuard[Elementwise]:
     """Whether a value is an op on elements that is computed in no frame, so that readers of some rows compute only these."""
     is_open = isinstance(value, Elementwise) and value.home is None
     return is_open and any(_is_apart(value, dim) for dim in range(len(value.shape)))
