@@ -20,11 +20,11 @@ from tests.fuzz.programs import draw_program
 LONG = {"float32": "float64", "complex64": "complex128"}
 
 
-def drawn(seed: int) -> tuple[str, Callable[..., Any], list[np.ndarray]]:
+def drawn(seed: int) -> tuple[str, Callable[..., Any], list[jax.Array]]:
     """A random program as text, as a function that returns its gradients too, and its arguments."""
     program = draw_program(("shifts", seed), 8)
     function = program.plain()
-    args = [x.astype(LONG.get(str(x.dtype), x.dtype)) for x in program.arguments()]
+    args = [jnp.asarray(x.astype(LONG.get(str(x.dtype), x.dtype))) for x in program.arguments()]
     floats = tuple(i for i, x in enumerate(args) if x.dtype == "float64")
 
     def total(*args: Any) -> Any:
