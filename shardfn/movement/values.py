@@ -171,8 +171,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             start += part.rows
         return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
             Moved(shape, value.dtype, dim, ()))  # fmt: skip
-    if isinstance(value, Moved) and (dim < value.dim or _is_apart(value, dim)):
-        # An earlier dimension is moved first, so that its shift is shared.
+    if _is_sliced_below(value, dim):
         cropped = tuple(part._replace(source=sliced(part.source, dim, first, rows)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim, cropped)
     if isinstance(value, Spread):
@@ -191,9 +190,15 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     source, first, rows = part.source, part.first + low, high - low
-    if has_no_frame(source) or (isinstance(source, Moved) and (dim < source.dim or _is_apart(source, dim))):
+    if has_no_frame(source) or _is_sliced_below(source, dim):
         return Part(rows, sliced(source, dim, first, rows), 0)
     return Part(rows, source, first)
+
+
+def _is_sliced_below(value: Value, dim: int) -> TypeGuard[Moved]:
+    """Whether a slice of moved rows is one of their sources: an earlier dimension is moved first, so that its shift is shared,
+    and of what has no frame along `dim` only the rows that are read are made."""
+    return isinstance(value, Moved) and (dim < value.dim or _is_apart(value, dim))
 
 
 def has_no_frame(value: Value) -> TypeGuard[Elementwise]:
