@@ -33,6 +33,7 @@ from shardfn.movement.values import (
     alignments,
     form,
     is_known,
+    joined,
     scalar_of,
     sliced,
     transposed,
@@ -82,20 +83,40 @@ class Emitter:
                 self.cut[id(value.own)] = value.own
         return value.own
 
-    def movable(self, value: Value) -> Value:
-        """A value of which rows can be moved."""
-        return self.array(value) if isinstance(value, Iota | Known | Squeezed) else value
-
     def bounded(self, value: Value) -> Value:
         """A value that is not too deep or of too many parts to be walked."""
-        if not isinstance(value, Lazy) or (value.depth <= DEEPEST and value.parts_in_all <= MOST_PARTS):
-            return value
-        if isinstance(value, Moved) and value.parts_in_all <= MOST_PARTS:
-            parts = tuple(part._replace(source=self.settled(part.source)) for part in value.parts)
-            value = Moved(value.shape, value.dtype, value.dim, parts, source=value.source)
-        found = self.settled(value)
-        is_bounded = not isinstance(found, Lazy) or (found.depth <= DEEPEST and found.parts_in_all <= MOST_PARTS)
-        return found if is_bounded else self.array(found)
+        for bound in (lambda: value, lambda: self._on_settled(value, {}), lambda: self.settled(value)):
+            found = bound()
+            if not isinstance(found, Lazy) or (found.depth <= DEEPEST and found.parts_in_all <= MOST_PARTS):
+                return found
+        return self.array(value)
+
+    def _on_settled(self, value: Value, seen: dict[int, Value]) -> Value:
+        """A value on ops on elements that are settled, of those that have a frame."""
+        if id(value) not in seen:
+            seen[id(value)] = self._made_on_settled(value, seen)
+        return seen[id(value)]
+
+    def _made_on_settled(self, value: Value, seen: dict[int, Value]) -> Value:
+        if isinstance(value, Elementwise):
+            if value.home is not None or frame_of(value) is not None:
+                return self.settled(value)
+            operands = tuple(self._on_settled(o, seen) for o in value.operands)
+            return Elementwise(value.shape, value.dtype, value.bind, operands, value.safe, source=value.source)
+        if isinstance(value, Moved) and value.parts:
+            sources = [self._on_settled(part.source, seen) for part in value.parts]
+            if all(own is part.source for own, part in zip(sources, value.parts, strict=True)):
+                return value
+            rows = zip(sources, value.parts, strict=True)
+            found = joined([sliced(own, value.dim, part.first, part.rows) for own, part in rows], value.dim)
+            if isinstance(found, Lazy):
+                found.source = value.source
+            return found
+        if isinstance(value, Spread):
+            return Spread(value.shape, value.dtype, self._on_settled(value.operand, seen), value.dims)
+        if isinstance(value, Squeezed):
+            return Squeezed(value.shape, value.dtype, self._on_settled(value.value, seen), value.dim)
+        return value
 
     def settled(self, value: Value) -> Value:
         """An op on elements as an array that is computed once, or as rows of such an array; another value as it is."""
@@ -156,10 +177,10 @@ class Emitter:
         if isinstance(value, Squeezed):
             return lax.squeeze(self.array(value.value), (value.dim,))
         if isinstance(value, Iota):
-            return lax.broadcasted_iota(value.dtype, value.shape, value.dim)
+            return self.place(value, Frame(value.shape, (0,) * len(value.shape)))
         if isinstance(value, Spread):
             return lax.broadcast_in_dim(self.array(value.operand), value.shape, value.dims)
-        frame = value.home or frame_of(value)
+        frame = value.home or frame_of(value) or frame_of(value, with_few=True)
         if frame is not None and (frame is value.home or frame.shape == value.shape or _is_stencil(value)):
             self.shifted += frame.shape != value.shape
             return _cropped(self.place(value, frame), frame, value.shape)
@@ -212,10 +233,15 @@ class Emitter:
             for dim, (first, rows) in enumerate(zip(value.home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)
             return self.place(found, frame)
+        if isinstance(value, Squeezed):
+            dim = value.dim
+            shape, offset = ((*own[:dim], one, *own[dim:]) for own, one in zip(frame, (1, 0), strict=True))
+            return lax.squeeze(self.place(value.value, Frame(shape, offset)), (dim,))
         if isinstance(value, Iota):
-            if not frame.offset[value.dim]:
+            before = frame.offset[value.dim] - value.first
+            if not before:
                 return lax.broadcasted_iota(value.dtype, frame.shape, value.dim)
-            positions = lax.broadcasted_iota(np.int32, frame.shape, value.dim) - np.int32(frame.offset[value.dim])
+            positions = lax.broadcasted_iota(np.int32, frame.shape, value.dim) - np.int32(before)
             return lax.convert_element_type(positions, value.dtype)  # of few bits, it rounds the largest
         if isinstance(value, Spread):
             own = [

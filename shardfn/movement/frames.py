@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardfn.movement.values import Alignment, Known, Part, Value, alignments, scalar_of, with_rows
+from shardfn.movement.values import Alignment, Known, Part, Value, alignments, has_few, scalar_of, with_rows
 
 
 class Frame(NamedTuple):
@@ -24,16 +24,17 @@ class Frame(NamedTuple):
     offset: tuple[int, ...]
 
 
-def frame_of(value: Value) -> Frame | None:
+def frame_of(value: Value, with_few: bool = False) -> Frame | None:
     """Where a value can be computed by shifts of arrays of one size along each dimension, most of which it fills; None if
-    nowhere."""
-    shape, offsets = [], []
+    nowhere. `with_few`: along dimensions where it has few rows of an array these rows are taken first."""
+    shape, offsets, is_shifted = [], [], False
     for dim, rows in enumerate(value.shape):
         found = alignments(value, dim)
-        if not found:
+        if not found or (with_few and has_few(value, dim)):
             shape.append(rows)
             offsets.append(0)
             continue
+        is_shifted = True
         weights = collections.Counter[int]()
         for one in found:
             weights[one.size] += one.weight
@@ -49,8 +50,7 @@ def frame_of(value: Value) -> Frame | None:
             return None
         shape.append(size)
         offsets.append(offset)
-    frame = Frame(tuple(shape), tuple(offsets))
-    return frame if any(alignments(value, d) for d in range(len(shape))) else None
+    return Frame(tuple(shape), tuple(offsets)) if is_shifted else None
 
 
 def _distance(rows: int, size: int) -> int:

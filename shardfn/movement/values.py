@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+import jax.numpy as jnp
 import numpy as np
 
 Value = Any
@@ -49,10 +50,13 @@ class Lazy:
     """How many values are below it, one on the other."""
     parts_in_all: int = dataclasses.field(default=1, init=False)
     """How many parts it has, with those of its sources."""
+    is_constant: bool = dataclasses.field(default=True, init=False)
+    """Whether it takes rows from no array: from positions, numbers that are known, and repeated scalars alone."""
 
     def __post_init__(self) -> None:
         below = [value for value in self.below() if isinstance(value, Lazy)]
         self.depth = 1 + max((value.depth for value in below), default=0)
+        self.is_constant = all(v.is_constant if isinstance(v, Lazy) else not np.shape(v) for v in self.below())
         if not isinstance(self, Elementwise):
             self.parts_in_all = 1 + sum(value.parts_in_all for value in below)
 
@@ -105,9 +109,10 @@ class Spread(Lazy):
 
 @dataclasses.dataclass(eq=False)
 class Iota(Lazy):
-    """The position along `dim`."""
+    """The position along `dim`, which is `first` in the first row."""
 
     dim: int
+    first: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -178,7 +183,14 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
             return Spread(shape, value.dtype, value.operand, value.dims)
         return Spread(shape, value.dtype, sliced(value.operand, value.dims.index(dim), first, rows), value.dims)
-    if has_no_frame(value):
+    if isinstance(value, Iota):
+        return Iota(shape, value.dtype, value.dim, value.first + (first if dim == value.dim else 0))
+    if isinstance(value, Squeezed):
+        return Squeezed(shape, value.dtype, sliced(value.value, dim + (dim >= value.dim), first, rows), value.dim)
+    if isinstance(value, Known):
+        kept = value.array[(slice(None),) * dim + (slice(first, first + rows),)]
+        return Known(shape, value.dtype, kept, lambda: jnp.asarray(kept))
+    if has_no_frame(value, dim):
         place = dim, first, rows
         if place not in value.rows:
             own = (sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
@@ -190,7 +202,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     source, first, rows = part.source, part.first + low, high - low
-    if has_no_frame(source) or _is_sliced_below(source, dim):
+    if has_no_frame(source, dim) or _is_sliced_below(source, dim):
         return Part(rows, sliced(source, dim, first, rows), 0)
     return Part(rows, source, first)
 
@@ -201,16 +213,31 @@ def _is_sliced_below(value: Value, dim: int) -> TypeGuard[Moved]:
     return isinstance(value, Moved) and (dim < value.dim or _is_apart(value, dim))
 
 
-def has_no_frame(value: Value) -> TypeGuard[Elementwise]:
-    """Whether a value is an op on elements that is computed in no frame, so that readers of some rows compute only these."""
-    is_open = isinstance(value, Elementwise) and value.home is None
-    return is_open and any(_is_apart(value, dim) for dim in range(len(value.shape)))
+def has_no_frame(value: Value, dim: int) -> TypeGuard[Elementwise]:
+    """Whether a value is an op on elements that is computed in no frame, so that readers of some rows along `dim` compute only
+    these."""
+    if not isinstance(value, Elementwise) or value.home is not None:
+        return False
+    dims = range(len(value.shape))
+    if value.is_constant or any(_has_more(value, d) for d in dims):
+        return True
+    return any(has_few(value, d) for d in ((dim,) if alignments(value, dim) else dims))
 
 
 def _is_apart(value: Value, dim: int) -> bool:
     """Whether a value has more rows along a dimension than each array that they come from, or few of each."""
+    return _has_more(value, dim) or has_few(value, dim)
+
+
+def _has_more(value: Value, dim: int) -> bool:
     found, rows = alignments(value, dim), value.shape[dim]
-    return bool(found) and (all(one.size < rows for one in found) or all(one.size >= 2 * rows for one in found))
+    return bool(found) and all(one.size < rows for one in found)
+
+
+def has_few(value: Value, dim: int) -> bool:
+    """Whether a value has at most half of the rows along a dimension of each array that they come from."""
+    found, rows = alignments(value, dim), value.shape[dim]
+    return bool(found) and all(one.size >= 2 * rows for one in found)
 
 
 def form(value: Value) -> Any:
@@ -264,7 +291,7 @@ def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any]
         parts = tuple(part._replace(source=transposed(part.source, order, of_array, seen)) for part in value.parts)
         return Moved(shape, value.dtype, list(order).index(value.dim), parts)
     if isinstance(value, Iota):
-        return Iota(shape, value.dtype, list(order).index(value.dim))
+        return Iota(shape, value.dtype, list(order).index(value.dim), value.first)
     if isinstance(value, Spread):
         dims = [list(order).index(d) for d in value.dims]
         own = sorted(range(len(dims)), key=dims.__getitem__)  # JAX transposes a broadcast in order only
@@ -329,6 +356,8 @@ def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
         for operand in value.operands:
             if np.shape(operand):
                 yield from alignments(operand, dim)
+    elif isinstance(value, Squeezed):
+        yield from alignments(value.value, dim + (dim >= value.dim))
     elif isinstance(value, Spread) and dim in value.dims:
         own = value.dims.index(dim)
         if value.operand.shape[own] == value.shape[dim]:

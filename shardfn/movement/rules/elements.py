@@ -12,10 +12,9 @@ import numpy as np
 from jax.extend import core
 
 from shardfn.ir.rewrite import bind_one
-from shardfn.movement.emit import Emitter
-from shardfn.movement.frames import frame_of
 from shardfn.movement.rules.call import Call
-from shardfn.movement.values import Elementwise, Lazy, Moved, Part, Spread, Squeezed, Value, alignments, scalar_of
+from shardfn.movement.rules.composed import elementwise, has_squeezed
+from shardfn.movement.values import Lazy, Spread, Value, alignments
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -63,20 +62,11 @@ def _elementwise(call: Call, bound: Callable[..., Any], safe: float | None) -> V
     operands = [_repeated(o, call.shape) for o in call.operands]
     if not any(map(_is_moved, operands)) and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
         return None
-    if len(_squeezed(operands)) > 1:
-        return None
 
     def bind(arrays: Sequence[Any]) -> Any:
         return bound(*arrays)
 
     return elementwise(bind, operands, call.shape, call.dtype, call.emitter, safe)
-
-
-def _squeezed(operands: Sequence[Value]) -> set[int]:
-    """The dimensions that operands are without; -1 for one that is without none. A repeated scalar is as the others are."""
-    shaped = [o for o in operands if np.shape(o)]
-    own = [o for o in shaped if scalar_of(o) is None]
-    return {o.dim if isinstance(o, Squeezed) else -1 for o in own or shaped}
 
 
 def _repeated(value: Value, shape: tuple[int, ...]) -> Value:
@@ -87,7 +77,7 @@ def _repeated(value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _is_moved(value: Value) -> bool:
-    return isinstance(value, Squeezed) or any(alignments(value, d) for d in range(len(np.shape(value))))
+    return has_squeezed(value) or any(alignments(value, d) for d in range(len(np.shape(value))))
 
 
 Function = Callable[[tuple[int, ...], Sequence[Any]], Any]
@@ -163,53 +153,3 @@ def _program(closed: Any) -> Function | None:
         return read(jaxpr.outvars[0])
 
     return run
-
-
-def elementwise(
-    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter,
-    safe: float | None = None,
-) -> Value:  # fmt: skip
-    """An op on the elements of values. Of values that fit into no frame it is the same op on their parts; of values without a
-    dimension the op with it, and then without."""
-    without = _squeezed(operands)
-    if without and -1 not in without and len(without) == 1:
-        (dim,) = without
-        with_it = (*shape[:dim], 1, *shape[dim:])
-        rows = [
-            o.value if isinstance(o, Squeezed) else Spread(with_it, o.dtype, scalar_of(o), ()) if np.shape(o) else o
-            for o in operands
-        ]
-        return Squeezed(shape, dtype, elementwise(bind, rows, with_it, dtype, emitter, safe), dim)
-    found = Elementwise(shape, dtype, bind, tuple(operands), safe)
-    if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
-        return apart
-    return found
-
-
-def _on_parts(
-    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter, safe: float | None
-) -> Value | None:
-    """The op on each part of its operands, which have parts of the same rows, or no dimensions."""
-    moved = [o for o in operands if np.shape(o)]
-    if not moved or not all(isinstance(o, Moved) and o.dim == moved[0].dim and len(o.parts) > 1 for o in moved):
-        return None
-    forms = {tuple((p.rows, p.first, p.source.shape, scalar_of(p.source) is None) for p in o.parts) for o in moved}
-    if len(forms) > 1:
-        return None
-    parts: list[Part] = []
-    for i, part in enumerate(moved[0].parts):
-        sources = [o.parts[i].source if np.shape(o) else o for o in operands]
-        if scalar_of(part.source) is not None:
-            scalars = [scalar_of(s) if np.shape(s) else s for s in sources]
-            arrays = [
-                jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)
-            ]
-            parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
-        else:
-            same = next((j for j in range(i) if all(o.parts[j].source is o.parts[i].source for o in moved)), None)
-            if same is None:
-                made = elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
-            else:
-                made = parts[same].source
-            parts.append(part._replace(source=made))
-    return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))

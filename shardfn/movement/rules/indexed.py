@@ -15,9 +15,8 @@ from jax import lax
 
 from shardfn.movement.frames import Frame
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.elements import elementwise
+from shardfn.movement.rules.composed import elementwise, expanded, moved_dim, squeezed
 from shardfn.movement.rules.rows import put, rows_of, strided_rows_of
-from shardfn.movement.rules.shapes import expanded, moved_dim, squeezed
 from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Value, joined, sliced, with_rows
 
 
@@ -42,7 +41,7 @@ def gather_rule(call: Call) -> Value | None:
     if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
         return None
     batch = [d for d in range(len(call.shape)) if d not in numbers.offset_dims]
-    stride, movable, found = _stride(rows), call.emitter.movable(value), None
+    stride, movable, found = _stride(rows), value, None
     if stride == 1:
         found = rows_of(call.emitter, movable, dim, rows[0], len(rows))
     elif stride:
@@ -59,7 +58,7 @@ def _window(call: Call, value: Value, place: Sequence[int]) -> Value | None:
         start[d] = at
     if not (kept := _in_bounds([start], sizes, value.shape, call.params["mode"])):
         return None
-    found = call.emitter.movable(value)
+    found = value
     for d, (first, rows) in enumerate(zip(kept[0][1], sizes, strict=True)):
         found = rows_of(call.emitter, found, d, first, rows)
     for d in sorted(numbers.collapsed_slice_dims, reverse=True):
@@ -143,7 +142,6 @@ def _combined(
 ) -> Value:
     """A value with `update` put in, or combined with what is there."""
     emitter = call.emitter
-    value, update = emitter.movable(value), emitter.movable(update)
     if combine is not None:
         there = value
         for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
@@ -209,4 +207,4 @@ def _put_strided(
 
     emitter.shifted += 1
     lanes = [Iota(shape, np.dtype(np.int32), dim) for dim in rows]
-    return elementwise(put, (emitter.movable(value), own, *lanes), shape, value.dtype, emitter, 0.5)
+    return elementwise(put, (value, own, *lanes), shape, value.dtype, emitter, 0.5)

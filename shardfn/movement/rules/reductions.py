@@ -11,6 +11,7 @@ from jax import lax
 
 from shardfn.movement.frames import Frame, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.shapes import without
 from shardfn.movement.values import Elementwise, Moved, Value, alignments, sliced, with_rows
 
 
@@ -21,6 +22,8 @@ def reduce_rule(
     frame, that of a few rows is made row by row, if `combine` makes one result of two."""
     (value,) = call.operands
     axes = tuple(call.params["axes"])
+    if all(value.shape[d] == 1 for d in axes):
+        return without(call.emitter, value, axes)
     has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
     frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
     if frame is None:

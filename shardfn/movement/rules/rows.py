@@ -47,7 +47,7 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Spread:
 
 def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
     """`rows` rows of a value from `first` on."""
-    return value if rows == value.shape[dim] else sliced(emitter.movable(value), dim, first, rows)
+    return sliced(value, dim, first, rows)
 
 
 def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
@@ -80,7 +80,6 @@ def pad_rule(call: Call) -> Value | None:
     if 0 in value.shape or 0 in call.shape:
         return None
     fill = call.emitter.array(fill)
-    value = call.emitter.movable(value)
     for dim, (low, high, interior) in enumerate(call.params["padding_config"]):
         if interior:
             value = _interior(call.emitter.array(value), fill, dim, interior + 1)
@@ -99,7 +98,7 @@ def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high:
     if not before and not after:
         return value
     fills = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
-    return joined([fills[0], emitter.movable(value), fills[1]], dim)
+    return joined([fills[0], value, fills[1]], dim)
 
 
 def _interior(x: Any, fill: Any, dim: int, stride: int) -> Any:
@@ -119,8 +118,8 @@ def concatenate_rule(call: Call) -> Value | None:
     if not values or 0 in call.shape:
         return None
     if len(values) == 1:
-        return call.emitter.movable(values[0])
-    found = joined([*map(call.emitter.movable, values)], dim)
+        return values[0]
+    found = joined(values, dim)
     if isinstance(found, Moved) and len(found.parts) == 2:
         (end, start) = found.parts
         is_whole = end.first == start.rows and end.first + end.rows == found.shape[dim] == end.source.shape[dim]
@@ -176,7 +175,7 @@ def _place(start: Value) -> int | None:
 
 def put(emitter: Emitter, value: Value, update: Value, starts: Sequence[int]) -> Value:
     """A value with `update` in the place of what begins at `starts`."""
-    return emitter.in_place(_put(emitter.movable(value), emitter.movable(update), starts))
+    return emitter.in_place(_put(value, update, starts))
 
 
 def _put(value: Value, update: Value, starts: Sequence[int]) -> Value:

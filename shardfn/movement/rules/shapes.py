@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jax import lax
 
 from shardfn.movement.emit import Emitter
-from shardfn.movement.frames import frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.elements import elementwise
+from shardfn.movement.rules.composed import expanded, has_squeezed, squeezed
 from shardfn.movement.values import (
     Elementwise,
     Iota,
@@ -49,7 +47,7 @@ def broadcast_rule(call: Call) -> Value | None:
         return None
     if not np.shape(operand):
         operand = call.emitter.array(operand)
-    if _has_squeezed(operand):
+    if has_squeezed(operand):
         dims = call.params["broadcast_dimensions"]
         free = [d for d in range(len(call.shape)) if d not in dims and call.shape[d] == 1]
         if len(free) + len(dims) == len(call.shape) and tuple(call.shape[d] for d in dims) == operand.shape:
@@ -60,11 +58,21 @@ def broadcast_rule(call: Call) -> Value | None:
 
 
 def squeeze_rule(call: Call) -> Value | None:
-    """A value without dimensions of one row."""
-    value = call.emitter.settled(call.operands[0])
-    for dim in sorted((d % len(value.shape) for d in call.params["dimensions"]), reverse=True):
-        value = squeezed(call.emitter, value, dim)
+    """A squeeze."""
+    return without(call.emitter, call.operands[0], call.params["dimensions"])
+
+
+def without(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value | None:
+    """A value without dimensions of one row; None if it is an array."""
+    value = _settled(emitter, value)
+    for dim in sorted((d % len(value.shape) for d in dims), reverse=True):
+        value = squeezed(emitter, value, dim)
     return value if isinstance(value, Lazy) else None
+
+
+def _settled(emitter: Emitter, value: Value) -> Value:
+    """A value that is computed once; what has no frame as it is, so that readers of a few of its rows compute only these."""
+    return value if any(has_no_frame(value, d) for d in range(len(value.shape))) else emitter.settled(value)
 
 
 def reshape_rule(call: Call) -> Value | None:
@@ -78,12 +86,9 @@ def reshape_rule(call: Call) -> Value | None:
         return value
     if [n for n in value.shape if n != 1] != [n for n in call.shape if n != 1]:
         return None
-    if 1 in value.shape or frame_of(value) is not None:  # else readers of a few of its rows compute only these
-        value = call.emitter.settled(value)
+    value = _settled(call.emitter, value)
     for dim in reversed([d for d, n in enumerate(value.shape) if n == 1]):
         value = squeezed(call.emitter, value, dim)
-        if isinstance(value, Squeezed):
-            return None
     return expanded(call.emitter, value, [d for d, n in enumerate(call.shape) if n == 1])
 
 
@@ -110,70 +115,3 @@ def _merged(value: Spread, shape: Sequence[int]) -> Value:
                 return value
             found = joined([found] * rows, dim)
     return found
-
-
-def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
-    """A value without a dimension of one row."""
-    shape = (*value.shape[:dim], *value.shape[dim + 1 :])
-    if not shape:
-        return lax.squeeze(emitter.array(value), (dim,))
-    if isinstance(value, Moved) and value.dim != dim:
-        parts = tuple(part._replace(source=squeezed(emitter, part.source, dim)) for part in value.parts)
-        return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
-    if isinstance(value, Moved):
-        return Squeezed(shape, value.dtype, value, dim)
-    if isinstance(value, Squeezed):
-        inner = dim + (dim >= value.dim)
-        found, last = squeezed(emitter, value.value, inner), value.dim - (inner < value.dim)
-        return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
-    if has_no_frame(value):
-        own = [squeezed(emitter, o, dim) if np.shape(o) else o for o in value.operands]
-        return elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
-    if isinstance(value, Spread):
-        dims = tuple(d - (d > dim) for d in value.dims if d != dim)
-        operand = squeezed(emitter, value.operand, value.dims.index(dim)) if dim in value.dims else value.operand
-        return operand if np.shape(operand) == shape else Spread(shape, value.dtype, operand, dims)
-    return lax.squeeze(emitter.array(value), (dim,))
-
-
-def expanded(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value:
-    """A value with further dimensions of one row."""
-    for i, dim in enumerate(sorted(dims)):
-        value = _with_dim(emitter, value, dim, is_last=i == len(dims) - 1)
-    return value
-
-
-def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
-    """A value with one more dimension of one row. What was squeezed gets its row back, as the last dimension that is added."""
-    shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
-    if isinstance(value, Squeezed):
-        if is_last:
-            return moved_dim(emitter, value.value, value.dim, dim)
-        inner = dim + (dim > value.dim)
-        own = _with_dim(emitter, value.value, inner, is_last)
-        return Squeezed(shape, value.dtype, own, value.dim + (inner <= value.dim))
-    kept = tuple(d for d in range(len(shape)) if d != dim)
-    if isinstance(value, Moved) and _has_squeezed(value):
-        parts = (part._replace(source=_with_dim(emitter, part.source, dim, is_last)) for part in value.parts)
-        return Moved(shape, value.dtype, value.dim + (dim <= value.dim), tuple(parts))
-    if isinstance(value, Spread) and _has_squeezed(value):
-        own = _with_dim(emitter, value.operand, sum(d < dim for d in value.dims), is_last)
-        return Spread(shape, value.dtype, own, tuple(sorted((*(kept[d] for d in value.dims), dim))))
-    if isinstance(value, Spread):
-        return Spread(shape, value.dtype, value.operand, tuple(kept[d] for d in value.dims))
-    return Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
-
-
-def _has_squeezed(value: Value) -> bool:
-    """Whether rows of a value were squeezed."""
-    below = value.below() if isinstance(value, Moved | Spread) else ()
-    return isinstance(value, Squeezed) or any(map(_has_squeezed, below))
-
-
-def moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Value:
-    """A value whose dimension `source` becomes dimension `target`."""
-    if source == target:
-        return value
-    order = [d for d in range(len(value.shape)) if d != source]
-    order.insert(target, source)
-    return transposed(value, order, emitter.transposed)

@@ -1,0 +1,155 @@
+"""Values that are made of values: ops on elements, and dimensions of one row taken from values and given back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardfn.movement.emit import Emitter
+from shardfn.movement.frames import frame_of
+from shardfn.movement.values import (
+    Elementwise,
+    Lazy,
+    Moved,
+    Part,
+    Spread,
+    Squeezed,
+    Value,
+    has_no_frame,
+    scalar_of,
+    transposed,
+)
+
+
+def elementwise(
+    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter,
+    safe: float | None = None,
+) -> Value:  # fmt: skip
+    """An op on the elements of values. Of values that fit into no frame it is the same op on their parts; of values without a
+    dimension the op with it, and then without."""
+    for dim in itertools.chain.from_iterable(_squeezed_dims(o) for o in operands if np.shape(o)):
+        with_it = (*shape[:dim], 1, *shape[dim:])
+        rows = [_with_row(emitter, o, dim) if np.shape(o) else o for o in operands]
+        return Squeezed(shape, dtype, elementwise(bind, rows, with_it, dtype, emitter, safe), dim)
+    found = Elementwise(shape, dtype, bind, tuple(operands), safe)
+    if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
+        return apart
+    return found
+
+
+def _on_parts(
+    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter, safe: float | None
+) -> Value | None:
+    """The op on each part of its operands, which have parts of the same rows, or no dimensions."""
+    moved = [o for o in operands if np.shape(o)]
+    if not moved or not all(isinstance(o, Moved) and o.dim == moved[0].dim and len(o.parts) > 1 for o in moved):
+        return None
+    forms = {tuple((p.rows, p.first, p.source.shape, scalar_of(p.source) is None) for p in o.parts) for o in moved}
+    if len(forms) > 1:
+        return None
+    parts: list[Part] = []
+    for i, part in enumerate(moved[0].parts):
+        sources = [o.parts[i].source if np.shape(o) else o for o in operands]
+        if scalar_of(part.source) is not None:
+            scalars = [scalar_of(s) if np.shape(s) else s for s in sources]
+            arrays = [
+                jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)
+            ]
+            parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
+        else:
+            same = next((j for j in range(i) if all(o.parts[j].source is o.parts[i].source for o in moved)), None)
+            if same is None:
+                made = elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
+            else:
+                made = parts[same].source
+            parts.append(part._replace(source=made))
+    return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
+
+
+def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
+    """A value without a dimension of one row."""
+    shape = (*value.shape[:dim], *value.shape[dim + 1 :])
+    if not shape:
+        return lax.squeeze(emitter.array(value), (dim,))
+    if isinstance(value, Moved) and value.dim != dim:
+        parts = tuple(part._replace(source=squeezed(emitter, part.source, dim)) for part in value.parts)
+        return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
+    if isinstance(value, Moved):
+        return Squeezed(shape, value.dtype, value, dim)
+    if isinstance(value, Squeezed):
+        inner = dim + (dim >= value.dim)
+        found, last = squeezed(emitter, value.value, inner), value.dim - (inner < value.dim)
+        return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
+    if has_no_frame(value, dim):
+        own = [squeezed(emitter, o, dim) if np.shape(o) else o for o in value.operands]
+        return elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
+    if isinstance(value, Spread):
+        dims = tuple(d - (d > dim) for d in value.dims if d != dim)
+        operand = squeezed(emitter, value.operand, value.dims.index(dim)) if dim in value.dims else value.operand
+        return operand if np.shape(operand) == shape else Spread(shape, value.dtype, operand, dims)
+    return lax.squeeze(emitter.array(value), (dim,))
+
+
+def expanded(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value:
+    """A value with further dimensions of one row."""
+    for i, dim in enumerate(sorted(dims)):
+        value = _with_dim(emitter, value, dim, is_last=i == len(dims) - 1)
+    return value
+
+
+def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
+    """A value with one more dimension of one row. What was squeezed gets its row back, as the last dimension that is added."""
+    shape = (*np.shape(value)[:dim], 1, *np.shape(value)[dim:])
+    if isinstance(value, Squeezed):
+        if is_last:
+            return moved_dim(emitter, value.value, value.dim, dim)
+        inner = dim + (dim > value.dim)
+        own = _with_dim(emitter, value.value, inner, is_last)
+        return Squeezed(shape, value.dtype, own, value.dim + (inner <= value.dim))
+    kept = tuple(d for d in range(len(shape)) if d != dim)
+    if isinstance(value, Moved) and has_squeezed(value):
+        parts = (part._replace(source=_with_dim(emitter, part.source, dim, is_last)) for part in value.parts)
+        return Moved(shape, value.dtype, value.dim + (dim <= value.dim), tuple(parts))
+    if isinstance(value, Spread) and has_squeezed(value):
+        own = _with_dim(emitter, value.operand, sum(d < dim for d in value.dims), is_last)
+        return Spread(shape, value.dtype, own, tuple(sorted((*(kept[d] for d in value.dims), dim))))
+    if isinstance(value, Spread):
+        return Spread(shape, value.dtype, value.operand, tuple(kept[d] for d in value.dims))
+    return Spread(shape, value.dtype, value, kept) if isinstance(value, Lazy) else lax.expand_dims(value, (dim,))
+
+
+def has_squeezed(value: Value) -> bool:
+    """Whether rows of a value were squeezed."""
+    return any(True for _ in _squeezed_dims(value))
+
+
+def _squeezed_dims(value: Value) -> Iterator[int]:
+    """The dimensions of one row that a value is without."""
+    if isinstance(value, Squeezed):
+        yield value.dim
+    elif isinstance(value, Moved):
+        for part in value.parts:
+            yield from _squeezed_dims(part.source)
+    elif isinstance(value, Spread):
+        for dim in _squeezed_dims(value.operand):
+            yield next((d for d in value.dims[dim:]), len(value.shape))
+
+
+def _with_row(emitter: Emitter, value: Value, dim: int) -> Value:
+    """A value with the row along `dim` that another one was squeezed of."""
+    is_alike = {*_squeezed_dims(value)} <= {dim}
+    return expanded(emitter, value if is_alike else emitter.array(value), (dim,))
+
+
+def moved_dim(emitter: Emitter, value: Value, source: int, target: int) -> Value:
+    """A value whose dimension `source` becomes dimension `target`."""
+    if source == target:
+        return value
+    order = [d for d in range(len(value.shape)) if d != source]
+    order.insert(target, source)
+    return transposed(value, order, emitter.transposed)
