@@ -122,7 +122,7 @@ class Emitter:
         """An op on elements as an array that is computed once, or as rows of such an array; another value as it is."""
         if not isinstance(value, Elementwise):
             return value
-        frame = frame_of(value)
+        frame = value.home or frame_of(value)
         if frame is None:
             return self.array(value)
         found = self.place(value, frame)

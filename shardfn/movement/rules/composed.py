@@ -76,6 +76,8 @@ def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
     shape = (*value.shape[:dim], *value.shape[dim + 1 :])
     if not shape:
         return lax.squeeze(emitter.array(value), (dim,))
+    if isinstance(value, Elementwise) and value.home is not None:
+        value = emitter.settled(value)
     if isinstance(value, Moved) and value.dim != dim:
         parts = tuple(part._replace(source=squeezed(emitter, part.source, dim)) for part in value.parts)
         return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
