@@ -336,6 +336,14 @@ class Emitter:
         first, strides = with_rows((0,) * x.ndim, dim, lane), with_rows((1,) * x.ndim, dim, stride)
         return self._once(x, ("lane", dim, stride, lane), lax.slice, x, first, x.shape, strides)
 
+    def repeated(self, x: Any, dim: int, times: int) -> Any:
+        """Each row of an array some times; made once."""
+        groups = (*x.shape[: dim + 1], times, *x.shape[dim + 1 :])
+        rows = with_rows(x.shape, dim, x.shape[dim] * times)
+        return self._once(
+            x, ("repeat", dim, times), lambda: jnp.broadcast_to(jnp.expand_dims(x, dim + 1), groups).reshape(rows)
+        )
+
     def _piece(self, part: Part, dim: int, frame: Frame, first: int) -> Any:
         """A part that is no shift of an array of the frame: a constant, few rows from far away, or another array. In the frame
         from row `first` on; of one row, what can be broadcast."""

@@ -149,7 +149,7 @@ def joined(values: Sequence[Value], dim: int) -> Value:
             last = parts[-1] if parts else None
             if last is not None and last.source is part.source and last.first + last.rows == part.first:
                 parts[-1] = Part(last.rows + part.rows, part.source, last.first)
-            elif last is not None and part.rows and _is_one_constant(last.source, part.source):
+            elif last is not None and part.rows and is_one_constant(last.source, part.source):
                 rows, scalar = last.rows + part.rows, scalar_of(last.source)
                 parts[-1] = Part(
                     rows, Spread(with_rows(part.source.shape, dim, rows), part.source.dtype, scalar, ()), 0
@@ -254,7 +254,7 @@ def scalar_of(value: Value) -> Any:
     return value.operand if isinstance(value, Spread) and not np.shape(value.operand) else None
 
 
-def _is_one_constant(one: Value, other: Value) -> bool:
+def is_one_constant(one: Value, other: Value) -> bool:
     """Whether two values repeat one scalar, which is known."""
     first, second = scalar_of(one), scalar_of(other)
     if first is None or second is None or one.dtype != other.dtype:

@@ -7,9 +7,8 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -17,21 +16,29 @@ from shardfn.movement.frames import Frame
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.rules.composed import elementwise, expanded, moved_dim, squeezed
 from shardfn.movement.rules.rows import put, rows_of, strided_rows_of
-from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Value, joined, sliced, with_rows
+from shardfn.movement.values import (
+    Elementwise,
+    Iota,
+    Known,
+    Lazy,
+    Moved,
+    Spread,
+    Value,
+    joined,
+    sliced,
+    transposed,
+)
 
 
 def gather_rule(call: Call) -> Value | None:
-    """Rows at places that are known: a slice, a strided slice, few rows, or one window."""
+    """Rows at places that are known: a slice, a strided slice, few rows, one window, or the elements of a grid."""
     value, index = call.operands
     numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
     if isinstance(index, Known) and index.array.ndim == 1:
         return _window(call, value, index.array.tolist())
-    if (
-        not isinstance(index, Known)
-        or numbers.operand_batching_dims
-        or index.array.shape[-1] != 1
-        or index.array.ndim != 2
-    ):
+    if not isinstance(index, Known) or index.array.shape[-1] != 1 or index.array.ndim != 2:
+        return _of_grid(call, value, index)
+    if numbers.operand_batching_dims:
         return None
     (dim,) = numbers.start_index_map
     is_rows = numbers.collapsed_slice_dims == (dim,) and all(
@@ -77,11 +84,13 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
     value, index, updates = call.operands
     numbers = call.params["dimension_numbers"]
     is_plain = not numbers.operand_batching_dims and (combine is not None or call.params["update_jaxpr"] is None)
-    if not isinstance(index, Known) or not is_plain or 0 in updates.shape or 0 in value.shape:
+    if not is_plain or 0 in updates.shape or 0 in value.shape:
         return None
+    batch = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    if not isinstance(index, Known):
+        return _put_grid(call, value, updates, index, batch, combine)
     in_updates = iter(updates.shape[d] for d in numbers.update_window_dims)
     window = [1 if d in numbers.inserted_window_dims else next(in_updates) for d in range(len(value.shape))]
-    batch = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
     places = index.array.reshape(math.prod(index.array.shape[:-1]), index.array.shape[-1])
     starts = [[0] * len(window) for _ in places]
     for start, place in zip(starts, places.tolist(), strict=True):
@@ -100,7 +109,7 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
             call, value, expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine
         )
     if len(batch) != 1 or len(numbers.inserted_window_dims) != 1:
-        return _put_grid(call, value, updates, index.array, batch, combine)
+        return _put_grid(call, value, updates, index, batch, combine)
     (along,) = numbers.inserted_window_dims
     updates = moved_dim(call.emitter, settle(updates), batch[0], along)
     stride = _stride([start[along] for _, start in kept])
@@ -155,29 +164,84 @@ def _combined(
     return put(emitter, value, update, starts)
 
 
+class _Grid(NamedTuple):
+    """The elements where strided rows of several dimensions meet: by dimension, the rows, and the axis of the index that counts
+    them."""
+
+    rows: Mapping[int, range]
+    axes: Mapping[int, int]
+
+
+def _grid(index: Value, along: Sequence[int], shape: Sequence[int]) -> _Grid | None:
+    """The grid that an index into an array of a shape lists; None if it is none."""
+    rows, axes = dict[int, range](), dict[int, int]()
+    columns = _columns(index)
+    if columns is None or len(along) != len(index.shape) - 1:
+        return None
+    for dim, own in zip(along, columns, strict=True):
+        own = own[tuple(slice(None) if step else slice(1) for step in own.strides)]  # of what is repeated, once
+        varies = [t for t in range(own.ndim) if (own != own.take([0], t)).any()]
+        axis = varies[0] if varies else next((t for t in range(own.ndim) if index.shape[t] == 1), -1)
+        places = own[tuple(slice(None) if t == axis else 0 for t in range(own.ndim))].tolist()
+        stride = _stride(places) if len(places) > 1 else 1
+        if len(varies) > 1 or axis < 0 or not stride or places[0] < 0 or places[-1] >= shape[dim]:
+            return None
+        rows[dim], axes[dim] = range(places[0], places[-1] + 1, stride), axis
+    return _Grid(rows, axes) if len({*axes.values()}) == len(axes) else None
+
+
+def _columns(index: Value) -> list[np.ndarray] | None:
+    """The numbers of rows that an index lists, an array for each dimension that it is an index into; None if they are not known.
+    What is repeated is so without memory."""
+    if isinstance(index, Moved) and index.dim == len(index.shape) - 1:
+        parts = [(_columns(part.source), part) for part in index.parts]
+        known = [own[part.first : part.first + part.rows] for own, part in parts if own is not None]
+        return [column for own in known for column in own] if len(known) == len(parts) else None
+    if isinstance(index, Spread) and isinstance(index.operand, Known):
+        sizes = [index.operand.shape[index.dims.index(d)] if d in index.dims else 1 for d in range(len(index.shape))]
+        array = np.broadcast_to(index.operand.array.reshape(sizes), index.shape)
+    elif isinstance(index, Known):
+        array = index.array
+    else:
+        return None
+    return [array[..., j] for j in range(array.shape[-1])]
+
+
+def _of_grid(call: Call, value: Value, index: Value) -> Value | None:
+    """The elements of a grid."""
+    numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
+    along, count = numbers.start_index_map, len(value.shape)
+    is_whole = all(sizes[d] == (1 if d in along else value.shape[d]) for d in range(count))
+    grid = None if numbers.operand_batching_dims else _grid(index, along, value.shape)
+    if grid is None or not is_whole or {*numbers.collapsed_slice_dims} != {*along}:
+        return None
+    found: Value | None = value
+    for dim, rows in grid.rows.items():
+        found = strided_rows_of(call.emitter, found, dim, rows.start, len(rows), rows.step)
+        if found is None:
+            return None
+    batch = [d for d in range(count) if d not in numbers.offset_dims]
+    order = _places(grid, batch, numbers.offset_dims, count)
+    return found if order == [*range(count)] else transposed(found, np.argsort(order).tolist(), call.emitter.transposed)
+
+
+def _places(grid: _Grid, batch: Sequence[int], window: Sequence[int], count: int) -> list[int]:
+    """Which dimension of what an index lists each dimension of the array is."""
+    windows = iter(window)
+    return [batch[grid.axes[d]] if d in grid.axes else next(windows) for d in range(count)]
+
+
 def _put_grid(
-    call: Call, value: Value, updates: Value, index: np.ndarray, batch: Sequence[int],
+    call: Call, value: Value, updates: Value, index: Value, batch: Sequence[int],
     combine: Callable[[Any, Any], Any] | None,
 ) -> Value | None:  # fmt: skip
-    """Updates put into, or combined with, the elements where strided rows of several dimensions meet."""
-    numbers = call.params["dimension_numbers"]
-    along, rows, order = numbers.scatter_dims_to_operand_dims, dict[int, range](), dict[int, int]()
-    if set(along) != set(numbers.inserted_window_dims) or len(along) != len(batch) or len(batch) != index.ndim - 1:
+    """Updates put into, or combined with, the elements of a grid."""
+    numbers, count = call.params["dimension_numbers"], len(value.shape)
+    along = numbers.scatter_dims_to_operand_dims
+    grid = _grid(index, along, value.shape) if {*along} == {*numbers.inserted_window_dims} else None
+    if grid is None or _places(grid, batch, numbers.update_window_dims, count) != [*range(count)]:
         return None
-    for j, dim in enumerate(along):
-        own = index[..., j]
-        varies = [t for t in range(own.ndim) if (own != own.take([0], t)).any()]
-        turn = varies[0] if varies else next((t for t in range(own.ndim) if own.shape[t] == 1), -1)
-        places = own[tuple(slice(None) if t == turn else 0 for t in range(own.ndim))].tolist()
-        stride = _stride(places) if len(places) > 1 else 1
-        if len(varies) > 1 or turn < 0 or not stride or places[0] < 0 or places[-1] >= value.shape[dim]:
-            return None
-        rows[dim], order[dim] = range(places[0], places[-1] + 1, stride), batch[turn]
-    windows = iter(numbers.update_window_dims)
-    ordered = [order[d] if d in order else next(windows) for d in range(len(value.shape))]
-    if ordered != [*range(len(value.shape))]:
-        return None
-    return _put_strided(call, value, call.emitter.settled(updates), rows, combine)
+    return _put_strided(call, value, call.emitter.settled(updates), grid.rows, combine)
 
 
 def _put_strided(
@@ -193,9 +257,7 @@ def _put_strided(
     first = tuple(rows[d].start // rows[d].step if d in rows else 0 for d in range(len(shape)))
     own = emitter.place(updates, Frame(tuple(n // step for n, step in zip(shape, steps, strict=True)), first))
     for dim in (d for d in rows if steps[d] > 1):
-        groups = (*own.shape[: dim + 1], steps[dim], *own.shape[dim + 1 :])
-        spread = jnp.broadcast_to(jnp.expand_dims(own, dim + 1), groups)
-        own = spread.reshape(with_rows(own.shape, dim, own.shape[dim] * steps[dim]))
+        own = emitter.repeated(own, dim, steps[dim])
 
     def put(arrays: Sequence[Any]) -> Any:
         old, new, *positions = arrays

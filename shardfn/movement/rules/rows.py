@@ -12,7 +12,19 @@ from jax import lax
 
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.values import Elementwise, Known, Lazy, Moved, Part, Spread, Value, joined, sliced, with_rows
+from shardfn.movement.values import (
+    Elementwise,
+    Known,
+    Lazy,
+    Moved,
+    Part,
+    Spread,
+    Value,
+    is_one_constant,
+    joined,
+    sliced,
+    with_rows,
+)
 
 
 def slice_rule(call: Call) -> Value | None:
@@ -61,17 +73,16 @@ def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: 
             parts = (part._replace(source=own) for part, own in zip(value.parts, sources, strict=True))
             return Moved(shape, value.dtype, value.dim, tuple(parts))
     value = rows_of(emitter, value, dim, first, (rows - 1) * stride + 1)
-    if rows == 1:
+    if rows == 1 or stride == 1:
         return value
     if isinstance(value, Moved) and value.dim == dim and len(value.parts) == 1:
         (part,) = value.parts
     else:
         part = Part(value.shape[dim], value, 0)
-    source = part.source if isinstance(part.source, Elementwise) else emitter.array(part.source)
-    if isinstance(source, Lazy) or source.shape[dim] % stride:
+    if isinstance(part.source, Elementwise) or part.source.shape[dim] % stride:
         return None
     group, lane = divmod(part.first, stride)
-    return sliced(emitter.lane(source, dim, stride, lane), dim, group, rows)
+    return sliced(emitter.lane(emitter.array(part.source), dim, stride, lane), dim, group, rows)
 
 
 def pad_rule(call: Call) -> Value | None:
@@ -82,7 +93,7 @@ def pad_rule(call: Call) -> Value | None:
     fill = call.emitter.array(fill)
     for dim, (low, high, interior) in enumerate(call.params["padding_config"]):
         if interior:
-            value = _interior(call.emitter.array(value), fill, dim, interior + 1)
+            value = _interior(call.emitter, value, fill, dim, interior + 1)
             high -= interior
         value = _padded(call.emitter, value, fill, dim, low, high)
     return value
@@ -101,14 +112,26 @@ def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high:
     return joined([fills[0], value, fills[1]], dim)
 
 
-def _interior(x: Any, fill: Any, dim: int, stride: int) -> Any:
-    """An array with `stride - 1` rows of `fill` behind each of its rows, as groups of `stride` rows."""
+def _interior(emitter: Emitter, value: Value, fill: Any, dim: int, stride: int) -> Value:
+    """A value with `stride - 1` rows of `fill` behind each of its rows: of the rows of an array, as rows of that array with them,
+    which has groups of `stride` rows."""
+    value, longer = emitter.settled(value), with_rows(value.shape, dim, value.shape[dim] * stride)
+    filled = Spread(longer, value.dtype, fill, ())
+    if is_one_constant(value, filled):
+        return filled
+    if isinstance(value, Moved) and value.dim != dim:
+        parts = [part._replace(source=_interior(emitter, part.source, fill, dim, stride)) for part in value.parts]
+        return Moved(longer, value.dtype, value.dim, tuple(parts))
+    if isinstance(value, Moved) and len(value.parts) == 1 and 2 * value.shape[dim] > value.parts[0].source.shape[dim]:
+        (part,) = value.parts
+        whole = _interior(emitter, part.source, fill, dim, stride)
+        return sliced(whole, dim, part.first * stride, part.rows * stride)
+    x = emitter.array(value)
     shape = (*x.shape[: dim + 1], stride, *x.shape[dim + 1 :])
     lane = lax.broadcasted_iota(np.int32, shape, dim + 1)
-    spread = jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape)
-    return lax.select(lane == 0, spread, jnp.full(shape, fill, x.dtype)).reshape(
-        with_rows(x.shape, dim, x.shape[dim] * stride)
-    )
+    spread = emitter.repeated(x, dim, stride).reshape(shape)
+    found = lax.select(lane == 0, spread, jnp.full(shape, fill, x.dtype))
+    return found.reshape(longer)
 
 
 def concatenate_rule(call: Call) -> Value | None:
@@ -138,7 +161,7 @@ def reverse_rule(call: Call) -> Value | None:
         rows = value.shape[dim]
         if rows == 1:
             continue
-        if rows > MOST_ROWS or not isinstance(value, Moved):
+        if rows > MOST_ROWS or not isinstance(value, Lazy):
             return None
         value = joined([sliced(value, dim, i, 1) for i in reversed(range(rows))], dim)
     return value
