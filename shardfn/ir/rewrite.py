@@ -35,6 +35,8 @@ class RebindRules:
     interpret: Callable[..., list[Any]] | None = None
     """What evaluates the jaxprs inside an opened equation in the place of this module: it takes a jaxpr, its constants, its
     arguments, these rules and a number."""
+    captured: tuple[type, ...] = ()
+    """What `interpret` also takes in the place of an array: no argument of what is opened, but known to the jaxprs inside."""
 
     def constants(self, closed: Any) -> list[Any]:
         """The constants of a closed jaxpr."""
@@ -226,9 +228,44 @@ def _holds(eqn: Any, number: int, how: RebindRules) -> bool:
     return False
 
 
+def leading_inputs(eqn: Any) -> list[tuple[Any, range]]:
+    """The jaxprs inside an equation, and of each the inputs that its first variables are, in all turns of a loop.
+
+    >>> import jax.numpy as jnp
+    >>> jaxpr = jax.make_jaxpr(lambda x, c: jax.lax.scan(lambda y, _: (y * c, None), x, length=3))(1.0, 2.0)
+    >>> leading_inputs(jaxpr.eqns[0])[0][1]
+    range(0, 1)
+    """
+    name, found = eqn.primitive.name, inner(eqn)
+    if name == "scan":
+        ranges = [range(_scan_counts(eqn)[0])]
+    elif name == "while":
+        first = eqn.params["cond_nconsts"]
+        ranges = [range(first), range(first, first + eqn.params["body_nconsts"])]
+    elif name == "cond":
+        ranges = [range(1, len(eqn.invars))] * len(found)
+    else:
+        ranges = [range(len(eqn.invars) if name in _CALLS else 0)] * len(found)
+    return list(zip(found, ranges, strict=True))
+
+
 def _function(closed: Any, how: RebindRules, number: int) -> Callable[..., list[Any]]:
     interpret = how.interpret or _evaluate
     return lambda *args: interpret(closed.jaxpr, how.constants(closed), args, how, number)
+
+
+def _capturing(function: Callable[..., Any], inputs: Sequence[Any], how: RebindRules) -> Callable[..., Any]:
+    """A function of those inputs that are not captured."""
+
+    def of_arrays(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        return function(*(x if isinstance(x, how.captured) else next(rest) for x in inputs))
+
+    return of_arrays
+
+
+def _arrays(inputs: Sequence[Any], how: RebindRules) -> list[Any]:
+    return [x for x in inputs if not isinstance(x, how.captured)]
 
 
 def _open_jit(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
@@ -244,11 +281,7 @@ def _open_jit(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> lis
 def _open_scan(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
     closed = p["jaxpr"]
-    # What is scanned over, or stacked, has one dim more outside than in the body.
-    stacked = sum(v.aval.shape != a.shape for v, a in zip(eqn.outvars, closed.out_avals, strict=True))
-    scanned = sum(v.aval.shape != a.shape for v, a in zip(eqn.invars, closed.in_avals, strict=True))
-    carries = len(eqn.outvars) - stacked
-    constants = len(inputs) - scanned - carries
+    constants, carries = _scan_counts(eqn)
     consts, carry, xs = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
     body = _function(closed, how, number)
 
@@ -258,6 +291,16 @@ def _open_scan(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> li
 
     last, ys = jax.lax.scan(step, tuple(carry), tuple(xs), length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
     return [*last, *ys]
+
+
+def _scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and of carries."""
+    closed = eqn.params["jaxpr"]
+    # What is scanned over, or stacked, has one dim more outside than in the body.
+    stacked = sum(v.aval.shape != a.shape for v, a in zip(eqn.outvars, closed.out_avals, strict=True))
+    scanned = sum(v.aval.shape != a.shape for v, a in zip(eqn.invars, closed.in_avals, strict=True))
+    carries = len(eqn.outvars) - stacked
+    return len(eqn.invars) - scanned - carries, carries
 
 
 def _open_while(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
@@ -289,14 +332,15 @@ def _where_each(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> tuple[A
 def _open_cond(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     branches = []
     for branch in eqn.params["branches"]:
-        branches.append(_function(branch, how, number))
+        branches.append(_capturing(_function(branch, how, number), inputs[1:], how))
         number += _size(branch.jaxpr)
-    return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
+    return list(jax.lax.switch(inputs[0], branches, *_arrays(inputs[1:], how)))
 
 
 def _open_checkpoint(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
-    body = _function(core.ClosedJaxpr(p["jaxpr"], []), how, number)
+    body = _capturing(_function(core.ClosedJaxpr(p["jaxpr"], []), how, number), inputs, how)
+    inputs = _arrays(inputs, how)
     opened = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])
     if not p["differentiated"]:
         return list(opened(*inputs))
@@ -330,6 +374,7 @@ def _open_linear_solve(eqn: Any, inputs: list[Any], how: RebindRules, number: in
 _INSERTED = "shardfn_inserted"
 _UNNUMBERED = -(1 << 40)
 """The number of the first equation of what is not in the program: the derivatives that a rule makes."""
+_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_linear_solve"})
 
 OPEN: dict[str, Callable[..., list[Any]]] = {

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding
 
-from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner, is_identity
+from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner, is_identity, leading_inputs
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules import RULES, Call, split
@@ -41,10 +41,8 @@ def may_move(jaxpr: Any, known: Collection[Any] = ()) -> bool:
         name, fixed = eqn.primitive.name, [isinstance(v, core.Literal) or v in known for v in eqn.invars]
         if name in _MOVING or (name in _PLACES and all(fixed[slice(*_PLACES[name])])):
             return True
-        is_jit = name in ("jit", "pjit")
-        for inside in inner(eqn):
-            own = [v for v, is_fixed in zip(inside.invars, fixed, strict=True) if is_fixed] if is_jit else ()
-            if may_move(inside, own):
+        for inside, leading in leading_inputs(eqn):
+            if may_move(inside, [v for v, i in zip(inside.invars, leading, strict=False) if fixed[i]]):
                 return True
         if all(fixed):
             known.update(eqn.outvars)
@@ -86,7 +84,7 @@ def shifts_of(closed: Any) -> Shifts | None:
 
 def _rules(emitter: Emitter) -> RebindRules:
     return RebindRules(lambda eqn, number: False, lambda eqn, xs, number: [], lambda eqn: None, None,
-                       functools.partial(_evaluate, emitter))  # fmt: skip
+                       functools.partial(_evaluate, emitter), (Known,))  # fmt: skip
 
 
 def with_shifts(
@@ -182,11 +180,13 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
     if name in ("jit", "pjit") and _is_plain(eqn):
         closed = eqn.params["jaxpr"]
         return _values(emitter, closed.jaxpr, closed.consts, operands, rules)
-    arrays = [emitter.array(o) for o in operands]
-    opened = OPEN.get(name)
-    if opened is not None and any(map(may_move, inner(eqn))):
-        return opened(eqn, arrays, rules, 0)
-    return bind_one(eqn, arrays)
+    inside = leading_inputs(eqn)
+    captured = {i for _, own in inside for i in own if isinstance(operands[i], Known) and name not in ("jit", "pjit")}
+    inputs = [o if i in captured else emitter.array(o) for i, o in enumerate(operands)]
+    for jaxpr, own in inside if name in OPEN else ():
+        if may_move(jaxpr, [v for v, i in zip(jaxpr.invars, own, strict=False) if i in captured]):
+            return OPEN[name](eqn, inputs, rules, 0)
+    return bind_one(eqn, [emitter.array(o) for o in inputs])
 
 
 def _with_elements(eqn: Any) -> Sequence[Any]:
