@@ -238,7 +238,7 @@ def leading_inputs(eqn: Any) -> list[tuple[Any, range]]:
     """
     name, found = eqn.primitive.name, inner(eqn)
     if name == "scan":
-        ranges = [range(_scan_counts(eqn)[0])]
+        ranges = [range(scan_counts(eqn)[0])]
     elif name == "while":
         first = eqn.params["cond_nconsts"]
         ranges = [range(first), range(first, first + eqn.params["body_nconsts"])]
@@ -278,10 +278,14 @@ def _open_jit(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> lis
     return list(opened(*inputs))
 
 
+def _open_call(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
+    return _function(eqn.params["call_jaxpr"], how, number)(*inputs)
+
+
 def _open_scan(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
     closed = p["jaxpr"]
-    constants, carries = _scan_counts(eqn)
+    constants, carries = scan_counts(eqn)
     consts, carry, xs = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
     body = _function(closed, how, number)
 
@@ -293,8 +297,8 @@ def _open_scan(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> li
     return [*last, *ys]
 
 
-def _scan_counts(eqn: Any) -> tuple[int, int]:
-    """The numbers of constants and of carries."""
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of the constants and of the carries of a scan."""
     closed = eqn.params["jaxpr"]
     # What is scanned over, or stacked, has one dim more outside than in the body.
     stacked = sum(v.aval.shape != a.shape for v, a in zip(eqn.outvars, closed.out_avals, strict=True))
@@ -374,13 +378,14 @@ def _open_linear_solve(eqn: Any, inputs: list[Any], how: RebindRules, number: in
 _INSERTED = "shardfn_inserted"
 _UNNUMBERED = -(1 << 40)
 """The number of the first equation of what is not in the program: the derivatives that a rule makes."""
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2"})
+_CALLS = frozenset({"closed_call", "jit", "pjit", "checkpoint", "remat", "remat2"})
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_linear_solve"})
 
 OPEN: dict[str, Callable[..., list[Any]]] = {
     "custom_jvp_call": functools.partial(_open_custom, open_jvp),
     "custom_vjp_call": functools.partial(_open_custom, open_vjp),
     "custom_linear_solve": _open_linear_solve,
+    "closed_call": _open_call,
     "jit": _open_jit,
     "pjit": _open_jit,
     "scan": _open_scan,

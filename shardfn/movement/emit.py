@@ -29,11 +29,12 @@ from shardfn.movement.values import (
     Part,
     Spread,
     Squeezed,
+    Stacked,
     Value,
     alignments,
     form,
     is_known,
-    joined,
+    mapped,
     scalar_of,
     sliced,
     transposed,
@@ -85,38 +86,20 @@ class Emitter:
 
     def bounded(self, value: Value) -> Value:
         """A value that is not too deep or of too many parts to be walked."""
-        for bound in (lambda: value, lambda: self._on_settled(value, {}), lambda: self.settled(value)):
+        for bound in (lambda: value, lambda: self.on_settled(value), lambda: self.settled(value)):
             found = bound()
             if not isinstance(found, Lazy) or (found.depth <= DEEPEST and found.parts_in_all <= MOST_PARTS):
                 return found
         return self.array(value)
 
-    def _on_settled(self, value: Value, seen: dict[int, Value]) -> Value:
-        """A value on ops on elements that are settled, of those that have a frame."""
-        if id(value) not in seen:
-            seen[id(value)] = self._made_on_settled(value, seen)
-        return seen[id(value)]
+    def on_settled(self, value: Value) -> Value:
+        """A value of ops on elements that are settled, of those that have a frame."""
 
-    def _made_on_settled(self, value: Value, seen: dict[int, Value]) -> Value:
-        if isinstance(value, Elementwise):
-            if value.home is not None or frame_of(value) is not None:
-                return self.settled(value)
-            operands = tuple(self._on_settled(o, seen) for o in value.operands)
-            return Elementwise(value.shape, value.dtype, value.bind, operands, value.safe, source=value.source)
-        if isinstance(value, Moved) and value.parts:
-            sources = [self._on_settled(part.source, seen) for part in value.parts]
-            if all(own is part.source for own, part in zip(sources, value.parts, strict=True)):
-                return value
-            rows = zip(sources, value.parts, strict=True)
-            found = joined([sliced(own, value.dim, part.first, part.rows) for own, part in rows], value.dim)
-            if isinstance(found, Lazy):
-                found.source = value.source
-            return found
-        if isinstance(value, Spread):
-            return Spread(value.shape, value.dtype, self._on_settled(value.operand, seen), value.dims)
-        if isinstance(value, Squeezed):
-            return Squeezed(value.shape, value.dtype, self._on_settled(value.value, seen), value.dim)
-        return value
+        def change(one: Value) -> Value | None:
+            has_frame = isinstance(one, Elementwise) and (one.home is not None or frame_of(one) is not None)
+            return self.settled(one) if has_frame else None
+
+        return mapped(value, change)
 
     def settled(self, value: Value) -> Value:
         """An op on elements as an array that is computed once, or as rows of such an array; another value as it is."""
@@ -172,7 +155,7 @@ class Emitter:
         return self.made[key][1]
 
     def _own(self, value: Lazy) -> Any:
-        if isinstance(value, Known):
+        if isinstance(value, Known | Stacked):
             return value.make()
         if isinstance(value, Squeezed):
             return lax.squeeze(self.array(value.value), (value.dim,))

@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding
 from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner, is_identity, leading_inputs
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
+from shardfn.movement.loops import scanned
 from shardfn.movement.rules import RULES, Call, split
 from shardfn.movement.rules.elements import ELEMENTWISE
-from shardfn.movement.values import Known, Lazy, Spread, Value
+from shardfn.movement.values import Known, Lazy, Spread, Value, anew
 from shardfn.movement.winners import Winners
 
 _PLACES = {"gather": (1, 2), "scatter": (1, 2), "scatter-add": (1, 2), "scatter-sub": (1, 2), "scatter-mul": (1, 2),
@@ -118,6 +119,7 @@ def _evaluate(
 ) -> list[Any]:
     """The arrays of a jaxpr's results."""
     around, emitter.made = emitter.made, {}
+    args = [anew(a) if isinstance(a, Known) else a for a in args]
     found = [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
     emitter.made = around
     return found
@@ -185,6 +187,8 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
     inputs = [o if i in captured else emitter.array(o) for i, o in enumerate(operands)]
     for jaxpr, own in inside if name in OPEN else ():
         if may_move(jaxpr, [v for v, i in zip(jaxpr.invars, own, strict=False) if i in captured]):
+            if name == "scan":
+                return scanned(emitter, eqn, operands, functools.partial(_values, emitter, rules=rules))
             return OPEN[name](eqn, inputs, rules, 0)
     return bind_one(eqn, [emitter.array(o) for o in inputs])
 

@@ -7,13 +7,15 @@ An array is a JAX array. Beside it a value is one of:
 - `Elementwise`: an op on elements of values.
 - `Spread`: a broadcast. `Iota`: positions. `Known`: a small array of constants.
 - `Squeezed`: a value without a dimension of one row.
+- `Stacked`: a value for each turn of a loop.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
@@ -135,6 +137,20 @@ class Squeezed(Lazy):
         return (self.value,)
 
 
+@dataclasses.dataclass(eq=False)
+class Stacked(Lazy):
+    """What the turns of a loop made, one behind the other: `value`, and by `id` the stacks of the arrays in it. `make` gives the
+    array."""
+
+    value: Value
+    arrays: Mapping[int, Any]
+    make: Callable[[], Any]
+
+    def below(self) -> Sequence[Value]:
+        """The stacked arrays."""
+        return [*self.arrays.values()]
+
+
 def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     """A shape with another number of rows along a dimension."""
     return (*shape[:dim], rows, *shape[dim + 1 :])
@@ -189,7 +205,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         return Squeezed(shape, value.dtype, sliced(value.value, dim + (dim >= value.dim), first, rows), value.dim)
     if isinstance(value, Known):
         kept = value.array[(slice(None),) * dim + (slice(first, first + rows),)]
-        return Known(shape, value.dtype, kept, lambda: jnp.asarray(kept))
+        return Known(shape, value.dtype, kept, functools.partial(jnp.asarray, kept))
     if has_no_frame(value, dim):
         place = dim, first, rows
         if place not in value.rows:
@@ -219,17 +235,18 @@ def has_no_frame(value: Value, dim: int) -> TypeGuard[Elementwise]:
     if not isinstance(value, Elementwise) or value.home is not None:
         return False
     dims = range(len(value.shape))
-    if value.is_constant or any(_has_more(value, d) for d in dims):
+    if value.is_constant or any(has_more(value, d) for d in dims):
         return True
     return any(has_few(value, d) for d in ((dim,) if alignments(value, dim) else dims))
 
 
 def _is_apart(value: Value, dim: int) -> bool:
     """Whether a value has more rows along a dimension than each array that they come from, or few of each."""
-    return _has_more(value, dim) or has_few(value, dim)
+    return has_more(value, dim) or has_few(value, dim)
 
 
-def _has_more(value: Value, dim: int) -> bool:
+def has_more(value: Value, dim: int) -> bool:
+    """Whether a value has more rows along a dimension than each array that they come from."""
     found, rows = alignments(value, dim), value.shape[dim]
     return bool(found) and all(one.size < rows for one in found)
 
@@ -268,6 +285,49 @@ def is_one_constant(one: Value, other: Value) -> bool:
 def is_known(scalar: Any) -> bool:
     """Whether a scalar is a number, not one that the program computes."""
     return isinstance(scalar, int | float | complex | np.generic | np.ndarray)
+
+
+def mapped(value: Value, change: Callable[[Value], Value | None]) -> Value:
+    """A value made of other values: of `change` of each value below it for which this is not None."""
+    return _changed(value, change, False, {})
+
+
+def anew(value: Value, change: Callable[[Value], Value | None] = lambda one: None) -> Value:
+    """The same for another trace: no value has an array yet but those that `change` gives."""
+    return _changed(value, change, True, {})
+
+
+def _changed(value: Value, change: Callable[[Value], Value | None], is_anew: bool, seen: dict[int, Value]) -> Value:
+    if id(value) not in seen:
+        found = change(value)
+        seen[id(value)] = _mapped(value, change, is_anew, seen) if found is None else found
+    return seen[id(value)]
+
+
+def _mapped(value: Value, change: Callable[[Value], Value | None], is_anew: bool, seen: dict[int, Value]) -> Value:
+    below = value.below() if isinstance(value, Moved | Elementwise | Spread | Squeezed) else ()
+    new = [_changed(one, change, is_anew, seen) for one in below]
+    if not isinstance(value, Lazy) or (not is_anew and all(a is b for a, b in zip(new, below, strict=True))):
+        return value
+    found: Value
+    if isinstance(value, Moved) and value.parts:
+        parts = zip(new, value.parts, strict=True)
+        found = joined([sliced(source, value.dim, part.first, part.rows) for source, part in parts], value.dim)
+        if isinstance(found, Moved) and len(found.parts) == len(value.parts):
+            found.is_rotation = value.is_rotation
+    elif isinstance(value, Elementwise):
+        found = Elementwise(value.shape, value.dtype, value.bind, tuple(new), value.safe)
+    elif isinstance(value, Spread):
+        found = Spread(value.shape, value.dtype, new[0], value.dims)
+    elif isinstance(value, Squeezed):
+        found = Squeezed(value.shape, value.dtype, new[0], value.dim)
+    elif isinstance(value, Known):
+        found = Known(value.shape, value.dtype, value.array, functools.partial(jnp.asarray, value.array))
+    else:
+        found = dataclasses.replace(value, own=None, placed={}, home=None, aligned={})
+    if isinstance(found, Lazy) and found.source is None:
+        found.source = value.source
+    return found
 
 
 def transposed(

@@ -48,11 +48,15 @@ def differs(seed: int) -> str | None:
             want = jax.jit(function)(*args)
         except (TypeError, ValueError, NotImplementedError, IndexError):  # it does not run as it is
             return None
-        got = jax.jit(with_shifts(function))(*args)
+        text = f"{source}{[(x.shape, str(x.dtype)) for x in args]}"
+        try:
+            got = jax.jit(with_shifts(function))(*args)
+        except Exception as error:  # whatever it is, the program runs as it is
+            return f"{text}\n{type(error).__name__}: {error}"
         if _same(got, want):
             return ""
         with jax.disable_jit():  # XLA on CPU reads what it has written (openxla/xla 49176)
-            return "" if _same(got, function(*args)) else f"{source}{[(x.shape, str(x.dtype)) for x in args]}"
+            return "" if _same(got, function(*args)) else text
 
 
 def _same(got: Any, want: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,9 @@ from jax import lax
 
 from shardfn.movement.frames import Frame, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.composed import elementwise
 from shardfn.movement.rules.shapes import without
-from shardfn.movement.values import Elementwise, Moved, Value, alignments, sliced, with_rows
+from shardfn.movement.values import Elementwise, Moved, Value, alignments, has_more, sliced, with_rows
 
 
 def reduce_rule(
@@ -26,8 +28,11 @@ def reduce_rule(
         return without(call.emitter, value, axes)
     has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
     frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
+    if frame is None and combine is not None:
+        found = _row_by_row(call, axes, combine)
+        return _with_ends(identity, call, axes, combine) if found is None else found
     if frame is None:
-        return _row_by_row(call, axes, combine) if combine else None
+        return None
     if frame.shape == value.shape:
         return None
     call.emitter.shifted += any(frame.shape[d] != value.shape[d] for d in axes)
@@ -54,6 +59,35 @@ def _row_by_row(call: Call, axes: Sequence[int], combine: Callable[[Any, Any], A
     rows = (sliced(value, few[0], i, 1) for i in range(value.shape[few[0]]))
     call.emitter.shifted += 1
     return functools.reduce(combine, (call.bound(call.emitter.array(row)) for row in rows))
+
+
+def _with_ends(
+    identity: Callable[[Any], Any], call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]
+) -> Value | None:
+    """A reduction of more rows than an array has, as of one with ghost cells: of those of the array, and of the ends."""
+    (value,) = call.operands
+    dim = next((d for d in axes if has_more(value, d)), None)
+    if dim is None:
+        return None
+    size, offset, _ = max(alignments(value, dim), key=lambda one: one.weight)
+    rows, first = value.shape[dim], min(max(-offset, 0), value.shape[dim] - size)
+    if rows - size > MOST_ROWS:
+        return None
+    found = []
+    for start, stop in ((0, first), (first, first + size), (first + size, rows)):
+        if start < stop:
+            own = dataclasses.replace(call, operands=(sliced(value, dim, start, stop - start),))
+            one = reduce_rule(identity, own, combine)
+            found.append(call.bound(call.emitter.array(own.operands[0])) if one is None else one)
+
+    def combined(arrays: Sequence[Any]) -> Any:
+        return functools.reduce(combine, arrays)
+
+    return (
+        elementwise(combined, found, call.shape, call.dtype, call.emitter)
+        if call.shape
+        else combined([call.emitter.array(one) for one in found])
+    )
 
 
 def least(dtype: Any) -> Any:
