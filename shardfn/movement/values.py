@@ -156,6 +156,11 @@ def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     return (*shape[:dim], rows, *shape[dim + 1 :])
 
 
+def known(array: np.ndarray, dtype: Any) -> Known:
+    """Known integers or bools as a constant."""
+    return Known(array.shape, dtype, array, functools.partial(jnp.asarray, array))
+
+
 def joined(values: Sequence[Value], dim: int) -> Value:
     """Values one after the other along a dimension."""
     parts: list[Part] = []
@@ -204,8 +209,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
     if isinstance(value, Squeezed):
         return Squeezed(shape, value.dtype, sliced(value.value, dim + (dim >= value.dim), first, rows), value.dim)
     if isinstance(value, Known):
-        kept = value.array[(slice(None),) * dim + (slice(first, first + rows),)]
-        return Known(shape, value.dtype, kept, functools.partial(jnp.asarray, kept))
+        return known(value.array[(slice(None),) * dim + (slice(first, first + rows),)], value.dtype)
     if has_no_frame(value, dim):
         place = dim, first, rows
         if place not in value.rows:
@@ -218,15 +222,16 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:
     """The rows from `low` to `high` of a part."""
     source, first, rows = part.source, part.first + low, high - low
-    if has_no_frame(source, dim) or _is_sliced_below(source, dim):
+    is_constant = isinstance(source, Lazy) and source.is_constant
+    if is_constant or has_no_frame(source, dim) or _is_sliced_below(source, dim):
         return Part(rows, sliced(source, dim, first, rows), 0)
     return Part(rows, source, first)
 
 
 def _is_sliced_below(value: Value, dim: int) -> TypeGuard[Moved]:
     """Whether a slice of moved rows is one of their sources: an earlier dimension is moved first, so that its shift is shared,
-    and of what has no frame along `dim` only the rows that are read are made."""
-    return isinstance(value, Moved) and (dim < value.dim or _is_apart(value, dim))
+    and of constants and of what has no frame along `dim` only the rows that are read are made."""
+    return isinstance(value, Moved) and (dim < value.dim or value.is_constant or _is_apart(value, dim))
 
 
 def has_no_frame(value: Value, dim: int) -> TypeGuard[Elementwise]:
@@ -322,7 +327,7 @@ def _mapped(value: Value, change: Callable[[Value], Value | None], is_anew: bool
     elif isinstance(value, Squeezed):
         found = Squeezed(value.shape, value.dtype, new[0], value.dim)
     elif isinstance(value, Known):
-        found = Known(value.shape, value.dtype, value.array, functools.partial(jnp.asarray, value.array))
+        found = known(value.array, value.dtype)
     else:
         found = dataclasses.replace(value, own=None, placed={}, home=None, aligned={})
     if isinstance(found, Lazy) and found.source is None:
@@ -344,9 +349,11 @@ def transposed(
 
 
 def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any], seen: dict[int, Value]) -> Value:
-    if not isinstance(value, Moved | Elementwise | Iota | Spread):
+    if not isinstance(value, Moved | Elementwise | Iota | Known | Spread):
         return of_array(value, order)
     shape = tuple(value.shape[d] for d in order)
+    if isinstance(value, Known):
+        return known(value.array.transpose(order), value.dtype)
     if isinstance(value, Moved):
         parts = tuple(part._replace(source=transposed(part.source, order, of_array, seen)) for part in value.parts)
         return Moved(shape, value.dtype, list(order).index(value.dim), parts)

@@ -73,6 +73,7 @@ def _with_ends(
     rows, first = value.shape[dim], min(max(-offset, 0), value.shape[dim] - size)
     if rows - size > MOST_ROWS:
         return None
+    call.emitter.shifted += 1
     found = []
     for start, stop in ((0, first), (first, first + size), (first + size, rows)):
         if start < stop:

@@ -1,0 +1,168 @@
+"""Gradients of stencils send halos, as the stencils do, and are right."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardfn
+
+N = 64
+
+
+def _laplacian(p):
+    return p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * p[1:-1, 1:-1]
+
+
+def _ghosts(q, rows, columns):
+    p = jnp.pad(q, 1)
+    p = p.at[0].set(rows * p[1]).at[-1].set(rows * p[-2])
+    return p.at[:, 0].set(columns * p[:, 1]).at[:, -1].set(columns * p[:, -2])
+
+
+def _edges(u):
+    return _laplacian(jnp.pad(u, 1, mode="edge"))
+
+
+def _walls(u):
+    return _laplacian(_ghosts(u, -1, 1))
+
+
+def _shallow_water(u):
+    h, a, b = u + 4, jnp.sin(u), jnp.cos(u)
+    height, along, across = _ghosts(h, 1, 1), _ghosts(a, -1, 1), _ghosts(b, 1, -1)
+    f, g = along * along / height + 4.9 * height * height, across * across / height
+    f = 0.5 * (f[1:] + f[:-1]) - 0.3 * (along[1:] - along[:-1])
+    g = 0.5 * (g[:, 1:] + g[:, :-1]) - 0.3 * (across[:, 1:] - across[:, :-1])
+    return h - 0.1 * (f[1:, 1:-1] - f[:-1, 1:-1]) - 0.1 * (g[1:-1, 1:] - g[1:-1, :-1])
+
+
+def _ends_by_index(u):
+    u = u.at[jnp.array([0, -1])].set(0.0).at[:, jnp.array([0, -1])].set(0.0)
+    return u.at[1:-1, 1:-1].add(u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2])
+
+
+def _loop(u):
+    def step(_, s):
+        old, new = s
+        p = jnp.pad(new, 1).at[0, 1:-1].set(new[1]).at[-1, 1:-1].set(new[-2])
+        return new, 2 * new - old + 0.1 * _laplacian(p.at[1:-1, 0].set(new[:, 1]).at[1:-1, -1].set(new[:, -2]))
+
+    return lax.fori_loop(0, 3, step, (u, 0.9 * u))[1]
+
+
+def _nonlinear_loop(u):
+    def step(h, _):
+        p = jnp.pad(h, 1, mode="edge")
+        return h + 0.1 * _laplacian(p * jnp.tanh(p)), None
+
+    return lax.scan(step, u, None, length=3)[0]
+
+
+def _checkpointed_loop(u):
+    return lax.scan(
+        jax.checkpoint(lambda h, _: (h + 0.1 * _laplacian(_ghosts(h * h, 1, -1)), None)), u, None, length=3
+    )[0]
+
+
+def _slope(function):
+    return jax.grad(lambda u: jnp.sin(function(u)).sum())
+
+
+def _field():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(N, N)), jnp.float32)
+
+
+@pytest.mark.parametrize("strategy", [(8, 1), (1, 8), (2, 4)], ids=str)
+@pytest.mark.parametrize("function, steps", [
+    (_edges, 1), (_walls, 1), (_shallow_water, 1), (_ends_by_index, 1), (_loop, 3), (_nonlinear_loop, 3), (_checkpointed_loop, 3),
+])  # fmt: skip
+def test_a_gradient_sends_the_halo_of_each_way(function, steps, strategy):
+    slope = _slope(function)
+    sharded = shardfn.shard(slope, (strategy,), device=jax.devices())
+    rows = sum(2 * n for n, shards in zip((N // strategy[1], N // strategy[0]), strategy, strict=True) if shards > 1)
+    plan = sharded.plan(_field())
+    ways = 3 if function is _checkpointed_loop else 2
+    assert plan.cost.bytes_sent <= ways * 4 * steps * rows
+    assert {one.kind for one in plan.collectives} == {"collective-permute"}
+    np.testing.assert_allclose(sharded(_field()), jax.jit(slope)(_field()), 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("strategy", [(8, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("function", [_shallow_water, _nonlinear_loop, _checkpointed_loop])
+def test_gradients_from_outside_and_of_gradients(function, strategy):
+    sharded = shardfn.shard(function, (strategy,), device=jax.devices())
+    want = jax.jit(_slope(function))(_field())
+    np.testing.assert_allclose(_slope(sharded)(_field()), want, 1e-4, 1e-4)
+    twice = _slope(_slope(function))
+    got = shardfn.shard(twice, (strategy,), device=jax.devices())(_field())
+    np.testing.assert_allclose(got, jax.jit(twice)(_field()), 1e-3, 1e-3)
+
+
+def _bytes(function, size, strategy):
+    x = jax.ShapeDtypeStruct((size, size), "float32")
+    return shardfn.plan(function, x, in_strategy=(strategy,), device="h100:8").cost.bytes_sent
+
+
+@pytest.mark.parametrize("size", [64, 512])  # of 512, an index of each element is too large to be known as an array
+def test_a_grid_of_elements_stays_where_it_is(size):
+    def board(u):
+        return u.at[::2, ::2].set(0.0).at[1::2, 1::2].add(u[::2, ::2])
+
+    assert [_bytes(f, size, s) for f in (board, _slope(board)) for s in ((8, 1), (2, 4))] == [0] * 4
+
+
+def test_strided_rows_send_one_row_each_way():
+    def relaxed(u):
+        return u.at[2:-1:2].set(0.25 * (u[1:-2:2] + u[3::2]))
+
+    assert _bytes(_slope(relaxed), 512, (8, 1)) == 4 * 4 * 512
+
+
+def test_reflected_edges_send_the_halo():
+    def blurred(u):
+        p = jnp.pad(u, 2, mode="reflect")
+        return p[4:, 2:-2] + p[:-4, 2:-2] + p[2:-2, 4:] + p[2:-2, :-4]
+
+    plan = shardfn.plan(
+        _slope(blurred), jax.ShapeDtypeStruct((512, 512), "float32"), in_strategy=((8, 1),), device="h100:8"
+    )
+    assert plan.cost.bytes_sent <= 14 * 4 * 512
+    assert "all-gather" not in {one.kind for one in plan.collectives}
+
+
+def test_a_sum_of_ghost_cells_gathers_nothing():
+    def total(u):
+        return jnp.tanh(jnp.pad(u, 1, mode="edge"))[1:].sum()
+
+    plan = shardfn.plan(total, jax.ShapeDtypeStruct((N, N), "float32"), in_strategy=((8, 1),), device="h100:8")
+    assert "all-gather" not in {one.kind for one in plan.collectives}
+    got = shardfn.shard(total, ((8, 1),), device=jax.devices())(_field())
+    np.testing.assert_allclose(got, total(_field()), 1e-5)
+
+
+def test_what_a_loop_stacks_is_read_outside_too():
+    def f(u):
+        last, stacked = lax.scan(lambda h, _: (jnp.sin(h[::-1]), jnp.pad(h * h, 1)), u, None, length=3)
+        return last + stacked[1, 2:, :-2] + stacked.sum(0)[1:-1, 1:-1]
+
+    for g in (f, _slope(f)):
+        got = shardfn.shard(g, ((2, 4),), device=jax.devices())(_field())
+        np.testing.assert_allclose(got, jax.jit(g)(_field()), 1e-4, 1e-4)
+
+
+def test_known_places_do_not_leave_the_loop_that_reads_them():
+    places = jnp.array([0, 3, 5])
+
+    def f(u):
+        u = lax.scan(lambda h, _: (h.at[places].add(0.5 * h[places]), None), u, None, length=3)[0]
+        u = lax.fori_loop(0, 3, lambda _, h: h.at[places].multiply(1.1), u)
+        u = lax.cond(u.sum() > 0, lambda h: h.at[places].set(0.0), lambda h: h.at[places].set(1.0), u)
+        return u.at[places].add(2.0)
+
+    for g in (f, _slope(f)):
+        got = shardfn.shard(g, ((8, 1),), device=jax.devices())(_field())
+        np.testing.assert_allclose(got, jax.jit(g)(_field()), 1e-5, 1e-5)
