@@ -5,7 +5,8 @@ sharded from integers over 8 devices. Its bytes are those that the plan predicts
 is what one device between others has to receive; `ratio` is compiled over halo, and `values` says whether the result is that of
 the unsharded function. `ms` stands beside the same program by hand, with `jnp.roll` and `jnp.where`, through the same `shard`:
 the two are called in turn, A B A B, and `time ratio` is the median of the ratios of neighbours. The second table
-has the programs of the gallery beside the same with `jax.shard_map` and `ppermute`: lines of code, bytes and time.
+has their gradients, which may send the halo once each way. The third has the programs of the gallery beside the same with
+`jax.shard_map` and `ppermute`: lines of code, bytes and time.
 Run: python benchmarks/stencils.py [--only NAME ...] [--rounds N] [--platform cpu] [--json OUT]
 """
 
@@ -156,6 +157,20 @@ def edge_padded_by_hand(u):
     return u + 0.2 * (near - 4 * u)
 
 
+def walled(u):
+    p = jnp.pad(u, 1)
+    p = p.at[0].set(-p[1]).at[-1].set(-p[-2])
+    p = p.at[:, 0].set(p[:, 1]).at[:, -1].set(p[:, -2])
+    return u + 0.2 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u)
+
+
+def walled_by_hand(u):
+    def mirrored(by):  # minus the last row outside
+        return 2 * beyond(u, by, 0, "zero") - beyond(u, by, 0)
+
+    return u + 0.2 * (mirrored(1) + mirrored(-1) + beyond(u, 1, 1) + beyond(u, -1, 1) - 4 * u)
+
+
 def life(g):
     p, (rows, columns) = jnp.pad(g, 1), g.shape
     n = sum(p[i : i + rows, j : j + columns] for i in range(3) for j in range(3)) - g
@@ -300,6 +315,7 @@ IN_LOOP = {
     "periodic, wrap padded": (wrap_padded, periodic, (2, 2)),
     "inner points updated": (heat, heat_by_hand, (2, 2)),
     "edges padded": (edge_padded, edge_padded_by_hand, (2, 2)),
+    "ghost cells": (walled, walled_by_hand, (2, 2)),
     "zero rows concatenated": (heat_concatenated, heat_concatenated_by_hand, (2, 0)),
     "upwind": (lambda u: u.at[1:].add(-0.5 * (u[1:] - u[:-1])), upwind_by_hand, (1, 0)),
     "boundaries set": (
@@ -339,6 +355,19 @@ STENCILS: dict[str, Stencil] = {
 }
 
 
+def slope(function):
+    """The gradient of a sum of sines of a function, which reads what the function made."""
+    return jax.grad(lambda u: jnp.sin(function(u)).sum())
+
+
+GRADIENTS: dict[str, Stencil] = {
+    name: dataclasses.replace(one, written=slope(one.written), by_hand=slope(one.by_hand), steps=2 * one.steps)
+    for name, one in STENCILS.items()
+    if not name.startswith(("life", "median", "gradient of"))
+}
+"""Gradients of the programs that have one everywhere. Their halo is that of both ways."""
+
+
 # ---- measuring
 
 
@@ -360,10 +389,10 @@ def ms_of(functions: Sequence[Function], u: Any, rounds: int) -> list[tuple[floa
     return found
 
 
-def measure(name: str, rounds: int) -> harness.Row:
-    """The row of a program."""
-    stencil = STENCILS[name]
-    u = jnp.asarray(np.random.default_rng(0).random(stencil.shape) > 0.5, jnp.float32)
+def measure(name: str, stencil: Stencil, rounds: int, is_gradient: bool = False) -> harness.Row:
+    """The row of a program. Of a gradient the array has no two values alike."""
+    drawn = np.random.default_rng(0).random(stencil.shape)
+    u = jnp.asarray(drawn if is_gradient else drawn > 0.5, jnp.float32)
     written, by_hand = (shardfn.shard(f, (stencil.strategy,)) for f in (stencil.written, stencil.by_hand))
     expected = jax.jit(stencil.written)(u)
     plan, hand = written.plan(u), by_hand.plan(u)
@@ -432,14 +461,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(STENCILS), choices=STENCILS, metavar="NAME")
     parser.add_argument("--rounds", type=int, default=201)
     options = harness.parse(parser, devices=DEVICES)
-    rows = [measure(name, options.rounds) for name in options.only]
-    harness.show(rows)
-    for figure, aim in (("ratio", AIM_BYTES), ("time ratio", AIM_TIME)):
-        beyond_aim = [row["program"] for row in rows if row[figure] > aim]
-        print(f"{figure} above {aim}: {', '.join(beyond_aim) or 'none'}")
+    rows = [measure(name, STENCILS[name], options.rounds) for name in options.only]
+    named = [name for name in options.only if name in GRADIENTS]
+    slopes = [measure(name, GRADIENTS[name], options.rounds, is_gradient=True) for name in named]
+    for table, title in ((rows, ""), (slopes, "gradients, beside the halo of both ways")):
+        harness.show(table, title)
+        for figure, aim in (("ratio", AIM_BYTES), ("time ratio", AIM_TIME)):
+            beyond_aim = [row["program"] for row in table if row[figure] > aim]
+            print(f"{figure} above {aim}: {', '.join(beyond_aim) or 'none'}")
     beside = [beside_shard_map(name, options.rounds) for name in gallery.SIZES]
     harness.show(beside, "beside jax.shard_map and ppermute")
-    harness.save(options.json, {"programs": rows, "shard_map": beside})
+    harness.save(options.json, {"programs": rows, "gradients": slopes, "shard_map": beside})
 
 
 if __name__ == "__main__":
