@@ -102,8 +102,8 @@ class Emitter:
         return mapped(value, change)
 
     def settled(self, value: Value) -> Value:
-        """An op on elements as an array that is computed once, or as rows of such an array; of constants, and another value, as it
-        is."""
+        """An op on elements as an array that is computed once, or as rows of such an array. One of constants, and another value,
+        stays as it is."""
         if not isinstance(value, Elementwise) or value.is_constant:
             return value
         frame = value.home or frame_of(value)
