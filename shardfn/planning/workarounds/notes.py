@@ -22,6 +22,8 @@ def workaround_note(wrong: Sequence[WrongOp]) -> str:
 
 
 def _kind(one: WrongOp) -> str:
+    if one.is_grouped:
+        return "grouped"
     own = one.movement.op if one.movement and one.kind == "movement" else ""
     return own if own in _NOTES else one.kind
 
@@ -37,8 +39,12 @@ def _shapes(movement: Movement | None) -> str:
 
 _NOTES = {
     "window": (
-        "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}, and all dimensions of "
-        "grouped convolutions: for this sharding XLA computes wrong values or gradients"
+        "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}: for this sharding XLA computes "
+        "wrong values or gradients"
+    ),
+    "grouped": (
+        "shardfn gathers all dimensions of the grouped convolutions at {}: for this sharding XLA computes wrong values or "
+        "gradients, or does not compile"
     ),
     "transform": (
         "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "

@@ -48,6 +48,8 @@ class WrongOp(NamedTuple):
     """The dimensions along which it moves."""
     turn: Turn | None = None
     """The rotation that a `nested` one is."""
+    is_grouped: bool = False
+    """Whether a `window` is a grouped convolution, of which all dimensions are gathered."""
 
 
 def wrong_ops(
@@ -103,7 +105,7 @@ def wrong_ops(
             is_gathered = partitioned.specs[moved_from.get(own, own)][1:] != partitioned.specs[own][1:]
             found.setdefault(WrongOp(op.where, "transform" if is_gathered else "layout"))
         if _is_wrong_convolution(op, partitioned, moved_from, moved_to) or _crops_between(op, partitioned):
-            found.setdefault(WrongOp(op.where))
+            found.setdefault(WrongOp(op.where, is_grouped=op.convolution is not None and bool(op.convolution.grouped)))
     for op, turn in nested_concatenations(partitioned, has_residuals):
         found.setdefault(WrongOp(op.where, "nested", movement=movement_of(op, partitioned, moved_from), turn=turn))
     return tuple(found)
