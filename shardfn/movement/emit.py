@@ -93,9 +93,11 @@ class Emitter:
         return self.array(value)
 
     def on_settled(self, value: Value) -> Value:
-        """A value of ops on elements that are settled, of those that have a frame."""
+        """A value of ops on elements that are settled, of those that have a frame, and of the arrays of what loops stacked."""
 
         def change(one: Value) -> Value | None:
+            if isinstance(one, Stacked):
+                return self.array(one)
             has_frame = isinstance(one, Elementwise) and (one.home is not None or frame_of(one) is not None)
             return self.settled(one) if has_frame else None
 

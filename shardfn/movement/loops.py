@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from shardfn.ir.rewrite import scan_counts
 from shardfn.movement.emit import Emitter
@@ -28,7 +27,7 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
     carry = [emitter.array(o) for o in operands[constants : constants + carries]]
     xs = [o if isinstance(o, Stacked) else emitter.array(o) for o in operands[constants + carries :]]
     arrays = {id(a): a for x in xs for a in (x.arrays.values() if isinstance(x, Stacked) else (x,))}
-    outer = {id(const) for const in consts}
+    outer = {*map(id, [*consts, *closed.consts])}
     kept, pieces = list[Value](), dict[int, Any]()
 
     def of_turn(x: Value, turn: dict[int, Any]) -> Value:
@@ -65,10 +64,10 @@ def _is_uneven(value: Value) -> bool:
 
 
 def _arrays(value: Value) -> list[Any]:
-    """The arrays that a loop makes and a value is made of."""
+    """The arrays that a value is made of."""
     if isinstance(value, Lazy) and not isinstance(value, Known):
         return [array for one in value.below() for array in _arrays(one)]
-    return [value] if isinstance(value, Tracer) else []
+    return [value] if isinstance(value, jax.Array) else []
 
 
 def _stacked(emitter: Emitter, value: Value, stacks: dict[int, Any], length: int) -> Value:

@@ -89,8 +89,12 @@ class Elementwise(Lazy):
     operands: tuple[Value, ...]
     safe: float | None = None
     """Operands at which its derivative is finite; None if it is so at all."""
-    rows: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
-    """Of a value that has no frame, the op on the rows that were asked for, by dimension, the first and their number."""
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = dataclasses.field(
+        default_factory=dict, kw_only=True, repr=False
+    )
+    """Of a value that has no frame, the op on the rows that were asked for, by the first along each dimension and the shape."""
+    whole: tuple[Elementwise, tuple[int, ...]] | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    """The value that it has rows of, and the first along each dimension."""
 
     def below(self) -> Sequence[Value]:
         """Its operands."""
@@ -211,11 +215,14 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
     if isinstance(value, Known):
         return known(value.array[(slice(None),) * dim + (slice(first, first + rows),)], value.dtype)
     if has_no_frame(value, dim):
-        place = dim, first, rows
-        if place not in value.rows:
-            own = (sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
-            value.rows[place] = Elementwise(shape, value.dtype, value.bind, tuple(own), value.safe, source=value.source)
-        return value.rows[place]
+        whole, place = value.whole or (value, (0,) * len(shape))
+        place = with_rows(place, dim, place[dim] + first)
+        if (place, shape) not in whole.rows:
+            own = tuple(sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
+            whole.rows[place, shape] = Elementwise(
+                shape, value.dtype, value.bind, own, value.safe, source=value.source, whole=(whole, place)
+            )
+        return whole.rows[place, shape]
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
 
 
