@@ -6,7 +6,8 @@ The arrays that it is made of are stacked in its place, and the loop that reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ import numpy as np
 from shardfn.ir.rewrite import scan_counts
 from shardfn.movement.emit import Emitter
 from shardfn.movement.values import Known, Lazy, Stacked, Value, alignments, anew, has_few
+
+MOST_MORE = 1.5
+"""Elements of the arrays that are stacked in the place of a value, to one of the value."""
 
 Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 """Takes a jaxpr, its constants and its arguments, and gives its results."""
@@ -43,9 +47,8 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
         own = [anew(o) if isinstance(o, Known) else o for o in consts]
         results = values(closed.jaxpr, closed.consts, [*own, *carry, *(of_turn(x, turn) for x in xs)])
         last = tuple(emitter.array(one) for one in results[:carries])
-        kept.extend(emitter.on_settled(one) if _is_uneven(one) else emitter.array(one) for one in results[carries:])
-        for one in kept:
-            pieces.update((id(array), array) for array in _arrays(one) if id(array) not in outer)
+        kept.extend(_kept(emitter, results[carries:], outer))
+        pieces.update(_arrays(kept, outer))
         emitter.made = around
         return last, tuple(pieces.values())
 
@@ -56,6 +59,26 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
     return [*last, *(_stacked(emitter, one, stacked, p["length"]) for one in kept)]
 
 
+def _kept(emitter: Emitter, results: Sequence[Value], outer: Collection[int]) -> list[Value]:
+    """What is stacked: values of arrays that hold not many more elements than they do, and the arrays of the others."""
+    kept = [emitter.on_settled(one) if _is_uneven(one) else emitter.array(one) for one in results]
+    lazy = [i for i, one in enumerate(kept) if isinstance(one, Lazy)]
+    made = _arrays([one for one in kept if not isinstance(one, Lazy)], outer)
+    if _elements(_arrays(kept, {*outer, *made})) <= MOST_MORE * sum(math.prod(kept[i].shape) for i in lazy):
+        return kept
+    for i in lazy:
+        more = _arrays([kept[i]], {*outer, *made})
+        if _elements(more) > MOST_MORE * math.prod(kept[i].shape):
+            kept[i] = emitter.array(results[i])
+            more = _arrays([kept[i]], outer)
+        made |= more
+    return kept
+
+
+def _elements(arrays: Mapping[int, Any]) -> int:
+    return sum(array.size for array in arrays.values())
+
+
 def _is_uneven(value: Value) -> bool:
     """Whether a value has another number of rows than an array that they come from, and not few of them."""
     dims = range(len(np.shape(value)))
@@ -63,17 +86,23 @@ def _is_uneven(value: Value) -> bool:
     return is_other and not any(has_few(value, dim) for dim in dims)
 
 
-def _arrays(value: Value) -> list[Any]:
-    """The arrays that a value is made of."""
-    if isinstance(value, Lazy) and not isinstance(value, Known):
-        return [array for one in value.below() for array in _arrays(one)]
-    return [value] if isinstance(value, jax.Array) else []
+def _arrays(values: Sequence[Value], outer: Collection[int]) -> dict[int, Any]:
+    """The arrays that values are made of, but for some, by `id`."""
+    found, seen, left = dict[int, Any](), set[int](), [*reversed(values)]
+    while left:
+        one = left.pop()
+        if id(one) not in seen and isinstance(one, Lazy):
+            left += reversed(one.below())
+        elif isinstance(one, jax.Array) and id(one) not in outer:
+            found[id(one)] = one
+        seen.add(id(one))
+    return found
 
 
 def _stacked(emitter: Emitter, value: Value, stacks: dict[int, Any], length: int) -> Value:
     if not isinstance(value, Lazy):
         return stacks[id(value)] if id(value) in stacks else jax.numpy.broadcast_to(value, (length, *np.shape(value)))
-    own = {id(array): stacks[id(array)] for array in _arrays(value) if id(array) in stacks}
+    own = {own: stacks[own] for own in _arrays([value], ()) if own in stacks}
 
     def of_turn(arrays: dict[int, Any]) -> Any:
         around, emitter.made = emitter.made, {}

@@ -179,8 +179,8 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
             found = rule(Call(eqn, tuple(operands if name in ELEMENTWISE else shaped), emitter))
             if found is not None:
                 return [emitter.bounded(found)]
-    if name in ("jit", "pjit") and _is_plain(eqn):
-        closed = eqn.params["jaxpr"]
+    if name == "closed_call" or (name in ("jit", "pjit") and _is_plain(eqn)):
+        closed = eqn.params["call_jaxpr" if name == "closed_call" else "jaxpr"]
         return _values(emitter, closed.jaxpr, closed.consts, operands, rules)
     inside = leading_inputs(eqn)
     captured = {i for _, own in inside for i in own if isinstance(operands[i], Known) and name not in ("jit", "pjit")}

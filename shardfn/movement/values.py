@@ -38,7 +38,7 @@ class Lazy:
     """A value that is no array yet.
 
     `own` is its array, once made, `placed` its arrays in frames, and `home` the frame where an op on elements was computed.
-    `source` is the line of the user's program. `aligned` is what `alignments` found.
+    `source` is the line of the user's program. `aligned` is what `alignments` found, `squeezed` the value without a dimension.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +48,7 @@ class Lazy:
     home: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     source: Any = dataclasses.field(default=None, kw_only=True, repr=False)
     aligned: dict[int, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
+    squeezed: dict[int, Any] = dataclasses.field(default_factory=dict, kw_only=True, repr=False)
     depth: int = dataclasses.field(default=0, init=False)
     """How many values are below it, one on the other."""
     parts_in_all: int = dataclasses.field(default=1, init=False)
@@ -150,9 +151,9 @@ class Stacked(Lazy):
     arrays: Mapping[int, Any]
     make: Callable[[], Any]
 
-    def below(self) -> Sequence[Value]:
-        """The stacked arrays."""
-        return [*self.arrays.values()]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_constant = False
 
 
 def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
@@ -160,7 +161,7 @@ def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
     return (*shape[:dim], rows, *shape[dim + 1 :])
 
 
-def known(array: np.ndarray, dtype: Any) -> Known:
+def constant(array: np.ndarray, dtype: Any) -> Known:
     """Known integers or bools as a constant."""
     return Known(array.shape, dtype, array, functools.partial(jnp.asarray, array))
 
@@ -213,7 +214,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
     if isinstance(value, Squeezed):
         return Squeezed(shape, value.dtype, sliced(value.value, dim + (dim >= value.dim), first, rows), value.dim)
     if isinstance(value, Known):
-        return known(value.array[(slice(None),) * dim + (slice(first, first + rows),)], value.dtype)
+        return constant(value.array[(slice(None),) * dim + (slice(first, first + rows),)], value.dtype)
     if has_no_frame(value, dim):
         whole, place = value.whole or (value, (0,) * len(shape))
         place = with_rows(place, dim, place[dim] + first)
@@ -334,9 +335,9 @@ def _mapped(value: Value, change: Callable[[Value], Value | None], is_anew: bool
     elif isinstance(value, Squeezed):
         found = Squeezed(value.shape, value.dtype, new[0], value.dim)
     elif isinstance(value, Known):
-        found = known(value.array, value.dtype)
+        found = constant(value.array, value.dtype)
     else:
-        found = dataclasses.replace(value, own=None, placed={}, home=None, aligned={})
+        found = dataclasses.replace(value, own=None, placed={}, home=None, aligned={}, squeezed={})
     if isinstance(found, Lazy) and found.source is None:
         found.source = value.source
     return found
@@ -346,21 +347,21 @@ def transposed(
     value: Value,
     order: Sequence[int],
     of_array: Callable[[Any, Sequence[int]], Any],
-    seen: dict[int, Value] | None = None,
+    seen: dict[Any, Value] | None = None,
 ) -> Value:
     """A value with its dimensions in another order; `of_array` is what transposes an array."""
-    seen = {} if seen is None else seen
-    if id(value) not in seen:
-        seen[id(value)] = _transposed(value, order, of_array, seen)
-    return seen[id(value)]
+    seen, key = {} if seen is None else seen, (id(value), tuple(order))
+    if key not in seen:
+        seen[key] = _transposed(value, order, of_array, seen)
+    return seen[key]
 
 
-def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any], seen: dict[int, Value]) -> Value:
+def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any], seen: dict[Any, Value]) -> Value:
     if not isinstance(value, Moved | Elementwise | Iota | Known | Spread):
         return of_array(value, order)
     shape = tuple(value.shape[d] for d in order)
     if isinstance(value, Known):
-        return known(value.array.transpose(order), value.dtype)
+        return constant(value.array.transpose(order), value.dtype)
     if isinstance(value, Moved):
         parts = tuple(part._replace(source=transposed(part.source, order, of_array, seen)) for part in value.parts)
         return Moved(shape, value.dtype, list(order).index(value.dim), parts)

@@ -73,6 +73,14 @@ def _on_parts(
 
 def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
     """A value without a dimension of one row."""
+    if not isinstance(value, Lazy):
+        return lax.squeeze(value, (dim,))
+    if dim not in value.squeezed:
+        value.squeezed[dim] = _squeezed(emitter, value, dim)
+    return value.squeezed[dim]
+
+
+def _squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
     shape = (*value.shape[:dim], *value.shape[dim + 1 :])
     if not shape:
         return lax.squeeze(emitter.array(value), (dim,))

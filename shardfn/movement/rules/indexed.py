@@ -9,13 +9,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from shardfn.movement.frames import Frame
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.rules.composed import elementwise, expanded, moved_dim, squeezed
-from shardfn.movement.rules.rows import put, rows_of, strided_rows_of
+from shardfn.movement.rules.rows import put, strided_rows_of
 from shardfn.movement.values import (
     Elementwise,
     Iota,
@@ -48,13 +49,13 @@ def gather_rule(call: Call) -> Value | None:
     if not is_rows or not rows or min(rows) < 0 or max(rows) >= value.shape[dim]:
         return None
     batch = [d for d in range(len(call.shape)) if d not in numbers.offset_dims]
-    stride, movable, found = _stride(rows), value, None
+    stride, found = _stride(rows), None
     if stride == 1:
-        found = rows_of(call.emitter, movable, dim, rows[0], len(rows))
+        found = sliced(value, dim, rows[0], len(rows))
     elif stride:
-        found = strided_rows_of(call.emitter, movable, dim, rows[0], len(rows), stride)
+        found = strided_rows_of(call.emitter, value, dim, rows[0], len(rows), stride)
     if found is None and len(rows) <= MOST_ROWS:
-        found = joined([rows_of(call.emitter, movable, dim, row, 1) for row in rows], dim)
+        found = joined([sliced(value, dim, row, 1) for row in rows], dim)
     return None if found is None else moved_dim(call.emitter, found, dim, batch[0])
 
 
@@ -67,7 +68,7 @@ def _window(call: Call, value: Value, place: Sequence[int]) -> Value | None:
         return None
     found = value
     for d, (first, rows) in enumerate(zip(kept[0][1], sizes, strict=True)):
-        found = rows_of(call.emitter, found, d, first, rows)
+        found = sliced(found, d, first, rows)
     for d in sorted(numbers.collapsed_slice_dims, reverse=True):
         found = squeezed(call.emitter, found, d)
     return found
@@ -265,7 +266,12 @@ def _put_strided(
             (at % r.step == r.start % r.step) & (at >= r.start) & (at < r.stop)
             for at, r in zip(positions, rows.values(), strict=True)
         ]
-        return lax.select(functools.reduce(operator.and_, masks), combine(old, new) if combine else new, old)
+        mask = functools.reduce(operator.and_, masks)
+        # A gradient of zero times what is not read would be no zero if that were infinite.
+        if combine is not None and combine is operator.mul:
+            near = [lax.select(mask, x, jnp.ones_like(x)) for x in (old, new)]
+            return lax.select(mask, combine(*near), old)
+        return lax.select(mask, combine(old, new) if combine else new, old)
 
     emitter.shifted += 1
     lanes = [Iota(shape, np.dtype(np.int32), dim) for dim in rows]

@@ -34,7 +34,7 @@ def slice_rule(call: Call) -> Value | None:
     value = call.operands[0]
     for dim, (first, last, stride) in enumerate(zip(start, limit, strides, strict=True)):
         if stride == 1:
-            value = rows_of(call.emitter, value, dim, first, last - first)
+            value = sliced(value, dim, first, last - first)
         elif (
             last <= first
             or (value := strided_rows_of(call.emitter, value, dim, first, -(-(last - first) // stride), stride)) is None
@@ -48,18 +48,13 @@ def split(call: Call) -> list[Value]:
     (value,), dim, sizes = call.operands, call.params["axis"], call.params["sizes"]
     starts = itertools.accumulate(sizes, initial=0)
     return [
-        rows_of(call.emitter, value, dim, first, rows) if rows else _empty(with_rows(value.shape, dim, 0), value.dtype)
+        sliced(value, dim, first, rows) if rows else _empty(with_rows(value.shape, dim, 0), value.dtype)
         for first, rows in zip(starts, sizes, strict=False)
     ]
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> Spread:
     return Spread(shape, dtype, np.zeros((), dtype), ())
-
-
-def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
-    """`rows` rows of a value from `first` on."""
-    return sliced(value, dim, first, rows)
 
 
 def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int, stride: int) -> Value | None:
@@ -72,7 +67,7 @@ def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: 
         if not any(source is None for source in sources):
             parts = (part._replace(source=own) for part, own in zip(value.parts, sources, strict=True))
             return Moved(shape, value.dtype, value.dim, tuple(parts))
-    value = rows_of(emitter, value, dim, first, (rows - 1) * stride + 1)
+    value = sliced(value, dim, first, (rows - 1) * stride + 1)
     if rows == 1 or stride == 1:
         return value
     if isinstance(value, Moved) and value.dim == dim and len(value.parts) == 1:
@@ -105,7 +100,7 @@ def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high:
     before, after = max(low, 0), max(high, 0)
     if first >= last:  # nothing is left of it
         return Spread(with_rows(value.shape, dim, rows + low + high), value.dtype, fill, ())
-    value = rows_of(emitter, value, dim, first, last - first)
+    value = sliced(value, dim, first, last - first)
     if not before and not after:
         return value
     fills = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
@@ -175,7 +170,7 @@ def dynamic_slice_rule(call: Call) -> Value | None:
     for dim, (place, size) in enumerate(zip(places, sizes, strict=True)):
         if place is None:
             return None
-        value = rows_of(call.emitter, value, dim, min(max(place, 0), value.shape[dim] - size), size)
+        value = sliced(value, dim, min(max(place, 0), value.shape[dim] - size), size)
     return value
 
 
