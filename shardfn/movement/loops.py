@@ -17,7 +17,7 @@ from shardfn.ir.rewrite import scan_counts
 from shardfn.movement.emit import Emitter
 from shardfn.movement.values import Known, Lazy, Stacked, Value, alignments, anew, has_few
 
-MOST_MORE = 1.5
+MOST_MORE = 2
 """Elements of the arrays that are stacked in the place of a value, to one of the value."""
 
 Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
@@ -27,11 +27,11 @@ Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evaluate) -> list[Value]:
     """The results of a scan."""
     p, closed, (constants, carries) = eqn.params, eqn.params["jaxpr"], scan_counts(eqn)
-    consts = [o if isinstance(o, Known) else emitter.array(o) for o in operands[:constants]]
+    consts = [_outside(emitter, o) for o in operands[:constants]]
     carry = [emitter.array(o) for o in operands[constants : constants + carries]]
     xs = [o if isinstance(o, Stacked) else emitter.array(o) for o in operands[constants + carries :]]
     arrays = {id(a): a for x in xs for a in (x.arrays.values() if isinstance(x, Stacked) else (x,))}
-    outer = {*map(id, [*consts, *closed.consts])}
+    outer = {*map(id, closed.consts), *_arrays(consts, ())}
     kept, pieces = list[Value](), dict[int, Any]()
 
     def of_turn(x: Value, turn: dict[int, Any]) -> Value:
@@ -44,8 +44,7 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
         pieces.clear()
         around, emitter.made = emitter.made, {}
         turn = dict(zip(arrays, rows, strict=True))
-        own = [anew(o) if isinstance(o, Known) else o for o in consts]
-        results = values(closed.jaxpr, closed.consts, [*own, *carry, *(of_turn(x, turn) for x in xs)])
+        results = values(closed.jaxpr, closed.consts, [*map(anew, consts), *carry, *(of_turn(x, turn) for x in xs)])
         last = tuple(emitter.array(one) for one in results[:carries])
         kept.extend(_kept(emitter, results[carries:], outer))
         pieces.update(_arrays(kept, outer))
@@ -57,6 +56,13 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
     )
     stacked = dict(zip(pieces, stacks, strict=True))
     return [*last, *(_stacked(emitter, one, stacked, p["length"]) for one in kept)]
+
+
+def _outside(emitter: Emitter, value: Value) -> Value:
+    """A value that each turn of a loop reads: what is computed in it is computed once."""
+    if isinstance(value, Known):
+        return value
+    return emitter.on_settled(value) if _is_uneven(value) else emitter.array(value)
 
 
 def _kept(emitter: Emitter, results: Sequence[Value], outer: Collection[int]) -> list[Value]:

@@ -18,7 +18,7 @@ from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner, is_identity, 
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
 from shardfn.movement.loops import scanned
-from shardfn.movement.rules import RULES, Call, split
+from shardfn.movement.rules import RULES, RULES_OF_MANY, Call
 from shardfn.movement.rules.elements import ELEMENTWISE
 from shardfn.movement.values import Known, Lazy, Spread, Value, anew
 from shardfn.movement.winners import Winners
@@ -168,8 +168,10 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
         if len(known) == len(operands) and (array := folded(eqn, known)) is not None:
             out = eqn.outvars[0].aval
             return [Known(out.shape, out.dtype, array, lambda: bind_one(eqn, [emitter.array(o) for o in operands])[0])]
-        if name == "split":
-            return [emitter.bounded(found) for found in split(Call(eqn, tuple(operands), emitter))]
+        if name in RULES_OF_MANY:
+            results = RULES_OF_MANY[name](Call(eqn, tuple(operands), emitter))
+            if results is not None:
+                return [emitter.bounded(found) for found in results]
         rule = RULES.get(name)
         if rule is not None and len(eqn.outvars) == 1:
             shaped = (

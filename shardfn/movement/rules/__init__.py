@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 
 from jax import lax
 
@@ -23,9 +24,18 @@ from shardfn.movement.rules.rows import (
     slice_rule,
     split,
 )
-from shardfn.movement.rules.shapes import broadcast_rule, iota_rule, reshape_rule, squeeze_rule, transpose_rule
+from shardfn.movement.rules.shapes import (
+    broadcast_rule,
+    iota_rule,
+    reshape_rule,
+    squeeze_rule,
+    stack_rule,
+    transpose_rule,
+    unstack,
+)
+from shardfn.movement.values import Value
 
-__all__ = ["RULES", "Call", "split"]
+__all__ = ["RULES", "RULES_OF_MANY", "Call"]
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise_rule),
@@ -46,6 +56,7 @@ RULES: dict[str, Rule] = {
     "transpose": transpose_rule,
     "broadcast_in_dim": broadcast_rule,
     "squeeze": squeeze_rule,
+    "stack": stack_rule,
     "reshape": reshape_rule,
     "iota": iota_rule,
     "reduce_sum": functools.partial(reduce_rule, lambda dtype: 0, combine=operator.add),
@@ -63,3 +74,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("argmax", "argmin"), functools.partial(along_rule, lambda p: p["axes"], False)),
 }
 """By primitive."""
+RULES_OF_MANY: dict[str, Callable[[Call], list[Value] | None]] = {"split": split, "unstack": unstack}
+"""The same of several results."""

@@ -20,6 +20,7 @@ from shardfn.movement.values import (
     Value,
     has_no_frame,
     joined,
+    sliced,
     transposed,
     with_rows,
 )
@@ -73,6 +74,23 @@ def without(emitter: Emitter, value: Value, dims: Sequence[int]) -> Value | None
 def _settled(emitter: Emitter, value: Value) -> Value:
     """A value that is computed once; what has no frame as it is, so that readers of a few of its rows compute only these."""
     return value if any(has_no_frame(value, d) for d in range(len(value.shape))) else emitter.settled(value)
+
+
+def stack_rule(call: Call) -> Value | None:
+    """Values one behind the other along a new dimension."""
+    if not any(isinstance(o, Lazy) for o in call.operands) or 0 in call.shape:
+        return None
+    dim = call.params["axis"]
+    return joined([expanded(call.emitter, o, (dim,)) for o in call.operands], dim)
+
+
+def unstack(call: Call) -> list[Value] | None:
+    """Each row of a value along a dimension, without it; None for an array."""
+    (value,), dim = call.operands, call.params["axis"]
+    if not isinstance(value, Lazy):
+        return None
+    rows = (sliced(value, dim, i, 1) for i in range(value.shape[dim]))
+    return [squeezed(call.emitter, row, dim) for row in rows]
 
 
 def reshape_rule(call: Call) -> Value | None:

@@ -135,9 +135,19 @@ def _leaves_shards_empty(op: Op, partitioned: PartitionedProgram) -> bool:
 
 
 def moves_shards(partitioned: PartitionedProgram) -> bool:
-    """Whether an op moves along a sharded dimension."""
-    before = before_resharding(partitioned.graph)
-    return any(shards > 1 for op in partitioned.graph.ops for shards, _ in _along(op, partitioned, before))
+    """Whether an op moves along a sharded dimension, or puts rows that were sharded into an array."""
+    before, ops = before_resharding(partitioned.graph), partitioned.graph.ops
+    is_along = any(shards > 1 for op in ops for shards, _ in _along(op, partitioned, before))
+    return is_along or any(op.name == "scatter" and _puts_shards(op, partitioned, before) for op in ops)
+
+
+def _puts_shards(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
+    """Whether the updates of a scatter are sharded along a dimension that its index lists, maybe before they are resharded."""
+    if op.rule is None:
+        return False
+    updates, kept = op.inputs[2], {factor for factors in op.rule.results[0] for factor in factors}
+    listed = [d for d, factors in enumerate(op.rule.operands[2]) if not kept & {*factors}]
+    return any(partitioned.shards(one)[d] > 1 for one in {updates, before.get(updates, updates)} for d in listed)
 
 
 def _along(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> Iterator[tuple[int, bool]]:
