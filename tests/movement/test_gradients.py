@@ -181,3 +181,91 @@ def test_steps_on_a_wide_halo_are_traced_once_for_each_place():
     made = jax.make_jaxpr(with_shifts(steps))(_field())
     assert len(made.jaxpr.eqns) < 5000
     np.testing.assert_allclose(jax.jit(with_shifts(steps))(_field()), jax.jit(steps)(_field()), 1e-5, 1e-5)
+
+
+def _coefficient(q):
+    return lax.fori_loop(0, 3, lambda _, u: u.at[1:-1].add(q[1:-1] * (u[2:] + u[:-2] - 2 * u[1:-1])), jnp.ones_like(q))
+
+
+def test_a_gradient_to_a_coefficient_of_a_loop_sends_the_halo_of_each_way():
+    assert _bytes(_slope(_coefficient), 512, (8, 1)) == 2 * _bytes(_coefficient, 512, (8, 1)) == 2 * 3 * 2 * 4 * 512
+    got = shardfn.shard(_slope(_coefficient), ((8, 1),), device=jax.devices())(_field())
+    np.testing.assert_allclose(got, jax.jit(_slope(_coefficient))(_field()), 1e-4, 1e-4)
+
+
+def test_stacked_fluxes_between_cells_send_the_halo():
+    def f(r):
+        p = jnp.pad(r, ((1, 1), (0, 0)), mode="edge")
+        low, high = p[:-1], p[1:]
+        fluxes = jnp.stack([low * high, low + high])
+        one, other = fluxes[:, 1:] - fluxes[:, :-1]
+        return r + one * other
+
+    def g(r):
+        low, high = jnp.unstack(jnp.pad(jnp.stack([r, 2 * r]), ((0, 0), (1, 1), (0, 0))))
+        return low[2:] - high[:-2]
+
+    for function in (f, g):
+        assert _bytes(function, 512, (8, 1)) == 2 * 4 * 512
+        got = shardfn.shard(function, ((8, 1),), device=jax.devices())(_field())
+        np.testing.assert_allclose(got, jax.jit(function)(_field()), 1e-5, 1e-5)
+
+
+def test_prolongation_puts_rows_where_they_are():
+    def prolonged(e):
+        return jnp.zeros((2 * e.shape[0], e.shape[1])).at[::2].set(e).at[1::2].set(e * e)
+
+    assert _bytes(prolonged, 512, (8, 1)) == 0
+    got = shardfn.shard(prolonged, ((8, 1),), device=jax.devices())(_field())
+    np.testing.assert_array_equal(got, prolonged(_field()))
+
+
+def test_a_stack_of_a_loop_inside_another_is_stacked_again():
+    def f(u):
+        def outer(h, _):
+            return h, lax.scan(lambda g, _: (g, jnp.pad(g, 1)), h, None, length=3)[1][1:]
+
+        return lax.scan(outer, u, None, length=2)
+
+    for got, want in zip(jax.jit(with_shifts(f))(_field()), f(_field()), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_crop_that_a_loop_stacks_is_stacked_alone():
+    def f(h):
+        def step(h, _):
+            t = jnp.sin(jnp.pad(h, 1)[2:, 2:])
+            return 0.5 * h, t[:33, :33]
+
+        return lax.scan(step, h, None, length=3)[1]
+
+    sizes = [v.aval.size for eqn in jax.make_jaxpr(with_shifts(f))(_field()).jaxpr.eqns for v in eqn.outvars]
+    assert max(sizes) <= 3 * 33 * 33 + 64 * 64
+
+
+def test_shared_operands_of_a_row_are_squeezed_once():
+    def f(u):
+        p = u[0:1]
+        for _ in range(12):
+            p = p * (1 - p) + jnp.sin(p)
+        return u + jnp.squeeze(p, 0)
+
+    assert len(jax.make_jaxpr(with_shifts(f))(_field()).jaxpr.eqns) < 100
+
+
+def test_one_array_that_is_broadcast_in_two_ways_is_transposed_in_both():
+    def f(v):
+        return jnp.transpose((v[:, :, :, None] + v[:, :, None, :])[1:], (2, 1, 0, 3))
+
+    v = jnp.arange(8.0).reshape(2, 2, 2)
+    np.testing.assert_array_equal(with_shifts(f)(v), f(v))
+
+
+def test_a_product_that_is_put_in_strided_rows_has_a_finite_gradient_beside_what_is_not():
+    x = jnp.arange(1.0, 9.0).at[1].set(jnp.inf)
+
+    def f(y):
+        out = with_shifts(lambda x, y: x.at[::2].multiply(y, unique_indices=True))(x, y)
+        return jnp.where(jnp.isfinite(out), out, 0).sum()
+
+    np.testing.assert_array_equal(jax.grad(f)(jnp.arange(1.0, 5.0)), [1.0, 3.0, 5.0, 7.0])
