@@ -47,6 +47,7 @@ from shardfn.frontend.watch import (
     Node,
     Ref,
     Watch,
+    is_gone,
     is_same,
     place_in,
     raw,
@@ -158,6 +159,8 @@ class Recorder:
                 found.append(node.path)
                 continue
             for key, wanted in parts.items():
+                if is_gone(key):
+                    continue
                 value = node.kind.part(obj, key)
                 if wanted is UNSEEN or isinstance(value, Tracer) or value is wanted:
                     continue

@@ -68,15 +68,22 @@ class Node:
     def is_header_of(self, obj: Any) -> bool:
         """Whether an object is of the same kind and, of a container, has the same keys."""
         try:
-            found = self.kind.header(obj)
+            found, wanted = self.kind.header(obj), self.header
         except Exception:  # another kind of object
             return False
         if self.kind is VALUES or self.kind is ENTRIES:
-            if len(found) != len(self.header):
+            if len(found) != len(wanted):
+                found, wanted = (tuple(key for key in keys if not is_gone(key)) for keys in (found, wanted))
+            if len(found) != len(wanted):
                 return False
-            equals = self.kind is VALUES or found == self.header  # NaN is a key of its own
-            return all(map(operator.is_, found, self.header)) or (equals and all(map(is_same, found, self.header)))
+            equals = self.kind is VALUES or found == wanted  # NaN is a key of its own
+            return all(map(operator.is_, found, wanted)) or (equals and all(map(is_same, found, wanted)))
         return found is self.header or bool(found == self.header)
+
+
+def is_gone(key: Any) -> bool:
+    """Whether a key is a weak reference to what is no more: a weak dictionary loses it by itself."""
+    return isinstance(key, weakref.ref) and key() is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +119,8 @@ class Watch:
                 yield node, None
                 continue
             for key, wanted in node.parts:
+                if is_gone(key):
+                    continue
                 value = own[key] if key in own else part(obj, key)  # type: ignore[call-overload]
                 if value is wanted:
                     continue
@@ -145,7 +154,7 @@ class Watch:
             if obj is None:
                 continue
             for key, wanted in node.parts:
-                if type(wanted) is Ref:
+                if type(wanted) is Ref and not is_gone(key):
                     met[wanted.node] = node.kind.part(obj, key)
             if node.kind is ATTRIBUTES:
                 yield obj, node

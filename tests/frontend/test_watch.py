@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import gc
 import random
 import types
 import weakref
@@ -567,6 +568,23 @@ def test_descriptors_that_keep_values_by_object(attributes):
     scaled(one, 3)
     scaled(other, 4)
     scaled(shard(one.__call__), 3)
+
+
+def test_a_weak_dictionary_may_lose_a_key_while_a_call_is_traced():
+    class Collecting(ByDescriptor):
+        @shard
+        def __call__(self, x):
+            factor = self.k
+            gc.collect()
+            return factor * x
+
+    lost, one = Collecting(), Collecting()
+    lost.k, lost.itself, one.k = 5.0, lost, 2.0
+    del lost  # it waits for the collector
+    scaled(one, 2)
+    scaled(one, 2)
+    one.k = 3.0
+    scaled(one, 3)
 
 
 def test_an_object_is_itself_in_a_call():
