@@ -73,6 +73,15 @@ class Emitter:
     """The arrays that were made in the jaxpr that is traced now, each beside the value that it was made of: a value that is kept
     shares its `id` with no other."""
 
+    @contextlib.contextmanager
+    def inside_trace(self) -> Iterator[None]:
+        """Arrays of a trace inside are made in it, and not used outside."""
+        around, self.made = self.made, {}
+        try:
+            yield
+        finally:
+            self.made = around
+
     def array(self, value: Value) -> Any:
         """The array of a value, in its own shape."""
         if not isinstance(value, Lazy):

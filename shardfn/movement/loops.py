@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardfn.ir.rewrite import scan_counts
@@ -42,13 +43,12 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
     def step(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, Any]:
         kept.clear()
         pieces.clear()
-        around, emitter.made = emitter.made, {}
         turn = dict(zip(arrays, rows, strict=True))
-        results = values(closed.jaxpr, closed.consts, [*map(anew, consts), *carry, *(of_turn(x, turn) for x in xs)])
-        last = tuple(emitter.array(one) for one in results[:carries])
-        kept.extend(_kept(emitter, results[carries:], outer))
+        with emitter.inside_trace():
+            results = values(closed.jaxpr, closed.consts, [*map(anew, consts), *carry, *(of_turn(x, turn) for x in xs)])
+            last = tuple(emitter.array(one) for one in results[:carries])
+            kept.extend(_kept(emitter, results[carries:], outer))
         pieces.update(_arrays(kept, outer))
-        emitter.made = around
         return last, tuple(pieces.values())
 
     last, stacks = jax.lax.scan(
@@ -107,14 +107,12 @@ def _arrays(values: Sequence[Value], outer: Collection[int]) -> dict[int, Any]:
 
 def _stacked(emitter: Emitter, value: Value, stacks: dict[int, Any], length: int) -> Value:
     if not isinstance(value, Lazy):
-        return stacks[id(value)] if id(value) in stacks else jax.numpy.broadcast_to(value, (length, *np.shape(value)))
+        return stacks[id(value)] if id(value) in stacks else jnp.broadcast_to(value, (length, *np.shape(value)))
     own = {own: stacks[own] for own in _arrays([value], ()) if own in stacks}
 
     def of_turn(arrays: dict[int, Any]) -> Any:
-        around, emitter.made = emitter.made, {}
-        found = emitter.array(anew(value, lambda one: arrays.get(id(one))))
-        emitter.made = around
-        return found
+        with emitter.inside_trace():
+            return emitter.array(anew(value, lambda one: arrays.get(id(one))))
 
     shape = (length, *value.shape)
     return Stacked(shape, value.dtype, value, own, lambda: jax.vmap(of_turn, axis_size=length)(own))

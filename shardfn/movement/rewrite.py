@@ -118,11 +118,9 @@ def _evaluate(
     emitter: Emitter, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: RebindRules, number: int
 ) -> list[Any]:
     """The arrays of a jaxpr's results."""
-    around, emitter.made = emitter.made, {}
     args = [anew(a) if isinstance(a, Known) else a for a in args]
-    found = [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
-    emitter.made = around
-    return found
+    with emitter.inside_trace():
+        return [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
 
 
 def _values(

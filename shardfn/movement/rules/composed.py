@@ -135,7 +135,7 @@ def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
 
 def has_squeezed(value: Value) -> bool:
     """Whether rows of a value were squeezed."""
-    return any(True for _ in _squeezed_dims(value))
+    return next(_squeezed_dims(value), None) is not None
 
 
 def _squeezed_dims(value: Value) -> Iterator[int]:
@@ -147,7 +147,7 @@ def _squeezed_dims(value: Value) -> Iterator[int]:
             yield from _squeezed_dims(part.source)
     elif isinstance(value, Spread):
         for dim in _squeezed_dims(value.operand):
-            yield next((d for d in value.dims[dim:]), len(value.shape))
+            yield next(iter(value.dims[dim:]), len(value.shape))
 
 
 def _with_row(emitter: Emitter, value: Value, dim: int) -> Value:
