@@ -35,6 +35,8 @@ class Traced:
     meshes: tuple[Axes, ...]
     """The meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
     jaxpr: Any
+    consts: tuple[Any, ...] = ()
+    """The values of the jaxpr's constants."""
     platform: str = ""
     """What it was lowered for."""
     seen: shardy.ReaderCache | None = None
@@ -151,7 +153,8 @@ def lower(traced: TracedJaxpr, platform: str, assumed_trips: int = 1) -> Traced:
     seen = shardy.ReaderCache(assumed_trips)
     graph = shardy.read_graph(module, seen)
     captured, meshes = len(graph.inputs) - traced.arrays, shardy.used_meshes(module)
-    return Traced(module, graph, captured, traced.results, meshes, traced.jaxpr, platform, seen, traced.closed_over)
+    return Traced(module, graph, captured, traced.results, meshes, traced.jaxpr, tuple(traced.stage.jaxpr.consts), platform,
+                  seen, traced.closed_over)  # fmt: skip
 
 
 def _without_checks(stage: jax.stages.Traced) -> jax.stages.Traced:

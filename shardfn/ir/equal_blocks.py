@@ -66,13 +66,16 @@ class _Run:
         return range(self.start + n * self.period, self.start + (n + 1) * self.period)
 
 
-def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> FewerBlocks | None:
+def fewer_blocks(
+    jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT, consts: Sequence[Any] = ()
+) -> FewerBlocks | None:
     """The program with fewer of its equal blocks; None where no block repeats, or its parts cannot be told apart.
 
     Args:
       jaxpr: the program.
       same_as: results, by position, that are the next value of an input.
       kept: how many blocks stay, at least `KEPT`.
+      consts: the values of its constants.
 
     >>> import jax, jax.numpy as jnp
     >>> f = lambda x, ws: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x)
@@ -80,14 +83,16 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> Fe
     >>> found.count, found.inputs, found.input_of
     (6, (0, 1, 2, 6), (0, 1, 2, 2, 2, 2, 3))
     """
-    if jaxpr.effects or jaxpr.constvars:
+    if jaxpr.effects:
         return None
     eqns = jaxpr.eqns
-    runs = _layered(jaxpr, _runs(eqns))
+    steps = _dependent(jaxpr)
+    runs = _layered([eqns[i] for i in steps])
     if not runs:
         return None
     count = runs[0].count
-    layer_of = {i: layer for run in runs for n, layer in enumerate(run.layers) for i in run.block(n)}
+    layer_of = {steps[i]: layer for run in runs for n, layer in enumerate(run.layers) for i in run.block(n)}
+    constants = {v: i for i in set(range(len(eqns))).difference(steps) for v in eqns[i].outvars}
     left_out = range(kept - 1, count - 1)
     inputs, outputs = _layers_of_inputs_and_outputs(jaxpr, layer_of, same_as)
     input_of, output_of = _stand_ins(inputs, left_out), _stand_ins(outputs, left_out)
@@ -95,6 +100,15 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> Fe
         return None
     instead: dict[Any, Any] = {jaxpr.invars[i]: jaxpr.invars[of] for i, of in enumerate(input_of) if i != of}
     stands_for: dict[int, list[int]] = {}
+
+    def stand(same: int, own: int) -> None:
+        """Let an equation stand for one that is left out, and the constants that it reads for those of the other."""
+        if same != own and own not in (known := stands_for.setdefault(same, [same])):
+            known.append(own)
+            for a, b in zip(eqns[same].invars, eqns[own].invars, strict=True):
+                if not isinstance(a, core.Literal) and a in constants and b in constants:
+                    stand(constants[a], constants[b])
+
     for run in runs:
         by_layer = {layer: n for n, layer in enumerate(run.layers)}
         before = None
@@ -104,9 +118,10 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> Fe
                 continue
             if before is None or kept - 2 not in by_layer:
                 return None
-            for own, there, same in zip(run.block(n), run.block(before), run.block(by_layer[kept - 2]), strict=True):
+            blocks = (run.block(n), run.block(before), run.block(by_layer[kept - 2]))
+            for own, there, same in zip(*([steps[i] for i in block] for block in blocks), strict=True):
                 instead |= dict(zip(eqns[own].outvars, eqns[there].outvars, strict=True))
-                stands_for.setdefault(same, [same]).append(own)
+                stand(same, own)
     kept_outputs = [i for i, of in enumerate(output_of) if i == of]
 
     def read(v: Any) -> Any:
@@ -124,7 +139,7 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> Fe
     names = [jaxpr.invars[i] for i in kept_inputs]
 
     def run_fewer(*args: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(names, args, strict=True))
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *names], [*consts, *args], strict=True))
 
         def value(v: Any) -> Any:
             return v.val if isinstance(v, core.Literal) else env[read(v)]
@@ -143,6 +158,16 @@ def fewer_blocks(jaxpr: Any, same_as: Mapping[int, int], kept: int = KEPT) -> Fe
 
 
 # ---- equal equations in a row
+
+
+def _dependent(jaxpr: Any) -> list[int]:
+    """The equations that depend on an input. Constants are of no block: the first one that reads them may make them for all."""
+    known, found = set(jaxpr.invars), list[int]()
+    for i, eqn in enumerate(jaxpr.eqns):
+        if any(not isinstance(v, core.Literal) and v in known for v in eqn.invars):
+            known.update(eqn.outvars)
+            found.append(i)
+    return found
 
 
 def _runs(eqns: Sequence[Any]) -> list[_Run]:
@@ -215,13 +240,15 @@ def _type_of(aval: Any) -> object:
 # ---- layers
 
 
-def _layered(jaxpr: Any, runs: Sequence[_Run]) -> list[_Run]:
+def _layered(eqns: Sequence[Any]) -> list[_Run]:
     """The runs of the layers of a model, forward and backward, each with the layer of every block; empty without any.
 
-    The first run counts the layers. Another is in the order, from the start, that agrees best with the values that it reads."""
-    if not runs:
+    The longest run counts the layers, or one of one block more: the backward pass of the first or the last layer may differ. A run
+    after the first is in the order, from the start, that agrees best with the values that it reads."""
+    if not (runs := _runs(eqns)):
         return []
-    count = max(runs, key=lambda run: run.period * run.count).count
+    longest = max(runs, key=lambda run: run.period * run.count)
+    count = max(run.count for run in runs if run.count <= longest.count + 1)
     found, layer_of = list[_Run](), dict[Any, int]()
     for run in (run for run in runs if run.count in (count, count - 1)):
         if not found and run.count < count:
@@ -236,10 +263,10 @@ def _layered(jaxpr: Any, runs: Sequence[_Run]) -> list[_Run]:
             for order in orders
             for late in range(run.slack + 1)
         ]
-        best = min(placed, key=lambda one: _disagreement(jaxpr.eqns, one, layer_of))
+        best = min(placed, key=lambda one: _disagreement(eqns, one, layer_of))
         found.append(best)
         for n, layer in enumerate(best.layers):
-            layer_of |= {v: layer for i in best.block(n) for v in jaxpr.eqns[i].outvars}
+            layer_of |= {v: layer for i in best.block(n) for v in eqns[i].outvars}
     return found
 
 

@@ -31,7 +31,7 @@ def with_fewer_blocks(posed: PosedCall) -> SmallerProblem | None:
     )  # it needs more candidates of the whole program
     if not is_plain or compares or len(call.traced.jaxpr.invars) != len(call.inputs):
         return None
-    fewer = fewer_blocks(call.traced.jaxpr, call.same_as)
+    fewer = fewer_blocks(call.traced.jaxpr, call.same_as, consts=call.traced.consts)
     if fewer is None or (small := _call_of(call, fewer)) is None:
         return None
     other = place_call(small, [])

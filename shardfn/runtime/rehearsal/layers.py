@@ -171,13 +171,13 @@ def _of_blocks(plan: Plan) -> tuple[Layers, Layers]:
     closed = jitted(plan).trace(*call.function.call.values).jaxpr
     if len(closed.jaxpr.invars) != len(call.inputs):
         raise NoLayers("the function closes over arrays")
-    few, more = (_with_blocks(plan, closed.jaxpr, kept) for kept in (KEPT, KEPT + 2))
+    few, more = (_with_blocks(plan, closed, kept) for kept in (KEPT, KEPT + 2))
     return few, more
 
 
-def _with_blocks(plan: Plan, jaxpr: Any, kept: int) -> Layers:
-    call = answered_call(plan).posed.call
-    fewer = fewer_blocks(jaxpr, call.same_as, kept)
+def _with_blocks(plan: Plan, closed: Any, kept: int) -> Layers:
+    call, jaxpr = answered_call(plan).posed.call, closed.jaxpr
+    fewer = fewer_blocks(jaxpr, call.same_as, kept, closed.consts)
     if fewer is None:
         raise NoLayers(f"no block repeats more than {kept} times")
 
