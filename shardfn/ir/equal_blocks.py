@@ -243,8 +243,8 @@ def _type_of(aval: Any) -> object:
 def _layered(eqns: Sequence[Any]) -> list[_Run]:
     """The runs of the layers of a model, forward and backward, each with the layer of every block; empty without any.
 
-    The longest run counts the layers, or one of one block more: the backward pass of the first or the last layer may differ. A run
-    after the first is in the order, from the start, that agrees best with the values that it reads."""
+    The longest run counts the layers, or one of one block more: the backward pass of the first or the last layer may differ. Each
+    other run is in the order, from the start, that agrees best with the values that it reads."""
     if not (runs := _runs(eqns)):
         return []
     longest = max(runs, key=lambda run: run.period * run.count)

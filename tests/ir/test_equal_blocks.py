@@ -5,9 +5,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardfn.ir.equal_blocks import KEPT, fewer_blocks
+from shardfn.movement import with_shifts
 
 S = jax.ShapeDtypeStruct
 
@@ -103,3 +105,29 @@ def test_program_that_prints_stays():
 
     args = S((4, 8), jnp.float32), [S((8, 8), jnp.float32)] * 6
     assert fewer_blocks(jax.make_jaxpr(noisy)(*args).jaxpr, {}) is None
+
+
+MASK = np.tril(np.ones((8, 8), bool))
+
+
+def rotating(weights, x):
+    """A training step of layers that turn their rows and read a constant."""
+
+    def layer(x, w):
+        first, second = jnp.split(x @ w, 2, -1)
+        turned = jnp.concatenate([-second, first], -1)
+        return x + jnp.where(MASK, turned @ x.T, 0) @ x
+
+    grads = jax.grad(lambda ws: jnp.sum(functools.reduce(layer, ws, x) ** 2))(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+
+@pytest.mark.parametrize("form", [lambda f: f, with_shifts], ids=["written", "shifted"])
+def test_constants_that_the_first_layer_makes_for_all_are_of_no_layer(form):
+    args = [S((16, 16), jnp.float32)] * 7, S((8, 16), jnp.float32)
+    closed = jax.make_jaxpr(form(rotating))(*args)
+    found = fewer_blocks(closed.jaxpr, {i: i for i in range(7)}, consts=closed.consts)
+    assert found.count == 7 and found.input_of == (0, 1, 1, 1, 1, 1, 2, 3)
+    few = jax.make_jaxpr(found.run)(*[args[0][0]] * KEPT, args[1])
+    assert len(few.jaxpr.eqns) == len(found.equations) < len(closed.jaxpr.eqns) / 2
+    assert types(v.aval for v in few.jaxpr.outvars) == [((16, 16), jnp.float32)] * KEPT

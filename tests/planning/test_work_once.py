@@ -1,6 +1,7 @@
 """What planning does once, and what it leaves out: nobody asks for it."""
 
 import collections
+import dataclasses
 import pickle
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
+from examples.models import abstract, gpt2
 from shardfn.planning.answers import planner
 from shardfn.planning.call import call_function
 from shardfn.search.engine import Archive
@@ -90,3 +92,16 @@ def test_candidates_are_compared_at_the_levels_that_somebody_asks_for(counts, le
     assert "facts_of" not in counts
     assert archive.best(COMMUNICATION) is archive.ranked(COMMUNICATION)[0]
     assert [each.name for each in archive.best_of_each_mesh(COMMUNICATION)] == [archive.best(COMMUNICATION).name]
+
+
+@pytest.mark.parametrize("is_dear", [True, False])
+def test_search_is_repeated_where_workarounds_cost_more_than_the_tolerance(monkeypatch, is_dear):
+    """The best plan for memory shards windows, and XLA would get them wrong; in a GPT it moves rows of small arrays."""
+    again, judged, search, guarded = [], [], planner.search, planner._guarded
+    monkeypatch.setattr(planner, "search", lambda posed: again.append(posed) or search(posed))
+    monkeypatch.setattr(planner, "_guarded", lambda *args: judged.append(guarded(*args)) or judged[-1])
+    function, args = conv, (S((2, 8, 16, 16), jnp.float32), KERNEL)
+    if not is_dear:
+        function, args = abstract(gpt2.make, dataclasses.replace(gpt2.TINY, layers=1))
+    shardfn.plan(function, *args, device="cpu:8", level="memory")
+    assert judged[0].wrong and len(again) == is_dear

@@ -42,6 +42,7 @@ from shardfn.search.problem import (
     Answer,
     Rank,
     SearchCandidate,
+    is_no_worse,
     objective,
     refuse_implausible_limit,
     refuse_limit,
@@ -88,13 +89,14 @@ def with_given_constraints(posed: PosedCall, answer: Answer) -> Answer:
 
 @without_collection()
 def plan_search_answer(posed: PosedCall, answer: Answer) -> Plan:
-    """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
+    """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated, and where this costs more than the
+    tolerance of the search, the call is planned again.
 
     The best candidate without such an op takes its place where that costs less, or alone keeps the memory limit. What is found is
     planned with the workarounds that it needs itself, so that a layout file gives the same plan again.
     """
     first = _guarded(posed, answer)
-    if not first.wrong or not posed.problem.is_open:
+    if not first.wrong or not posed.problem.is_open or first.is_as_cheap_unguarded():
         return _plan_guarded(first)
     call, own = first.unguarded.posed, first.unguarded.answer
     other = with_workarounds(call, own, first.wrong)
@@ -176,6 +178,16 @@ class _Guarded:
     def rank(self) -> tuple[bool, Rank]:
         """How good it is; less is better."""
         return any(w.kind == "reshard" for w in self.left), objective(self.cost, self.posed.problem)
+
+    def is_as_cheap_unguarded(self) -> bool:
+        """Whether it costs as much as without the workarounds, within the tolerance: no other plan is better by more."""
+        posed, answer = self.unguarded.posed, self.unguarded.answer
+        (is_refused, own), free = (
+            self.rank(),
+            objective(posed.problem.evaluate_answer(_compiled(posed, answer)), posed.problem),
+        )
+        one, other = (rank._replace(ties=()) for rank in (own, free))
+        return not is_refused and is_no_worse(one, other, posed.problem.tolerance)
 
 
 def _guarded(posed: PosedCall, answer: Answer) -> _Guarded:
