@@ -326,6 +326,14 @@ class Emitter:
         self._once(found, ("transpose", back), lambda: x)
         return found
 
+    def row(self, x: Any, dim: int, row: int) -> Any:
+        """A row of an array; made once."""
+        return self._once(x, ("row", dim, row), lax.slice_in_dim, x, row, row + 1, 1, dim)
+
+    def squeezed(self, x: Any, dim: int) -> Any:
+        """An array without a dimension of one row; made once."""
+        return self._once(x, ("squeezed", dim), lax.squeeze, x, (dim,))
+
     def lane(self, x: Any, dim: int, stride: int, lane: int) -> Any:
         """Row `lane` of each group of `stride` rows of an array; made once."""
         first, strides = with_rows((0,) * x.ndim, dim, lane), with_rows((1,) * x.ndim, dim, stride)

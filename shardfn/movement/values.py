@@ -203,7 +203,7 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         return joined([Moved(with_rows(shape, dim, p.rows), value.dtype, dim, (p,)) for p in parts], dim) if parts else (
             Moved(shape, value.dtype, dim, ()))  # fmt: skip
     if _is_sliced_below(value, dim):
-        cropped = tuple(part._replace(source=sliced(part.source, dim, first, rows)) for part in value.parts)
+        cropped = of_sources(value.parts, lambda source: sliced(source, dim, first, rows))
         return Moved(shape, value.dtype, value.dim, cropped)
     if isinstance(value, Spread):
         if dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1 != value.shape[dim]:
@@ -225,6 +225,12 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             )
         return whole.rows[place, shape]
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
+
+
+def of_sources(parts: Sequence[Part], change: Callable[[Value], Value]) -> tuple[Part, ...]:
+    """The parts of other sources; of one source they stay those of one."""
+    made = {id(part.source): change(part.source) for part in {id(part.source): part for part in parts}.values()}
+    return tuple(part._replace(source=made[id(part.source)]) for part in parts)
 
 
 def _cut(part: Part, dim: int, low: int, high: int) -> Part:

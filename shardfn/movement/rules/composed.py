@@ -21,9 +21,15 @@ from shardfn.movement.values import (
     Squeezed,
     Value,
     has_no_frame,
+    of_sources,
     scalar_of,
+    sliced,
     transposed,
+    with_rows,
 )
+
+COMPONENTS = 8
+"""A dimension of so few rows is one of components."""
 
 
 def elementwise(
@@ -71,10 +77,30 @@ def _on_parts(
     return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
 
 
+def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
+    """`rows` rows of a value from `first` on. A component, one row along a dimension of at most `COMPONENTS`, is an array of its
+    own, and what is computed of it is computed in its shape."""
+    if rows > 1 or not 1 < value.shape[dim] <= COMPONENTS:
+        return sliced(value, dim, first, rows)
+    if not isinstance(value, Lazy):
+        return emitter.row(value, dim, first)
+    if isinstance(value, Elementwise) and value.home is not None:
+        value = emitter.settled(value)
+    if isinstance(value, Moved) and value.dim == dim:
+        for part in value.parts:
+            if first < part.rows:
+                return rows_of(emitter, part.source, dim, part.first + first, 1)
+            first -= part.rows
+    if isinstance(value, Moved):
+        parts = of_sources(value.parts, lambda source: rows_of(emitter, source, dim, first, 1))
+        return Moved(with_rows(value.shape, dim, 1), value.dtype, value.dim, parts)
+    return sliced(value, dim, first, 1)
+
+
 def squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
     """A value without a dimension of one row."""
     if not isinstance(value, Lazy):
-        return lax.squeeze(value, (dim,))
+        return emitter.squeezed(value, dim)
     if dim not in value.squeezed:
         value.squeezed[dim] = _squeezed(emitter, value, dim)
     return value.squeezed[dim]
@@ -87,7 +113,7 @@ def _squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
     if isinstance(value, Elementwise) and value.home is not None:
         value = emitter.settled(value)
     if isinstance(value, Moved) and value.dim != dim:
-        parts = tuple(part._replace(source=squeezed(emitter, part.source, dim)) for part in value.parts)
+        parts = of_sources(value.parts, lambda source: squeezed(emitter, source, dim))
         return Moved(shape, value.dtype, value.dim - (value.dim > dim), parts)
     if isinstance(value, Moved):
         return Squeezed(shape, value.dtype, value, dim)
@@ -123,8 +149,8 @@ def _with_dim(emitter: Emitter, value: Value, dim: int, is_last: bool) -> Value:
         return Squeezed(shape, value.dtype, own, value.dim + (inner <= value.dim))
     kept = tuple(d for d in range(len(shape)) if d != dim)
     if isinstance(value, Moved) and has_squeezed(value):
-        parts = (part._replace(source=_with_dim(emitter, part.source, dim, is_last)) for part in value.parts)
-        return Moved(shape, value.dtype, value.dim + (dim <= value.dim), tuple(parts))
+        parts = of_sources(value.parts, lambda source: _with_dim(emitter, source, dim, is_last))
+        return Moved(shape, value.dtype, value.dim + (dim <= value.dim), parts)
     if isinstance(value, Spread) and has_squeezed(value):
         own = _with_dim(emitter, value.operand, sum(d < dim for d in value.dims), is_last)
         return Spread(shape, value.dtype, own, tuple(sorted((*(kept[d] for d in value.dims), dim))))

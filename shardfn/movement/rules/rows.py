@@ -12,6 +12,7 @@ from jax import lax
 
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.composed import rows_of
 from shardfn.movement.values import (
     Elementwise,
     Known,
@@ -34,7 +35,7 @@ def slice_rule(call: Call) -> Value | None:
     value = call.operands[0]
     for dim, (first, last, stride) in enumerate(zip(start, limit, strides, strict=True)):
         if stride == 1:
-            value = sliced(value, dim, first, last - first)
+            value = rows_of(call.emitter, value, dim, first, last - first)
         elif (
             last <= first
             or (value := strided_rows_of(call.emitter, value, dim, first, -(-(last - first) // stride), stride)) is None
@@ -48,7 +49,7 @@ def split(call: Call) -> list[Value]:
     (value,), dim, sizes = call.operands, call.params["axis"], call.params["sizes"]
     starts = itertools.accumulate(sizes, initial=0)
     return [
-        sliced(value, dim, first, rows) if rows else _empty(with_rows(value.shape, dim, 0), value.dtype)
+        rows_of(call.emitter, value, dim, first, rows) if rows else _empty(with_rows(value.shape, dim, 0), value.dtype)
         for first, rows in zip(starts, sizes, strict=False)
     ]
 

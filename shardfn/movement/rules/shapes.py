@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn.movement.emit import Emitter
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.composed import expanded, has_squeezed, squeezed
+from shardfn.movement.rules.composed import expanded, has_squeezed, rows_of, squeezed
 from shardfn.movement.values import (
     Elementwise,
     Iota,
@@ -20,7 +20,6 @@ from shardfn.movement.values import (
     Value,
     has_no_frame,
     joined,
-    sliced,
     transposed,
     with_rows,
 )
@@ -89,7 +88,7 @@ def unstack(call: Call) -> list[Value] | None:
     (value,), dim = call.operands, call.params["axis"]
     if not isinstance(value, Lazy):
         return None
-    rows = (sliced(value, dim, i, 1) for i in range(value.shape[dim]))
+    rows = (rows_of(call.emitter, value, dim, i, 1) for i in range(value.shape[dim]))
     return [squeezed(call.emitter, row, dim) for row in rows]
 
 
