@@ -224,6 +224,14 @@ def test_a_database_that_somebody_reads_is_told_at_once(tmp_path, monkeypatch, n
     ParameterServer.create(params, optax.sgd(1.0), folder=tmp_path).close()
 
 
+def test_an_array_whose_path_is_empty():
+    server = ParameterServer.create({"": jnp.ones(1), "w": jnp.arange(8.0)}, optax.sgd(0.1), servers=2)
+    pulled = server.pull().values
+    server.close()
+    np.testing.assert_array_equal(pulled["w"], np.arange(8.0))
+    np.testing.assert_array_equal(pulled[""], [1.0])
+
+
 def test_a_folder_goes_on_with_its_own_job_only(tmp_path, monkeypatch):
     monkeypatch.setattr(database, "LOCK_WAIT_S", 0.1)
     params = {"w": np.zeros(6, "float32")}

@@ -70,7 +70,8 @@ def write_coordinator(folder: pathlib.Path, job: Job, servers: int, workers: int
 
     def first() -> None:
         for place, spec in enumerate(job.arrays):
-            db.put("arrays", place=place, **{**dataclasses.asdict(spec), "shape": json.dumps(spec.shape)})
+            columns = dataclasses.asdict(spec) | {"shape": json.dumps(spec.shape)}
+            db.put("arrays", place=place, **{name: value for name, value in columns.items() if value is not None})
         db.put("rules", id=0, about=json.dumps(dict(job.about)), **dataclasses.asdict(job.rules))
         put_ledger(db, Ledger(servers, workers))
 
@@ -113,7 +114,7 @@ def read_job(db: Database) -> Job:
       CheckpointFileError: it is not there, or damaged.
     """
     arrays = tuple(
-        ArraySpec(row["name"], tuple(json.loads(row["shape"])), row["dtype"], row["colocated_with"])
+        ArraySpec(row["name"], tuple(json.loads(row["shape"])), row["dtype"], row.get("colocated_with"))
         for row in db.rows("arrays", "ORDER BY place")
     )
     (rules,) = _complete(db, "rules", db.rows("rules"), 1)

@@ -99,13 +99,13 @@ class ArraySpec:
       name: its name, which is its path.
       shape: its shape.
       dtype: its dtype's name.
-      colocated_with: an array before it with as many rows, each of which is at the same server as this array's.
+      colocated_with: an array before it with as many rows, each of which is at the same server as this array's; or None.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    colocated_with: str = ""
+    colocated_with: str | None = None
 
     @property
     def rows(self) -> int:
@@ -143,7 +143,7 @@ class Partition:
         """For each server the names of its arrays, with first row and the row after the last."""
         row_bytes_of = collections.Counter[str]()
         for spec in self.arrays:
-            row_bytes_of[spec.colocated_with or spec.name] += spec.row_bytes
+            row_bytes_of[spec.name if spec.colocated_with is None else spec.colocated_with] += spec.row_bytes
         total = sum(spec.rows * row_bytes_of[spec.name] for spec in self.arrays)
         found: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.servers)]
         offset = 0
@@ -156,7 +156,7 @@ class Partition:
             for own, start, stop in zip(found, bounds, bounds[1:], strict=False):
                 if spec.colocated_with in own:
                     own[spec.name] = own[spec.colocated_with]
-                elif start < stop and not spec.colocated_with:
+                elif start < stop and spec.colocated_with is None:
                     own[spec.name] = (start, stop)
             offset += spec.rows * row_bytes
         return tuple(found)
@@ -187,7 +187,7 @@ def specs_of(params: Any) -> tuple[ArraySpec, ...]:
         problems together.
 
     >>> specs_of({"w": np.zeros((2, 3), "float32")})
-    (ArraySpec(name='w', shape=(2, 3), dtype='float32', colocated_with=''),)
+    (ArraySpec(name='w', shape=(2, 3), dtype='float32', colocated_with=None),)
     """
     leaves, names = tree_util.tree_leaves(params), array_paths("", params)
     problems = [Problem(f"`{name}` is a {type(leaf).__name__} and no array of numbers", where="create(params)",
