@@ -16,7 +16,18 @@ from jax import tree_util
 
 from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Chunks
-from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, TEXT, Contents, StoredArray, StoredMesh, mesh_order
+from shardfn.checkpoint.contents import (
+    BARE,
+    EMPTY,
+    HOST,
+    KEY,
+    NUMBER,
+    TEXT,
+    Contents,
+    StoredArray,
+    StoredMesh,
+    mesh_order,
+)
 from shardfn.errors import CheckpointFileError, Problem, ShardError, fail, raise_problems
 from shardfn.files import atomic_file, read_bytes
 from shardfn.ir.model import Spec
@@ -60,7 +71,8 @@ def read_contents(folder: pathlib.Path, is_ours: bool = False) -> Contents:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         _damaged(file, why)
     texts = tuple(row for row in rows if row.kind == TEXT)
-    rows = [row for row in rows if row.kind != TEXT]
+    empty = tuple(row for row in rows if row.kind.startswith(EMPTY))
+    rows = [row for row in rows if row.kind != TEXT and not row.kind.startswith(EMPTY)]
     entries, problems = [], []
     for entry, opening in zip(rows, arrays.open_arrays(folder, rows), strict=True):
         try:
@@ -69,7 +81,7 @@ def read_contents(folder: pathlib.Path, is_ours: bool = False) -> Contents:
             problems.append(arrays.damage(folder, entry, error))
     raise_problems(problems, CheckpointFileError)
     devices = max((entry.mesh.devices for entry in entries), default=1)
-    return Contents(tuple(entries), devices, max(1, len(list(folder.glob("ocdbt.process_*")))), texts)
+    return Contents(tuple(entries), devices, max(1, len(list(folder.glob("ocdbt.process_*")))), texts, empty)
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:
@@ -127,15 +139,14 @@ def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:
 
 
 def _tree(data: Mapping[str, Any], is_ocdbt: bool) -> list[StoredArray]:
-    """The places and kinds of the arrays in the tree, without what each array says itself."""
+    """The places and kinds of the arrays and empty nodes of the tree, without what each array says itself."""
     driver = "zarr3" if data.get("use_zarr3") else "zarr"
     found: list[StoredArray] = []
     for row in data["tree_metadata"].values():
         value = row["value_metadata"]
-        if value.get("skip_deserialize"):  # an empty container
-            continue
         keys = tuple(("item" if key["key_type"] == SEQUENCE else "key", str(key["key"])) for key in row["key_metadata"])
-        path, kind = "/".join(name for _, name in keys) or BARE, KINDS.get(value["value_type"], "array")
+        path, told = "/".join(name for _, name in keys) or BARE, value["value_type"]
+        kind = f"{EMPTY}{told}" if value.get("skip_deserialize") else KINDS.get(told, "array")
         found.append(
             StoredArray(path, (), "float32", keys, (), Chunks((), ()), kind=kind, driver=driver, is_ocdbt=is_ocdbt)
         )

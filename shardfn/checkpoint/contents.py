@@ -28,6 +28,8 @@ TEXT = "text"
 """The kind of a text, which `save` does not write and `restore` does not read."""
 KEY = "key:"
 """Begins the kind of a typed PRNG key; the name of its implementation follows."""
+EMPTY = "empty:"
+"""Begins the kind of a node without arrays; Orbax's name of its type follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class StoredArray:
       chunks: the shapes of its files and chunks.
       spec: the mesh axes that shard each dimension.
       mesh: the mesh that it was sharded over.
-      kind: "array", `HOST`, `NUMBER`, or `KEY` and the implementation of a PRNG key.
+      kind: "array", `HOST`, `NUMBER`, `TEXT`, `KEY` and the implementation of a PRNG key, or `EMPTY` and a type.
       driver: TensorStore's name of its format, "zarr3" or "zarr".
       is_ocdbt: whether it lies in an OCDBT database, or in a folder of its own.
     """
@@ -127,6 +129,7 @@ class Contents:
       entries: its arrays.
       devices, processes: how many saved it, where that is known.
       texts: the texts that another program saved beside them.
+      empty_nodes: the nodes of the tree without arrays: None, {}, [] and ().
       layout: the layout file that they were saved with, if `save` was given one.
     """
 
@@ -134,6 +137,7 @@ class Contents:
     devices: int = 1
     processes: int = 1
     texts: tuple[StoredArray, ...] = ()
+    empty_nodes: tuple[StoredArray, ...] = ()
     layout: pathlib.Path | None = None
 
     @property

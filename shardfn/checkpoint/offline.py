@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -109,7 +110,8 @@ def relayout(
     folder, step, contents = open_step(source, step)
     chosen = reader.choose_arrays(contents, None, only, name_map, dtype)
     readers = (box_reader(folder, row) for row in chosen)
-    return write_copy(target, step, [new for _, new in chosen], readers, read, devices, bound)
+    empty = reader.empty_nodes(contents, chosen, name_map)
+    return write_copy(target, step, [new for _, new in chosen], readers, read, devices, bound, empty)
 
 
 def merge(
@@ -158,7 +160,7 @@ def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
 
 def write_copy(
     target: Any, step: int, entries: Sequence[StoredArray], readers: Iterable[BoxReader],
-    layout: LayoutFile | None, devices: int | None, bound: int,
+    layout: LayoutFile | None, devices: int | None, bound: int, empty: Mapping[state_tree.Keys, Any] = MappingProxyType({}),
 ) -> CopyResult:  # fmt: skip
     """Write arrays as a new step.
 
@@ -170,6 +172,7 @@ def write_copy(
       layout: the shardings; None leaves every array unsharded.
       devices: the device count; None is that of the layout's mesh.
       bound: most bytes in memory.
+      empty: the nodes without arrays, by their places.
 
     Raises:
       CheckpointError: the layout leaves the size of an axis open, and `devices` is None; a job of several processes.
@@ -194,7 +197,7 @@ def write_copy(
              fix="write to another folder")  # fmt: skip
     check_free(folder / str(step))
     kept = targets.stored_layout(described)
-    saved = orbax_store.Saved(state_tree.nested(sources), kept, count, in_flight=bound // SHARE)
+    saved = orbax_store.Saved(state_tree.nested({**sources, **empty}), kept, count, in_flight=bound // SHARE)
     new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         with arrays.write_errors(folder, (OSError, ValueError)):

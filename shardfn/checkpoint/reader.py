@@ -14,7 +14,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, state_tree, targets
-from shardfn.checkpoint.contents import ARRAYS, BARE, KEY, NUMBER, TEXT, Contents, StoredArray
+from shardfn.checkpoint.contents import ARRAYS, BARE, EMPTY, KEY, NUMBER, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, Problem, a, closest, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
@@ -43,7 +43,7 @@ def restore(
         None: the shardings of the arrays of `like`, else those of the plan or layout file that `save` was
         given where its mesh has as many devices as there are here, else the stored ones.
       like: a pytree of arrays or shapes that gives the structure, shapes and dtypes of the result. Without it the result
-        is dicts and lists: a module or a named tuple becomes a dict of its fields.
+        is dicts and lists: a module or a named tuple becomes a dict of its fields, or None if it has none.
       step: which step; the last if None.
       only: globs of paths to restore, as stored or as renamed. Other leaves of `like` are returned unchanged; other
         arrays of the checkpoint are not read.
@@ -71,7 +71,9 @@ def restore(
     values = arrays.read_arrays(folder, _array_reads(chosen, target, like, contents))
     leaves = {new: state_tree.restore_leaf(new.kind, value) for (_, new), value in zip(chosen, values, strict=True)}
     if like is None:
-        return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
+        return state_tree.nested(
+            {new.keys: leaf for new, leaf in leaves.items()} | empty_nodes(contents, chosen, name_map)
+        )
     found = {new.path: leaf for new, leaf in leaves.items()}
     flat, tree = tree_util.tree_flatten_with_path(like)
     placed = [(old, found.get(join("", key) or BARE, old)) for key, old in flat]
@@ -136,7 +138,7 @@ class Renamed(NamedTuple):
 def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, dtype: Any = None) -> list[Renamed]:
     """The arrays to restore, with their paths and dtypes in the result. Arguments as of `restore`."""
     problems: list[Problem] = []
-    named = {row.new.path: row for row in rename_arrays((*contents.entries, *contents.texts), name_map or {})}
+    named = {row.new.path: row for row in _renamed(contents, name_map) if not row.new.kind.startswith(EMPTY)}
     wanted = {} if like is None else {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
     named = _named_like(named, wanted)
     paths = _selected(tuple(named), only, "only", problems, [row.stored.path for row in named.values()])
@@ -159,6 +161,46 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
             chosen[path] = Renamed(old, dataclasses.replace(new, kind=wanted[path].kind))
     found = casts([row.new for row in chosen.values()], dtypes, dtype)
     return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
+
+
+def _renamed(contents: Contents, name_map: Names) -> list[Renamed]:
+    """All that the tree of a checkpoint has, under the new paths."""
+    return rename_arrays((*contents.entries, *contents.texts, *contents.empty_nodes), name_map or {})
+
+
+def empty_nodes(contents: Contents, chosen: Sequence[Renamed], name_map: Names) -> dict[state_tree.Keys, Any]:
+    """The nodes without arrays of a result, by place. Each is kept where all arrays of the container around it are chosen.
+
+    Args:
+      contents: the description of the checkpoint.
+      chosen: the arrays of the result. One that is renamed to the place of an empty node, or into it, replaces it.
+      name_map: as in `restore`.
+    """
+    if not contents.empty_nodes:
+        return {}
+    kept = {old.path for old, _ in chosen}
+    around: dict[state_tree.Keys, bool] = {}  # each container of arrays: whether all of them are chosen
+    for entry in (*contents.entries, *contents.texts):
+        for n in range(len(entry.keys)):
+            around[entry.keys[:n]] = around.get(entry.keys[:n], True) and entry.path in kept
+    arrays_at = {_names(new.keys) for _, new in chosen}
+    filled = {names[:n] for names in arrays_at for n in range(len(names) + 1)}
+    found = {}
+    for old, new in _renamed(contents, name_map):
+        if not old.kind.startswith(EMPTY):
+            continue
+        names, nearest = (
+            _names(new.keys),
+            (old.keys[:n] for n in reversed(range(len(old.keys))) if old.keys[:n] in around),
+        )
+        is_free = names not in filled and not any(names[:n] in arrays_at for n in range(len(names)))
+        if is_free and around.get(next(nearest, ()), False):
+            found[new.keys] = state_tree.empty_node(old.kind)
+    return found
+
+
+def _names(keys: state_tree.Keys) -> tuple[str, ...]:
+    return tuple(name for _, name in keys)
 
 
 def _named_like(named: Mapping[str, Renamed], wanted: Collection[str]) -> dict[str, Renamed]:
@@ -223,6 +265,8 @@ def rename_arrays(entries: Sequence[StoredArray], name_map: Mapping[str, str]) -
             kept = keys[len(keys) - rest.count("/") :] if len(keys) == len(parts) else ()
             fresh = path.split("/")[: len(path.split("/")) - len(kept)]
             keys = (*(("key", part) for part in fresh if part), *kept)
+        if path in found and entry.kind.startswith(EMPTY):
+            continue
         if path in found:
             problems.append(Problem(f"two arrays would be `{path}`", where=f"{found[path].stored.path}, {entry.path}",
                                     why="name_map gives one the name of the other",
@@ -239,7 +283,7 @@ def rename_arrays(entries: Sequence[StoredArray], name_map: Mapping[str, str]) -
 
 def nested_arrays(rows: Iterable[Renamed]) -> list[Problem]:
     """The problems of renamed arrays that would be inside another array."""
-    places = {tuple(name for _, name in row.new.keys): row for row in rows}
+    places = {_names(row.new.keys): row for row in rows}
     problems = []
     for names, row in places.items():
         for outer in (places[names[:n]] for n in range(len(names)) if names[:n] in places):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import tree_util
 
 from shardfn.checkpoint import arrays
-from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, orbax_name
+from shardfn.checkpoint.contents import BARE, EMPTY, HOST, KEY, NUMBER, orbax_name
 from shardfn.errors import CheckpointError, Problem, a, raise_problems
 from shardfn.frontend.paths import join
 
@@ -146,6 +146,11 @@ def restore_leaf(kind: str, value: Any) -> Any:
     if kind.startswith(KEY):
         return jax.random.wrap_key_data(value, impl=kind.removeprefix(KEY))
     return np.asarray(value).item() if kind == NUMBER else value
+
+
+def empty_node(kind: str) -> Any:
+    """The node without arrays of a kind: {}, [], (), or None, which is also what Orbax makes of an empty named tuple."""
+    return {"Dict": dict, "List": list, "Tuple": tuple}.get(kind.removeprefix(EMPTY), lambda: None)()
 
 
 def name_of(key: Any) -> str:

@@ -179,3 +179,30 @@ def test_others_restore_ours(tmp_path, state):
         same(steps.load_checkpointables(3, {"state": params})["state"], {"params": state["params"]})
     flat = checkpoints.restore_checkpoint(tmp_path / "3" / "state", None, orbax_checkpointer=ocp.PyTreeCheckpointer())
     same(flat["params"], state["params"])
+
+
+def test_nodes_without_arrays_are_kept_by_copies_and_by_a_restore_without_like(tmp_path):
+    held = {
+        "p": jnp.ones(4),
+        "o": optax.adamw(1e-3).init(jnp.ones(4)),
+        "l": [None, jnp.ones(1)],
+        "e": {},
+        "t": ((), []),
+    }
+    checkpoint.save(tmp_path / "run", held)
+    checkpoint.merge(tmp_path / "run", tmp_path / "merged")
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, held)
+    with ocp.StandardCheckpointer() as reader:
+        restored = reader.restore(tmp_path / "merged" / "0" / "state", like)
+        plain = reader.restore(tmp_path / "run" / "0" / "state")
+    assert jax.tree.structure(restored) == jax.tree.structure(held)
+    for folder in ("run", "merged"):
+        assert jax.tree.structure(checkpoint.restore(tmp_path / folder)) == jax.tree.structure(plain)
+    assert checkpoint.restore(tmp_path / "run", only="l/*")["l"][0] is None
+    assert checkpoint.restore(tmp_path / "run", only="p").keys() == {"p"}
+
+
+def test_a_renamed_array_replaces_a_node_without_arrays(tmp_path):
+    checkpoint.save(tmp_path, {"p": jnp.ones(4), "q": jnp.ones(2), "e": {}, "n": None})
+    restored = checkpoint.restore(tmp_path, name_map={"p": "e/w", "q": "n"})
+    assert jax.tree.map(jnp.shape, restored) == {"e": {"w": (4,)}, "n": (2,)}
