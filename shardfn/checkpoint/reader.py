@@ -396,8 +396,18 @@ def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any)
         except TypeError:
             fail(CheckpointError, f"{kind!r:.40} is not a dtype", where=f"dtype = {dtype!r:.80}",
                  fix="write jnp.bfloat16")  # fmt: skip
-        for path in _selected(tuple(found), glob, "dtype", problems):
-            if path in cast and family(found[path]) == "float" and family(kind) == "float":
-                found[path] = kind
+        hits = _selected(tuple(found), glob, "dtype", problems)
+        floats = {path for path in hits & cast if family(found[path]) == "float"}
+        if family(kind) == "float":
+            found |= dict.fromkeys(floats, kind)
+            refused = hits if glob is not None and not floats else set()
+        else:
+            refused = {path for path in hits if found[path] != kind}
+        if refused:
+            shown = [entry.text for entry in entries if entry.path in refused]
+            problems.append(Problem(f"`dtype` cannot cast to {kind.name}: {listed(shown, 3)}", where=f"dtype = {dtype!r:.80}",
+                                    why="`dtype` casts floating-point arrays to other floating-point dtypes",
+                                    fix="leave them out of `dtype`, and convert them after `restore`: x.astype(...); `like` "
+                                        "casts integers to integers"))  # fmt: skip
     raise_problems(problems, CheckpointError)
     return found

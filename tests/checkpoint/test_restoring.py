@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +168,15 @@ def test_casts_by_path_and_by_like(saved, state):
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float16"), state["params"])
     back = checkpoint.restore(saved, mesh(8, names="b"), like={"params": like}, only="params/*")
     assert {leaf.dtype for leaf in jax.tree.leaves(back)} == {np.dtype("float16")}
+
+
+@pytest.mark.parametrize("dtype", ["int8", {"w": "int32"}, {"n": "bfloat16"}, {"rate": "bfloat16"}], ids=str)
+def test_casts_that_cannot_be_done_are_refused(tmp_path, dtype):
+    checkpoint.save(tmp_path / "run", {"w": jnp.ones(2), "n": jnp.arange(2), "rate": 0.1})
+    for call in (checkpoint.restore, functools.partial(checkpoint.merge, target=tmp_path / "copy")):
+        with pytest.raises(CheckpointError, match="`dtype` cannot cast to"):
+            call(tmp_path / "run", dtype=dtype)
+    assert checkpoint.restore(tmp_path / "run", dtype={"n": "int32", "*": "bfloat16"})["w"].dtype == "bfloat16"
 
 
 def test_a_part_keeps_the_rest_of_like(saved, state):
