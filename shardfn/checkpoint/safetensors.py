@@ -19,6 +19,7 @@ from shardfn.checkpoint.safetensors_files import (
     SUFFIX,
     TensorHeader,
     contiguous_boxes,
+    export_files,
     read_tensors,
     split_into_files,
     write_tensors,
@@ -43,6 +44,8 @@ def export_safetensors(
     memory: int | str = offline.MEMORY,
 ) -> tuple[pathlib.Path, ...]:
     """Write a checkpoint as safetensors: one file, or several with a `.safetensors.index.json`.
+
+    An export replaces an earlier one of the same name, with all of its files.
 
     Args:
       path: the folder of the checkpoint.
@@ -94,6 +97,7 @@ def export_safetensors(
     base = stem.name.removesuffix(SUFFIX)
     files = [stem] if len(parts) == 1 else [
         stem.with_name(f"{base}-{i:05}-of-{len(parts):05}{SUFFIX}") for i in range(1, len(parts) + 1)]  # fmt: skip
+    earlier = export_files(stem)
     with arrays.write_errors(stem.parent):
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file, rows in zip(files, parts, strict=True):
@@ -105,6 +109,8 @@ def export_safetensors(
             files.append(stem.with_name(base + INDEX))
             with atomic_file(files[-1]) as file:
                 file.write(f"{text}\n".encode())
+        for file in earlier - {*files}:
+            file.unlink(missing_ok=True)
     return tuple(files)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 
@@ -148,6 +149,19 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
         fail(CheckpointFileError, f"{source} cannot be read", why=f"{type(error).__name__}: {error}",
              fix="an index is JSON with a weight_map of tensor names to file names")  # fmt: skip
     return [source.parent / file for file in dict.fromkeys(indexed.values())], indexed
+
+
+def export_files(stem: pathlib.Path) -> set[pathlib.Path]:
+    """The files of an earlier export: `model.safetensors`, or the index of this name and the numbered files that it lists."""
+    base = stem.name.removesuffix(SUFFIX)
+    index = stem.with_name(base + INDEX)
+    try:
+        named = set(map(str, json.loads(read_bytes(index, MAX_INDEX_BYTES))["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        named = set()
+    numbered = re.compile(re.escape(base) + r"-\d+-of-\d+" + re.escape(SUFFIX))
+    found = {stem, index, *(stem.with_name(name) for name in named if numbered.fullmatch(name))}
+    return {file for file in found if file.is_file()}
 
 
 def _header(file: pathlib.Path) -> list[FileTensor]:

@@ -160,6 +160,16 @@ def test_safetensors_in_several_files(saved, state, tmp_path, which):
     same(checkpoint.restore(tmp_path / "back"), big)
 
 
+@pytest.mark.parametrize("sizes", [("1MiB", "1GiB"), ("1GiB", "1MiB")], ids=["to one file", "to several"])
+def test_an_export_replaces_an_earlier_one_of_its_name(tmp_path, sizes):
+    for step, size in enumerate(sizes):
+        checkpoint.save(tmp_path / "run", {"a": jnp.full((512, 512), step), "b": jnp.full((512, 512), step)}, step=step)
+        files = checkpoint.export_safetensors(tmp_path / "run", tmp_path / "out", file_bytes=size)
+    assert sorted((tmp_path / "out").iterdir()) == sorted(files)
+    checkpoint.import_safetensors(tmp_path / "out", tmp_path / "back")
+    assert checkpoint.restore(tmp_path / "back")["a"][0, 0] == 1
+
+
 def test_files_of_others(tmp_path):
     """What the package of the format's makers writes."""
     rows = {
