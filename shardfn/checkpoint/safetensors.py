@@ -24,7 +24,7 @@ from shardfn.checkpoint.safetensors_files import (
     split_into_files,
     write_tensors,
 )
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step, whole_number
 from shardfn.errors import CheckpointError, Problem, raise_problems
 from shardfn.files import atomic_file
 
@@ -148,7 +148,7 @@ def import_safetensors(
       What was written.
 
     Raises:
-      CheckpointError: the step exists already; two tensors with one name.
+      CheckpointError: the step exists already, or is no int of 0 or more; two tensors with one name.
       CheckpointFileError: files that are missing, truncated, or not safetensors; a full disk.
       ExtraError: the package safetensors is not installed.
       ShardError: the layout does not fit the arrays.
@@ -164,7 +164,7 @@ def import_safetensors(
     (8, 4)
     """
     bound = offline.memory_bytes(memory)
-    separator = separator or "/"
+    separator, step = separator or "/", whole_number("step", step, 0, f"import_safetensors({str(source)!r}, …")
     tensors = list(read_tensors(source).values())
     entries = []
     for tensor in tensors:

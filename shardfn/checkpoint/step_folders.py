@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from shardfn.checkpoint import contents
 from shardfn.checkpoint.catalogue import MAX_BYTES, METADATA, read_contents
 from shardfn.errors import CheckpointError, a, fail
@@ -116,6 +118,24 @@ def check_free(step: pathlib.Path) -> None:
              fix="move the file, or write another step")  # fmt: skip
 
 
+def whole_number(name: str, value: Any, least: int, where: str) -> int:
+    """The value of an argument, as an int.
+
+    Args:
+      name: the name of the argument.
+      value: its value.
+      least: the least value that it may have.
+      where: the call before the argument, such as "save('run', …".
+
+    Raises:
+      CheckpointError: it is no int, or less.
+    """
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        fail(CheckpointError, f"`{name}` is {value!r:.40}", where=f"{where}, {name}={value!r:.40})",
+             fix=f"write an int of {least} or more")  # fmt: skip
+    return int(value)
+
+
 def _numbered(folder: pathlib.Path) -> list[str]:
     return sorted(child.name for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii())
 
@@ -161,7 +181,7 @@ def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int
         return held[0], 0, _contents(folder, held)
     if step is None and known:
         step = known[-1]
-    if step is None or isinstance(step, float) or step not in known:
+    if step is None or isinstance(step, float | bool) or step not in known:
         shown = ", ".join(map(str, known[-8:]))
         if known:
             fail(CheckpointError, f"there is no step {step!r:.40} in {folder}", why=f"the steps are {shown}",

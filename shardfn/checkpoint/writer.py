@@ -15,7 +15,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import choose_chunks
 from shardfn.checkpoint.contents import StoredArray, StoredMesh, mesh_order
-from shardfn.checkpoint.step_folders import StrPath, check_free, folder_for_writing, no_steps, steps
+from shardfn.checkpoint.step_folders import StrPath, check_free, folder_for_writing, no_steps, steps, whole_number
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.frontend.paths import listed
@@ -72,11 +72,10 @@ def save(
     from shardfn.checkpoint import orbax_store
 
     folder = folder_for_writing(path)
-    step = int(step) if isinstance(step, np.integer) else step
-    for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            fail(CheckpointError, f"`{name}` is {value!r:.40}", where=f"save({str(path)!r}, …, {name}={value!r:.40})",
-                 fix=f"write an int of {least} or more")  # fmt: skip
+    where = f"save({str(path)!r}, …"
+    step = step if step is None else whole_number("step", step, 0, where)
+    keep = keep if keep is None else whole_number("keep", keep, 1, where)
+    keep_every = keep_every if keep_every is None else whole_number("keep_every", keep_every, 1, where)
     flat = state_tree.flatten(state)
     state_tree.check_stored({leaf.path: leaf.value.dtype for leaf in flat})
     shapes = [leaf.path for leaf in flat if isinstance(leaf.value, jax.ShapeDtypeStruct)]

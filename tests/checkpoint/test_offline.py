@@ -170,6 +170,16 @@ def test_an_export_replaces_an_earlier_one_of_its_name(tmp_path, sizes):
     assert checkpoint.restore(tmp_path / "back")["a"][0, 0] == 1
 
 
+@pytest.mark.parametrize("step", [-1, 2.5, True, None])
+def test_an_import_as_what_is_no_step_is_refused(tmp_path, step):
+    safetensors.numpy.save_file({"a": np.ones(2, "float32")}, tmp_path / "one.safetensors")
+    with pytest.raises(CheckpointError, match=f"`step` is {step}"):
+        checkpoint.import_safetensors(tmp_path / "one.safetensors", tmp_path / "run", step=step)
+    checkpoint.import_safetensors(tmp_path / "one.safetensors", tmp_path / "run", step=np.int32(1))
+    with pytest.raises(CheckpointError, match="there is no step True"):
+        checkpoint.restore(tmp_path / "run", step=True)
+
+
 def test_files_of_others(tmp_path):
     """What the package of the format's makers writes."""
     rows = {
