@@ -139,8 +139,9 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
     """The arrays to restore, with their paths and dtypes in the result. Arguments as of `restore`."""
     problems: list[Problem] = []
     named = {row.new.path: row for row in _renamed(contents, name_map) if not row.new.kind.startswith(EMPTY)}
-    wanted = {} if like is None else {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
-    named = _named_like(named, wanted)
+    places = tree_util.tree_flatten_with_path(like)[0] if like is not None else []
+    asked = [*dict.fromkeys(join("", key) or BARE for key, _ in places)]
+    named = _named_like(named, asked)
     paths = _selected(tuple(named), only, "only", problems, [row.stored.path for row in named.values()])
     chosen = {path: row for path, row in named.items() if path in paths}
     problems += nested_arrays(chosen.values())
@@ -148,13 +149,14 @@ def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, d
                          why="arrays, numbers and PRNG keys are restored here",
                          fix='leave it out, by globs of the others: only=["params/*"]')
                  for path, row in chosen.items() if row.stored.kind == TEXT]  # fmt: skip
-    dtypes = {}
+    wanted: dict[str, state_tree.StateLeaf] = {}
     if like is not None:
-        # Leaves of `like` that `only` does not match are kept, not missing.
-        stored = [named[path].stored.path if path in named else path for path in wanted]
-        inside = _selected(tuple(wanted), only, "only", [], stored)
-        problems += _misfits(chosen, {path: leaf for path, leaf in wanted.items() if path in inside})
-        dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind in ARRAYS}
+        # Leaves of `like` that `only` does not match are kept, not missing, and may be anything.
+        stored = [named[path].stored.path if path in named else path for path in asked]
+        inside = _selected(asked, only, "only", [], stored)
+        wanted = {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like", inside)}
+        problems += _misfits(chosen, wanted)
+    dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind in ARRAYS}
     raise_problems(problems, CheckpointError)
     for path, (old, new) in chosen.items():
         if new.kind == NUMBER and path in dtypes:  # a number of which `like` makes an array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -49,8 +49,8 @@ class StateLeaf:
         return str(self.value.dtype)
 
 
-def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
-    """The arrays of a pytree by path; `what` names the tree in errors.
+def flatten(state: Any, what: str = "state", among: Collection[str] | None = None) -> list[StateLeaf]:
+    """The arrays of a pytree by path; `what` names the tree in errors. Only those `among` these paths, where they are given.
 
     Raises:
       CheckpointError: leaves that are not arrays, two arrays with one path; all at once.
@@ -63,6 +63,8 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
     problems: list[Problem] = []
     for key, value in tree_util.tree_flatten_with_path(state)[0]:
         path = join("", key) or BARE
+        if among is not None and path not in among:
+            continue
         kind, stored = _stored(value)
         if stored is None:
             fix = "remove it from the tree, or make it a static field"

@@ -186,6 +186,15 @@ def test_a_part_keeps_the_rest_of_like(saved, state):
     assert not np.asarray(back["params"]["half"]).any() and back["head"][0] == 5
 
 
+def test_a_leaf_of_like_that_only_leaves_out_may_be_anything(tmp_path):
+    checkpoint.save(tmp_path, {"w": jnp.ones(2)})
+    apply = print
+    back = checkpoint.restore(tmp_path, like={"s": "hello", "f": apply, "w": jnp.zeros(2)}, only="w")
+    assert (back["s"], back["f"], back["w"][0]) == ("hello", apply, 1)
+    with pytest.raises(CheckpointError, match="`s` is a str"):
+        checkpoint.restore(tmp_path, like={"s": "hello", "w": jnp.zeros(2)})
+
+
 def test_renamed(saved, state):
     names = {"params/layers": "model/blocks", "params": "model", "params/w1": "embed"}
     back = checkpoint.restore(saved, only=["model/*", "embed"], name_map=names)
