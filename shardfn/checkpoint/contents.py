@@ -122,6 +122,21 @@ class StoredArray:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoredLayout:
+    """The layout file beside the arrays.
+
+    Attributes:
+      file: its path.
+      is_given: whether `save` was given it; otherwise it says what the shardings of the arrays are.
+      sha256: its checksum, which the step notes; None where it was saved without one.
+    """
+
+    file: pathlib.Path
+    is_given: bool
+    sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Contents:
     """The description of one checkpoint.
 
@@ -130,7 +145,7 @@ class Contents:
       devices, processes: how many saved it, where that is known.
       texts: the texts that another program saved beside them.
       empty_nodes: the nodes of the tree without arrays: None, {}, [] and ().
-      layout: the layout file that they were saved with, if `save` was given one.
+      layout: the layout file that they were saved with.
     """
 
     entries: tuple[StoredArray, ...]
@@ -138,7 +153,7 @@ class Contents:
     processes: int = 1
     texts: tuple[StoredArray, ...] = ()
     empty_nodes: tuple[StoredArray, ...] = ()
-    layout: pathlib.Path | None = None
+    layout: StoredLayout | None = None
 
     @property
     def meshes(self) -> tuple[StoredMesh, ...]:

@@ -19,7 +19,15 @@ from shardfn.checkpoint import arrays, reader, state_tree, targets
 from shardfn.checkpoint.catalogue import SUMS
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.checkpoint.step_folders import StrPath, absolute_path, check_free, folder_for_writing, open_step, steps
+from shardfn.checkpoint.step_folders import (
+    StrPath,
+    absolute_path,
+    check_free,
+    folder_for_writing,
+    open_step,
+    read_stored_layout,
+    steps,
+)
 from shardfn.checkpoint.writer import stored_sharding
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
@@ -280,7 +288,7 @@ class VerifyResult:
 
 
 def verify(path: StrPath, step: int | None = None) -> VerifyResult:
-    """Read and check every array of a checkpoint, a file at a time.
+    """Read and check every array of a checkpoint, a file at a time, and its layout file.
 
     Args:
       path: the folder that `save` was called with.
@@ -291,7 +299,7 @@ def verify(path: StrPath, step: int | None = None) -> VerifyResult:
 
     Raises:
       CheckpointError: there is no such step.
-      CheckpointFileError: arrays that are missing or damaged, all of them, by name.
+      CheckpointFileError: arrays that are missing or damaged, all of them, by name; a missing or damaged layout file.
 
     >>> import tempfile, jax.numpy as jnp
     >>> from shardfn import checkpoint
@@ -301,5 +309,11 @@ def verify(path: StrPath, step: int | None = None) -> VerifyResult:
     True
     """
     folder, step, contents = open_step(path, step)
-    raise_problems(arrays.verify_arrays(folder, contents.entries), CheckpointFileError)
+    problems = arrays.verify_arrays(folder, contents.entries)
+    if contents.layout is not None:
+        try:
+            read_stored_layout(contents.layout)
+        except CheckpointFileError as error:
+            problems += error.problems
+    raise_problems(problems, CheckpointFileError)
     return VerifyResult(absolute_path(path), step, len(contents.entries), (folder / SUMS).is_file())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import hashlib
 import os
 import pathlib
 import shutil
@@ -209,10 +210,13 @@ def begin(path: pathlib.Path, step: int, saved: Saved, keep: int | None, keep_ev
     )
     files = StateHandler(use_zarr3=True, type_handler_registry=registry(failure, saved.in_flight))
     state = ocp.PyTreeCheckpointHandler(handler_impl=files)
+    told: dict[str, Any] = {
+        "devices": saved.devices, "processes": jax.process_count(), "layout_given": saved.is_layout_given
+    }  # fmt: skip
     items: dict[str, Any] = {ITEM: ocp.args.PyTreeSave(saved.tree)}
     if saved.layout is not None:
         items[LAYOUT_ITEM] = LayoutSave(to_toml(saved.layout))
-    told = {"devices": saved.devices, "processes": jax.process_count(), "layout_given": saved.is_layout_given}
+        told["layout_sha256"] = hashlib.sha256(items[LAYOUT_ITEM].text.encode()).hexdigest()
     with contextlib.ExitStack() as lock:
         lock.enter_context(only_writer(path))
         lock.enter_context(failure.logged_once())

@@ -15,10 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.contents import ARRAYS, BARE, EMPTY, KEY, NUMBER, TEXT, Contents, StoredArray
-from shardfn.checkpoint.step_folders import StrPath, open_step
+from shardfn.checkpoint.step_folders import StrPath, open_step, read_stored_layout
 from shardfn.errors import CheckpointError, Problem, a, closest, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal, without_value
-from shardfn.layoutfile import read_layout
 
 Globs = str | Sequence[str] | None
 Names = Mapping[str, str] | None
@@ -220,7 +219,8 @@ def _array_reads(chosen: Sequence[Renamed], target: Any, like: Any, contents: Co
     if target is None and like is not None:
         target = _shardings_like(like)
     if target is None and chosen:
-        layout = contents.layout and read_layout(contents.layout)
+        is_given = contents.layout is not None and contents.layout.is_given
+        layout = read_stored_layout(contents.layout) if is_given else None
         kept = targets.stored_shardings([old.without_key_data for old, _ in chosen], layout)
         target = {new.path: kept[old.path] for old, new in chosen}
     placed = targets.target_shardings([new for _, new in chosen], target) if chosen else {}

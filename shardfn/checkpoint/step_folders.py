@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import hashlib
 import json
 import os
 import pathlib
@@ -15,10 +16,12 @@ import numpy as np
 
 from shardfn.checkpoint import contents
 from shardfn.checkpoint.catalogue import MAX_BYTES, METADATA, read_contents
-from shardfn.errors import CheckpointError, a, fail
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail
 from shardfn.files import read_bytes
 from shardfn.frontend.paths import listed
 from shardfn.ir.model import mesh_text
+from shardfn.layoutfile import LayoutFileError, read_layout
+from shardfn.planning.layout_rules import LayoutFile
 from shardfn.render.cells import shape_text
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
@@ -224,10 +227,31 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
     try:
         told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
         known = {"devices": int(told["devices"]), "processes": int(told["processes"])}
-        known["layout"] = step / LAYOUT_ITEM / LAYOUT if told["layout_given"] else None
+        given, total = bool(told["layout_given"]), told.get("layout_sha256")
+        is_there = given or total or (step / LAYOUT_ITEM).is_dir()
+        known["layout"] = contents.StoredLayout(step / LAYOUT_ITEM / LAYOUT, given, total) if is_there else None
     except (OSError, ValueError, KeyError, TypeError):  # another program saved it
         pass
     return dataclasses.replace(read_contents(held[0], is_ours="layout" in known), **known)
+
+
+def read_stored_layout(layout: contents.StoredLayout) -> LayoutFile:
+    """The layout file of a step.
+
+    Raises:
+      CheckpointFileError: it is missing or damaged.
+    """
+    try:
+        found = hashlib.sha256(read_bytes(layout.file, MAX_BYTES)).hexdigest()
+        if layout.sha256 not in (None, found):
+            raise ValueError("its SHA-256 is not the one that the step notes")
+        return read_layout(layout.file)
+    except (OSError, ValueError) as error:
+        what = "is missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "is damaged"
+        why = error.problems[0].what if isinstance(error, LayoutFileError) else str(error)
+        raise CheckpointFileError(Problem(f"{layout.file} {what}", why=why,
+                                          fix="give `restore` a target, such as the plan; or restore another step: "
+                                              "checkpoint.steps(path) lists them")) from None  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

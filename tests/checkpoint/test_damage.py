@@ -192,3 +192,36 @@ def test_a_description_that_is_not_the_one_saved_is_told(tmp_path, damage, told)
     for call in (checkpoint.restore, checkpoint.verify, checkpoint.inspect):
         with pytest.raises(CheckpointFileError, match=told):
             call(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"\xff", None, "exchanged"], ids=str)
+def test_a_damaged_layout_file_is_told(tmp_path, damage):
+    layout = LayoutFile(mesh=(("a", 2), ("b", 4)), others=("a", "b"))
+    checkpoint.save(tmp_path, {"w": jnp.ones((8, 8))}, layout)
+    file = tmp_path / "0" / "layout" / "layout.toml"
+    text = file.read_text()
+    if damage is None:
+        file.unlink()
+    else:
+        exchanged = text.replace('"a", "b"', '"b", "a"').encode()
+        assert exchanged != text.encode()
+        file.write_bytes(exchanged if damage == "exchanged" else damage)
+    for call in (checkpoint.verify, checkpoint.restore):
+        with pytest.raises(CheckpointFileError, match="layout.toml is " + ("missing" if damage is None else "damaged")):
+            call(tmp_path)
+    assert checkpoint.restore(tmp_path, jax.devices()[0])["w"].shape == (8, 8), "it is not read where a target is given"
+    file.write_text(text)
+    assert checkpoint.restore(tmp_path)["w"].sharding.spec == jax.sharding.PartitionSpec("a", "b")
+    assert checkpoint.verify(tmp_path).has_checksums
+
+
+def test_a_layout_file_that_was_saved_without_a_checksum_must_be_readable(tmp_path):
+    checkpoint.save(tmp_path, {"w": jnp.ones((8, 8))})
+    told = tmp_path / "0" / "_CHECKPOINT_METADATA"
+    data = json.loads(told.read_text())
+    del data["custom_metadata"]["layout_sha256"]
+    told.write_text(json.dumps(data))
+    assert checkpoint.verify(tmp_path)
+    (tmp_path / "0" / "layout" / "layout.toml").write_text("garbage")
+    with pytest.raises(CheckpointFileError, match=r"layout\.toml is damaged"):
+        checkpoint.verify(tmp_path)
