@@ -39,7 +39,8 @@ def restore(
       path: the folder that `save` was called with.
       target: where the arrays go: a plan; a layout file or the name of a recipe; a `Mesh`, for the stored axes by name; a
         device ("cpu", `jax.devices()[0]`); a list of devices, replicated; a sharding, or a tree of shardings by path.
-        None: the shardings of the arrays of `like`, else those of the plan or layout file that `save` was
+        None: the shardings of the arrays of `like` (those of an `AbstractMesh` are on the mesh of `jax.set_mesh`, or on all
+        devices), else those of the plan or layout file that `save` was
         given where its mesh has as many devices as there are here, else the stored ones.
       like: a pytree of arrays or shapes that gives the structure, shapes and dtypes of the result. Without it the result
         is dicts and lists: a module or a named tuple becomes a dict of its fields, or None if it has none.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -16,7 +17,7 @@ from shardfn.checkpoint.contents import StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.paths import escaped, join, literal, normal, ruled, without_value
-from shardfn.ir.model import axes_of
+from shardfn.ir.model import axes_of, mesh_text
 from shardfn.layoutfile.toml import rule_dims
 from shardfn.planning.layout_rules import UNSHARDED, LayoutFile, LayoutRule, mesh_axes
 from shardfn.planning.plan import Plan
@@ -36,6 +37,7 @@ def target_shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, S
       ShardError: shardings that do not fit, all at once.
     """
     found = _shardings([entry.without_key_data for entry in entries], target)
+    found = {path: on_devices(sharding) for path, sharding in found.items()}
     problems = [
         Problem(f"`{entry.path}` cannot have its target sharding", where=f"{entry.text}, {found[entry.path]}",
                 why="the axes of a dimension must divide it, and a sharding has at most the rank of its array",
@@ -44,6 +46,27 @@ def target_shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, S
     ]  # fmt: skip
     raise_problems(problems, CheckpointError)
     return found
+
+
+def on_devices(sharding: Sharding) -> Sharding:
+    """The sharding on devices, where it is of an `AbstractMesh`, as `jax.eval_shape` gives of arrays on an Explicit mesh.
+
+    They are those of the mesh of `jax.set_mesh`, if it has the same axes, else all devices in their order.
+
+    Raises:
+      CheckpointError: there are more devices here, or fewer.
+    """
+    if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
+        return sharding
+    wanted, mesh, devices = sharding.mesh, jax.sharding.get_mesh(), jax.devices()
+    if mesh.shape_tuple != wanted.shape_tuple:
+        if wanted.size != len(devices):
+            fail(CheckpointError, f"the mesh of the target has no devices: {mesh_text(wanted.shape_tuple)}",
+                 where=f"target = {sharding!r:.80}", why=f"it is an AbstractMesh of {wanted.size}, and here are {len(devices)}",
+                 fix="restore within `with jax.set_mesh(mesh):`, or give a Mesh with the same axis names as target")  # fmt: skip
+        mesh = Mesh(np.asarray(devices).reshape(wanted.axis_sizes), wanted.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=wanted.axis_types)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _fits(entry: StoredArray, sharding: Sharding) -> bool:

@@ -195,6 +195,21 @@ def test_a_leaf_of_like_that_only_leaves_out_may_be_anything(tmp_path):
         checkpoint.restore(tmp_path, like={"s": "hello", "w": jnp.zeros(2)})
 
 
+def test_like_of_an_abstract_mesh(tmp_path):
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    turned = jax.sharding.Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), ("a", "b"), axis_types=explicit)
+    state = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(turned, P("a", "b"))), "y": jnp.ones(3)}
+    checkpoint.save(tmp_path, state)
+    like = jax.eval_shape(lambda state: jax.tree.map(jnp.sin, state), state)
+    back = checkpoint.restore(tmp_path, like=like)
+    assert back["w"].sharding.spec == P("a", "b") and list(back["w"].sharding.mesh.devices.flat) == jax.devices()
+    with jax.set_mesh(turned):
+        assert checkpoint.restore(tmp_path, like=like)["w"].sharding == state["w"].sharding
+    few = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=explicit)
+    with pytest.raises(CheckpointError, match=r"(?s)the mesh of the target has no devices.*jax\.set_mesh"):
+        checkpoint.restore(tmp_path, NamedSharding(few, P("a")), only="w")
+
+
 def test_renamed(saved, state):
     names = {"params/layers": "model/blocks", "params": "model", "params/w1": "embed"}
     back = checkpoint.restore(saved, only=["model/*", "embed"], name_map=names)
