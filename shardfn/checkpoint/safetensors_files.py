@@ -111,6 +111,8 @@ def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
             problems.append(Problem(f"{file} cannot be read", why=str(error), fix="download or write it again"))
             continue
         for tensor in header:
+            if indexed.get(tensor.name, file.name) != file.name:  # the index says which of two files counts
+                continue
             if tensor.name in found:
                 problems.append(Problem(f"two files hold the tensor `{tensor.name}`",
                                         where=f"{found[tensor.name].file}, {file}",

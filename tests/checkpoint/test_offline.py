@@ -180,6 +180,19 @@ def test_an_import_as_what_is_no_step_is_refused(tmp_path, step):
         checkpoint.restore(tmp_path / "run", step=True)
 
 
+def test_the_index_says_which_file_of_a_tensor_counts(tmp_path):
+    for name, value, names in (("one", 1, "a"), ("two", 2, "ab")):
+        tensors = {tensor: np.full(2, value, "float32") for tensor in names}
+        safetensors.numpy.save_file(tensors, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for first in (1, 2):
+        weights = {"a": ["one.safetensors", "two.safetensors"][first - 1], "b": "two.safetensors"}
+        index.write_text(json.dumps({"weight_map": weights}))
+        checkpoint.import_safetensors(index, tmp_path / "run", step=first)
+        back = checkpoint.restore(tmp_path / "run", step=first)
+        assert (back["a"][0], back["b"][0]) == (first, 2)
+
+
 def test_files_of_others(tmp_path):
     """What the package of the format's makers writes."""
     rows = {
