@@ -9,11 +9,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ NODES = "cache_pool#nodes"
 CACHE_BYTES = 100 << 20
 """Bytes of decoded nodes of a database that are kept while arrays are read."""
 
+ENTRY_BYTES = 1 << 20
+"""Bytes that a cache of chunks has for what TensorStore counts beside their values."""
+
 READ_BYTES = 1 << 30
 """Most bytes that a process is reading at any time; its shards of a single array may be larger."""
 
@@ -40,11 +44,30 @@ WORKERS = 4
 COUNTERS = "/tensorstore/kvstore/file/"
 
 
-def open_arrays(folder: pathlib.Path, entries: Sequence[StoredArray]) -> list[Any]:
-    """The futures of the arrays' `tensorstore.TensorStore`s, which share a cache of the database's nodes."""
+def cache(chunk_bytes: int = 0) -> Any:
+    """What arrays share while they are read: a cache of the database's nodes, and one of `chunk_bytes` of decoded chunks."""
     ts = need("tensorstore", "checkpoint")
-    context = ts.Context({NODES: {"total_bytes_limit": CACHE_BYTES}})
+    limit = chunk_bytes + ENTRY_BYTES if chunk_bytes else 0
+    return ts.Context({NODES: {"total_bytes_limit": CACHE_BYTES}, "cache_pool": {"total_bytes_limit": limit}})
+
+
+def open_arrays(folder: pathlib.Path, entries: Sequence[StoredArray], context: Any = None) -> list[Any]:
+    """The futures of the arrays' `tensorstore.TensorStore`s; `context` is a `cache` that they share with other arrays."""
+    ts = need("tensorstore", "checkpoint")
+    context = context or cache()
     return [ts.open(_spec(folder, entry), context=context, open=True) for entry in entries]
+
+
+def cached_bytes(entry: StoredArray, read: Iterable[Box]) -> int:
+    """Bytes of the chunks that are to be kept decoded while boxes are read, so that none is decoded for each box again.
+
+    Args:
+      entry: the array as it is stored.
+      read: the boxes, those of a chunk after each other.
+    """
+    chunk = math.prod(max(n, 1) for n in entry.chunks.chunk)
+    touched = (covering_volume(box, entry.chunks.chunk, entry.shape) for box in read if volume(box) < chunk)
+    return math.ceil(max(touched, default=0) * entry.itemsize)
 
 
 def has_dtype(dtype: Any) -> bool:
@@ -75,6 +98,7 @@ def _spec(folder: pathlib.Path, entry: StoredArray) -> dict[str, Any]:
         "driver": entry.driver,
         "kvstore": {**kvstore, "path": path},
         "fill_missing_data_reads": False,  # otherwise a lost chunk would read as zeros
+        "recheck_cached_data": "open",  # no file of a step changes
     }
 
 

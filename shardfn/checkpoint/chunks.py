@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardfn.ir.divisors import primes
 
@@ -80,6 +80,15 @@ def boxes(shape: Sequence[int], size: Sequence[int]) -> Iterator[Box]:
     for start in range(0, shape[0], max(size[0], 1)):
         for rest in boxes(shape[1:], size[1:]):
             yield (slice(start, min(start + size[0], shape[0])), *rest)
+
+
+def by_chunk(parts: Iterable[Box], chunk: Sequence[int]) -> list[Box]:
+    """Boxes in the order of the chunks that they begin in.
+
+    >>> [(rows.start, columns.start) for rows, columns in by_chunk(boxes((2, 4), (1, 2)), (2, 2))]
+    [(0, 0), (1, 0), (0, 2), (1, 2)]
+    """
+    return sorted(parts, key=lambda box: [s.start // max(c, 1) for s, c in zip(box, chunk, strict=True)])
 
 
 def full_box(shape: Sequence[int]) -> Box:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, state_tree, targets
 from shardfn.checkpoint.catalogue import SUMS
-from shardfn.checkpoint.chunks import Box, boxes, choose_chunks
+from shardfn.checkpoint.chunks import Box, boxes, by_chunk, choose_chunks
 from shardfn.checkpoint.contents import StoredArray
 from shardfn.checkpoint.step_folders import (
     StrPath,
@@ -39,6 +39,9 @@ MEMORY = 512 << 20
 
 SHARE = 24
 """A box has at most this fraction of the bound: it is in memory as read, as written and compressed, twice over."""
+
+SMALL_FILE = 1 << 16
+"""Bytes below which more files of a copy would cost more than they save."""
 
 BoxReader = Callable[[Box], np.ndarray]
 """From a box of an array to its values."""
@@ -93,7 +96,8 @@ def relayout(
       only: as in `restore`.
       name_map: as in `restore`.
       dtype: as in `restore`.
-      memory: most bytes in memory at once, as a number or as "256MiB".
+      memory: most bytes in memory at once, as a number or as "256MiB". A chunk that is larger, of a checkpoint that Orbax wrote
+        by itself, is decoded as a whole: it takes what it needs.
 
     Returns:
       What was written.
@@ -117,8 +121,8 @@ def relayout(
     read = None if layout is None else layoutfile.read_layout(layout)
     folder, step, contents = open_step(source, step)
     chosen = reader.choose_arrays(contents, None, only, name_map, dtype)
-    readers = (box_reader(folder, row) for row in chosen)
     empty = reader.empty_nodes(contents, chosen, name_map)
+    readers = functools.partial(box_readers, folder, chosen)
     return write_copy(target, step, [new for _, new in chosen], readers, read, devices, bound, empty)
 
 
@@ -153,9 +157,18 @@ def merge(
     return relayout(source, target, None, step=step, only=only, name_map=name_map, dtype=dtype, memory=memory)
 
 
-def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
+def box_readers(
+    folder: pathlib.Path, rows: Sequence[reader.Renamed], parts: Sequence[Sequence[Box]]
+) -> list[BoxReader]:
+    """The readers of stored arrays, for some boxes of each. They keep decoded the chunks that the next box needs again."""
+    kept = (arrays.cached_bytes(row.stored, boxes_of) for row, boxes_of in zip(rows, parts, strict=True))
+    context = arrays.cache(max(kept, default=0))
+    return [_box_reader(folder, row, context) for row in rows]
+
+
+def _box_reader(folder: pathlib.Path, row: reader.Renamed, context: Any) -> BoxReader:
     """Reads boxes of a stored array in its new dtype; the array is opened with the first."""
-    store = functools.cache(lambda: arrays.open_arrays(folder, [row.stored])[0].result())
+    store = functools.cache(lambda: arrays.open_arrays(folder, [row.stored], context)[0].result())
 
     def read(box: Box) -> np.ndarray:
         try:
@@ -167,7 +180,7 @@ def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
 
 
 def write_copy(
-    target: Any, step: int, entries: Sequence[StoredArray], readers: Iterable[BoxReader],
+    target: Any, step: int, entries: Sequence[StoredArray], readers: Callable[[Sequence[Sequence[Box]]], Sequence[BoxReader]],
     layout: LayoutFile | None, devices: int | None, bound: int, empty: Mapping[state_tree.Keys, Any] = MappingProxyType({}),
 ) -> CopyResult:  # fmt: skip
     """Write arrays as a new step.
@@ -175,8 +188,8 @@ def write_copy(
     Args:
       target: the folder of the steps.
       step: its number.
-      entries: the arrays, under their new paths.
-      readers: the reader of each.
+      entries: the arrays, under their new paths, with the chunks that they are read from.
+      readers: from the boxes of each array that will be read to its reader.
       layout: the shardings; None leaves every array unsharded.
       devices: the device count; None is that of the layout's mesh.
       bound: most bytes in memory.
@@ -195,9 +208,10 @@ def write_copy(
     from shardfn.checkpoint import orbax_arrays, orbax_store
 
     described = _described(entries, layout, count, bound)
-    sources = {}
-    for entry, read in zip(described, readers, strict=True):
-        boxes_of = [(box, functools.partial(read, box)) for box in boxes(entry.shape, entry.chunks.file)]
+    sources, parts = {}, [by_chunk(boxes(new.shape, new.chunks.file), old.chunks.chunk)
+                          for old, new in zip(entries, described, strict=True)]  # fmt: skip
+    for entry, part, read in zip(described, parts, readers(parts), strict=True):
+        boxes_of = [(box, functools.partial(read, box)) for box in part]
         sources[entry.keys] = orbax_arrays.source_of(entry, boxes_of, orbax_arrays.stored_text(entry.mesh, entry.spec))
     folder = folder_for_writing(target)
     if step in steps(folder):
@@ -238,9 +252,24 @@ def _described(
     for entry in entries:
         order = None if layout is None else layout.order
         mesh, strategy, spec = stored_sharding(entry.shape, found.get(entry.path), order)
-        chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
+        files = _within_chunks(entry, strategy, most)
+        chunks = choose_chunks(entry.shape, files, entry.itemsize, max(most, SMALL_FILE), most)
         rows.append(dataclasses.replace(entry, strategy=strategy, spec=spec, mesh=mesh, chunks=chunks))
     return rows
+
+
+def _within_chunks(entry: StoredArray, strategy: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The number of blocks of each dimension such that none is in two shards, nor in two chunks that the array is read from.
+
+    Chunks of up to `most` bytes do not count: they may be read twice.
+    """
+    if math.prod(entry.chunks.chunk) * entry.itemsize <= most:
+        return strategy
+    sizes = (
+        math.gcd(n // parts, chunk) for n, parts, chunk in zip(entry.shape, strategy, entry.chunks.chunk, strict=True)
+    )
+    blocks = tuple(n // size if size else 1 for n, size in zip(entry.shape, sizes, strict=True))
+    return blocks if entry.nbytes / math.prod(blocks) >= min(most, SMALL_FILE) else strategy
 
 
 def memory_bytes(

@@ -56,7 +56,8 @@ def export_safetensors(
       dtype: as in `restore`.
       separator: replaces `/` in the names of tensors.
       file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files.
-      memory: most bytes in memory at once, as a number or as "256MiB".
+      memory: most bytes in memory at once, as a number or as "256MiB". Larger chunks, of a checkpoint that Orbax wrote by
+        itself, take what they need: all that some rows of an array are in, where the rows are written at once.
 
     Returns:
       The files that were written.
@@ -115,10 +116,12 @@ def export_safetensors(
 
 
 def _pieces(folder: pathlib.Path, row: reader.Renamed, bound: int) -> Iterator[np.ndarray]:
-    old, read = row.stored, offline.box_reader(folder, row)
+    old = row.stored
     if 0 not in old.shape:
         most = int(bound // offline.SHARE / max(old.itemsize, row.new.numpy_dtype.itemsize))
-        yield from map(read, contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1))
+        boxes = list(contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1))
+        (read,) = offline.box_readers(folder, [row], [boxes])
+        yield from map(read, boxes)
 
 
 def import_safetensors(
@@ -175,5 +178,5 @@ def import_safetensors(
     raise_problems(reader.nested_arrays(rows), CheckpointError)
     layout = None if layout is None else layoutfile.read_layout(layout)
     return offline.write_copy(
-        path, step, [row.new for row in rows], [tensor.read for tensor in tensors], layout, devices, bound
+        path, step, [row.new for row in rows], lambda _: [tensor.read for tensor in tensors], layout, devices, bound
     )

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 from shardfn import checkpoint
+from shardfn.checkpoint import arrays
 from shardfn.errors import CheckpointError
+from shardfn.planning.layout_rules import LayoutFile
 from tests.checkpoint.states import mesh, same, training
 
 
@@ -206,3 +208,24 @@ def test_a_renamed_array_replaces_a_node_without_arrays(tmp_path):
     checkpoint.save(tmp_path, {"p": jnp.ones(4), "q": jnp.ones(2), "e": {}, "n": None})
     restored = checkpoint.restore(tmp_path, name_map={"p": "e/w", "q": "n"})
     assert jax.tree.map(jnp.shape, restored) == {"e": {"w": (4,)}, "n": (2,)}
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "b")], ids=str)
+def test_copies_decode_each_large_chunk_of_others_once(tmp_path, spec):
+    value = np.random.default_rng(0).normal(size=(1024, 1024)).astype("float32")
+    standard(tmp_path / "orbax", {"w": jax.device_put(value, NamedSharding(mesh(2, 4), spec))})
+    layout = LayoutFile(mesh=(("a", 4),), others=((), "a"))
+    calls = {
+        "merged": lambda: checkpoint.merge(tmp_path / "orbax", tmp_path / "merged", memory="1MiB"),
+        "half": lambda: checkpoint.merge(tmp_path / "orbax", tmp_path / "half", memory="1MiB", dtype="bfloat16"),
+        "columns": lambda: checkpoint.relayout(tmp_path / "orbax", tmp_path / "columns", layout, memory="1MiB"),
+        "file": lambda: checkpoint.export_safetensors(tmp_path / "orbax", tmp_path / "w.safetensors", memory="1MiB"),
+    }
+    for name, call in calls.items():
+        before = arrays.bytes_read()
+        call()
+        assert arrays.bytes_read() - before < 1.2 * value.nbytes, name
+    for name, dtype in (("merged", "float32"), ("half", "bfloat16"), ("columns", "float32")):
+        same(checkpoint.restore(tmp_path / name, jax.devices()[0])["w"], jnp.asarray(value).astype(dtype))
+    checkpoint.import_safetensors(tmp_path / "w.safetensors", tmp_path / "file")
+    same(checkpoint.restore(tmp_path / "file")["w"], value)
