@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.contents import ARRAYS, BARE, EMPTY, KEY, NUMBER, TEXT, Contents, StoredArray
 from shardfn.checkpoint.step_folders import StrPath, open_step, read_stored_layout
-from shardfn.errors import CheckpointError, Problem, a, closest, fail, raise_problems
-from shardfn.frontend.paths import join, listed, met, normal, without_value
+from shardfn.errors import CheckpointError, Problem, a, closest, did_you_mean, fail, raise_problems
+from shardfn.frontend.paths import join, listed, met, near, normal, without_value
 
 Globs = str | Sequence[str] | None
 Names = Mapping[str, str] | None
@@ -314,7 +314,8 @@ def _selected(
         if not hits:
             where = f"{name} = {globs!r:.80}"
             problems.append(Problem(f"`{name}` matches no array of the checkpoint: {glob!r}", where=where,
-                                    why=f"it holds {listed(paths, 6)}", fix="correct the path, or remove it"))  # fmt: skip
+                                    why=f"it holds {listed(paths, 6)}",
+                                    fix=did_you_mean(near(glob, spellings[0])) or "correct the path, or remove it"))  # fmt: skip
         found |= {paths[i] for i in hits}
     return found
 

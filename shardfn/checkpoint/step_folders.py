@@ -44,7 +44,8 @@ def absolute_path(path: Any) -> pathlib.Path:
       CheckpointError: `path` is not a path of a file system.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        fail(CheckpointError, f"a checkpoint's path must be a string or a path, not {a(path)}",
+        what = f"must be a string or a path, not {a(path)}" if path != "" else "is empty"
+        fail(CheckpointError, f"a checkpoint's path {what}",
              where=f"path = {path!r:.60}", fix='write the folder of the checkpoints, such as "run/checkpoints"')  # fmt: skip
     if "://" in os.fspath(path):
         fail(CheckpointError, f"{path} is no folder of a file system", why="object stores are not supported here",

@@ -210,6 +210,14 @@ def test_like_of_an_abstract_mesh(tmp_path):
         checkpoint.restore(tmp_path, NamedSharding(few, P("a")), only="w")
 
 
+def test_small_mistakes_have_their_fix(tmp_path):
+    checkpoint.save(tmp_path, {"params": {"w": jnp.ones(2)}, "step": 1})
+    with pytest.raises(CheckpointError, match=r"did you mean 'params/\*'\?"):
+        checkpoint.restore(tmp_path, only="parms/*")
+    with pytest.raises(CheckpointError, match="a checkpoint's path is empty"):
+        checkpoint.restore("")
+
+
 def test_renamed(saved, state):
     names = {"params/layers": "model/blocks", "params": "model", "params/w1": "embed"}
     back = checkpoint.restore(saved, only=["model/*", "embed"], name_map=names)
