@@ -201,7 +201,7 @@ def build_pipeline(
         list(batch_problems(batch, mesh.shape[DATA], options.micro_size, option="micro_size", takes_scalars=False))
     )
     micro_batch = part_shapes(tuple(batch), mesh.shape[DATA] * options.micro_size)
-    loss = on_parts(_loss_of_arrays(options, parts), _NOTE if mesh.size > 1 else "")
+    loss = on_parts(_loss_of_arrays(options, parts), _NOTE if mesh.size > 1 and earlier is None else "")
     if options.loss is None:
         (jaxpr, outputs), adds_parts = trace_outputs(loss, arrays, micro_batch), False
     else:
