@@ -10,7 +10,9 @@ from typing import Any
 from shardfn.api import shard
 from shardfn.errors import StrategyError, closest, fail
 from shardfn.frontend.callee import State, describe
+from shardfn.frontend.other_words import refuse_attribute
 from shardfn.frontend.plain_objects import SHARDED
+from shardfn.mindspore.bprop import with_bprop
 from shardfn.mindspore.parallel import by_type
 
 _REPLACED = {
@@ -96,6 +98,15 @@ class Cell:
             return of_base(name)
         use = f"; use {_REPLACED[name]}" if name in _REPLACED else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always True: `frozen=` of `shardfn.train.step` says what is not trained."""
+        return True
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        refuse_attribute("requires_grad", value, "<path of the cell>/*", type(self).__name__)
 
     def recompute(self, mode: bool = True, **options: Any) -> Any:
         """Rematerialise the calls of this instance: the backward pass recomputes its intermediate values.
@@ -205,6 +216,8 @@ class Unlisted:
 
 
 def _sharding_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    plain = with_bprop(plain)
+
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self, SHARDED, None)
