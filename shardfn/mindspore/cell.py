@@ -13,24 +13,16 @@ from shardfn.frontend.callee import State, describe
 from shardfn.frontend.other_words import refuse_attribute
 from shardfn.frontend.plain_objects import SHARDED
 from shardfn.mindspore.bprop import with_bprop
+from shardfn.mindspore.names import ON_CELLS
 from shardfn.mindspore.parallel import by_type
-
-_REPLACED = {
-    **dict.fromkeys(("trainable_params", "get_parameters", "parameters_and_names"), "parameters_dict()"),
-    "set_train": "an argument of `construct` that says whether it trains",
-    "set_grad": "jax.grad or jax.value_and_grad",
-    "to_float": "compute_dtype of shardfn.train.step",
-    "cells_and_names": "vars(cell)",
-    "update_parameters_name": "nothing: a parameter's path is its name",
-}
-"""What takes the place of the methods of MindSpore's cells."""
 
 
 class Cell:
     """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
 
-    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes, also in lists, dicts, pytrees
-    and other Cells, are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
+    Write `__call__`, or `construct` as in MindSpore. A `bprop(*inputs, out, dout)` beside it is its gradient: a tuple of one
+    for each input. The arrays in the instance's attributes, also in lists, dicts, pytrees and other Cells, are
+    arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
     Another base class is possible: `class Block(Cell, nnx.Module)`.
 
     >>> import jax.numpy as jnp
@@ -96,7 +88,7 @@ class Cell:
     def __getattr__(self, name: str) -> Any:
         if (of_base := getattr(super(), "__getattr__", None)) is not None:  # Linen's modules have one
             return of_base(name)
-        use = f"; use {_REPLACED[name]}" if name in _REPLACED else ""
+        use = f"; use {ON_CELLS[name]}" if name in ON_CELLS else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
 
     @property
