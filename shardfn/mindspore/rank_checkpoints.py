@@ -16,7 +16,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -315,8 +315,7 @@ def transform_checkpoints(
         if strategy and shapes and not strategy.keys() & shapes.keys():
             fail(CheckpointError, f"`{which}` names no parameter of the checkpoint", where=f"{which}: {listed([*strategy], 3)}",
                  why=f"the checkpoint has {listed([*shapes], 3)}, and what no strategy names is replicated",
-                 fix="use the same names in both: export_safetensors(..., name_map={'params': ''}) leaves `params.` out, and so "
-                 "can the keys of a dict of the file's `parallel_layout_item`, given in place of the file")  # fmt: skip
+                 fix=_same_names(shapes, strategy))  # fmt: skip
     out, made = absolute_path(dst_checkpoints_dir), []
     most = max(1, bound // offline.SHARE // 8)
     with arrays.write_errors(out):
@@ -334,6 +333,19 @@ def transform_checkpoints(
             write_tensors(file, rows, pieces)
             made.append(file)
     return tuple(made)
+
+
+def _same_names(stored: Iterable[str], named: Iterable[str]) -> str:
+    """The fix for a checkpoint whose parameters have other names than those of a strategy."""
+    without = "name_map={{{0!r}: ''}}"
+    for name, other in itertools.product(stored, tuple(named)):
+        if other.endswith(f".{name}"):
+            container = other.removesuffix(f".{name}")
+            return f"the strategy's names begin with `{container}.`: leave {without.format(container)} out of export_safetensors"
+        if name.endswith(f".{other}"):
+            container = name.removesuffix(f".{other}")
+            return f"leave `{container}.` out of the names: export_safetensors(..., {without.format(container)})"
+    return "use the same names in both: name_map of export_safetensors renames what is written"
 
 
 def _refuse_slices(folder: pathlib.Path, first: pathlib.Path) -> None:

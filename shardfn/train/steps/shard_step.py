@@ -16,7 +16,7 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.parameter_plan import no_such_array
 from shardfn.frontend.paths import array_paths, met, met_by_end, ruled
-from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn
+from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn, short
 from shardfn.ir.divisors import divisors
 from shardfn.layoutfile.files import read_layout
 from shardfn.planning.inside import AsReadInside
@@ -160,14 +160,14 @@ def _planned(
             ("in_strategy", given_entries) if given_entries else ("dataset_strategy", options.dataset_strategy)
         )
         entry = "entry" if len(batch) == 1 else "entries"
+        full = short((*asked, *[None] * len(batch))[: len(batch)]) if isinstance(asked, tuple) else ""
         raise_problems([Problem(f"`{name}` must be a tuple with {len(batch)} {entry}", f"{name} = {asked!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
-                                "write an entry for each, None for data parallel")])  # fmt: skip
-    said = given_entries or (options.dataset_strategy if isinstance(options.dataset_strategy, tuple) else ())
-    if said:  # the function has the state before the batch
+                                "write an entry for each, None for data parallel"
+                                + (f": {name}={full}" if full else ""))])  # fmt: skip
+    if given_entries or isinstance(options.dataset_strategy, tuple):  # the function has the state before the batch
         name = "in_strategy" if given_entries else "dataset_strategy"
-        own = (PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(said))
-        entries = (*own, *entries[len(said) :])
+        entries = tuple(PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(entries))
     plan = _parameter_plan(options, parts, state, batch, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
