@@ -21,7 +21,7 @@ from shardfn import search
 from shardfn.errors import Problem
 from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER
 from shardfn.frontend.value_checks import Check, boolean, clipped, in_turn, integer, one_of, record, text, wrong
-from shardfn.layoutfile.files import files_in
+from shardfn.layoutfile.files import files_in, name_problem
 from shardfn.mindspore.layout import Layout
 
 PYNATIVE_MODE = 1
@@ -183,6 +183,8 @@ def _file(name: str, value: Any) -> Iterator[Problem]:
     if isinstance(value, str) and (value.endswith(("/", os.sep)) or os.path.isdir(value)):
         fix = files_in(pathlib.Path(value)) or f"give a file in it: {os.path.join(value, 'strategy.toml')!r}"
         yield wrong(name, value, "it is a folder, not a file", fix)
+    elif isinstance(value, str) and (problem := name_problem(pathlib.Path(value), name)):
+        yield problem
 
 
 class StrategyFiles(NamedTuple):

@@ -78,3 +78,24 @@ def test_names_of_a_strategy_file(stored, named, said, tmp_path):
     strategy = {f"{named}w": BY_STRATEGY["w"]}
     error = refusal(ms.transform_checkpoints, tmp_path / "source", tmp_path / "to", "net", None, strategy)
     assert said in error.problems[0].fix
+
+
+def test_a_loss_that_is_no_scalar_is_shown_by_its_shape():
+    step = train.step(lambda p, x: x @ p, optax.sgd(0.1), mode="data_parallel")
+    assert refusal(step.init, W, X).problems[0].where in ("loss: float32[80, 2]", "loss: float32[10, 2]")
+
+
+def test_a_list_of_words_is_no_list_of_devices():
+    error = refusal(lambda: Dense().shard(((2, 1),), parameter_plan=["w"])(X))
+    assert "parameter_plan" in error.problems[0].where
+
+
+def test_a_rank_that_there_is_not():
+    problem = refusal(ms.rank_list_for_transform, 99, BY_STRATEGY, BY_STRATEGY).problems[0]
+    assert (problem.where, problem.why) == ("rank_id = 99", "its ranks are 0 to 1")
+
+
+def test_one_micro_batch():
+    pipe = train.pipeline([lambda w, x: x @ w, lambda w, x: jnp.mean(x @ w)], micro_size=1, device=jax.devices()[:2])
+    params = [jnp.eye(4)] * 2
+    assert "1 micro-batch:" in str(pipe.describe(params, X)) and "1 micro-batch:" in str(pipe.schedule)

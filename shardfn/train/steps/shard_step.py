@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -149,9 +150,9 @@ def _planned(
 ) -> StepShardings | ShardedStep:
     """The plan of `shard` for the step on the global batch; its function too if the step needs no change."""
     rest = {name: value for name, value in options.options.items() if name != "compiler_options"}
-    file = rest.get("layout") or options.defaults.layout_file
+    file = rest.get("layout") or (options.defaults.layout_file and pathlib.Path(options.defaults.layout_file))
     given = options.mode.layouts == "given" and not file  # a layout file shards arrays without an entry
-    of_file = bool(file) and not _is_of_parameters(file)
+    of_file = bool(file) and not _is_of_parameters(file, "layout" if rest.get("layout") else "strategy_ckpt_load_file")
     of_mode = ModeEntry(None, _mode_text(options)) if options.mode.layouts == "given" and not of_file else AUTO
     given_entries = rest.pop("in_strategy")
     entries = given_entries or dataset_entries(options.dataset_strategy, batch, of_mode)
@@ -193,11 +194,11 @@ def _planned(
     return shardings
 
 
-def _is_of_parameters(layout: Any) -> bool:
+def _is_of_parameters(layout: Any, option: str) -> bool:
     """Whether a layout is a strategy file as MindSpore writes them, without a row for the batch of a step."""
     if not isinstance(layout, str | os.PathLike) or not os.fspath(layout).endswith((".json", ".ckpt")):
         return False
-    return not any(rule.glob.replace(".", "/").startswith("batch/") for rule in read_layout(layout).arguments)
+    return not any(rule.glob.replace(".", "/").startswith("batch/") for rule in read_layout(layout, option).arguments)
 
 
 def _with_zero(options: StepOptions, parts: ModelParts, state: TrainState, shardings: StepShardings) -> StepShardings:
