@@ -168,9 +168,22 @@ def _checked_result(options: StepOptions, result: Any) -> tuple[Any, Any, Any]:
     else:
         value, aux = result if options.has_aux else (result, ())
     if shape_of(value) is None or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        fail(StrategyError, "the loss is no floating-point scalar", where=f"loss = {short(value)}",
+        fail(StrategyError, "the loss is no floating-point scalar", where=f"loss: {_shapes(value)}",
              why="gradients are those of one number", fix="take its mean over the batch")  # fmt: skip
     return value, tree_util.tree_map(jnp.asarray, aux), collections
+
+
+def _shapes(value: Any) -> str:
+    """A result as shapes: what is traced has no values, and a long text."""
+    return short(tree_util.tree_map(lambda x: _Shape(x) if shape_of(x) else x, value))
+
+
+class _Shape:
+    def __init__(self, x: Any):
+        self.shape, self.dtype = shape_of(x)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 def _is_pair(result: Any) -> bool:
