@@ -266,3 +266,9 @@ def test_style_beside_an_entry_that_shards_no_batch_says_that_it_is_resharded():
     assert made.entries == "`x` shards no batch, and 'fsdp' reshards it inside; leave it open (AUTO) to save that"
     opened = shardfn.plan(mlp, *big, style="fsdp", device="h100:8")
     assert not opened.entries and opened.cost.bytes_sent < made.cost.bytes_sent
+
+
+def test_gradients_of_a_tree_are_no_batch():
+    update = lambda params, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  # noqa: E731
+    with pytest.raises(ShardError, match="no argument has one"):
+        shardfn.plan(update, layers(32), layers(32), style="data_parallel", device="cpu:8")
