@@ -101,8 +101,8 @@ def search(style: str, problem: SearchProblem) -> Answer:
     if not len(archive):
         fail(StrategyError, f"no plan is {' and '.join(wanted.kind)} over {problem.devices} devices",
              where=f"style = {style!r}", why=_why_none(problem, wanted, batch),
-             fix="leave entries out, or use another style" if problem.axes else
-                 "use another number of devices, other shapes, or another style")  # fmt: skip
+             fix="leave entries out, or use another style" if problem.axes else _other_batch(problem, wanted, batch)
+                 + "use another number of devices, other shapes, or another style")  # fmt: skip
     ranked = archive.ranked(problem.level)
     best = min(_as_good(problem, ranked), key=lambda one: sum(map(any, one.specs)))
     others = [one for one in ranked if one is not best]
@@ -249,6 +249,23 @@ def _why_none(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
     )
     name = group_name(problem, batch[0]).split()[0]
     return f"dimension 0 of {name} has {size} elements, which the batch axes do not divide{mesh}"
+
+
+def _other_batch(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
+    """Where another dimension of an argument of the batch can be the batch, as no parameter has it, the entry that says so."""
+    of_parameters = {group for groups in problem.groups if not set(groups) & set(batch) for group in groups}
+    for i, (name, shape, groups) in enumerate(zip(problem.names, problem.shapes, problem.groups, strict=True)):
+        for d, size in enumerate(shape if groups[:1] == batch[:1] and not wanted.has_tensor else ()):
+            if d and size % problem.devices == 0 and groups[d] not in of_parameters:
+                entry = str(tuple(problem.devices if other == d else 1 for other in range(len(shape))))
+                entries = ", ".join(entry if other == i else "AUTO" for other in range(len(problem.names)))
+                written = (
+                    f": in_strategy=({entries})" if len(problem.names) > 1 and "/" not in "".join(problem.names) else ""
+                )
+                return (
+                    f"if dimension {d} of {name} is the batch, give it the entry {entry} beside the style{written}; or "
+                )
+    return ""
 
 
 def _roles(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Roles]:
