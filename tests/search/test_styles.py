@@ -286,6 +286,8 @@ def test_another_dimension_than_0_is_the_batch_where_an_entry_says_so():
     assert "in_strategy=(AUTO, (1, 8, 1))" in fix
     made = shardfn.plan(recurrent, *args, in_strategy=(AUTO, (1, 8, 1)), **call)
     assert (made.kind, made.cost.bytes_sent) == ("data parallel over 8 devices", 0)
+    by_time = shardfn.plan(recurrent, args[0], S((128, 64, 256), "float32"), **call)
+    assert any("no other candidate of style 'data_parallel'" in text for text in by_time.diagnostics)
     with pytest.raises(ShardError) as caught:  # features are none
         planned("data_parallel", S((6, 32), "float32"), *SHAPES[1:], device="h100:8")
     assert "if dimension" not in str(caught.value)
