@@ -195,23 +195,32 @@ def constant_of(value: Any) -> Any:
 
 def trip_count(op: Any, condition: Any, body: Any) -> int | None:
     """Iterations of a `while` that counts from one constant to another, as JAX writes scan and fori_loop."""
-    returned = condition.operations[len(condition.operations) - 1].operation.operands[0]
-    test = returned.owner
+    test = _unsharded(condition.operations[len(condition.operations) - 1].operation.operands[0]).owner
     if isinstance(test, ir.Block) or test.operation.name != "stablehlo.compare":
         return None
     test = test.operation
     if "LT" not in str(test.attributes["comparison_direction"]):
         return None
-    counter, limit = test.operands
+    counter, limit = map(_unsharded, test.operands)
     if not isinstance(counter.owner, ir.Block):
         return None
     position = ir.BlockArgument(counter).arg_number
 
     if isinstance(limit.owner, ir.Block) and limit.owner == condition:
-        limit = op.operands[ir.BlockArgument(limit).arg_number]
-    start, stop = constant_of(op.operands[position]), constant_of(limit)
-    step_op = body.operations[len(body.operations) - 1].operation.operands[position].owner
+        limit = _unsharded(op.operands[ir.BlockArgument(limit).arg_number])
+    start, stop = constant_of(_unsharded(op.operands[position])), constant_of(limit)
+    step_op = _unsharded(body.operations[len(body.operations) - 1].operation.operands[position]).owner
     if start is None or stop is None or isinstance(step_op, ir.Block) or step_op.operation.name != "stablehlo.add":
         return None
-    steps = [c for c in map(constant_of, step_op.operation.operands) if c is not None]
+    steps = [c for v in step_op.operation.operands if (c := constant_of(_unsharded(v))) is not None]
     return max(0, -(-(stop - start) // steps[0])) if steps and steps[0] > 0 else None
+
+
+def _unsharded(value: Any) -> Any:
+    """A value before its sharding constraints. JAX constrains the numbers of a loop in a `shard_map` over a part of a mesh."""
+    while not isinstance(value.owner, ir.Block) and value.owner.operation.name in (
+        "sdy.sharding_constraint",
+        "sdy.reshard",
+    ):
+        value = value.owner.operation.operands[0]
+    return value

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
+from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule, pairwise_rule
 from shardfn.ir.mlir import (
     MESH_NAME,
     NUMBER,
@@ -360,15 +360,20 @@ class Reader:
         return results
 
     def manual_region(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
-        """`shard_map`: inside, shapes are already those of one device, and the user wrote the collectives."""
+        """`shard_map`: inside, shapes are those of one device, and the user wrote the collectives. XLA shards what is there
+        over axes that are not manual."""
         block = op.regions[0].blocks[0]
         out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, around, outside = self.manual, self.instances, (self.line, self.purpose)
-        self.manual, self.instances = True, around * self.manual_devices(op)
+        sizes, manual = self.manual_axes(op)
+        free = {axis for axis, size in sizes.items() if size > 1} - manual
+        inside = [tuple(tuple(a for a in dim if a in free) for dim in self.spec(s) or ()) for s in in_shardings]
+        self.manual, self.instances = self.manual or not free, around * math.prod(sizes.get(axis, 1) for axis in manual)
         self.line, self.purpose = self.where(op), self.purpose_of(op)
-        inner = {**env, **{a: self.new(self.value(a.type), None) for a in block.arguments}}
+        rows = zip(block.arguments, inside, strict=True)
+        inner = {**env, **{a: self.new(self.value(a.type), spec if free else None) for a, spec in rows}}
         returned = self.within(block, inner, trips)
         self.manual, self.instances, (self.line, self.purpose) = was, around, outside
         outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
@@ -391,7 +396,9 @@ class Reader:
             )
             if kind != "all-to-all":  # the others keep the order of dimensions
                 self.shards.append((operand, out))
-        self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
+        values = ([self.values[v] for v in row] for row in (inputs, outputs))
+        rule = None if self.manual else pairwise_rule(*values)  # XLA may shard it over the free axes
+        self.ops.append(Op(op.name.split(".")[1], inputs, outputs, rule, trips, self.where(op)))
         return outputs
 
     def custom_call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -408,12 +415,12 @@ class Reader:
         self.ops.append(Op("all_to_all", (sent, filled, *rest), outputs, None, trips, self.where(op)))
         return outputs
 
-    def manual_devices(self, op: Any) -> int:
-        """The devices along the manual axes of a `shard_map`."""
+    def manual_axes(self, op: Any) -> tuple[dict[str, int], frozenset[str]]:
+        """The mesh of a `shard_map`, and its manual axes."""
         text = f"{op.attributes['in_shardings']} {op.attributes['out_shardings']}"
         found = re.search(r"<@([^\s,>]+)", text)
         sizes = self.meshes.get(found[1], {}) if found else dict(mesh_axes(text))
-        return math.prod(sizes.get(axis, 1) for axis in re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"])))
+        return sizes, frozenset(re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"])))
 
     def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
         """Axes of the plan's mesh (where they are known) and group size of a collective that the user wrote in a `shard_map`."""

@@ -95,14 +95,14 @@ class Emitter:
 
     def bounded(self, value: Value) -> Value:
         """A value that is not too deep or of too many parts to be walked."""
-        for bound in (lambda: value, lambda: self.on_settled(value), lambda: self.settled(value)):
+        for bound in (lambda: value, lambda: self.on_settled([value])[0], lambda: self.settled(value)):
             found = bound()
             if not isinstance(found, Lazy) or (found.depth <= DEEPEST and found.parts_in_all <= MOST_PARTS):
                 return found
         return self.array(value)
 
-    def on_settled(self, value: Value) -> Value:
-        """A value of ops on elements that are settled, of those that have a frame, and of the arrays of what loops stacked."""
+    def on_settled(self, values: Sequence[Value]) -> list[Value]:
+        """Values of ops on elements that are settled, of those that have a frame, and of the arrays of what loops stacked."""
 
         def change(one: Value) -> Value | None:
             if isinstance(one, Stacked):
@@ -110,7 +110,7 @@ class Emitter:
             has_frame = isinstance(one, Elementwise) and (one.home is not None or frame_of(one) is not None)
             return self.settled(one) if has_frame else None
 
-        return mapped(value, change)
+        return mapped(values, change)
 
     def settled(self, value: Value) -> Value:
         """An op on elements as an array that is computed once, or as rows of such an array. One of constants, and another value,
@@ -136,15 +136,15 @@ class Emitter:
     def place(self, value: Value, frame: Frame) -> Any:
         """The array of a value in a frame."""
         if not isinstance(value, Lazy):
-            return self._once(value, ("embedded", frame), _embedded, value, frame)
+            return self.once(value, ("embedded", frame), _embedded, value, frame)
         if frame not in value.placed:
             is_shared = Key(form(value), frame) in self.made
             self.shifted += is_shared and isinstance(value, Moved) and value.is_rotation
             with line_of(value):
-                value.placed[frame] = self._once(value, frame, self._place, value, frame)
+                value.placed[frame] = self.once(value, frame, self._place, value, frame)
         return value.placed[frame]
 
-    def _once(self, value: Value, how: tuple[Any, ...], make: Callable[..., Any], *args: Any) -> Any:
+    def once(self, value: Value, how: tuple[Any, ...], make: Callable[..., Any], *args: Any) -> Any:
         """What `make` makes of a value; made once."""
         key = Key(form(value), how)
         if key not in self.made:
@@ -303,7 +303,7 @@ class Emitter:
             return x
         if id(x) in self.cut:  # XLA on GPUs would merge the slice with those of the rotation, and send all of it
             self.shifted += Key(form(x), ("barrier",)) not in self.made
-            x = self._once(x, ("barrier",), lax.optimization_barrier, x)
+            x = self.once(x, ("barrier",), lax.optimization_barrier, x)
         number = self.numbers.setdefault(id(x), (len(self.numbers), x))[0]
         self.wanted.setdefault((number, dim), set()).add(shift)
         sign = 1 if shift > 0 else -1
@@ -311,7 +311,7 @@ class Emitter:
         for far in sorted(
             abs(s) for s in self.wanted[number, dim] | self.known.get((number, dim), set()) if s * sign > 0
         ):
-            found, at = self._once(x, ("rotation", far * sign, dim), farther, found, at * sign, far * sign, dim), far
+            found, at = self.once(x, ("rotation", far * sign, dim), farther, found, at * sign, far * sign, dim), far
             if far == abs(shift):
                 break
         return found
@@ -321,29 +321,29 @@ class Emitter:
         if isinstance(value, Elementwise) and (value.home or value).shape != value.shape:
             return transposed(self.settled(value), order, self.transposed)
         x, order = self.array(value), tuple(order)
-        found = self._once(x, ("transpose", order), lax.transpose, x, order)
+        found = self.once(x, ("transpose", order), lax.transpose, x, order)
         back = tuple(order.index(d) for d in range(len(order)))
-        self._once(found, ("transpose", back), lambda: x)
+        self.once(found, ("transpose", back), lambda: x)
         return found
 
     def row(self, x: Any, dim: int, row: int) -> Any:
         """A row of an array; made once."""
-        return self._once(x, ("row", dim, row), lax.slice_in_dim, x, row, row + 1, 1, dim)
+        return self.once(x, ("row", dim, row), lax.slice_in_dim, x, row, row + 1, 1, dim)
 
     def squeezed(self, x: Any, dim: int) -> Any:
         """An array without a dimension of one row; made once."""
-        return self._once(x, ("squeezed", dim), lax.squeeze, x, (dim,))
+        return self.once(x, ("squeezed", dim), lax.squeeze, x, (dim,))
 
     def lane(self, x: Any, dim: int, stride: int, lane: int) -> Any:
         """Row `lane` of each group of `stride` rows of an array; made once."""
         first, strides = with_rows((0,) * x.ndim, dim, lane), with_rows((1,) * x.ndim, dim, stride)
-        return self._once(x, ("lane", dim, stride, lane), lax.slice, x, first, x.shape, strides)
+        return self.once(x, ("lane", dim, stride, lane), lax.slice, x, first, x.shape, strides)
 
     def repeated(self, x: Any, dim: int, times: int) -> Any:
         """Each row of an array some times; made once."""
         groups = (*x.shape[: dim + 1], times, *x.shape[dim + 1 :])
         rows = with_rows(x.shape, dim, x.shape[dim] * times)
-        return self._once(
+        return self.once(
             x, ("repeat", dim, times), lambda: jnp.broadcast_to(jnp.expand_dims(x, dim + 1), groups).reshape(rows)
         )
 

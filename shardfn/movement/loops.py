@@ -6,8 +6,10 @@ The arrays that it is made of are stacked in its place, and the loop that reads 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,24 +30,22 @@ Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evaluate) -> list[Value]:
     """The results of a scan."""
     p, closed, (constants, carries) = eqn.params, eqn.params["jaxpr"], scan_counts(eqn)
-    consts = [_outside(emitter, o) for o in operands[:constants]]
+    consts = _outside(emitter, operands[:constants])
     carry = [emitter.array(o) for o in operands[constants : constants + carries]]
     xs = [o if isinstance(o, Stacked) else emitter.array(o) for o in operands[constants + carries :]]
     arrays = {id(a): a for x in xs for a in (x.arrays.values() if isinstance(x, Stacked) else (x,))}
     outer = {*map(id, closed.consts), *_arrays(consts, ())}
+    stack_of = {own: stack for x in xs if isinstance(x, Stacked) for own, stack in x.arrays.items()}
     kept, pieces = list[Value](), dict[int, Any]()
-
-    def of_turn(x: Value, turn: dict[int, Any]) -> Value:
-        if not isinstance(x, Stacked):
-            return turn[id(x)]
-        return anew(x.value, lambda one: turn[id(x.arrays[id(one)])] if id(one) in x.arrays else None)
 
     def step(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, Any]:
         kept.clear()
         pieces.clear()
         turn = dict(zip(arrays, rows, strict=True))
+        read = [x.value if isinstance(x, Stacked) else turn[id(x)] for x in xs]
+        own = anew([*consts, *read], lambda one: turn[id(stack_of[id(one)])] if id(one) in stack_of else None)
         with emitter.inside_trace():
-            results = values(closed.jaxpr, closed.consts, [*map(anew, consts), *carry, *(of_turn(x, turn) for x in xs)])
+            results = values(closed.jaxpr, closed.consts, [*own[:constants], *carry, *own[constants:]])
             last = tuple(emitter.array(one) for one in results[:carries])
             kept.extend(_kept(emitter, results[carries:], outer))
         pieces.update(_arrays(kept, outer))
@@ -55,19 +55,24 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
         step, tuple(carry), tuple(arrays.values()), length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
     )
     stacked = dict(zip(pieces, stacks, strict=True))
-    return [*last, *(_stacked(emitter, one, stacked, p["length"]) for one in kept)]
+    return [*last, *_stacked(emitter, kept, stacked, p["length"])]
 
 
-def _outside(emitter: Emitter, value: Value) -> Value:
-    """A value that each turn of a loop reads: what is computed in it is computed once."""
-    if isinstance(value, Known):
-        return value
-    return emitter.on_settled(value) if _is_uneven(value) else emitter.array(value)
+def _outside(emitter: Emitter, values: Sequence[Value]) -> list[Value]:
+    """Values that each turn of a loop reads: what is computed in them is computed once."""
+    arrays = iter(_on_arrays(emitter, [value for value in values if not isinstance(value, Known)]))
+    return [value if isinstance(value, Known) else next(arrays) for value in values]
+
+
+def _on_arrays(emitter: Emitter, values: Sequence[Value]) -> list[Value]:
+    """Uneven values on settled ones, the others as arrays."""
+    settled = iter(emitter.on_settled([value for value in values if _is_uneven(value)]))
+    return [next(settled) if _is_uneven(value) else emitter.array(value) for value in values]
 
 
 def _kept(emitter: Emitter, results: Sequence[Value], outer: Collection[int]) -> list[Value]:
     """What is stacked: values of arrays that hold not many more elements than they do, and the arrays of the others."""
-    kept = [emitter.on_settled(one) if _is_uneven(one) else emitter.array(one) for one in results]
+    kept = _on_arrays(emitter, results)
     lazy = [i for i, one in enumerate(kept) if isinstance(one, Lazy)]
     made = _arrays([one for one in kept if not isinstance(one, Lazy)], outer)
     if _elements(_arrays(kept, {*outer, *made})) <= MOST_MORE * sum(math.prod(kept[i].shape) for i in lazy):
@@ -105,14 +110,23 @@ def _arrays(values: Sequence[Value], outer: Collection[int]) -> dict[int, Any]:
     return found
 
 
-def _stacked(emitter: Emitter, value: Value, stacks: dict[int, Any], length: int) -> Value:
-    if not isinstance(value, Lazy):
-        return stacks[id(value)] if id(value) in stacks else jnp.broadcast_to(value, (length, *np.shape(value)))
-    own = {own: stacks[own] for own in _arrays([value], ()) if own in stacks}
+def _stacked(emitter: Emitter, values: Sequence[Value], stacks: dict[int, Any], length: int) -> Iterator[Value]:
+    """What is stacked of each value. The arrays of those that are none are made together, as they share much."""
+    lazy = [one for one in values if isinstance(one, Lazy)]
+    own = {own: stacks[own] for own in _arrays(lazy, ()) if own in stacks}
 
-    def of_turn(arrays: dict[int, Any]) -> Any:
+    def of_turn(arrays: dict[int, Any]) -> list[Any]:
         with emitter.inside_trace():
-            return emitter.array(anew(value, lambda one: arrays.get(id(one))))
+            return [emitter.array(one) for one in anew(lazy, lambda one: arrays.get(id(one)))]
 
-    shape = (length, *value.shape)
-    return Stacked(shape, value.dtype, value, own, lambda: jax.vmap(of_turn, axis_size=length)(own))
+    def made(number: int) -> Any:
+        return emitter.once(own, ("stacks",), jax.vmap(of_turn, axis_size=length), own)[number]
+
+    numbers = itertools.count()
+    for one in values:
+        if isinstance(one, Lazy):
+            make = functools.partial(made, next(numbers))
+            arrays = {at: stacks[at] for at in _arrays([one], ()) if at in stacks}
+            yield Stacked((length, *one.shape), one.dtype, one, arrays, make)
+        else:
+            yield stacks[id(one)] if id(one) in stacks else jnp.broadcast_to(one, (length, *np.shape(one)))

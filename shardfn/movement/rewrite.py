@@ -118,7 +118,8 @@ def _evaluate(
     emitter: Emitter, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rules: RebindRules, number: int
 ) -> list[Any]:
     """The arrays of a jaxpr's results."""
-    args = [anew(a) if isinstance(a, Known) else a for a in args]
+    known = iter(anew([a for a in args if isinstance(a, Known)]))
+    args = [next(known) if isinstance(a, Known) else a for a in args]
     with emitter.inside_trace():
         return [emitter.array(value) for value in _values(emitter, jaxpr, consts, args, rules)]
 

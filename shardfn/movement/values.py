@@ -306,14 +306,16 @@ def is_known(scalar: Any) -> bool:
     return isinstance(scalar, int | float | complex | np.generic | np.ndarray)
 
 
-def mapped(value: Value, change: Callable[[Value], Value | None]) -> Value:
-    """A value made of other values: of `change` of each value below it for which this is not None."""
-    return _changed(value, change, False, {})
+def mapped(values: Sequence[Value], change: Callable[[Value], Value | None]) -> list[Value]:
+    """Values made of other values: of `change` of each value below them for which this is not None. What they share stays one."""
+    seen: dict[int, Value] = {}
+    return [_changed(value, change, False, seen) for value in values]
 
 
-def anew(value: Value, change: Callable[[Value], Value | None] = lambda one: None) -> Value:
+def anew(values: Sequence[Value], change: Callable[[Value], Value | None] = lambda one: None) -> list[Value]:
     """The same for another trace: no value has an array yet but those that `change` gives."""
-    return _changed(value, change, True, {})
+    seen: dict[int, Value] = {}
+    return [_changed(value, change, True, seen) for value in values]
 
 
 def _changed(value: Value, change: Callable[[Value], Value | None], is_anew: bool, seen: dict[int, Value]) -> Value:
