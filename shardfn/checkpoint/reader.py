@@ -220,8 +220,7 @@ def _array_reads(chosen: Sequence[Renamed], target: Any, like: Any, contents: Co
     if target is None and like is not None:
         target = _shardings_like(like)
     if target is None and chosen:
-        is_given = contents.layout is not None and contents.layout.is_given
-        layout = read_stored_layout(contents.layout) if is_given else None
+        layout = read_stored_layout(contents.layout) if contents.layout and contents.layout.is_given else None
         kept = targets.stored_shardings([old.without_key_data for old, _ in chosen], layout)
         target = {new.path: kept[old.path] for old, new in chosen}
     placed = targets.target_shardings([new for _, new in chosen], target) if chosen else {}
