@@ -6,6 +6,7 @@ from typing import Any
 from shardfn.api import explain, load_layout, plan, reshard, shard
 from shardfn.cost.devices.chips import Chip
 from shardfn.errors import ShardError
+from shardfn.frontend import missing_names
 from shardfn.frontend.other_words import missing
 from shardfn.frontend.strategy import AUTO, DATA_PARALLEL, REPLICATED
 from shardfn.planning.inside import tag
@@ -44,6 +45,9 @@ def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return importlib.import_module(f"{__name__}.{name}")
     raise missing(__name__, name, __dir__())
+
+
+missing_names.install()
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ from shardfn.checkpoint import arrays
 from shardfn.checkpoint.contents import BARE, HOST, KEY, NUMBER, orbax_name
 from shardfn.errors import CheckpointError, Problem, a, raise_problems
 from shardfn.frontend.paths import join
+from shardfn.frontend.strategy import is_cell
 
 NUMBERS = (bool, int, float)
 """The types of Python numbers that Orbax has. An `IntEnum` is stored as an int, a NumPy float64 as a float."""
@@ -66,6 +67,8 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
         kind, stored = _stored(value)
         if stored is None:
             fix = "remove it from the tree, or make it a static field"
+            if is_cell(value):
+                fix = "give its arrays, cell.parameters_dict(); after a restore, cell.with_parameters(arrays) is a cell"
             if isinstance(value, str | bytes):
                 encode = ".encode()" if isinstance(value, str) else ""
                 fix += f"; or save its bytes, np.frombuffer(text{encode}, np.uint8), and read them back by bytes(array)"

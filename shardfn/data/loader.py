@@ -18,6 +18,7 @@ from shardfn.data.dataset_strategy import input_shardings
 from shardfn.data.shards import assemble_array, mesh_positions, windows_by_device
 from shardfn.data.sources import PADDING, ArrayColumn, Read, RecordsColumn, Window, columns, names_of
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.frontend.called import answered
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import boolean, integer, one_of, option_problems
@@ -260,6 +261,19 @@ def _bytes(window: Window, dtype: Any) -> int:
     return math.prod(last - first for first, last in window) * np.dtype(dtype).itemsize
 
 
+_OTHERS = {
+    **dict.fromkeys(("num_shards", "shard_id"), ("each process reads only the part of its devices", "leave it out")),
+    **dict.fromkeys(("drop_remainder", "drop_last"),
+                    ("`last` says what becomes of an incomplete batch", 'use last: "drop", the default, "pad" or "error"')),
+    **dict.fromkeys(("num_parallel_workers", "num_workers", "prefetch_size"),
+                    ("each batch that is read ahead has a thread", "use prefetch, the number of these batches")),
+    **dict.fromkeys(("num_epochs", "repeat", "count"), ("`epochs` says how often the source is read", "use epochs")),
+    **dict.fromkeys(("dataset_strategy", "in_strategy"), ("`strategy` is the second argument", "use strategy")),
+}  # fmt: skip
+"""What other loaders' options are here."""
+
+
+@answered("data.load", _OTHERS)
 def load(
     source: Any,
     strategy: Any = None,

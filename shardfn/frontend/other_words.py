@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from shardfn.errors import closest, did_you_mean, nearest
+from shardfn.errors import StrategyError, closest, did_you_mean, fail, nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,17 @@ NAMES = {
 }  # fmt: skip
 """Names of other libraries, and what does the same."""
 
+OF_PARAMETERS = {
+    "requires_grad": (True, 'train.step(loss, optimizer, frozen=["{path}"]), or optax.masked with optax.set_to_zero'),
+    "layerwise_parallel": (False, 'train.step(loss, optimizer, layerwise_parallel=["{path}"])'),
+    "parallel_optimizer": (
+        True,
+        "parallel_optimizer_threshold of parallel_optimizer_config, which leaves small arrays whole",
+    ),
+    "comm_fusion": (1, 'train.step(loss, optimizer, fusion={{"{path}": {value}}})'),
+}
+"""Attributes of MindSpore's parameters: the value that says nothing, and what does the same."""
+
 OF_JIT = ("keep_unused", "inline")
 """Options of `jax.jit` that `shard` has no counterpart of."""
 
@@ -203,6 +214,27 @@ def missing(module: str, name: str, names: Iterable[str]) -> AttributeError:
     return AttributeError(
         f"module {module!r} has no attribute {name!r}" + (f"; {did_you_mean(close)}" if close else "")
     )
+
+
+def refuse_attribute(name: str, value: Any, path: str, owner: str = "") -> None:
+    """Raise for an attribute of MindSpore's parameters, which arrays do not have.
+
+    Args:
+      name: the attribute.
+      value: what it was set to.
+      path: the array's path, or a glob of several.
+      owner: what has the attribute, if it is not the array.
+
+    Raises:
+      StrategyError: the value asks for something.
+
+    >>> refuse_attribute("requires_grad", True, "w")
+    """
+    default, instead = OF_PARAMETERS[name]
+    if value is not default:
+        fail(StrategyError, f"`{name}` has no effect on arrays", where=f"{owner or path}.{name} = {value!r}",
+             why="an array of JAX is a value: the next one, after a step, has no attributes",
+             fix=f"use {instead.format(path=path, value=value)}")  # fmt: skip
 
 
 def _in(table: Iterable[tuple[tuple[str, ...], str]], word: object) -> str:

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
+from shardfn.frontend.other_words import OF_PARAMETERS, refuse_attribute
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import is_cell, shape_of
 from shardfn.frontend.wrapped import PARTS, Layers, unwrapped, wrapped
@@ -175,6 +176,9 @@ def _walk(
     elif is_array(value):
         if not is_inner:
             found[path] = value
+        if of_cell and (said := getattr(value, "__dict__", None)):
+            for name in OF_PARAMETERS.keys() & said:
+                refuse_attribute(name, said[name], path)
     elif of_cell and _is_inner(value) and id(value) not in seen:
         seen[id(value)] = value
         for _, inside, item in _attribute_items(value, path):

@@ -65,12 +65,13 @@ def recipes() -> tuple[str, ...]:
     return tuple(sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.glob("*/*.toml")))
 
 
-def read_layout(source: Any) -> LayoutFile:
+def read_layout(source: Any, option: str = "layout") -> LayoutFile:
     """A layout file by its path, a recipe by its name, or the decisions of a plan.
 
     Args:
       source: a path that ends in `.toml`, or that of MindSpore's strategy file, as JSON (`.json`) or ProtoBuf (`.ckpt`); the
         name of a recipe ("llama/fsdp-tp"); a `Plan`; a `LayoutFile`.
+      option: what the user gave it as, for messages.
 
     Raises:
       LayoutFileError: the file does not exist, or is not a valid layout file; all problems together.
@@ -84,15 +85,15 @@ def read_layout(source: Any) -> LayoutFile:
     if isinstance(source, Plan):
         return layout_of_plan(source)
     if not isinstance(source, str | os.PathLike):
-        fail(StrategyTypeError, f"a layout is a path, a name or a plan, not {a(source)}", where=f"layout = {short(source)}",
+        fail(StrategyTypeError, f"a layout is a path, a name or a plan, not {a(source)}", where=f"{option} = {short(source)}",
              why="it is read from a file, or taken from a plan",
              fix=f"use {_some_recipes()}, or a path such as layout.toml")  # fmt: skip
     name = os.fspath(source)
     path = pathlib.Path(name)
     is_there = os.path.exists(name) and not os.path.isdir(name)  # a pipe is there too
     if isinstance(source, str) and path.suffix not in (".toml", ".json") and not is_there:
-        path = _recipe(name)
-    _check_name(path, f"layout = {short(name)}")
+        path = _recipe(name, option)
+    _check_name(path, f"{option} = {short(name)}")
     parser = parse_json if path.suffix == ".json" else parse_toml
     try:
         with open_regular(path) as file:
@@ -105,9 +106,10 @@ def read_layout(source: Any) -> LayoutFile:
         close = did_you_mean(_near(path)) if isinstance(error, FileNotFoundError) else ""
         close = files_in(path) if is_folder else close
         why = "it is a folder" if is_folder else str(error)
-        fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
+        recipe = f", or the name of a recipe: {_some_recipes()}" if isinstance(source, str) else ""
+        fail(LayoutFileError, f"{short(name)} cannot be read", where=f"{option} = {short(name)}",
              why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else why,
-             fix=close or "give the path of a layout file, or the name of a recipe: " + _some_recipes())  # fmt: skip
+             fix=close or "give the path of a layout file" + recipe)  # fmt: skip
     if len(data) > MAX_BYTES:
         fail(LayoutFileError, f"{name} is too large for a layout file", where=name, why=f"it has more than {MAX_BYTES:,} bytes",
              fix="use globs: one rule matches the arrays of every layer")  # fmt: skip
@@ -121,10 +123,17 @@ def read_layout(source: Any) -> LayoutFile:
 
 
 def _check_name(path: pathlib.Path, where: str) -> None:
-    if path.suffix not in ("", ".toml", ".json", ".ckpt"):
-        fail(LayoutFileError, f"{short(str(path))} is no name of a layout file", where=where,
-             why="its end says what is in it: .toml or nothing stands for TOML, .json and .ckpt for MindSpore's files",
-             fix=f"name the file {short(str(path.with_suffix('.toml')))}")  # fmt: skip
+    if problem := name_problem(path, where):
+        raise LayoutFileError(problem)
+
+
+def name_problem(path: pathlib.Path, where: str) -> Problem | None:
+    """The problem of a name that no layout file has."""
+    if path.suffix in ("", ".toml", ".json", ".ckpt"):
+        return None
+    return Problem(f"{short(str(path))} is no name of a layout file", where,
+                   "its end says what is in it: .toml or nothing stands for TOML, .json and .ckpt for MindSpore's files",
+                   f"name the file {short(str(path.with_suffix('.toml')))}")  # fmt: skip
 
 
 def files_in(folder: pathlib.Path) -> str:
@@ -133,14 +142,14 @@ def files_in(folder: pathlib.Path) -> str:
     return f"name a file in it: {', '.join(repr(str(file)) for file in files[:3])}" if files else ""
 
 
-def _recipe(name: str) -> pathlib.Path:
+def _recipe(name: str, option: str) -> pathlib.Path:
     known = recipes()
     if name in known and re.fullmatch(r"[a-z0-9_-]+/[a-z0-9_-]+", name):
         return recipes_folder() / f"{name}.toml"
     close = _near(pathlib.Path(name[:80]))
     style = scheme.style if (scheme := scheme_of(name)) else ""
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
-    fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
+    fail(LayoutFileError, f"there is no layout {short(name)}", where=f"{option} = {short(name)}",
          why=f"the recipes are for {families}; a file's path ends in .toml, .json or .ckpt",
          fix=f'a style is an option of its own: style="{style}"' if style else did_you_mean(close) or
          f"use {_some_recipes()}, or a path")  # fmt: skip
@@ -193,27 +202,31 @@ def write_layout(layout: Any, path: str | os.PathLike[str], text: str | None = N
     (('data', None),)
     """
     text = to_toml(read_layout(layout)) if text is None else text
-    _write(pathlib.Path(path), (text.rstrip("\n") + "\n").encode())
+    _write_text(path, text, "path")
 
 
-def _binary(content: dict[str, Any], path: Any) -> bytes:
+def _write_text(path: str | os.PathLike[str], text: str, option: str) -> None:
+    _write(pathlib.Path(path), (text.rstrip("\n") + "\n").encode(), option)
+
+
+def _binary(content: dict[str, Any], path: Any, option: str) -> bytes:
     try:
         return strategy_bytes(content)
     except ValueError as error:
-        fail(LayoutFileError, f"{short(str(path))} cannot hold the plan", where=f"path = {short(str(path))}", why=str(error),
+        fail(LayoutFileError, f"{short(str(path))} cannot hold the plan", where=f"{option} = {short(str(path))}", why=str(error),
              fix="save it under a name that ends in .json or .toml")  # fmt: skip
 
 
-def _write(target: pathlib.Path, content: bytes) -> None:
+def _write(target: pathlib.Path, content: bytes, option: str = "path") -> None:
     try:
         with atomic_file(target) as file:
             file.write(content)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
+        fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"{option} = {short(str(target))}", why=str(error),
              fix="create its folder, or write it elsewhere")  # fmt: skip
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:
+def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False, option: str = "path") -> None:
     """Write a plan to a file: a layout file, or MindSpore's strategy file where the name ends in `.json` or `.ckpt`
     (ProtoBuf).
 
@@ -221,28 +234,29 @@ def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = Fal
       plan: the plan.
       path: the file.
       only_trained: write only what look like trainable parameters (`mindspore_json.trained`).
+      option: what the user gave the path as, for messages.
 
     Raises:
       StrategyTypeError: `path` is not a path.
       LayoutFileError: the file cannot be written, or its name ends otherwise than in `.toml`, `.json` or `.ckpt`.
     """
     if not isinstance(path, str | os.PathLike):
-        fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"path = {short(path)}",
+        fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"{option} = {short(path)}",
              why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
-    _check_name(pathlib.Path(path), f"path = {short(os.fspath(path))}")
+    _check_name(pathlib.Path(path), f"{option} = {short(os.fspath(path))}")
     kept = trained(plan.inputs) if only_trained else list(plan.inputs)
     if (suffix := pathlib.Path(path).suffix) in (".json", ".ckpt"):
         content = strategy_content(kept, plan.axes, op_strategies(plan), argument_names(plan))
         if suffix == ".json":
-            write_layout(None, path, json.dumps(content, indent=1))
+            _write_text(path, json.dumps(content, indent=1), option)
         else:
-            _write(pathlib.Path(path), _binary(content, path))
+            _write(pathlib.Path(path), _binary(content, path, option), option)
         return
     layout = layout_of_plan(plan)
     if only_trained:
         layout = dataclasses.replace(layout, arguments=rules_of(kept, plan.inputs), results=(), constraints=(), activations=(),
                                      sources=sources_of(kept))  # fmt: skip
-    write_layout(None, path, plan_to_toml(plan, layout))
+    _write_text(path, plan_to_toml(plan, layout), option)
 
 
 def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str = "") -> Any:

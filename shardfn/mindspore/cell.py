@@ -10,25 +10,19 @@ from typing import Any
 from shardfn.api import shard
 from shardfn.errors import StrategyError, closest, fail
 from shardfn.frontend.callee import State, describe
+from shardfn.frontend.other_words import refuse_attribute
 from shardfn.frontend.plain_objects import SHARDED
+from shardfn.mindspore.bprop import with_bprop
+from shardfn.mindspore.names import ON_CELLS
 from shardfn.mindspore.parallel import by_type
-
-_REPLACED = {
-    **dict.fromkeys(("trainable_params", "get_parameters", "parameters_and_names"), "parameters_dict()"),
-    "set_train": "an argument of `construct` that says whether it trains",
-    "set_grad": "jax.grad or jax.value_and_grad",
-    "to_float": "compute_dtype of shardfn.train.step",
-    "cells_and_names": "vars(cell)",
-    "update_parameters_name": "nothing: a parameter's path is its name",
-}
-"""What takes the place of the methods of MindSpore's cells."""
 
 
 class Cell:
     """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
 
-    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes, also in lists, dicts, pytrees
-    and other Cells, are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
+    Write `__call__`, or `construct` as in MindSpore. A `bprop(*inputs, out, dout)` beside it is its gradient: a tuple of one
+    for each input. The arrays in the instance's attributes, also in lists, dicts, pytrees and other Cells, are
+    arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
     Another base class is possible: `class Block(Cell, nnx.Module)`.
 
     >>> import jax.numpy as jnp
@@ -94,8 +88,17 @@ class Cell:
     def __getattr__(self, name: str) -> Any:
         if (of_base := getattr(super(), "__getattr__", None)) is not None:  # Linen's modules have one
             return of_base(name)
-        use = f"; use {_REPLACED[name]}" if name in _REPLACED else ""
+        use = f"; use {ON_CELLS[name]}" if name in ON_CELLS else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{use}", name=name, obj=self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always True: `frozen=` of `shardfn.train.step` says what is not trained."""
+        return True
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        refuse_attribute("requires_grad", value, "<path of the cell>/*", type(self).__name__)
 
     def recompute(self, mode: bool = True, **options: Any) -> Any:
         """Rematerialise the calls of this instance: the backward pass recomputes its intermediate values.
@@ -205,6 +208,8 @@ class Unlisted:
 
 
 def _sharding_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    plain = with_bprop(plain)
+
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self, SHARDED, None)

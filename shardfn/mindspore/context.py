@@ -21,9 +21,10 @@ from shardfn.errors import (
     ContextTypeError,
     NotAvailableError,
     Problem,
+    did_you_mean,
     fail,
-    nearest,
     raise_problems,
+    similar,
     warn,
 )
 from shardfn.frontend.defaults import Defaults, register
@@ -343,8 +344,10 @@ _HOMES = {
 def _unknown(table: Mapping[str, Key], caller: str, name: str, written: str) -> Problem:
     verb = "get" if caller.startswith("get") else "set"
     homes = [f"{verb}_{home}" for home, keys in _HOMES.items() if name in keys]
-    shown = [other for other, key in table.items() if key.active]  # a list of all would be long
-    fix = f"use {homes[0]}" if homes else nearest(name, table, shown or table)
+    shown = [other for other, key in table.items() if not key.alias_of and len(key.honours or (0, 0)) > 1]
+    parts = set(name.split("_"))
+    close = similar(name, table) or [other for other in shown if parts & set(other.split("_"))][:3]
+    fix = f"use {homes[0]}" if homes else did_you_mean(close) or f"use one of {', '.join(shown)}"
     return Problem(f"`{name}` is no key of {caller}", where=f"{caller}({written})", fix=fix)
 
 

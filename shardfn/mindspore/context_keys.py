@@ -21,7 +21,7 @@ from shardfn import search
 from shardfn.errors import Problem
 from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER
 from shardfn.frontend.value_checks import Check, boolean, clipped, in_turn, integer, one_of, record, text, wrong
-from shardfn.layoutfile.files import files_in
+from shardfn.layoutfile.files import files_in, name_problem
 from shardfn.mindspore.layout import Layout
 
 PYNATIVE_MODE = 1
@@ -91,7 +91,7 @@ def _removed(fix: str) -> Check:
 
 
 def _dataset(name: str, value: Any) -> Iterator[Problem]:
-    form = "'full_batch', 'data_parallel', or a tuple with one tuple of ints or one Layout for each input"
+    form = "'full_batch', 'data_parallel', or a tuple with one tuple of ints, one Layout or None (data parallel) for each input"
     if isinstance(value, str):
         yield from one_of("full_batch", "data_parallel")(name, value)
         return
@@ -106,11 +106,11 @@ def _dataset(name: str, value: Any) -> Iterator[Problem]:
         if isinstance(entry, Layout):
             if "interleaved_parallel" in entry.alias_name:
                 yield wrong(here, entry, "data cannot be sharded over interleaved_parallel", "use another axis there")
-        elif not isinstance(entry, tuple):
+        elif entry is not None and not isinstance(entry, tuple):
             why = f"its type is {type(entry).__name__}, not tuple"
-            yield wrong(here, entry, why, "give a tuple of ints or a Layout", is_type=True)
+            yield wrong(here, entry, why, "give a tuple of ints, a Layout or None", is_type=True)
         else:
-            for d, shards in enumerate(entry):
+            for d, shards in enumerate(entry or ()):
                 yield from integer(1)(f"{here}[{d}]", shards)
 
 
@@ -183,6 +183,8 @@ def _file(name: str, value: Any) -> Iterator[Problem]:
     if isinstance(value, str) and (value.endswith(("/", os.sep)) or os.path.isdir(value)):
         fix = files_in(pathlib.Path(value)) or f"give a file in it: {os.path.join(value, 'strategy.toml')!r}"
         yield wrong(name, value, "it is a folder, not a file", fix)
+    elif isinstance(value, str) and (problem := name_problem(pathlib.Path(value), name)):
+        yield problem
 
 
 class StrategyFiles(NamedTuple):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from shardfn import api
@@ -70,7 +71,8 @@ def by_type(parameter_plan: Any, device: Any, level: Any) -> tuple[Any, Any, Any
     is_level = type(device) is int and level is None
     if is_level and (parameter_plan is None or isinstance(parameter_plan, Mapping)):
         return parameter_plan, None, device
-    is_older = isinstance(parameter_plan, str | list | Mesh) and (device is None or is_level) and level is None
+    is_devices = isinstance(parameter_plan, list) and all(isinstance(one, jax.Device) for one in parameter_plan)
+    is_older = (is_devices or isinstance(parameter_plan, str | Mesh)) and (device is None or is_level) and level is None
     return (None, parameter_plan, device) if is_older else (parameter_plan, device, level)
 
 

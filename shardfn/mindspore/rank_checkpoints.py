@@ -16,7 +16,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
     """
     slices = [np.asarray(one) for one in sliced_parameters]
     if not slices:
-        fail(CheckpointError, "there are no slices to merge", where="sliced_parameters = []",
+        fail(CheckpointError, "there are no slices to merge", where="sliced_parameters = []", why="each rank has one",
              fix="pass one for each rank")  # fmt: skip
     first = slices[0]
     problems = [
@@ -123,6 +123,7 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
         return np.concatenate(slices) if first.ndim else first
     if not isinstance(strategy, Mapping | Layout):
         fail(CheckpointError, f"a strategy is a Layout or a dict, not {a(strategy)}", where=f"strategy = {strategy!r:.80}",
+             why="it says how the parameter is sharded",
              fix='write for instance Layout((2, 4), ("dp", "mp"))("dp", "mp")')  # fmt: skip
     sliced = Sliced(strategy) if isinstance(strategy, Layout) else _sliced("the parameter", strategy)
     if len(slices) != sliced.ranks:
@@ -130,7 +131,8 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
              why="each rank of the device matrix has one", fix="pass one slice for each rank, in order")  # fmt: skip
     if len(sliced.layout.strategy) != first.ndim:
         fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(sliced.layout.strategy)}",
-             where=repr(sliced.layout), fix="use the strategy of this parameter")  # fmt: skip
+             where=repr(sliced.layout), why="a strategy has one number for each dimension",
+             fix="use the strategy of this parameter")  # fmt: skip
     merged = np.empty(sliced.full(first.shape), first.dtype)
     for box, one in zip(boxes_of(sliced, merged.shape), slices, strict=True):
         merged[box] = one
@@ -149,6 +151,7 @@ def read_strategy(source: Any) -> dict[str, Sliced]:
         rows: Any = source
     elif not isinstance(source, str | os.PathLike):
         fail(CheckpointError, f"a strategy is a file or a dict, not {a(source)}", where=f"{source!r:.80}",
+             why="it says how each parameter is sharded",
              fix="give the JSON that strategy_ckpt_save_file wrote, or its rows")  # fmt: skip
     else:
         file = pathlib.Path(source)
@@ -158,11 +161,11 @@ def read_strategy(source: Any) -> dict[str, Sliced]:
             rows = (strategy_rows(content) if is_binary else json.loads(content))["parallel_layout_item"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            fail(CheckpointFileError, f"{file} cannot be read", why=why,
+            fail(CheckpointFileError, f"{file} cannot be read", where=f"{source!r:.80}", why=why,
                  fix="give the file that strategy_ckpt_save_file wrote, JSON or ProtoBuf")  # fmt: skip
     if not isinstance(rows, Mapping):
         fail(CheckpointError, f"a strategy is a dict of parameters, not {a(rows)}", where=f"{rows!r:.80}",
-             fix="give what stands under parallel_layout_item")  # fmt: skip
+             why="it says how each parameter is sharded", fix="give what stands under parallel_layout_item")  # fmt: skip
     return {str(name): row if isinstance(row, Sliced) else _sliced(f"`{name}`", row) for name, row in rows.items()}
 
 
@@ -201,7 +204,7 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     """
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
     if type(rank_id) is not int or not 0 <= rank_id < ranks_of(target):
-        fail(CheckpointError, f"there is no rank {rank_id!r:.40} in the destination",
+        fail(CheckpointError, f"there is no rank {rank_id!r:.40} in the destination", where=f"rank_id = {rank_id!r:.40}",
              why=f"its ranks are 0 to {ranks_of(target) - 1}", fix="choose one of them")  # fmt: skip
     if not source:
         return [0]
@@ -217,6 +220,7 @@ def _some_shape(one: Sliced, other: Sliced | None) -> tuple[int, ...]:
     """A shape that both strategies divide: which ranks have parts of each other's slices does not depend on it."""
     if other is not None and len(other.strategy) != len(one.strategy):
         fail(CheckpointError, "the strategies are for parameters of different ranks", where=f"{one.layout}, {other.layout}",
+             why=f"one has {len(one.strategy)} dimensions, the other {len(other.strategy)}",
              fix="use strategy files of one network")  # fmt: skip
     return one.strategy if other is None else tuple(map(math.lcm, one.strategy, other.strategy))
 
@@ -315,8 +319,7 @@ def transform_checkpoints(
         if strategy and shapes and not strategy.keys() & shapes.keys():
             fail(CheckpointError, f"`{which}` names no parameter of the checkpoint", where=f"{which}: {listed([*strategy], 3)}",
                  why=f"the checkpoint has {listed([*shapes], 3)}, and what no strategy names is replicated",
-                 fix="use the same names in both: export_safetensors(..., name_map={'params': ''}) leaves `params.` out, and so "
-                 "can the keys of a dict of the file's `parallel_layout_item`, given in place of the file")  # fmt: skip
+                 fix=_same_names(shapes, strategy))  # fmt: skip
     out, made = absolute_path(dst_checkpoints_dir), []
     most = max(1, bound // offline.SHARE // 8)
     with arrays.write_errors(out):
@@ -336,6 +339,19 @@ def transform_checkpoints(
     return tuple(made)
 
 
+def _same_names(stored: Iterable[str], named: Iterable[str]) -> str:
+    """The fix for a checkpoint whose parameters have other names than those of a strategy."""
+    without = "name_map={{{0!r}: ''}}"
+    for name, other in itertools.product(stored, tuple(named)):
+        if other.endswith(f".{name}"):
+            container = other.removesuffix(f".{name}")
+            return f"the strategy's names begin with `{container}.`: leave {without.format(container)} out of export_safetensors"
+        if name.endswith(f".{other}"):
+            container = name.removesuffix(f".{other}")
+            return f"leave `{container}.` out of the names: export_safetensors(..., {without.format(container)})"
+    return "use the same names in both: name_map of export_safetensors renames what is written"
+
+
 def _refuse_slices(folder: pathlib.Path, first: pathlib.Path) -> None:
     """Refuse ranks without a strategy that do not hold the same: what they hold are slices."""
     others = sorted(_files_in(folder / "rank_1"), key=lambda file: _natural(file.name))
@@ -352,6 +368,7 @@ def rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
             CheckpointError,
             f"there is no folder {folder}",
             where=str(folder),
+            why="each rank has a folder of its own in it",
             fix="give the folder with rank_0, rank_1, …",
         )
     found, problems = {}, []

@@ -160,7 +160,7 @@ def _layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
         return files.read_layout(options.layout)
     if not defaults.layout_file:
         return None
-    found = files.read_layout(pathlib.Path(defaults.layout_file))
+    found = files.read_layout(pathlib.Path(defaults.layout_file), "strategy_ckpt_load_file")
     return dataclasses.replace(found, fingerprint="", every_rule_matches=False)
 
 
@@ -195,7 +195,7 @@ def make_entry(
         if note and options.layout is not None and not any(d.source == "file" for d in plan.inputs):
             warn(f"{layout.name} shards no argument of `{plan.function}`: {note}")
     if defaults.plan_file and jax.process_index() == 0:
-        files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
+        files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only, "strategy_ckpt_save_file")
     if defaults.graphs:
         save_graphs(plan, defaults.graphs_path)
     return dataclasses.replace(entry, plan=plan, watch=call.closed_over.watch if call.closed_over else read())

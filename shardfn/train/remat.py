@@ -7,9 +7,11 @@ gets a name, and `jax.checkpoint` keeps the values of that name.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,6 +205,8 @@ def _class_of(cls: type, options: RematOptions) -> type:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _run(describe(types.MethodType(plain, self)), options, args, kwargs)
 
+        with contextlib.suppress(TypeError, ValueError):  # of a `__call__` without one
+            call.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
         body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | {"__call__": call}
         _CLASSES[key] = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
     return _CLASSES[key]

@@ -6,10 +6,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import shardfn
-from shardfn import AUTO, shard
+from shardfn import AUTO, shard, train
 from shardfn.errors import ContextError, ShardError
 from shardfn.mindspore import (
     GRAPH_MODE,
@@ -22,6 +23,7 @@ from shardfn.mindspore import (
     set_context,
 )
 from tests.marks import some_slow
+from tests.messages import refusal
 
 X, W = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
 SEMI, FULL = {"parallel_mode": "semi_auto_parallel"}, {"parallel_mode": "auto_parallel", "full_batch": True}
@@ -228,3 +230,22 @@ def test_a_place_that_cannot_be_written_to_is_told(tmp_path):
     set_context(save_graphs=2, save_graphs_path=str(tmp_path / "file" / "inside"))
     with pytest.raises(ContextError, match="give a directory that can be written to"):
         shard(dense)(X, W)
+
+
+# ---- strategy files that cannot be
+
+
+@pytest.mark.parametrize("key", ["strategy_ckpt_load_file", "strategy_ckpt_save_file"])
+def test_a_name_of_no_strategy_file_is_refused_where_it_is_set(key):
+    for settings in ({key: "s.txt"}, {"strategy_ckpt_config": {key.removeprefix("strategy_ckpt_"): "s.txt"}}):
+        error = refusal(lambda settings=settings: set_auto_parallel_context(**settings))
+        assert "no name of a layout file" in str(error) and next(iter(settings)) in error.problems[0].where
+
+
+@pytest.mark.parametrize("key", ["strategy_ckpt_load_file", "strategy_ckpt_save_file"])
+def test_a_file_that_is_not_there_is_called_by_its_key(key, tmp_path):
+    with auto_parallel(**SEMI, **{key: str(tmp_path / "none/s.json")}):
+        step = train.step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1))
+        for call in (lambda: shard(dense).plan(X, W), lambda: step.init(W, X)):
+            error = refusal(call)
+            assert error.problems[0].where.startswith(f"{key} = ") and "recipe" not in error.problems[0].fix

@@ -16,6 +16,7 @@ from shardfn.errors import StrategyError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.meshes import spec_of
 from shardfn.frontend.recorder import include, recording
+from shardfn.frontend.strategy import count
 from shardfn.ir.model import Spec
 from shardfn.runtime.entries import Entries
 from shardfn.train.pipelines import flat_parameters
@@ -153,8 +154,8 @@ class PipelineDescription:
             f"{'stage':>5} {'device':>6} {'chunk':>5} {'ops':>5} {'parameters':>12} {'share':>6} {'sends B':>10}",
             *(f"{r.stage:>5} {r.device:>6} {r.chunk:>5} {r.ops:>5} {r.parameters:>12,} {r.share:>6.1%} {r.sends:>10,}"
               for r in self.stages),
-            f"{s.name}, {s.micro_size} micro-batches: bubble {s.bubble:.1%}; mesh stage={s.devices} x data={self.data} "
-            f"x tensor={self.tensor}",
+            f"{s.name}, {count(s.micro_size, 'micro-batch', 'micro-batches')}: bubble {s.bubble:.1%}; "
+            f"mesh stage={s.devices} x data={self.data} x tensor={self.tensor}",
             f"bytes per device: parameters {self.buffer_bytes + self.shared_bytes:,} (shared by stages "
             f"{self.shared_bytes:,}), stage inputs kept {self.kept_bytes:,}",
             f"longest stage: {self.over_best:.3f} x the best contiguous split (modelled)",

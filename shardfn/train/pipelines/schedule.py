@@ -26,6 +26,7 @@ from collections.abc import Iterator
 
 from shardfn.draw import Picture, pipeline_picture
 from shardfn.draw.picture import WIDTH
+from shardfn.frontend.strategy import count
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -114,7 +115,8 @@ class Schedule:
         return "\n".join([
             *lines,
             f"{self.name}, {self.devices} devices x {self.chunks} chunk{'s' if self.chunks > 1 else ''}, "
-            f"{self.micro_size} micro-batches: bubble {fraction}{self.bubble:.1%}, at most {self.slots} inputs kept",
+            f"{count(self.micro_size, 'micro-batch', 'micro-batches')}: "
+            f"bubble {fraction}{self.bubble:.1%}, at most {self.slots} inputs kept",
         ])  # fmt: skip
 
 

@@ -134,11 +134,7 @@ def split_into_stages(
         stage_of = _by_marks(jaxpr, main, kinds, marks, paths, count, 0 if layers else devices)
     _place_terms(jaxpr, kinds, stage_of)
     stages = _stages(jaxpr, stage_of, count)
-    raise_problems([
-        Problem(f"pipeline stage {s} of {count} is empty", f"pipeline_stages = {count}", "no op has that stage",
-                "mark a part of the model with it, or use fewer stages")
-        for s in range(count) if not any(stage_of.get(i) == s for i in main)
-    ])  # fmt: skip
+    raise_problems([_empty(s, count, devices) for s in range(count) if not any(stage_of.get(i) == s for i in main)])
     readers = [[s for s, stage in enumerate(stages) if leaf in stage.leaves] for leaf in range(jaxpr.params)]
     return StageSplit(
         jaxpr, tuple(stages), tuple(r[0] if len(r) == 1 else -1 for r in readers),
@@ -269,6 +265,20 @@ def _place_terms(jaxpr: FlatJaxpr, kinds: Mapping[int, str], stage_of: dict[int,
             stage_of[i] = max([home.get(leaf, 0) for leaf in leaves[one.outputs[0]]], default=0)
     for i in sorted(stage_of):  # an equation that reads a term comes after it
         stage_of[i] = max(stage_of[i], _latest(jaxpr, stage_of, jaxpr.equations[i]))
+
+
+def _empty(number: int, count: int, devices: int) -> Problem:
+    """The problem of a stage without ops; with several segments the stage of a mark is one of `devices`."""
+    if count <= devices:
+        return Problem(f"pipeline stage {number} of {count} is empty", f"pipeline_stages = {count}", "no op has that stage",
+                       "mark a part of the model with it, or use fewer stages")  # fmt: skip
+    segment, stage = divmod(number, devices)
+    return Problem(f"segment {segment} of pipeline stage {stage} is empty",
+                   f"pipeline_stages = {devices}, interleave = {count // devices}",
+                   f"each stage has {count // devices} chunks of the model, and no op has that mark",
+                   f"mark a part of the model with both: pipeline_stage = {stage} and pipeline_segment = {segment} of a "
+                   f"module, train.staged(f, {stage}, {segment}), or stage_config and segment_config; "
+                   "or leave interleave out")  # fmt: skip
 
 
 def _stages(jaxpr: FlatJaxpr, stage_of: Mapping[int, int], count: int) -> list[Stage]:

@@ -84,23 +84,22 @@ def part_shapes(batch: Any, parts: int) -> Any:
     return tree_util.tree_map(part, batch)
 
 
-def dataset_entries(strategy: str | tuple[Any, ...] | None, batch: tuple[Any, ...], rest: Any) -> tuple[Any, ...]:
+def dataset_entries(strategy: tuple[Any, ...] | str | None, batch: tuple[Any, ...], rest: Any) -> tuple[Any, ...]:
     """The entries of a batch by MindSpore's `dataset_strategy`.
 
     Args:
-      strategy: "full_batch", "data_parallel", one entry for each of the first arguments, or None.
+      strategy: "full_batch", "data_parallel", one entry for each argument, or None.
       batch: the arguments.
-      rest: the entry of an argument for which it says nothing.
+      rest: the entry of an argument where it says nothing.
 
-    >>> dataset_entries("full_batch", (jnp.ones((8, 2)),), None), dataset_entries(((2, 1),), (1, 2), None)
-    (((1, 1),), ((2, 1), None))
+    >>> dataset_entries("full_batch", (jnp.ones((8, 2)),), None), dataset_entries((), (1, 2), None)
+    (((1, 1),), (None, None))
     """
     if strategy == "full_batch":
         return tuple(tree_util.tree_map(lambda x: (1,) * jnp.ndim(x), x) for x in batch)
     if strategy == "data_parallel":
         return (None,) * len(batch)
-    given = tuple(strategy or ())
-    return (*given, *(rest,) * (len(batch) - len(given)))
+    return strategy or (rest,) * len(batch)
 
 
 def in_the_batch(glob: str, entry: Any, batch: tuple[Any, ...], names: Sequence[str]) -> Problem | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.parameter_plan import no_such_array
 from shardfn.frontend.paths import array_paths, met, met_by_end, ruled
-from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn
+from shardfn.frontend.strategy import AUTO, ModeEntry, PassedOn, short
 from shardfn.ir.divisors import divisors
 from shardfn.layoutfile.files import read_layout
 from shardfn.planning.inside import AsReadInside
@@ -149,9 +150,9 @@ def _planned(
 ) -> StepShardings | ShardedStep:
     """The plan of `shard` for the step on the global batch; its function too if the step needs no change."""
     rest = {name: value for name, value in options.options.items() if name != "compiler_options"}
-    file = rest.get("layout") or options.defaults.layout_file
+    file = rest.get("layout") or (options.defaults.layout_file and pathlib.Path(options.defaults.layout_file))
     given = options.mode.layouts == "given" and not file  # a layout file shards arrays without an entry
-    of_file = bool(file) and not _is_of_parameters(file)
+    of_file = bool(file) and not _is_of_parameters(file, "layout" if rest.get("layout") else "strategy_ckpt_load_file")
     of_mode = ModeEntry(None, _mode_text(options)) if options.mode.layouts == "given" and not of_file else AUTO
     given_entries = rest.pop("in_strategy")
     entries = given_entries or dataset_entries(options.dataset_strategy, batch, of_mode)
@@ -160,14 +161,14 @@ def _planned(
             ("in_strategy", given_entries) if given_entries else ("dataset_strategy", options.dataset_strategy)
         )
         entry = "entry" if len(batch) == 1 else "entries"
+        full = short((*asked, *[None] * len(batch))[: len(batch)]) if isinstance(asked, tuple) else ""
         raise_problems([Problem(f"`{name}` must be a tuple with {len(batch)} {entry}", f"{name} = {asked!r}",
                                 "it has one for each argument of the batch; parameter_plan shards parameters",
-                                "write an entry for each, None for data parallel")])  # fmt: skip
-    said = given_entries or (options.dataset_strategy if isinstance(options.dataset_strategy, tuple) else ())
-    if said:  # the function has the state before the batch
+                                "write an entry for each, None for data parallel"
+                                + (f": {name}={full}" if full else ""))])  # fmt: skip
+    if given_entries or isinstance(options.dataset_strategy, tuple):  # the function has the state before the batch
         name = "in_strategy" if given_entries else "dataset_strategy"
-        own = (PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(said))
-        entries = (*own, *entries[len(said) :])
+        entries = tuple(PassedOn(entry, f"{name}[{i}]") for i, entry in enumerate(entries))
     plan = _parameter_plan(options, parts, state, batch, rest.pop("parameter_plan") or {}, given)
     is_plain = options.is_plain and not options.cross_batch
     function = shard(
@@ -193,11 +194,11 @@ def _planned(
     return shardings
 
 
-def _is_of_parameters(layout: Any) -> bool:
+def _is_of_parameters(layout: Any, option: str) -> bool:
     """Whether a layout is a strategy file as MindSpore writes them, without a row for the batch of a step."""
     if not isinstance(layout, str | os.PathLike) or not os.fspath(layout).endswith((".json", ".ckpt")):
         return False
-    return not any(rule.glob.replace(".", "/").startswith("batch/") for rule in read_layout(layout).arguments)
+    return not any(rule.glob.replace(".", "/").startswith("batch/") for rule in read_layout(layout, option).arguments)
 
 
 def _with_zero(options: StepOptions, parts: ModelParts, state: TrainState, shardings: StepShardings) -> StepShardings:

@@ -12,6 +12,7 @@ import optax
 
 from shardfn.errors import StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.frontend import defaults
+from shardfn.frontend.called import answered
 from shardfn.frontend.strategy import short
 from shardfn.train.collectives import fusion_of
 from shardfn.train.optimizer_adapters import adapted
@@ -25,7 +26,11 @@ from shardfn.train.steps.table_step import TableStep
 from shardfn.train.steps.train_step import TrainStep
 from shardfn.train.steps.without_effect import warn_of_settings, without_effect
 
+_NET = ("give the loss of the network: train.step(lambda net, x, y: loss(net(x), y), optimizer), and "
+        "step.init(net, x, y)")  # fmt: skip
 
+
+@answered("train.step", {}, _NET)
 def step(
     loss_fn: Any,
     optimizer: optax.GradientTransformation,
