@@ -20,6 +20,7 @@ from shardfn.frontend.ambient_mesh import on_mesh_around, reshard_traced
 from shardfn.frontend.callee import describe, is_function
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import OPTION_NAMES, Options
+from shardfn.frontend.outer_call import is_on_parts
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.plan import Plan
@@ -253,7 +254,8 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
         `shard(f, device=mesh)` or `jax.set_mesh`.
 
     Returns:
-      The array with that sharding. On a single device a Layout has no effect.
+      The array with that sharding. On a single device a Layout has no effect, nor has any in a loss that is called on a part of
+      the batch (`shardfn.train`).
 
     Raises:
       StrategyTypeError: `x` is no array, or `sharding` none of these.
@@ -268,13 +270,15 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
     if shape_of(x) is None or not hasattr(x, "shape"):
         fail(StrategyTypeError, f"`reshard` takes an array, not {a(x)}", where=f"x = {short(x)}",
              why="only arrays have shardings", fix="pass a jax.Array, such as jnp.asarray(x)")  # fmt: skip
-    if isinstance(sharding, PartitionSpec):
-        sharding = on_mesh_around(x, sharding)
-    if not isinstance(sharding, NamedSharding | MeshLayout):
+    if not isinstance(sharding, NamedSharding | PartitionSpec | MeshLayout):
         fail(StrategyTypeError, f"`reshard` takes a NamedSharding, a PartitionSpec or a Layout, not {a(sharding)}",
              where=f"sharding = {short(sharding)}",
              why="it has to say which device holds which shard",
              fix='build one: NamedSharding(mesh, PartitionSpec("data", None))')  # fmt: skip
+    if is_on_parts("reshard"):
+        return x
+    if isinstance(sharding, PartitionSpec):
+        sharding = on_mesh_around(x, sharding)
     wanted: Any = sharding
     if not isinstance(sharding, NamedSharding):
         wanted.slice_shape(x.shape)

@@ -163,7 +163,16 @@ def a(value: object) -> str:
     ('an int', 'a list')
     """
     name = {"ArrayImpl": "jax.Array", "NoneType": "None"}.get(type(value).__name__, type(value).__name__)
-    return name if name == "None" else f"an {name}" if name[0] in "aeiouAEIOU" or name == "ndarray" else f"a {name}"
+    return name if name == "None" else f"an {name}" if name == "ndarray" else with_article(name)
+
+
+def with_article(name: str) -> str:
+    """A name with `a` or `an` by its first letter.
+
+    >>> with_article("add"), with_article("dot_general")
+    ('an add', 'a dot_general')
+    """
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def did_you_mean(close: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, closest, did_you_mean, fail, raise_problems
 from shardfn.frontend.meshes import mesh_and_spec, on_devices_of, partition_spec
+from shardfn.frontend.outer_call import is_on_parts
 from shardfn.ir.model import Spec, axes_of
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]
@@ -176,7 +177,7 @@ def conv(
       kernel_layout: the sharding of the kernel, on the same mesh; replicated if None.
 
     Returns:
-      The result, a sharded array.
+      The result, a sharded array. A loss that is called on a part of the batch (`shardfn.train`) gets the unsharded one.
 
     Raises:
       StrategyError: a dimension that its axes do not divide; a window that reaches beyond the neighbouring shard; groups
@@ -202,6 +203,8 @@ def conv(
             fail(StrategyTypeError, "the image and the kernel are on different meshes",
                  where=f"layout = {layout!r}, kernel_layout = {kernel_layout!r}",
                  fix="use one mesh, with the same axis names")  # fmt: skip
+    if on_parts := is_on_parts("halo.conv"):
+        image, kernel = ((),) * lhs.ndim, ((),) * rhs.ndim
     spatial = lhs.ndim - 2
     steps = {"window_strides": window_strides, "lhs_dilation": lhs_dilation, "rhs_dilation": rhs_dilation}
     raise_problems(list(_problems_of_windows(spatial, steps, padding)))
@@ -240,6 +243,8 @@ def conv(
     shares = 1 if grouped and channels else min(max(groups, batch_group_count), _size(mesh, out))
     convolution = _Convolution(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
                                precision, preferred_element_type, tuple(halos), summed, shares)  # fmt: skip
+    if on_parts:
+        return convolution.on_device(lhs, rhs)
     places = partition_spec(image), partition_spec(convolution.kernel)
     targets = (NamedSharding(mesh, spec) for spec in places)
     return _program(mesh, convolution)(*map(on_devices_of, (lhs, rhs), targets))

@@ -28,6 +28,7 @@ from shardfn.embedding.split import UnevenRows
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, on_devices_of, partition_spec, spec_of
 from shardfn.frontend.notes import noted
+from shardfn.frontend.outer_call import is_on_parts
 from shardfn.ir.model import Spec
 from shardfn.planning.plan import FIX
 from shardfn.runtime.processes import is_traced
@@ -58,7 +59,8 @@ def lookup(
         must then transform the function.
 
     Returns:
-      The rows [..., fields, width]; fields are sharded as the table's rows, `width` as its columns.
+      The rows [..., fields, width]; fields are sharded as the table's rows, `width` as its columns. A loss that is called on a
+      part of the batch (`shardfn.train`) gets them unsharded.
 
     Raises:
       StrategyError: a strategy, rows or shapes that do not fit each other; devices that are not here, outside a plan;
@@ -82,7 +84,12 @@ def lookup(
     if not ids.ndim:
         fail(StrategyError, "the ids are one number", where=f"ids = {ids!r:.40}", why="their last dimension has the fields",
              fix="give an array [..., fields]")  # fmt: skip
-    placed = placement(strategy, split, tuple(table.shape), tuple(ids.shape), device)
+    placed = None
+    if is_on_parts("embedding.lookup"):
+        of_table, of_ids = (split.parts, 1), (*(1,) * (ids.ndim - 1), split.parts)
+        raise_problems(_problems(split, table.shape, ids.shape, of_table, of_ids, split.parts))
+    else:
+        placed = placement(strategy, split, tuple(table.shape), tuple(ids.shape), device)
     if ids.dtype.itemsize < 4:  # offsets need not fit such ids
         ids = ids.astype(np.int32)
     if (most := max(abs(n) for n in (*split.offsets, *map(sum, zip(split.offsets, split.rows, strict=True))))) > (
@@ -91,8 +98,10 @@ def lookup(
         fail(StrategyError, f"ids up to {most:,} do not fit {jax.dtypes.canonicalize_dtype(ids.dtype)}",
              where=f"offsets = {split.offsets!r:.80}", why=f"its largest id is {largest:,}",
              fix="use offsets of 0, or jax_enable_x64 and ids of int64")  # fmt: skip
-    if isinstance(placed.mesh, AbstractMesh) and not (
-        isinstance(table, Tracer) or isinstance(ids, Tracer) or is_traced()
+    if (
+        placed
+        and isinstance(placed.mesh, AbstractMesh)
+        and not (isinstance(table, Tracer) or isinstance(ids, Tracer) or is_traced())
     ):
         fail(StrategyError, "a lookup cannot run on devices that are not here", where=f"device = {device!r:.80}",
              why="a target is only planned for", fix="shardfn.plan(lambda table, ids: lookup(...), table, ids, "
@@ -104,6 +113,9 @@ def lookup(
         ids = np.where((ids < lowest) | (ids > highest), highest, ids).astype(np.int32)
     if table.ndim == 2:
         table = split.pack(table)
+    if placed is None:
+        part = np.repeat(np.arange(split.parts), ids.shape[-1] // split.parts)
+        return _rows_at(split, jnp.asarray(table), jnp.asarray(ids), part, (part,))
     return _program(split, placed)(*map(on_devices_of, (table, ids), placed.shardings))
 
 
@@ -171,12 +183,7 @@ def _program(split: UnevenRows, placed: Placement) -> Any:
     axes, columns = placed.table[0], placed.table[2]
 
     def on_device(table: jax.Array, ids: jax.Array) -> jax.Array:
-        part = lax.axis_index(axes) if axes else 0
-        rows, offset = (jnp.asarray(n, ids.dtype)[part] for n in (split.rows, split.offsets))
-        at = ids - offset
-        is_row = (at >= 0) & (at < rows)
-        found = table[0].at[jnp.where(is_row, at, 0)].get(mode="promise_in_bounds")
-        return jnp.where(is_row[..., None], found, jnp.zeros((), table.dtype))
+        return _rows_at(split, table[0], ids, lax.axis_index(axes) if axes else 0)
 
     in_specs = partition_spec(placed.table), partition_spec(placed.ids)
     out_specs = partition_spec((*placed.ids, columns))
@@ -188,6 +195,15 @@ def _program(split: UnevenRows, placed: Placement) -> Any:
         return on_devices(table, ids)
 
     return jax.jit(program)
+
+
+def _rows_at(split: UnevenRows, table: jax.Array, ids: jax.Array, part: Any, place: tuple[Any, ...] = ()) -> jax.Array:
+    """The rows at ids of the part `part`; `place` is where the table has the part."""
+    rows, offset = (jnp.asarray(n, ids.dtype)[part] for n in (split.rows, split.offsets))
+    at = ids - offset
+    is_row = (at >= 0) & (at < rows)
+    found = table.at[(*place, jnp.where(is_row, at, 0))].get(mode="promise_in_bounds")
+    return jnp.where(is_row[..., None], found, jnp.zeros((), table.dtype))
 
 
 def _note(split: UnevenRows, placed: Placement, table: Any, ids: Any) -> str:

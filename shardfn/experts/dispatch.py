@@ -155,7 +155,8 @@ def dispatch(
     Args:
       x: [tokens, width].
       routing: the routing of these tokens.
-      layout: the sharding of `x`, a NamedSharding or a Layout that shards its tokens; None if nothing is sharded.
+      layout: the sharding of `x`, a NamedSharding or a Layout that shards its tokens; None if nothing is sharded. A loss that is
+        called on a part of the batch (`shardfn.train`) runs without it.
       axes: the mesh axes over which the experts are sharded; those of the tokens if None.
       alltoall: False gathers the tokens on all devices along `axes`, and each takes those of its experts. None is the
         context's `enable_alltoall` where it is set, else True.

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.frontend.meshes import mesh_and_spec
+from shardfn.frontend.outer_call import is_on_parts
 from shardfn.frontend.value_checks import boolean, option_problems
 
 Axes = tuple[str, ...]
@@ -95,7 +96,7 @@ def placement(layout: Any, axes: str | Axes | None, count: int, alltoall: bool |
         fail(StrategyError, f"{count} experts cannot be sharded {found.size(experts)} ways over {', '.join(experts)}",
              where=f"axes = {axes!r}", why=f"{count} is not divisible by {found.size(experts)}",
              fix="name fewer axes, or use a multiple of experts")  # fmt: skip
-    return found
+    return Placement(None) if is_on_parts("experts.dispatch") else found
 
 
 def _alltoall(given: bool | None) -> bool:

@@ -1,4 +1,4 @@
-"""The sharded function that is being traced, for the sharded functions that it calls.
+"""What is being traced, for the operators with shardings inside: an outer sharded function, or a loss on a part of the batch.
 
 JAX keeps what it traced, such as the body of a loop. A function inside is traced otherwise in another outer call or in none, so
 the outer call is part of the keys of JAX's caches (`jax.make_user_context`).
@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from shardfn.cost.devices.hardware import Hardware
+from shardfn.errors import warn
 from shardfn.frontend.meshes import abstract_mesh
 
 
@@ -34,7 +35,15 @@ class OuterCall:
 
 
 _OUTER = jax.make_user_context(None)
-_PER_DEVICE = jax.make_user_context(False)
+_PARTS = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A function that is called on parts of arrays."""
+
+    note: str
+    said: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
 def inside(function: Callable[..., Any], call: OuterCall) -> Callable[..., Any]:
@@ -43,10 +52,15 @@ def inside(function: Callable[..., Any], call: OuterCall) -> Callable[..., Any]:
     return _with(_OUTER, call, function)
 
 
-def per_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which each device calls on its own arrays: the entries of sharded functions inside have no effect, as those
-    of MindSpore's operators in the data-parallel modes."""
-    return _with(_PER_DEVICE, True, function)
+def on_parts(function: Callable[..., Any], note: str) -> Callable[..., Any]:
+    """`function`, which is called on parts of the batch: operators inside run without their shardings, which are of the whole, as
+    those of MindSpore in the data-parallel modes.
+
+    Args:
+      function: of positional arguments.
+      note: why so, and what to do, for a warning about each operator with a sharding; "" for none.
+    """
+    return _with(_PARTS, _Parts(note), function)
 
 
 def _with(context: Any, value: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,9 +72,14 @@ def _with(context: Any, value: Any, function: Callable[..., Any]) -> Callable[..
     return run
 
 
-def is_per_device() -> bool:
-    """Whether each device calls the functions of now on its own arrays, so that their entries have no effect."""
-    return _PER_DEVICE.value
+def is_on_parts(operator: str) -> bool:
+    """Whether the functions of now are called on parts of the batch, so that `operator` runs without its sharding; with a warning
+    about each operator once."""
+    parts = _PARTS.value
+    if parts is not None and parts.note and operator not in parts.said:
+        parts.said.add(operator)
+        warn(f"`{operator}` runs without its sharding: {parts.note}")
+    return parts is not None
 
 
 def outer_mesh() -> AbstractMesh | None:

@@ -129,6 +129,8 @@ def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
         fix = f"call the Layout with one entry for each dimension, {len(leaf.shape)} in all"
     elif isinstance(leaf.entry, PartitionSpec | NamedSharding):
         fix = f"give the PartitionSpec {count(len(leaf.shape), 'entry', 'entries')} at most"
+    elif strategy and all(ways == 1 for ways in strategy):
+        fix = "write REPLICATED, which fits any rank"
     elif spread:
         fix = f"give that array an entry of its own: parameter_plan={{{leaf.path!r}: {likely}}}"
     else:

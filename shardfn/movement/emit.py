@@ -41,7 +41,7 @@ from shardfn.movement.values import (
     with_rows,
 )
 
-DEEPEST = 30
+DEEPEST = 60
 """Values, one on the other, that wait for the place where they are computed; Python's stack is finite."""
 
 MOST_PARTS = 64

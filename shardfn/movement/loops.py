@@ -17,8 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn.ir.rewrite import scan_counts
-from shardfn.movement.emit import Emitter
-from shardfn.movement.values import Known, Lazy, Stacked, Value, alignments, anew, has_few
+from shardfn.movement.emit import DEEPEST, Emitter
+from shardfn.movement.values import (
+    Elementwise,
+    Known,
+    Lazy,
+    Spread,
+    Stacked,
+    Value,
+    alignments,
+    anew,
+    has_few,
+    scalar_of,
+)
 
 MOST_MORE = 2
 """Elements of the arrays that are stacked in the place of a value, to one of the value."""
@@ -110,23 +121,49 @@ def _arrays(values: Sequence[Value], outer: Collection[int]) -> dict[int, Any]:
     return found
 
 
+def on_stacks(
+    emitter: Emitter, bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any,
+    safe: float | None,
+) -> Stacked | None:  # fmt: skip
+    """An op on the elements of what a loop stacked: the stack of what the op makes in each turn. None where it is too deep."""
+    own, arrays = list[Value](), dict[int, Any]()
+    for operand in operands:
+        if isinstance(operand, Stacked):
+            own.append(operand.value)
+            arrays |= operand.arrays
+        elif not np.shape(operand):
+            own.append(emitter.array(operand))
+        elif (scalar := scalar_of(operand)) is not None:
+            own.append(Spread(shape[1:], operand.dtype, scalar, ()))
+        else:
+            turn = jax.ShapeDtypeStruct(shape[1:], operand.dtype)
+            own.append(turn)
+            arrays[id(turn)] = emitter.array(operand)
+    value = Elementwise(shape[1:], dtype, bind, tuple(own), safe)
+    if len(shape) == 1 or value.depth > DEEPEST:
+        return None
+    made = _together(emitter, [value], arrays, shape[0])
+    return Stacked(shape, dtype, value, arrays, functools.partial(made, 0))
+
+
 def _stacked(emitter: Emitter, values: Sequence[Value], stacks: dict[int, Any], length: int) -> Iterator[Value]:
     """What is stacked of each value. The arrays of those that are none are made together, as they share much."""
     lazy = [one for one in values if isinstance(one, Lazy)]
-    own = {own: stacks[own] for own in _arrays(lazy, ()) if own in stacks}
-
-    def of_turn(arrays: dict[int, Any]) -> list[Any]:
-        with emitter.inside_trace():
-            return [emitter.array(one) for one in anew(lazy, lambda one: arrays.get(id(one)))]
-
-    def made(number: int) -> Any:
-        return emitter.once(own, ("stacks",), jax.vmap(of_turn, axis_size=length), own)[number]
-
+    made = _together(emitter, lazy, {own: stacks[own] for own in _arrays(lazy, ()) if own in stacks}, length)
     numbers = itertools.count()
     for one in values:
         if isinstance(one, Lazy):
-            make = functools.partial(made, next(numbers))
             arrays = {at: stacks[at] for at in _arrays([one], ()) if at in stacks}
-            yield Stacked((length, *one.shape), one.dtype, one, arrays, make)
+            yield Stacked((length, *one.shape), one.dtype, one, arrays, functools.partial(made, next(numbers)))
         else:
             yield stacks[id(one)] if id(one) in stacks else jnp.broadcast_to(one, (length, *np.shape(one)))
+
+
+def _together(emitter: Emitter, values: Sequence[Value], stacks: dict[int, Any], length: int) -> Callable[[int], Any]:
+    """What makes the stack of a value, by number, of the stacks of the arrays in it, by `id`; of all values at once."""
+
+    def of_turn(arrays: dict[int, Any]) -> list[Any]:
+        with emitter.inside_trace():
+            return [emitter.array(one) for one in anew(values, lambda one: arrays.get(id(one)))]
+
+    return lambda number: emitter.once(stacks, ("stacks",), jax.vmap(of_turn, axis_size=length), stacks)[number]

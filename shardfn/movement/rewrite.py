@@ -20,7 +20,7 @@ from shardfn.movement.emit import Emitter
 from shardfn.movement.loops import scanned
 from shardfn.movement.rules import RULES, RULES_OF_MANY, Call
 from shardfn.movement.rules.elements import ELEMENTWISE
-from shardfn.movement.values import Known, Lazy, Spread, Value, anew
+from shardfn.movement.values import Known, Lazy, Spread, Stacked, Value, anew
 from shardfn.movement.winners import Winners
 
 _PLACES = {"gather": (1, 2), "scatter": (1, 2), "scatter-add": (1, 2), "scatter-sub": (1, 2), "scatter-mul": (1, 2),
@@ -185,12 +185,14 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
         return _values(emitter, closed.jaxpr, closed.consts, operands, rules)
     inside = leading_inputs(eqn)
     captured = {i for _, own in inside for i in own if isinstance(operands[i], Known) and name not in ("jit", "pjit")}
+    moves = name in OPEN and any(
+        may_move(jaxpr, [v for v, i in zip(jaxpr.invars, own, strict=False) if i in captured]) for jaxpr, own in inside
+    )
+    if name == "scan" and (moves or any(isinstance(o, Stacked) for o in operands)):
+        return scanned(emitter, eqn, operands, functools.partial(_values, emitter, rules=rules))
     inputs = [o if i in captured else emitter.array(o) for i, o in enumerate(operands)]
-    for jaxpr, own in inside if name in OPEN else ():
-        if may_move(jaxpr, [v for v, i in zip(jaxpr.invars, own, strict=False) if i in captured]):
-            if name == "scan":
-                return scanned(emitter, eqn, operands, functools.partial(_values, emitter, rules=rules))
-            return OPEN[name](eqn, inputs, rules, 0)
+    if moves:
+        return OPEN[name](eqn, inputs, rules, 0)
     return bind_one(eqn, [emitter.array(o) for o in inputs])
 
 

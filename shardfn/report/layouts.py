@@ -29,7 +29,7 @@ class ComparedLayout:
       name: the name that the user gave the layout.
       plan: its plan; None where there is none.
       figures: modelled seconds, bytes sent, peak bytes and FLOPs of one call on one device; None without a plan.
-      fits: whether the peak is within the memory limit, or else the memory of the device.
+      fits: whether the peak is within the memory limit, or else the memory of the device; False without a plan.
       problem: why there is no plan; empty where there is one.
     """
 
@@ -76,7 +76,7 @@ class LayoutComparison(PrintedTable):
         rows = []
         for row in self.rows:
             if row.plan is None or row.figures is None:
-                rows.append((row.name, "none", "", "", "", "", "no", ""))
+                rows.append((row.name, "error", "", "", "", "", "", ""))
                 continue
             kind, mesh = row.plan.kind, mesh_sizes_text(row.plan.axes)
             fits = "yes" if row.fits else "no"

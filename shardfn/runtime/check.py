@@ -206,6 +206,11 @@ def checked(entry: Entry, leaves: Sequence[Any]) -> Entry:
     refuse_difference(result, "f.check(*args)")
     for note in result.notes:
         warn(f"check of `{result.function}`: {note}")
+    return with_agreement(entry, result)
+
+
+def with_agreement(entry: Entry, result: CheckResult) -> Entry:
+    """The entry of a call whose check found no difference. Its plan says what was compared."""
     said = "; ".join([f"checked: {len(result.rows)} arrays agree with {result.reference}", *result.notes])
     return dataclasses.replace(entry, plan=with_notes(entry.plan, said), is_checked=True)
 

@@ -20,6 +20,8 @@ from shardfn.frontend.refs import is_ref
 from shardfn.frontend.static_leaves import hide_static
 from shardfn.frontend.strategy import short
 from shardfn.planning.call import closed_over_arguments, pure_function
+from shardfn.runtime.agreement import CheckResult
+from shardfn.runtime.check import with_agreement
 from shardfn.runtime.executable import Entry, Results, compile_entry, make_entry, typed_as_planned
 from shardfn.runtime.progress import progress
 from shardfn.runtime.shared_entries import Kept
@@ -99,6 +101,12 @@ class PlannedCalls:
                 raise
         call = self.with_closed_over(callee, call, True)
         return call, self.entry(callee, call)
+
+    def keep_agreement(self, args: tuple[Any, ...], result: CheckResult) -> None:
+        """Let the plan of a call say that a check of it found no difference."""
+        callee, call = self.bound(args, {})
+        call, entry = self.planned(callee, call)
+        self.entries.keep(self.key(callee, call), with_agreement(entry, result), callee.root)
 
     def key(self, callee: Callee, call: Call) -> Any:
         """What calls of one kind share. Where settings name files, which may change, no other sharded function shares it."""

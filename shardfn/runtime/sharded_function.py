@@ -29,7 +29,7 @@ from shardfn.frontend.inputs_outputs import input_leaves
 from shardfn.frontend.notes import Counted
 from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import Options
-from shardfn.frontend.outer_call import is_per_device, outer_hardware
+from shardfn.frontend.outer_call import is_on_parts, outer_hardware
 from shardfn.frontend.static_leaves import restore_static
 from shardfn.frontend.user_errors import begin_in_function
 from shardfn.frontend.wrapped import unwrapped, wrapped
@@ -374,7 +374,7 @@ class ShardedFunction(Generic[P, R]):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.fn(*args, **kwargs)
-        if is_per_device():
+        if is_on_parts(self.callee.name):
             callee, call = self._calls.bound(args, kwargs)
             return finish(callee, call, pure_function(callee, call)(*call.values))
         refuse_shard_map(self.callee.name)

@@ -165,6 +165,8 @@ def test_constraints_are_named_by_their_lines():
     assert (
         len(made.constraints) == 1 and f"# test_plain_jax.py:{line}, result of a dot_general, f32[16, 8]" in made.code()
     )
+    said = "# 1 constraint is NOT applied below; plan.apply(with_constraint) applies it."
+    assert made.code().splitlines()[1] == said
     space: dict[str, Any] = {"with_constraint": with_constraint}
     exec(made.code(), space)
     NAMES["y"] = space[f"test_plain_jax_{line}"]

@@ -263,7 +263,19 @@ def test_cuts_that_only_lie_over_another_grid_are_one_change():
     sharded = tuple(d.path for d in first.inputs if any(d.spec))
     changes = [c for c in diff(first, dataclasses.replace(first, axes=axes, inputs=renamed)) if c.paths]
     assert sharded and [c.paths for c in changes] == [sharded]
-    assert changes[0].second == "sharded equally over the second mesh"
+    assert changes[0].second == "same strategy; only the mesh axes' names differ"
+
+
+def test_equal_strategies_on_meshes_of_other_sizes_are_not_only_named_otherwise():
+    meshes = (
+        jax.make_mesh(sizes, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2) for sizes in ((4, 2), (2, 4))
+    )
+    one, two = (
+        shardfn.plan(jnp.sin, jax.ShapeDtypeStruct((8, 8), "float32"), in_strategy=((4, 2),), device=mesh)
+        for mesh in meshes
+    )
+    (change,) = {c.second for c in one.diff(two) if c.paths}
+    assert change == "same strategy, over other mesh axes"
 
 
 def test_level_and_proof_differ():

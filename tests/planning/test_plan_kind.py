@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn import AUTO
+from shardfn import AUTO, REPLICATED
 from shardfn.planning.plan import Layouts, kind_of
 
 A, B, NONE = frozenset("a"), frozenset("b"), frozenset()
@@ -282,3 +282,91 @@ def test_kind_of_weights_stored_transposed_is_tensor_parallel(weights, rows):
     entries = weights, weights[:1], rows
     kind = shardfn.plan(lambda w, b, x: x @ w.T + b, *args, in_strategy=entries, device="cpu:8").kind
     assert kind == f"tensor parallel over {weights[0]}" + (" × data parallel over 2" if rows[0] == 2 else " devices")
+
+
+# ---- what is the batch, and what a parameter
+
+TOKENS, WIDE = jax.ShapeDtypeStruct((128,), "int32"), (1024, 64)
+
+
+def concatenated(params, cache, token):
+    x = params["e"][token] @ params["w"]
+    cache = jnp.concatenate([cache[:, 1:], x[:, None]], 1)
+    return jnp.argmax(jnp.einsum("bte,be->be", cache, x) @ params["e"].T, -1), cache
+
+
+def recurrent(params, cache, token):
+    cache = cache + params["e"][token] @ params["w"]
+    return cache @ params["w"], cache
+
+
+def of_layers(params, cache, token, at):
+    def layer(x, of_layer):
+        w, k, v = of_layer
+        k = jnp.concatenate([k[:, 1:], x[:, None]], 1)
+        return x @ w + jnp.einsum("bt,bte->be", jnp.einsum("bte,be->bt", k, x), v), (k, v)
+
+    x, (k, v) = jax.lax.scan(layer, params["e"][token] + params["at"][at], (params["w"], cache["k"], cache["v"]))
+    return x @ params["e"].T, {"k": k, "v": v}
+
+
+PARAMS, STACKED = {"e": shaped(*WIDE), "w": shaped(64, 64)}, {"k": shaped(4, 128, 16, 64), "v": shaped(4, 128, 16, 64)}
+DECODING = {
+    "cache": (concatenated, PARAMS, shaped(128, 16, 64), (8, 1, 1)),
+    "state": (recurrent, PARAMS, shaped(128, 64), (8, 1)),
+    "cache of stacked layers": (
+        of_layers,
+        {"e": shaped(*WIDE), "w": shaped(4, 64, 64), "at": shaped(256, 64)},
+        STACKED,
+        (1, 8, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("style", ["", "data_parallel", "fsdp"])
+@pytest.mark.parametrize("name", DECODING)
+def test_a_cache_that_comes_back_is_state_of_the_batch_and_no_parameter(name, style):
+    step, params, cache, entry = DECODING[name]
+    more = (jax.ShapeDtypeStruct((), "int32"),) * (name == "cache of stacked layers")
+    options = {"style": style} if style else {"in_strategy": (REPLICATED, entry, (8,), *[REPLICATED] * len(more))}
+    made = shardfn.plan(step, params, cache, TOKENS, *more, device="h100:8", **options)
+    assert {d.strategy for d in made.inputs if d.path.startswith("cache")} == {entry}
+    assert made.decision("token").strategy == (8,)
+    if style != "fsdp":  # XLA looks rows up where they are
+        assert (made.kind, made.cost.bytes_sent) == ("data parallel over 8 devices", 0)
+
+
+@pytest.mark.parametrize("head", ["none", "tied", "untied"])
+@pytest.mark.parametrize("tokens", [(128,), (128, 16)])
+def test_data_parallel_shards_tokens_and_not_the_table_that_they_look_up(tokens, head):
+    def model(e, w, u, t):
+        x = jnp.tanh(e[t] @ w)
+        return {"none": lambda: x, "tied": lambda: x @ e.T, "untied": lambda: x @ u}[head]()
+
+    args = shaped(*WIDE), shaped(64, 64), shaped(64, 1024), jax.ShapeDtypeStruct(tokens, "int32")
+    made = shardfn.plan(model, *args, style="data_parallel", device="h100:8")
+    assert [d.strategy[0] for d in made.inputs] == [1, 1, 1, 8]
+    assert (made.kind, made.cost.bytes_sent) == ("data parallel over 8 devices", 0)
+
+
+@pytest.mark.parametrize("device", ["h100:8", "cpu:8"])
+@pytest.mark.parametrize("op", [jnp.sort, jnp.cumsum, lambda x: jax.lax.top_k(x, 4), lambda x: jnp.fft.fft(x).real])
+def test_the_only_argument_is_no_small_array(op, device):
+    kind = shardfn.plan(op, shaped(4096), in_strategy=((8,),), device=device).kind
+    assert kind == "rows sharded 8 ways"
+
+
+def test_rows_and_columns_are_those_of_matrices():
+    made = shardfn.plan(lambda x: 2 * x, shaped(16, 16, 16), in_strategy=((1, 4, 2),), device="h100:8")
+    assert made.kind == "dimension 1 sharded 4 ways × dimension 2 sharded 2 ways"
+
+
+def test_members_of_an_ensemble_are_no_experts():
+    def train_step(params, x, y):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - y) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = {"up": shaped(8, 32, 64), "down": shaped(8, 64, 32)}
+    made = shardfn.plan(jax.vmap(train_step, (0, None, None)), params, shaped(16, 32), shaped(16, 32),
+                        in_strategy=((8, 1, 1), REPLICATED, REPLICATED), device="cpu:8")  # fmt: skip
+    assert made.kind == "ensemble parallel over 8 devices"

@@ -1,6 +1,7 @@
 """Why not another strategy, and what if: every figure is held against a plan in which that strategy was given."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -313,3 +314,22 @@ def test_an_open_dimension_is_searched_again():
     )
     assert [d.strategy for d in asked.inputs] == [d.strategy for d in alone.inputs] == [(8, 1), (1, 1)]
     assert made.decision("b").strategy != (1, 1)
+
+
+def test_an_entry_of_another_rank_is_said_once_and_not_of_moments():
+    optimizer, params = optax.adam(1e-3), {f"l{i}": {"w": shaped(64, 64), "b": shaped(64)} for i in range(3)}
+
+    def adam(params, state, x):
+        def loss(params):
+            return jnp.mean(functools.reduce(lambda x, p: jnp.tanh(x @ p["w"] + p["b"]), params.values(), x))
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    made = shardfn.plan(
+        adam, params, jax.eval_shape(optimizer.init, params), shaped(32, 64), style="fsdp", device="h100:8"
+    )
+    with pytest.raises(ShardError) as caught:
+        made.what_if({"params/*": (1, 1)})
+    assert len(caught.value.problems) == 3 and all("`params/l" in problem.what for problem in caught.value.problems)
+    assert {problem.fix for problem in caught.value.problems} == {"write REPLICATED, which fits any rank"}

@@ -69,6 +69,8 @@ def test_a_layout_without_a_plan_says_why():
     last = found.rows[-1]
     assert (last.name, last.plan, last.fits) == ("zero1", None, False)
     assert "zero1: style 'zero1' shards optimizer state" in str(found)
+    (line,) = [line for line in str(found).splitlines() if line.startswith("zero1 ")]
+    assert line.split() == ["zero1", "error"]
     with pytest.raises(StrategyError, match="shards optimizer state"):
         shardfn.compare({"zero1": one}, X, W)
 

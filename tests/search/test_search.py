@@ -302,7 +302,8 @@ TABLE, ROWS, SQUARE = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
     ],
     ids=["look-up", "reversal", "arange", "reshape", "identity"],
 )
-def test_of_plans_that_send_nothing_the_one_with_least_memory_is_taken(function, args, level):
+def test_of_equal_plans_that_send_nothing_the_one_with_least_memory_is_taken(function, args, level):
     plan, least = (shardfn.plan(lambda *args: function(*args), *args, device="h100:8", level=n) for n in (level, 1))
     assert plan.cost.bytes_sent == least.cost.bytes_sent == 0
-    assert plan.cost.memory.peak == least.cost.memory.peak
+    is_faster = level == 2 and plan.cost.time_s < least.cost.time_s  # one that shards the rows, and not the table
+    assert plan.cost.memory.peak == least.cost.memory.peak or is_faster

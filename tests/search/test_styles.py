@@ -266,3 +266,28 @@ def test_style_beside_an_entry_that_shards_no_batch_says_that_it_is_resharded():
     assert made.entries == "`x` shards no batch, and 'fsdp' reshards it inside; leave it open (AUTO) to save that"
     opened = shardfn.plan(mlp, *big, style="fsdp", device="h100:8")
     assert not opened.entries and opened.cost.bytes_sent < made.cost.bytes_sent
+
+
+def test_gradients_of_a_tree_are_no_batch():
+    update = lambda params, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)  # noqa: E731
+    with pytest.raises(ShardError, match="no argument has one"):
+        shardfn.plan(update, layers(32), layers(32), style="data_parallel", device="cpu:8")
+
+
+def test_another_dimension_than_0_is_the_batch_where_an_entry_says_so():
+    def recurrent(w, x):
+        return jax.lax.scan(lambda h, now: (jnp.tanh(now @ w + h),) * 2, jnp.zeros((64, 256)), x)
+
+    call = {"style": "data_parallel", "device": "h100:8"}
+    args = S((256, 256), "float32"), S((100, 64, 256), "float32")
+    with pytest.raises(ShardError) as caught:
+        shardfn.plan(recurrent, *args, **call)
+    assert "if dimension 1 of x is the batch" in (fix := caught.value.problems[0].fix)
+    assert "in_strategy=(AUTO, (1, 8, 1))" in fix
+    made = shardfn.plan(recurrent, *args, in_strategy=(AUTO, (1, 8, 1)), **call)
+    assert (made.kind, made.cost.bytes_sent) == ("data parallel over 8 devices", 0)
+    by_time = shardfn.plan(recurrent, args[0], S((128, 64, 256), "float32"), **call)
+    assert any("no other candidate of style 'data_parallel'" in text for text in by_time.diagnostics)
+    with pytest.raises(ShardError) as caught:  # features are none
+        planned("data_parallel", S((6, 32), "float32"), *SHAPES[1:], device="h100:8")
+    assert "if dimension" not in str(caught.value)

@@ -44,6 +44,8 @@ def test_a_right_step(mode, options):
     state, _ = step(state, X, Y)
     state, _ = step(state, X, Y)
     assert int(state.step) == 2
+    said = f"checked: {len(result.rows)} arrays agree with"
+    assert said in " ".join(step.plan(state, X, Y).diagnostics) and said in str(step.explain(state, X, Y))
 
 
 def test_a_wrong_step():

@@ -12,9 +12,10 @@ import numpy as np
 from jax.extend import core
 
 from shardfn.ir.rewrite import bind_one
+from shardfn.movement.loops import on_stacks
 from shardfn.movement.rules.call import Call
 from shardfn.movement.rules.composed import elementwise, has_squeezed
-from shardfn.movement.values import Lazy, Spread, Value, alignments
+from shardfn.movement.values import Lazy, Spread, Stacked, Value, alignments
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -60,12 +61,14 @@ def _elementwise(call: Call, bound: Callable[..., Any], safe: float | None) -> V
     if {len(np.shape(o)) for o in call.operands} - {0} != {len(call.shape)}:
         return None
     operands = [_repeated(o, call.shape) for o in call.operands]
-    if not any(map(_is_moved, operands)) and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
-        return None
 
     def bind(arrays: Sequence[Any]) -> Any:
         return bound(*arrays)
 
+    if any(isinstance(o, Stacked) for o in operands):
+        return on_stacks(call.emitter, bind, operands, call.shape, call.dtype, safe)
+    if not any(map(_is_moved, operands)) and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
+        return None
     return elementwise(bind, operands, call.shape, call.dtype, call.emitter, safe)
 
 

@@ -14,7 +14,7 @@ from shardfn.movement.frames import Frame, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.rules.composed import elementwise
 from shardfn.movement.rules.shapes import without
-from shardfn.movement.values import Elementwise, Moved, Value, alignments, has_more, sliced, with_rows
+from shardfn.movement.values import Elementwise, Moved, Value, alignments, has_more, joined, sliced, with_rows
 
 
 def reduce_rule(
@@ -64,11 +64,13 @@ def _row_by_row(call: Call, axes: Sequence[int], combine: Callable[[Any, Any], A
 def _with_ends(
     identity: Callable[[Any], Any], call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]
 ) -> Value | None:
-    """A reduction of more rows than an array has, as of one with ghost cells: of those of the array, and of the ends."""
+    """A reduction of more rows than an array has, as of one with ghost cells: of those of the array, and of the ends. Along a
+    dimension that is reduced they are combined, along another one they stand one after the other."""
     (value,) = call.operands
-    dim = next((d for d in axes if has_more(value, d)), None)
-    if dim is None:
+    dims = [d for d in (*axes, *(d for d in range(len(value.shape)) if d not in axes)) if has_more(value, d)]
+    if not dims:
         return None
+    dim = dims[0]
     size, offset, _ = max(alignments(value, dim), key=lambda one: one.weight)
     rows, first = value.shape[dim], min(max(-offset, 0), value.shape[dim] - size)
     if rows - size > MOST_ROWS:
@@ -80,6 +82,8 @@ def _with_ends(
             own = dataclasses.replace(call, operands=(sliced(value, dim, start, stop - start),))
             one = reduce_rule(identity, own, combine)
             found.append(call.bound(call.emitter.array(own.operands[0])) if one is None else one)
+    if dim not in axes:
+        return joined(found, dim - sum(axis < dim for axis in axes))
 
     def combined(arrays: Sequence[Any]) -> Any:
         return functools.reduce(combine, arrays)

@@ -164,6 +164,9 @@ def idle(plan: Plan, answered: AnsweredCall) -> Iterator[str]:
             + (f'level="time", for the fastest plan; or {remedy}' if c.figures.time_s < cost.time_s else remedy)
         )
         return
+    if plan.style:
+        yield f"{text}; no other candidate of style {plan.style!r} shards the work more;{FIX}use another style, or none"
+        return
     worse = f"every candidate that shards the work more is worse at level {plan.level}"
     yield f"{text}; {worse};{FIX}{remedy}"
 

@@ -16,7 +16,9 @@ import jax
 from jax import tree_util
 from jax.sharding import Mesh
 
+from shardfn.errors import with_article
 from shardfn.frontend.static_leaves import without_static
+from shardfn.frontend.strategy import count
 from shardfn.ir.model import Spec, mesh_sizes
 from shardfn.ir.rewrite import equations
 from shardfn.ir.source_lines import file_line
@@ -92,6 +94,15 @@ in_shardings, out_shardings = jax.tree.map(
 def _cautions(plan: Plan, name: str, objects: Collection[int]) -> Iterator[str]:
     """What `plan.apply` does and this code does not; and what stands in it for objects."""
     call = answered_call(plan).posed.call
+    constraints = [c.where for c in plan.constraints for spec in (*c.operands, *c.results) if spec is not None]
+    if constraints:
+        bare = sum(not where for where in constraints)
+        are, them = ("constraint is", "it") if len(constraints) == 1 else ("constraints are", "them")
+        yield f"{len(constraints)} {are} NOT applied below; plan.apply({name}) applies {them}."
+        yield (
+            f"Without {them} XLA makes another program. Write {them} into the function, at the lines that the comments give"
+            + (f"; {bare} {'has' if bare == 1 else 'have'} none." if bare else ".")
+        )
     function, held = call.function, call.function.callee.objects.nodes
     if objects:
         yield "nnx.jit takes Flax NNX objects themselves, and puts the arrays into them that the call changes."
@@ -104,11 +115,12 @@ def _cautions(plan: Plan, name: str, objects: Collection[int]) -> Iterator[str]:
         yield f"`{name}` takes nested dicts of arrays in the place of the objects {', '.join(held)}, and returns its result and"
         yield "a dict of the arrays that it changes. plan.apply makes such a function."
     if function.wrong:
-        yield f"XLA computes {len(function.wrong)} ops of this plan wrongly. plan.apply works around that; this code does not."
+        ops = count(len(function.wrong), "op", "ops")
+        yield f"XLA computes {ops} of this plan wrongly. plan.apply works around that; this code does not."
     if function.shifted is not None and not function.is_as_written:
         yield "plan.apply also sends halos where rows move along a sharded dimension. XLA may gather the rows here."
     if plan.detours:
-        yield f"plan.apply also gathers {len(plan.detours)} arrays in the place of all-to-alls."
+        yield f"plan.apply also gathers {count(len(plan.detours), 'array', 'arrays')} in the place of all-to-alls."
 
 
 def _ours(plan: Plan, name: str, modules: Collection[str]) -> Iterator[str]:
@@ -334,6 +346,7 @@ def _constraints(plan: Plan) -> Iterator[str]:
     equation_of = {number: eqn for number, eqn, _ in equations(posed.call.traced.jaxpr)}
     values, taken = posed.call.traced.graph.values, collections.Counter[str]()
     for constraint in sorted(plan.constraints, key=lambda c: (c.where, c.number)):
+        op_name = with_article(constraint.kind)
         op, eqn = op_of.get(constraint.number), equation_of.get(constraint.number)
         is_backward = "transpose(" in str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
         place = file_line(constraint.where) if constraint.where else f"equation {constraint.number}"
@@ -347,12 +360,12 @@ def _constraints(plan: Plan) -> Iterator[str]:
                 which = f"{what} {i}" if len(specs) > 1 else what
                 shape = f", {values[ids[i]].dtype}{list(values[ids[i]].shape)}" if i < len(ids) else ""
                 if is_backward:
-                    yield f"# {place}, {which} of a {constraint.kind} of the backward pass{shape}: {spec_code(spec)}"
+                    yield f"# {place}, {which} of {op_name} of the backward pass{shape}: {spec_code(spec)}"
                     yield "# (plan.apply writes it; a constraint on the value of the forward pass holds its gradient, too)"
                     continue
                 base = re.sub(r"\W+", "_", place.rpartition("/")[2].replace(".py", "")).strip("_")
                 base = base if _is_name(base) else f"line_{base}"
                 taken[base] += 1
                 name = base if taken[base] == 1 else f"{base}_{taken[base]}"
-                yield f"# {place}, {which} of a {constraint.kind}{shape}: y = jax.lax.with_sharding_constraint(y, {name})"
+                yield f"# {place}, {which} of {op_name}{shape}: y = jax.lax.with_sharding_constraint(y, {name})"
                 yield f"{name} = NamedSharding(mesh, {spec_code(spec)})"

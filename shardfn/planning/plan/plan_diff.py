@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.paths import alike, few, listed
-from shardfn.ir.model import mesh_text
+from shardfn.ir.model import mesh_sizes, mesh_text
 from shardfn.ir.source_lines import file_line
 from shardfn.planning.plan.decisions import Change, Changes
 from shardfn.planning.plan.plan import Plan
@@ -70,8 +70,19 @@ def _sharded_differently(first: Plan, second: Plan) -> Iterator[Change]:
         yield Change(few(paths, 2, 2), *same[0][2:], paths)
     if moved:
         yield Change(
-            few(moved, 2, 2), "sharded over the first mesh", "sharded equally over the second mesh", tuple(moved)
+            few(moved, 2, 2), "sharded over the first mesh", _on_the_second(first, second, moved), tuple(moved)
         )
+
+
+def _on_the_second(first: Plan, second: Plan, moved: Collection[str]) -> str:
+    """How arrays that keep their strategy are sharded on another mesh."""
+    renamed = {one: two for (one, _), (two, _) in zip(first.axes, second.axes, strict=False)}
+    is_renamed = mesh_sizes(first.axes) == mesh_sizes(second.axes)
+    for one, two in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False):
+        is_renamed = is_renamed and (
+            one.path not in moved or tuple(tuple(renamed[axis] for axis in dim) for dim in one.spec) == two.spec
+        )
+    return "same strategy; only the mesh axes' names differ" if is_renamed else "same strategy, over other mesh axes"
 
 
 MOST_KINDS, MOST_PLACES = 3, 2

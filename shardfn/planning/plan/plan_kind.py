@@ -1,4 +1,4 @@
-"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor or expert parallel, a product of them, or `mixed`.
+"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor, expert or ensemble parallel, a product of them, or `mixed`.
 
 These are names of neural networks: of a function with a batch of examples and parameters. Of any other function the name says
 which dimensions are sharded: `rows sharded 8 ways`.
@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.ir.model import Graph
 from shardfn.ir.partitioned import USER_WRITTEN, PartitionedProgram
+from shardfn.ir.sources import looked_up, sources_of
 from shardfn.planning.plan.decisions import Decision, DimensionGroup
 
 MOST, HALF, FEW = 0.9, 0.5, 0.1
@@ -42,6 +43,8 @@ class Layouts:
     optimizer_state: tuple[Sharded, ...] = ()
     experts: frozenset[str] = frozenset()
     """Mesh axes that shard a batch dimension of the matmuls with most parameters that they shard."""
+    members: frozenset[str] = frozenset()
+    """Those of `experts` over which nothing is combined: all results of the parameters have the dimension."""
     stacked: frozenset[str] = frozenset()
     """Mesh axes that shard the dimension along which a loop takes its layers."""
     results: frozenset[str] = frozenset()
@@ -88,11 +91,20 @@ def kind_of(layouts: Layouts) -> str:
     return f"{parts[0]} devices" if len(parts) == 1 else " × ".join(parts)
 
 
-TEXTBOOK = ("FSDP", "ZeRO-1", "ZeRO-2", "expert parallel", "tensor parallel", "data parallel", "replicated")
+TEXTBOOK = (
+    "FSDP",
+    "ZeRO-1",
+    "ZeRO-2",
+    "expert parallel",
+    "ensemble parallel",
+    "tensor parallel",
+    "data parallel",
+    "replicated",
+)
 
 
 DIMENSIONS = ("rows", "columns")
-"""The names of the first two dimensions; the others have numbers."""
+"""The names of the dimensions of vectors and matrices; those of other arrays have numbers."""
 
 SMALL = "replicated but for small arrays"
 _UNNAMED = ("operations inside sharded", "replicated", SMALL)
@@ -104,6 +116,8 @@ def _role(layouts: Layouts, axis: str) -> str:
     if layouts.dimensions is not None:
         return dict(layouts.dimensions).get(axis, _UNNAMED[axis not in layouts.used])
     parameters, state = _share(layouts.parameters, axis), _share(layouts.optimizer_state, axis)
+    if axis in layouts.members:
+        return "ensemble parallel"
     if axis in layouts.experts:
         return "expert parallel"
     if axis in layouts.batch:
@@ -166,9 +180,11 @@ def layouts_of(
     graph = partitioned.graph
     returned = {(end, d.shape) for d in results for end in _ends(d.path)}
     mirrored = {d.path for d in arguments if (_without_argument(d.path), d.shape) in returned}
-    sources = _sources(graph, len(arguments))
+    sources = sources_of(graph, graph.arguments(len(arguments)))
     contracted = _contracted(graph, sources, arguments)
-    batch = _batch_dimensions(arguments, results, groups, mirrored, contracted, graph.trip_counts)
+    looked = looked_up(graph, sources)
+    tables = {d.path for i, d in enumerate(arguments) if (1 << i, d.shape, 0) in looked}
+    batch = _batch_dimensions(arguments, results, groups, mirrored, contracted, tables, graph.trip_counts)
     with_batch = {path for path, _ in batch}
     weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
     feeds = functools.reduce(
@@ -177,6 +193,8 @@ def layouts_of(
     bit = {d.path: 1 << i for i, d in enumerate(arguments)}
     state = [d for d in weights if d.path in mirrored and not bit[d.path] & feeds]
     parameters = [d for d in weights if d not in state]
+    experts = _expert_axes(partitioned, sources, {bit[d.path]: _sharded(d) for d in parameters})
+    reached = [sources.get(v, 0) for v in graph.outputs]
     gathers = [c for c in partitioned.communications if partitioned.gathered_shards(c) is not None]
     return Layouts(
         axes,
@@ -189,7 +207,8 @@ def layouts_of(
             for d in parameters
         ),
         tuple(map(_sharded, state)),
-        _expert_axes(partitioned, sources, {bit[d.path]: _sharded(d) for d in parameters}),
+        experts,
+        frozenset(axis for axis in experts if _are_members(axis, parameters, results, groups, reached, bit)),
         frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in graph.trip_counts for axis in d.spec[0]),
         frozenset(axis for d in results for dim in d.spec for axis in dim),
         _row_axes(partitioned, sources, functools.reduce(operator.or_, (bit[d.path] for d in parameters), 0)),
@@ -197,7 +216,7 @@ def layouts_of(
         frozenset(d.path for d in parameters),
         frozenset(axis for c in partitioned.communications if (c.kind, c.cause) == ("reduce-scatter", USER_WRITTEN)
                   for axis in c.axes),
-        None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions((*arguments, *results), partitioned)),
+        None if _has_weights(graph, sources, parameters, bit) else tuple(_dimensions(arguments, results, partitioned)),
     )  # fmt: skip
 
 
@@ -216,16 +235,18 @@ def _has_weights(
     return len(bit) > 1 and any(len(d.shape) > 1 and bit[d.path] & multiplied for d in parameters)
 
 
-def _dimensions(decisions: Sequence[Decision], partitioned: PartitionedProgram) -> Iterator[tuple[str, str]]:
+def _dimensions(
+    arguments: Sequence[Decision], results: Sequence[Decision], partitioned: PartitionedProgram
+) -> Iterator[tuple[str, str]]:
     """For each mesh axis the name of the dimension that it shards of the largest array; `SMALL` where it shards less than `FEW`
-    of the elements that the program computes."""
+    of the elements that the program reads and computes."""
     found: dict[str, str] = {}
-    for d in sorted(decisions, key=lambda d: -math.prod(d.shape)):
+    for d in sorted((*arguments, *results), key=lambda d: -math.prod(d.shape)):
         for number, axes in enumerate(d.spec):
             for axis in axes:
-                found.setdefault(axis, DIMENSIONS[number] if number < 2 else f"dimension {number}")
+                found.setdefault(axis, DIMENSIONS[number] if len(d.shape) < 3 else f"dimension {number}")
     computed, sharded = 0, collections.Counter[str]()
-    for v in {v for op in partitioned.graph.ops for v in op.outputs}:
+    for v in {*partitioned.graph.arguments(len(arguments)), *(v for op in partitioned.graph.ops for v in op.outputs)}:
         value = partitioned.graph.values[v]
         computed += value.elements
         sharded.update({axis.partition(":")[0]: value.elements for dim in partitioned.specs[v] for axis in dim})
@@ -259,30 +280,32 @@ def _batch_dimensions(
     groups: Sequence[DimensionGroup],
     mirrored: Collection[str],
     contracted: Collection[str],
+    tables: Collection[str],
     stacks: Collection[int],
 ) -> set[tuple[str, int]]:
     """The dimensions, as (path, number), of the groups that look most like a batch.
 
-    A batch is dimension 0 wherever an argument has it. Of several groups those come first along which no loop iterates, and
-    which no result has in another dimension. Of these, those of arguments whose shape no result has, and that a matmul reads
-    along other dimensions. Of these, those that a result has too.
+    A batch is dimension 0 of every argument that has it, but for those that a result of their path replaces: a cache may have
+    it anywhere, and parameters that a training step returns make no batch alone. Of several groups those come first along
+    which no loop iterates and nothing is looked up. Of these, those that no result has in another dimension. Of these, those of
+    an argument whose shape no result has, and that a matmul reads along other dimensions. Of these, those that a result has too.
 
-    `search.generators.styles.batch_groups` decides before there is a plan. It leaves out arguments that a result replaces, where
-    here a gradient of the same path counts too. It chooses one batch, where a plan may shard several.
+    `search.generators.styles.batch_groups` decides before there is a plan. It chooses one batch, where a plan may shard several.
     """
     own = {d.path: d.shape for d in arguments}
     shapes = {d.shape for d in results}
-    ranked: dict[tuple[bool, bool, bool], set[tuple[str, int]]] = {}
+    ranked: dict[tuple[bool, bool, bool, bool], set[tuple[str, int]]] = {}
     for group in groups:
         members = [(path, int(number)) for path, _, number in (member.rpartition(".") for member in group.members)]
         mine = {(path, number) for path, number in members if path in own}
-        if not mine or any(number or path in mirrored for path, number in mine):
+        kept = {(path, number) for path, number in mine if path not in mirrored}
+        is_of_gradient = mine != kept and all(own[path] in shapes for path, _ in kept)
+        if not kept or is_of_gradient or any(number for _, number in kept):
             continue
-        is_like_weight = any(own[path] in shapes or path in contracted for path, _ in mine)
+        is_no_batch = group.size in stacks or all(path in tables for path, _ in kept)
+        is_like_weight = all(own[path] in shapes or path in contracted for path, _ in kept)
         is_elsewhere = any(number for path, number in members if path not in own)
-        ranked.setdefault(
-            (group.size in stacks or is_elsewhere, is_like_weight, len(mine) == len(members)), set()
-        ).update(mine)
+        ranked.setdefault((is_no_batch, is_elsewhere, is_like_weight, len(mine) == len(members)), set()).update(mine)
     return ranked[min(ranked)] if ranked else set()
 
 
@@ -300,22 +323,6 @@ def _contracted(graph: Graph, sources: Mapping[int, int], arguments: Sequence[De
 
 READ_WEIGHTS = ("dot_general", "convolution", "gather")
 """Ops that read parameters but not optimizer state: matmuls, convolutions and lookups."""
-
-
-def _sources(graph: Graph, count: int) -> dict[int, int]:
-    """The arguments from which each value is computed, a bit each."""
-    reached = {v: 1 << i for i, v in enumerate(graph.arguments(count))}
-    ties = [pair for one, other in (*graph.ties, *graph.manual) for pair in ((one, other), (other, one))]
-    before = dict[int, int]()
-    while reached != before:  # more than once where a loop carries values round
-        before = dict(reached)
-        for op in graph.ops:
-            for i, out in enumerate(op.outputs):
-                for v in op.inputs[i :: len(op.outputs)] if op.name == "while" else op.inputs:
-                    reached[out] = reached.get(out, 0) | reached.get(v, 0)
-        for one, other in ties:
-            reached[one] = reached.get(one, 0) | reached.get(other, 0)
-    return reached
 
 
 def _expert_axes(
@@ -341,6 +348,26 @@ def _expert_axes(
         return sum(sharded.get(source, 0) for source in found[axis]) >= HALF * sum(sharded.values())
 
     return frozenset(filter(is_most, found))
+
+
+def _are_members(
+    axis: str,
+    parameters: Sequence[Decision],
+    results: Sequence[Decision],
+    groups: Sequence[DimensionGroup],
+    reached: Sequence[int],
+    bit: Mapping[str, int],
+) -> bool:
+    """Whether the parameters that an axis shards are those of an ensemble, whose members never meet but in scalars: each result
+    computed from them has their dimension. A router combines what experts compute."""
+    at = {f"{d.path}.{i}" for d in parameters for i, dim in enumerate(d.spec) if axis in dim}
+    members = {member for group in groups if not at.isdisjoint(group.members) for member in group.members}
+    sharded = functools.reduce(operator.or_, (bit[name.rpartition(".")[0]] for name in at), 0)
+    return all(
+        any(f"{d.path}.{i}" in members for i in range(len(d.shape)))
+        for d, sources in zip(results, reached, strict=True)
+        if d.shape and sources & sharded
+    )
 
 
 def _row_axes(partitioned: PartitionedProgram, sources: Mapping[int, int], parameters: int) -> frozenset[str]:

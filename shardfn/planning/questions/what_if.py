@@ -117,11 +117,12 @@ def _with_entries(
 
 def _with_moments(plan: Plan, before: Sequence[Leaf], after: Sequence[Leaf]) -> tuple[Leaf, ...]:
     """Inputs whose moments have the new entries of the parameters that they follow, if they have none of their own."""
-    changed = {new.path: new.entry for old, new in zip(before, after, strict=True) if new != old}
+    changed = {new.path: new for old, new in zip(before, after, strict=True) if new != old}
     followed = {moment: changed[of] for moment, of in _followers(plan).items() if of in changed}
-    return tuple(
-        dataclasses.replace(leaf, entry=followed[leaf.path])
-        if leaf.path in followed and leaf.path not in changed
+    wrong = {of.path for of in changed.values() if isinstance(of.entry, tuple) and len(of.entry) != len(of.shape)}
+    return tuple(  # what is wrong with a parameter's entry is said of the parameter alone
+        dataclasses.replace(leaf, entry=followed[leaf.path].entry, where=followed[leaf.path].where)
+        if leaf.path in followed and leaf.path not in changed and followed[leaf.path].path not in wrong
         else leaf
         for leaf in after
     )

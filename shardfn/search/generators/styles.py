@@ -7,6 +7,7 @@ with an entry keep it, and the mesh of the entries is the mesh.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -16,6 +17,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.divisors import divisors
 from shardfn.ir.model import Axes, mesh_sizes, mesh_sizes_text
 from shardfn.ir.op_traits import CONTRACTIONS
+from shardfn.ir.sources import looked_up, sources_of
 from shardfn.search.engine import Archive
 from shardfn.search.generators.default_policy import group_name
 from shardfn.search.moves import (
@@ -24,6 +26,7 @@ from shardfn.search.moves import (
     argument_specs,
     batch_arguments,
     is_optimizer_state,
+    is_state_or_gradient,
     matmul_constraints,
 )
 from shardfn.search.problem import (
@@ -98,8 +101,8 @@ def search(style: str, problem: SearchProblem) -> Answer:
     if not len(archive):
         fail(StrategyError, f"no plan is {' and '.join(wanted.kind)} over {problem.devices} devices",
              where=f"style = {style!r}", why=_why_none(problem, wanted, batch),
-             fix="leave entries out, or use another style" if problem.axes else
-                 "use another number of devices, other shapes, or another style")  # fmt: skip
+             fix="leave entries out, or use another style" if problem.axes else _other_batch(problem, wanted, batch)
+                 + "use another number of devices, other shapes, or another style")  # fmt: skip
     ranked = archive.ranked(problem.level)
     best = min(_as_good(problem, ranked), key=lambda one: sum(map(any, one.specs)))
     others = [one for one in ranked if one is not best]
@@ -185,31 +188,40 @@ def _with_roles(
 
 
 def batch_groups(problem: SearchProblem) -> Groups:
-    """The dimension groups of the batch: dimension 0 wherever an argument has them, in arguments that no result replaces.
+    """The dimension groups of the batch: dimension 0 of every argument that has them and is no state.
 
-    If there are several, those of the size of the group with the most bytes of values. Groups that a loop iterates over, or
-    that a result has in another dimension, count only if there are no others.
+    State is what a result replaces, and the gradients of it. It may have the batch in any dimension, as a cache has. Groups that
+    a loop iterates over or that the program looks up count only if there are no others; then those that a result has in another
+    dimension, then those that state has. If there are several, those of the size of the group with the most bytes of computed
+    values.
 
     A style shards one batch. `baselines.batch_arguments` only tells arguments apart from parameters, for a search that tries
     all of their dimensions. `plan_kind` names a finished plan by its arrays alone, maybe with several batches.
     """
     graph, of = problem.graph, problem.value_groups
-    updated = problem.updated
-    places: dict[int, set[tuple[int, bool]]] = {}
+    looked = looked_up(graph, sources_of(graph, problem.inputs))
+    is_state = is_state_or_gradient(problem)
+    places: dict[int, set[tuple[int, bool, bool]]] = {}
     sizes: dict[int, int] = {}
-    for value, shape, groups in zip(problem.inputs, problem.shapes, problem.groups, strict=True):
+    for i, (shape, groups) in enumerate(zip(problem.shapes, problem.groups, strict=True)):
         for d, (size, group) in enumerate(zip(shape, groups, strict=True)):
-            places.setdefault(group, set()).add((d, value in updated))
+            places.setdefault(group, set()).add((d, is_state[i], (1 << i, tuple(shape), d) in looked))
             sizes[group] = size
     elsewhere = {group for v in graph.outputs for group in of[v][1:]}
-    ranked: dict[bool, list[int]] = {}
+    ranked: dict[tuple[bool, bool, bool], list[int]] = {}
     for group, at in places.items():
-        if at == {(0, False)} and sizes[group] > 1:
-            ranked.setdefault(sizes[group] in graph.trip_counts or group in elsewhere, []).append(group)
+        own = {(d, is_looked_up) for d, is_of_state, is_looked_up in at if not is_of_state}
+        if {d for d, _ in own} == {0} and sizes[group] > 1:
+            is_no_batch = sizes[group] in graph.trip_counts or own == {(0, True)}
+            has_state = any(is_of_state for _, is_of_state, _ in at)
+            ranked.setdefault((is_no_batch, group in elsewhere, has_state), []).append(group)
     if not ranked:
         return ()
     best = ranked[min(ranked)]
-    most = max(best, key=lambda g: problem.group_bytes.get(g, 0))
+    read = collections.Counter[int]()
+    for value, groups in zip(problem.inputs, problem.groups, strict=True):
+        read.update(dict.fromkeys(groups, array_bytes(graph.values[value])))
+    most = max(best, key=lambda g: problem.group_bytes.get(g, 0) - read[g])
     return (most, *(g for g in best if g != most and sizes[g] == sizes[most]))
 
 
@@ -237,6 +249,23 @@ def _why_none(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
     )
     name = group_name(problem, batch[0]).split()[0]
     return f"dimension 0 of {name} has {size} elements, which the batch axes do not divide{mesh}"
+
+
+def _other_batch(problem: SearchProblem, wanted: Style, batch: Groups) -> str:
+    """Where another dimension of an argument of the batch can be the batch, as no parameter has it, the entry that says so."""
+    of_parameters = {group for groups in problem.groups if not set(groups) & set(batch) for group in groups}
+    for i, (name, shape, groups) in enumerate(zip(problem.names, problem.shapes, problem.groups, strict=True)):
+        for d, size in enumerate(shape if groups[:1] == batch[:1] and not wanted.has_tensor else ()):
+            if d and size % problem.devices == 0 and groups[d] not in of_parameters:
+                entry = str(tuple(problem.devices if other == d else 1 for other in range(len(shape))))
+                entries = ", ".join(entry if other == i else "AUTO" for other in range(len(problem.names)))
+                written = (
+                    f": in_strategy=({entries})" if len(problem.names) > 1 and "/" not in "".join(problem.names) else ""
+                )
+                return (
+                    f"if dimension {d} of {name} is the batch, give it the entry {entry} beside the style{written}; or "
+                )
+    return ""
 
 
 def _roles(style: str, problem: SearchProblem, batch: Groups) -> Iterator[Roles]:

@@ -19,6 +19,7 @@ from shardfn.search.moves.baselines import (
     argument_specs,
     batch_arguments,
     is_optimizer_state,
+    is_state_or_gradient,
     matmul_constraints,
 )
 from shardfn.search.moves.constrained import constrained, fully_constrained
@@ -26,5 +27,6 @@ from shardfn.search.moves.fewer_constraints import fewer_constraints
 
 __all__ = [
     "CHANGED", "ArgumentSharding", "are_meant", "argument_specs", "array_specs", "batch_arguments", "constrained",
-    "fewer_constraints", "fully_constrained", "is_optimizer_state", "matmul_constraints",
+    "fewer_constraints", "fully_constrained", "is_optimizer_state", "is_state_or_gradient",
+    "matmul_constraints",
 ]  # fmt: skip

@@ -75,13 +75,27 @@ def matmul_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int
 
 def is_optimizer_state(problem: SearchProblem) -> tuple[bool, ...]:
     """For each argument whether a result aliases it and only elementwise ops read it: momentum, not parameters."""
-    if problem.memo.optimizer_state is None:
+    return tuple(
+        v in problem.updated and one for v, one in zip(problem.inputs, _only_elementwise(problem), strict=True)
+    )
+
+
+def is_state_or_gradient(problem: SearchProblem) -> tuple[bool, ...]:
+    """For each argument whether a result aliases it, or it has the shape of such an argument and only elementwise ops read it."""
+    rows = list(zip(problem.inputs, problem.shapes, _only_elementwise(problem), strict=True))
+    shapes = {shape for value, shape, _ in rows if value in problem.updated}
+    return tuple(value in problem.updated or (one and shape in shapes) for value, shape, one in rows)
+
+
+def _only_elementwise(problem: SearchProblem) -> tuple[bool, ...]:
+    """For each argument whether only elementwise ops read it."""
+    if problem.memo.only_elementwise is None:
         read: dict[int, set[str]] = {value: set() for value in problem.inputs}
         for op in problem.graph.ops:
             for value in read.keys() & set(op.inputs):
                 read[value].add(op.name)
-        problem.memo.optimizer_state = tuple(v in problem.updated and read[v] <= ELEMENTWISE for v in problem.inputs)
-    return problem.memo.optimizer_state
+        problem.memo.only_elementwise = tuple(read[value] <= ELEMENTWISE for value in problem.inputs)
+    return problem.memo.only_elementwise
 
 
 def are_small_parameters(problem: SearchProblem, batch: Collection[int]) -> tuple[bool, ...]:

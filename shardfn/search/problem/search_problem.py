@@ -75,8 +75,8 @@ class Memo:
     facts: GraphFacts | None = None
     facts_written: GraphFacts | None = None
     value_groups: tuple[tuple[int, ...], ...] | None = None
-    optimizer_state: tuple[bool, ...] | None = None
-    """`baselines.is_optimizer_state`."""
+    only_elementwise: tuple[bool, ...] | None = None
+    """For each argument whether only elementwise ops read it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from shardfn.errors import Problem, StrategyError, a, closest, did_you_mean, fai
 from shardfn.frontend.callee import is_function
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
+from shardfn.frontend.outer_call import on_parts
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.frontend.value_checks import integer, option_problems
@@ -109,6 +110,13 @@ class BuiltPipeline:
     """What the functions of the stages read when they were traced."""
 
 
+_NOTE = (
+    f"the loss is called on a part of the batch within a stage; shard parameters by the pipeline's parameter_plan, over its "
+    f"axis `{TENSOR}`"
+)
+"""Why operators run without their shardings, and what to do."""
+
+
 def pipeline_problems(options: PipelineOptions) -> Iterator[Problem]:
     """The problems with the arguments, before any model is known."""
     functions = options.stages if options.is_list else [options.stages]
@@ -193,7 +201,7 @@ def build_pipeline(
         list(batch_problems(batch, mesh.shape[DATA], options.micro_size, option="micro_size", takes_scalars=False))
     )
     micro_batch = part_shapes(tuple(batch), mesh.shape[DATA] * options.micro_size)
-    loss = _loss_of_arrays(options, parts)
+    loss = on_parts(_loss_of_arrays(options, parts), _NOTE if mesh.size > 1 and earlier is None else "")
     if options.loss is None:
         (jaxpr, outputs), adds_parts = trace_outputs(loss, arrays, micro_batch), False
     else:

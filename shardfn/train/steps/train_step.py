@@ -289,7 +289,10 @@ class TrainStep:
         if any(isinstance(leaf, Tracer) for leaf in tree_util.tree_leaves((state, batch))):
             warn("`check` does not see the values of a step in a transformation; use step.check(state, *batch) outside")
         elif not step.is_checked:
-            refuse_wrong_step(self.options, check_step(self.options, self._parts_of(state), step, state, batch))
+            result = check_step(self.options, self._parts_of(state), step, state, batch)
+            refuse_wrong_step(self.options, result)
+            with defaults.override(self.options.defaults):
+                step.planned._calls.keep_agreement((state, *batch), result)
             self._sharded[_kind(batch)] = dataclasses.replace(step, is_checked=True)
 
     def _for(self, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:

@@ -13,7 +13,7 @@ from jax import lax, tree_util
 
 from shardfn.errors import StrategyError, fail, warn
 from shardfn.frontend.callee import as_pure
-from shardfn.frontend.outer_call import per_device
+from shardfn.frontend.outer_call import on_parts
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.train.batch_reduction import SUM, batch_reduction, twice
@@ -43,10 +43,11 @@ def update_function(
     """
     cast = functools.partial(_cast, dtype=options.compute_dtype)
     loss = _loss(options, parts)
+    of_part = loss if sync is None else on_parts(loss, _note(options))
     trained, carried = parts.split(state.params)
     if shardings is not None:
-        _warn_of_sum(options, sync, loss, (cast(trained), carried), batch)
-    gradients_of = _gradients(options, parts, shardings, sync, loss, (cast(trained), carried, batch))
+        _warn_of_sum(options, sync, of_part, (cast(trained), carried), batch)
+    gradients_of = _gradients(options, parts, shardings, sync, of_part, (cast(trained), carried, batch))
     zero = options.zero if shardings is not None else None
     updated = None if shardings is None else update_sync(options, parts, shardings, sync)
 
@@ -75,6 +76,18 @@ def update_function(
 
 
 _INLINED = frozenset({"jit", "pjit", "checkpoint", "remat2"})
+
+
+def _note(options: StepOptions) -> str:
+    """Why operators run without their shardings where each device calls the loss on its part of the batch, and what to do."""
+    why = "each device calls the loss on its part of the batch"
+    if options.mode.per_device:
+        return f'{why}; use mode="semi_auto_parallel" or "auto_parallel"'
+    names = ["micro_batches"] * (options.micro_batches > 1) + ["cross_batch"] * options.cross_batch
+    return (
+        f"{why}, and XLA shards it further as the parameters are; shard them by parameter_plan, or leave "
+        f"{' and '.join(names)} out"
+    )
 
 
 def _warn_of_sum(
@@ -203,7 +216,7 @@ def _gradients(
     repeats = 1 if options.settings.loss_repeated_mean else shardings.mesh.size // shardings.count
     if sync is not None:
         early = zero is not None and zero.accumulation_shard
-        return _scaled(gradients.per_device_gradients(per_device(loss), sync, count, early, shapes), repeats, 1)
+        return _scaled(gradients.per_device_gradients(loss, sync, count, early, shapes), repeats, 1)
     total = 1 if options.settings.gradients_mean else shardings.count
     put = lambda tree: _constrain(tree, shardings, shardings.params, parts)  # noqa: E731
     growing = gradients.growing_dims(loss, *shapes, count) if count > 1 else None
