@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 from jax import dtypes, tree_util
 
 from shardfn.errors import StrategyError, a, fail
-from shardfn.frontend.callee import describe
+from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.recorder import active
 from shardfn.frontend.strategy import shape_of, short
 
 
@@ -41,14 +43,23 @@ def _inputs(plain: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs
 
 
 def _call(plain: Callable[..., Any], owner: Any, inputs: tuple[Any, ...]) -> Any:
-    callee = describe(types.MethodType(plain, owner))
+    outer = describe(types.MethodType(plain, owner))
+    assert outer.adapter is not None
     signature = inspect.signature(types.MethodType(plain, owner))
     keywords = [name for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
-    leaves, structure = tree_util.tree_flatten((callee.read(), inputs))
+    leaves, structure = tree_util.tree_flatten((outer.read(), inputs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    others = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+    arrays = [leaves[i] for i in places]
+    # What the gradient closes over holds no arrays: those of this trace are gone when it runs.
+    shapes = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), outer.read())
+    callee = dataclasses.replace(outer, owner=outer.adapter.rebuild(owner, shapes))
+    if (recorder := active()) is not None:
+        recorder.stands_for(callee.owner, owner)
+    own = repr(outer.adapter.attributes(owner))
 
     def filled(arrays: Any) -> Any:
-        values = list(leaves)
+        values = list(others)
         for i, x in zip(places, arrays, strict=True):
             values[i] = x
         return tree_util.tree_unflatten(structure, values)
@@ -64,20 +75,27 @@ def _call(plain: Callable[..., Any], owner: Any, inputs: tuple[Any, ...]) -> Any
         return result, (arrays, result[0])
 
     def backward(kept: Any, cotangents: Any) -> Any:
-        arrays, out = kept
-        state, inputs = filled(arrays)
-        cell = owner if callee.adapter is None else callee.adapter.rebuild(owner, state)
-        given = type(owner).bprop(cell, *inputs, out, _zeros_of_integers(cotangents[0]))
-        gradients = _checked(type(owner).__name__, given, inputs)
-        flat = [None] * tree_util.tree_structure(state).num_leaves
-        for gradient, value in zip(gradients, inputs, strict=True):
-            flat += _leaves(type(owner).__name__, gradient, value)
-        return tuple(_of_dtype(flat[i], x) for i, x in zip(places, arrays, strict=True))
+        return _gradients(callee, own, filled(kept[0]), kept, cotangents[0], places)
 
     run.defvjp(forward, backward)
-    result, changed = run(*[leaves[i] for i in places])
-    callee.write(changed)
+    result, changed = run(*arrays)
+    outer.write(changed)
     return result
+
+
+def _gradients(
+    callee: Callee, own: str, filled: tuple[Any, Any], kept: Any, cotangents: Any, places: Sequence[int]
+) -> tuple[Any, ...]:
+    """The gradients of a call's arrays. `own` says what of the instance is no array: with another, it is another gradient."""
+    (state, inputs), (arrays, out) = filled, kept
+    assert callee.adapter is not None
+    cell = callee.adapter.rebuild(callee.owner, state)
+    name = type(cell).__name__
+    gradients = _checked(name, type(cell).bprop(cell, *inputs, out, _zeros_of_integers(cotangents)), inputs)
+    flat = [None] * tree_util.tree_structure(state).num_leaves
+    for gradient, value in zip(gradients, inputs, strict=True):
+        flat += _leaves(name, gradient, value)
+    return tuple(_of_dtype(flat[i], x) for i, x in zip(places, arrays, strict=True))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -113,7 +131,7 @@ def _leaves(name: str, gradient: Any, value: Any) -> list[Any]:
 
 def _of_dtype(gradient: Any, x: Any) -> Any:
     """A gradient in the dtype of its array; None, which is zero, for one that has none, such as of integers."""
-    is_differentiable = dtypes.issubdtype(jnp.result_type(x), np.inexact)
+    is_differentiable = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return jnp.asarray(gradient, jnp.result_type(x)) if is_differentiable and gradient is not None else None
 
 

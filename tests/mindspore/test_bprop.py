@@ -1,10 +1,13 @@
 """`Cell.bprop`: a cell's own gradient holds wherever the cell is called."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from shardfn import shard, train
 from shardfn.errors import StrategyError
@@ -136,3 +139,64 @@ def test_arrays_that_a_call_changes_are_kept():
     cell = Counts()
     cell(X)
     assert cell.calls == 1
+
+
+class Times(Cell):
+    def __init__(self, by):
+        self.by = by
+
+    def construct(self, x):
+        return x * 1.0
+
+    def bprop(self, x, out, dout):
+        return (dout * self.by,)
+
+
+class Deep(Cell):
+    def __init__(self, *factors):
+        self.layers = [(Scaled(), Times(by)) for by in factors]
+
+    def construct(self, x):
+        for scaled, times in self.layers:
+            x = times(jnp.tanh(x @ scaled.w / 8))
+        return jnp.mean(x)
+
+
+@pytest.mark.parametrize(("factors", "runs"), [((5, 5, 5, 5), 1), ((2, 3, 4, 5), 0)])
+def test_layers_are_scanned_where_their_gradients_are_equal(factors, runs):
+    deep = Deep(*factors)
+    before = {path: np.asarray(w) for path, w in deep.parameters_dict().items()}
+    wanted = jax.grad(lambda p: deep.with_parameters(p)(X))(deep.parameters_dict())
+    step = train.step(deep, optax.sgd(1.0), mode="data_parallel", donate=False, reuse=True)
+    with pytest.warns(UserWarning) if not runs else contextlib.nullcontext():
+        state, _ = step(step.init(deep, X), X)
+    assert len(step.scanned_layers.runs) == runs
+    after = step.scanned_layers.unstack(state.params) if runs else state.params
+    for path, gradient in wanted.items():
+        np.testing.assert_allclose(before[path] - after[path], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_in_a_pipeline():
+    deep = Deep(5, 7)
+    for stage, (scaled, _) in enumerate(deep.layers):
+        scaled.pipeline_stage = stage
+    pipe = train.pipeline(deep, micro_size=2, pipeline_stages=2)
+    wanted = jax.grad(lambda p: deep.with_parameters(p)(X))(deep.parameters_dict())
+    found = jax.grad(lambda p: pipe(p, X))(deep.parameters_dict())
+    for path, gradient in wanted.items():
+        np.testing.assert_allclose(found[path], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_of_a_flax_module():
+    class Block(Cell, nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(2, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+        def bprop(self, x, out, dout):
+            return (dout * 3,)
+
+    np.testing.assert_array_equal(gradient(Block(nnx.Rngs(0))), 3)
+    np.testing.assert_array_equal(gradient(Block(nnx.Rngs(0)).shard(in_strategy=((8, 1),))), 3)

@@ -99,7 +99,7 @@ def dataset_entries(strategy: tuple[Any, ...] | str | None, batch: tuple[Any, ..
         return tuple(tree_util.tree_map(lambda x: (1,) * jnp.ndim(x), x) for x in batch)
     if strategy == "data_parallel":
         return (None,) * len(batch)
-    return strategy or (rest,) * len(batch)
+    return strategy if isinstance(strategy, tuple) and strategy else (rest,) * len(batch)
 
 
 def in_the_batch(glob: str, entry: Any, batch: tuple[Any, ...], names: Sequence[str]) -> Problem | None:
