@@ -102,8 +102,10 @@ def fewer_blocks(
     stands_for: dict[int, list[int]] = {}
 
     def stand(same: int, own: int) -> None:
-        """Let an equation stand for one that is left out, and the constants that it reads for those of the other."""
-        if same != own and own not in (known := stands_for.setdefault(same, [same])):
+        """Let an equation stand for one that is left out, and the constants that it reads for those of the other if these are
+        made alike."""
+        is_alike = eqns[same].primitive is eqns[own].primitive and len(eqns[same].invars) == len(eqns[own].invars)
+        if same != own and is_alike and own not in (known := stands_for.setdefault(same, [same])):
             known.append(own)
             for a, b in zip(eqns[same].invars, eqns[own].invars, strict=True):
                 if not isinstance(a, core.Literal) and a in constants and b in constants:

@@ -77,8 +77,9 @@ def _outside(emitter: Emitter, values: Sequence[Value]) -> list[Value]:
 
 def _on_arrays(emitter: Emitter, values: Sequence[Value]) -> list[Value]:
     """Uneven values on settled ones, the others as arrays."""
-    settled = iter(emitter.on_settled([value for value in values if _is_uneven(value)]))
-    return [next(settled) if _is_uneven(value) else emitter.array(value) for value in values]
+    is_uneven = [*map(_is_uneven, values)]  # before any is settled
+    settled = iter(emitter.on_settled([*itertools.compress(values, is_uneven)]))
+    return [next(settled) if one else emitter.array(value) for value, one in zip(values, is_uneven, strict=True)]
 
 
 def _kept(emitter: Emitter, results: Sequence[Value], outer: Collection[int]) -> list[Value]:

@@ -131,3 +131,17 @@ def test_constants_that_the_first_layer_makes_for_all_are_of_no_layer(form):
     few = jax.make_jaxpr(found.run)(*[args[0][0]] * KEPT, args[1])
     assert len(few.jaxpr.eqns) == len(found.equations) < len(closed.jaxpr.eqns) / 2
     assert types(v.aval for v in few.jaxpr.outvars) == [((16, 16), jnp.float32)] * KEPT
+
+
+def test_blocks_may_read_constants_that_are_made_otherwise():
+    def scaled(ws, x):
+        for i, w in enumerate(ws):
+            x = jnp.tanh(x @ w) * (jnp.arange(16.0) if i % 2 else jnp.full((16,), 2.0))
+        return x
+
+    args = [S((16, 16), jnp.float32)] * 7, S((8, 16), jnp.float32)
+    closed = jax.make_jaxpr(scaled)(*args)
+    found = fewer_blocks(closed.jaxpr, {}, consts=closed.consts)
+    assert found.count == 7
+    for i, alike in found.stands_for.items():
+        assert {closed.eqns[n].primitive for n in alike} == {closed.eqns[i].primitive}

@@ -321,3 +321,29 @@ def test_the_gradient_of_a_gas_sends_a_few_halos(strategy):
     assert plan.cost.bytes_sent <= 16 * halo and not plan.diagnostics
     assert {one.kind for one in plan.collectives} == {"collective-permute", "all-reduce"}
     np.testing.assert_allclose(sharded(_field()), jax.jit(slope)(_field()), 1e-3, 1e-3)
+
+
+def test_values_that_settle_while_others_are_stacked_keep_their_places():
+    def rows_and_rotated(x):
+        def step(h, _):
+            h = h.at[6].set(2 * h[9]) * 0.7
+            y = 1.5 * h + 0.1
+            return h, (y, jnp.roll(y, 3))
+
+        return lax.scan(step, x, None, length=4)[1]
+
+    x = jnp.cos(jnp.arange(15.0))
+    for got, want in zip(with_shifts(rows_and_rotated)(x), rows_and_rotated(x), strict=True):
+        np.testing.assert_allclose(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("reduced", [
+    lambda z: z.sum(0), lambda z: jnp.roll(z.sum(0), 1), lambda z: jnp.diff(z.max(0)), lambda z: z.min(), lambda z: z.sum(1),
+])  # fmt: skip
+def test_ghost_cells_along_a_dimension_that_stays_and_one_that_is_reduced(reduced):
+    def function(x, y):
+        ends = jnp.pad(y, ((1, 1), (0, 0)), mode="edge")
+        return reduced(jnp.concatenate([ends, x[2:-2], ends], 1))
+
+    x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((20, 32), (14, 1))))
+    np.testing.assert_allclose(with_shifts(function)(x, y), function(x, y), 1e-5, 1e-5)

@@ -88,9 +88,10 @@ def _with_ends(
     def combined(arrays: Sequence[Any]) -> Any:
         return functools.reduce(combine, arrays)
 
+    shape = tuple(found[0].shape)  # of an end alone, where another dimension has ends too
     return (
-        elementwise(combined, found, call.shape, call.dtype, call.emitter)
-        if call.shape
+        elementwise(combined, found, shape, call.dtype, call.emitter)
+        if shape
         else combined([call.emitter.array(one) for one in found])
     )
 
