@@ -98,6 +98,9 @@ class Reader:
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
         self.manual = False
+        """Whether no axis is free where it is read."""
+        self.bound: frozenset[str] = frozenset()
+        """The manual axes of the `shard_map`s that are read."""
         self.line = ""
         """The user's line of the `shard_map` or the call that is read, for ops inside that a library wrote."""
         self.purpose = ""
@@ -366,16 +369,17 @@ class Reader:
         out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
-        was, around, outside = self.manual, self.instances, (self.line, self.purpose)
+        was, around, outside = (self.manual, self.bound), self.instances, (self.line, self.purpose)
         sizes, manual = self.manual_axes(op)
-        free = {axis for axis, size in sizes.items() if size > 1} - manual
+        self.bound |= manual
+        free = {axis for axis, size in sizes.items() if size > 1} - self.bound
         inside = [tuple(tuple(a for a in dim if a in free) for dim in self.spec(s) or ()) for s in in_shardings]
         self.manual, self.instances = self.manual or not free, around * math.prod(sizes.get(axis, 1) for axis in manual)
         self.line, self.purpose = self.where(op), self.purpose_of(op)
         rows = zip(block.arguments, inside, strict=True)
         inner = {**env, **{a: self.new(self.value(a.type), spec if free else None) for a, spec in rows}}
         returned = self.within(block, inner, trips)
-        self.manual, self.instances, (self.line, self.purpose) = was, around, outside
+        (self.manual, self.bound), self.instances, (self.line, self.purpose) = was, around, outside
         outputs = tuple([self.new(self.value(r.type), s) for r, s in zip(op.results, out_specs, strict=True)])
         self.shards += [
             *zip(inputs, (inner[a] for a in block.arguments), strict=True),
