@@ -826,6 +826,8 @@ def test_scatter_of_one_window_is_the_select_that_takes_its_place(combine, place
     args = drawn(0, 16, 8), jnp.asarray([place]), drawn(1, 4, 8)
     (eqn,) = [e for e in jax.make_jaxpr(scattered)(*args).jaxpr.eqns if e.primitive.name.startswith("scatter")]
     np.testing.assert_allclose(selected_scatter(eqn, args), scattered(*args), rtol=1e-6)
+    with jax.enable_x64(True):  # where Python's numbers have another type than the index
+        np.testing.assert_allclose(selected_scatter(eqn, args), scattered(*args), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

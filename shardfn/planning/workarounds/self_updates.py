@@ -81,7 +81,9 @@ def selected_scatter(eqn: Any, inputs: Sequence[Any]) -> Any:
     rows = [1 if d in numbers.inserted_window_dims else next(windows) for d in range(array.ndim)]
     update, last = update.reshape(rows), [n - own for n, own in zip(array.shape, rows, strict=True)]
     starts = [places.get(d, 0) for d in range(array.ndim)]
-    clamped = [jnp.clip(start, 0, most) for start, most in zip(starts, last, strict=True)]
+    clamped = [
+        lax.convert_element_type(jnp.clip(start, 0, most), np.int32) for start, most in zip(starts, last, strict=True)
+    ]
     is_kept = jnp.ones((), bool)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         for start, own in zip(starts, clamped, strict=True):
@@ -97,14 +99,15 @@ def selected(inputs: Sequence[Any]) -> Any:
     >>> selected([jnp.arange(5), jnp.array([7, 8]), 2])
     Array([0, 1, 7, 8, 4], dtype=int32)
     """
-    array, update, *starts = inputs
+    array, update = inputs[:2]
+    starts = [lax.convert_element_type(start, np.int32) for start in inputs[2:]]  # JAX mixes no types of them
     spare = [n - rows for n, rows in zip(array.shape, update.shape, strict=True)]
     around = jnp.pad(update, [(rows, rows) for rows in spare])
     shifted = lax.dynamic_slice(around, [rows - start for rows, start in zip(spare, starts, strict=True)], array.shape)
     is_inside = jnp.ones((), bool)
     for dim, (rows, start) in enumerate(zip(update.shape, starts, strict=True)):
         if spare[dim]:
-            row = lax.broadcasted_iota(np.int32, array.shape, dim) - lax.convert_element_type(start, np.int32)
+            row = lax.broadcasted_iota(np.int32, array.shape, dim) - start
             is_inside &= (row >= 0) & (row < rows)
     return jnp.where(is_inside, shifted, array)
 
