@@ -298,10 +298,9 @@ def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: s
         return f"leave {name} out, or write {name}=()"
     is_searched = name in ("in_strategy", "out_strategy")  # data is read before any search
     other, means = (AUTO, "which leaves the choice to the library") if is_searched else (None, "which is data parallel")
-    own = name.rpartition(".")[2]
-    if is_entry(strategy) and strategy and arguments:
+    own, missing = name.rpartition(".")[2], len(arguments) - len(strategy)
+    if is_entry(strategy) and strategy:
         return f"write one entry for each {_NOUN[name]}: {own}={short((strategy, *[other] * (len(arguments) - 1)))}"
-    missing = len(arguments) - len(strategy)
     if missing > 0:
         return (f"add {count(missing, 'entry', 'entries')}, for instance {other}, {means}: "
                 f"{own}={short((*strategy, *[other] * missing))}")  # fmt: skip

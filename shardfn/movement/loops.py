@@ -150,12 +150,15 @@ def on_stacks(
 def _stacked(emitter: Emitter, values: Sequence[Value], stacks: dict[int, Any], length: int) -> Iterator[Value]:
     """What is stacked of each value. The arrays of those that are none are made together, as they share much."""
     lazy = [one for one in values if isinstance(one, Lazy)]
-    made = _together(emitter, lazy, {own: stacks[own] for own in _arrays(lazy, ()) if own in stacks}, length)
-    numbers = itertools.count()
+
+    def own(values: Sequence[Value]) -> dict[int, Any]:
+        return {at: stacks[at] for at in _arrays(values, ()) if at in stacks}
+
+    made, numbers = _together(emitter, lazy, own(lazy), length), itertools.count()
     for one in values:
         if isinstance(one, Lazy):
-            arrays = {at: stacks[at] for at in _arrays([one], ()) if at in stacks}
-            yield Stacked((length, *one.shape), one.dtype, one, arrays, functools.partial(made, next(numbers)))
+            make = functools.partial(made, next(numbers))
+            yield Stacked((length, *one.shape), one.dtype, one, own([one]), make)
         else:
             yield stacks[id(one)] if id(one) in stacks else jnp.broadcast_to(one, (length, *np.shape(one)))
 
