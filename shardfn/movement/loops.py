@@ -20,7 +20,6 @@ from shardfn.ir.rewrite import scan_counts
 from shardfn.movement.emit import DEEPEST, Emitter
 from shardfn.movement.values import (
     Elementwise,
-    Known,
     Lazy,
     Spread,
     Stacked,
@@ -41,7 +40,7 @@ Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evaluate) -> list[Value]:
     """The results of a scan."""
     p, closed, (constants, carries) = eqn.params, eqn.params["jaxpr"], scan_counts(eqn)
-    consts = _outside(emitter, operands[:constants])
+    consts = _on_arrays(emitter, operands[:constants])
     carry = [emitter.array(o) for o in operands[constants : constants + carries]]
     xs = [o if isinstance(o, Stacked) else emitter.array(o) for o in operands[constants + carries :]]
     arrays = {id(a): a for x in xs for a in (x.arrays.values() if isinstance(x, Stacked) else (x,))}
@@ -69,17 +68,14 @@ def scanned(emitter: Emitter, eqn: Any, operands: Sequence[Value], values: Evalu
     return [*last, *_stacked(emitter, kept, stacked, p["length"])]
 
 
-def _outside(emitter: Emitter, values: Sequence[Value]) -> list[Value]:
-    """Values that each turn of a loop reads: what is computed in them is computed once."""
-    arrays = iter(_on_arrays(emitter, [value for value in values if not isinstance(value, Known)]))
-    return [value if isinstance(value, Known) else next(arrays) for value in values]
-
-
 def _on_arrays(emitter: Emitter, values: Sequence[Value]) -> list[Value]:
-    """Uneven values on settled ones, the others as arrays."""
+    """Uneven values on settled ones, constants as they are, the others as arrays."""
     is_uneven = [*map(_is_uneven, values)]  # before any is settled
     settled = iter(emitter.on_settled([*itertools.compress(values, is_uneven)]))
-    return [next(settled) if one else emitter.array(value) for value, one in zip(values, is_uneven, strict=True)]
+    return [
+        next(settled) if one else value if _is_constant(value) else emitter.array(value)
+        for value, one in zip(values, is_uneven, strict=True)
+    ]
 
 
 def _kept(emitter: Emitter, results: Sequence[Value], outer: Collection[int]) -> list[Value]:
@@ -103,10 +99,16 @@ def _elements(arrays: Mapping[int, Any]) -> int:
 
 
 def _is_uneven(value: Value) -> bool:
-    """Whether a value has another number of rows than an array that they come from, and not few of them."""
+    """Whether a value has along a dimension another number of rows than an array that they come from, and not few of them."""
     dims = range(len(np.shape(value)))
-    is_other = any(one.size != value.shape[dim] for dim in dims for one in alignments(value, dim))
-    return is_other and not any(has_few(value, dim) for dim in dims)
+    return any(
+        one.size != value.shape[dim] for dim in dims if not has_few(value, dim) for one in alignments(value, dim)
+    )
+
+
+def _is_constant(value: Value) -> bool:
+    """Whether a value takes rows from no array."""
+    return isinstance(value, Lazy) and value.is_constant
 
 
 def _arrays(values: Sequence[Value], outer: Collection[int]) -> dict[int, Any]:

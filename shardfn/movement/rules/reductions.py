@@ -29,7 +29,7 @@ def reduce_rule(
     has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
     frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
     if frame is None and combine is not None:
-        found = _row_by_row(call, axes, combine)
+        found = _row_by_row(identity, call, axes, combine)
         return _with_ends(identity, call, axes, combine) if found is None else found
     if frame is None:
         return None
@@ -50,15 +50,36 @@ def _masked(call: Call, value: Value, frame: Frame, neutral: Any) -> Any:
     return found if mask is None else lax.select(mask, found, jnp.full(frame.shape, neutral, value.dtype))
 
 
-def _row_by_row(call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]) -> Value | None:
+def _row_by_row(
+    identity: Callable[[Any], Any], call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]
+) -> Value | None:
     """A reduction of a few rows of an array, such as those that an edge was repeated to: each is found on one device."""
     (value,) = call.operands
     few = [d for d in axes if 1 < value.shape[d] <= MOST_ROWS and alignments(value, d)]
     if len(few) != 1:
         return None
-    rows = (sliced(value, few[0], i, 1) for i in range(value.shape[few[0]]))
     call.emitter.shifted += 1
-    return functools.reduce(combine, (call.bound(call.emitter.array(row)) for row in rows))
+    rows = (sliced(value, few[0], i, 1) for i in range(value.shape[few[0]]))
+    return _combined(call, [_reduced(identity, call, row, combine) for row in rows], combine)
+
+
+def _reduced(identity: Callable[[Any], Any], call: Call, value: Value, combine: Callable[[Any, Any], Any]) -> Value:
+    """The same reduction of some rows."""
+    own = dataclasses.replace(call, operands=(value,))
+    found = reduce_rule(identity, own, combine)
+    return call.bound(call.emitter.array(value)) if found is None else found
+
+
+def _combined(call: Call, values: Sequence[Value], combine: Callable[[Any, Any], Any]) -> Value:
+    """Results of rows as one; of an end alone, where another dimension has ends too, they have its shape."""
+
+    def combined(arrays: Sequence[Any]) -> Any:
+        return functools.reduce(combine, arrays)
+
+    shape = tuple(values[0].shape)
+    if not shape:
+        return combined([call.emitter.array(one) for one in values])
+    return elementwise(combined, values, shape, call.dtype, call.emitter)
 
 
 def _with_ends(
@@ -76,24 +97,14 @@ def _with_ends(
     if rows - size > MOST_ROWS:
         return None
     call.emitter.shifted += 1
-    found = []
-    for start, stop in ((0, first), (first, first + size), (first + size, rows)):
-        if start < stop:
-            own = dataclasses.replace(call, operands=(sliced(value, dim, start, stop - start),))
-            one = reduce_rule(identity, own, combine)
-            found.append(call.bound(call.emitter.array(own.operands[0])) if one is None else one)
+    found = [
+        _reduced(identity, call, sliced(value, dim, start, stop - start), combine)
+        for start, stop in ((0, first), (first, first + size), (first + size, rows))
+        if start < stop
+    ]
     if dim not in axes:
         return joined(found, dim - sum(axis < dim for axis in axes))
-
-    def combined(arrays: Sequence[Any]) -> Any:
-        return functools.reduce(combine, arrays)
-
-    shape = tuple(found[0].shape)  # of an end alone, where another dimension has ends too
-    return (
-        elementwise(combined, found, shape, call.dtype, call.emitter)
-        if shape
-        else combined([call.emitter.array(one) for one in found])
-    )
+    return _combined(call, found, combine)
 
 
 def least(dtype: Any) -> Any:

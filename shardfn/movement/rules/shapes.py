@@ -95,7 +95,7 @@ def unstack(call: Call) -> list[Value] | None:
 def reshape_rule(call: Call) -> Value | None:
     """A reshape that adds or removes dimensions of one row."""
     value = call.operands[0]
-    if not isinstance(value, Lazy) or call.params["dimensions"] is not None or isinstance(value, Squeezed):
+    if not isinstance(value, Lazy) or call.params["dimensions"] is not None:
         return None
     if isinstance(value, Spread):
         value = _merged(value, call.shape)
