@@ -139,11 +139,19 @@ def _values(
         names = source_info_util.current_name_stack() + source.name_stack
         with source_info_util.user_context(source.traceback, name_stack=names):
             found = _results(emitter, eqn, [read(v) for v in eqn.invars], rules)
-            for value in found:
-                if isinstance(value, Lazy) and value.source is None:
-                    value.source = source.replace(name_stack=names)
+            _at_line(found, source.replace(name_stack=names))
         env.update(zip(eqn.outvars, found, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _at_line(values: Sequence[Value], source: Any) -> None:
+    """Values that are new come from a line of the user's program."""
+    left = [*values]
+    while left:
+        one = left.pop()
+        if isinstance(one, Lazy) and one.source is None:
+            one.source = source
+            left += one.below()
 
 
 def _constant(array: Any) -> Value:

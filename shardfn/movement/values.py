@@ -15,11 +15,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
+
+COMPONENTS = 8
+"""A dimension of so few rows is one of components."""
 
 Value = Any
 """A JAX array, or one of the classes here: each has a `shape` and a `dtype`."""
@@ -167,7 +171,15 @@ def constant(array: np.ndarray, dtype: Any) -> Known:
 
 
 def joined(values: Sequence[Value], dim: int) -> Value:
-    """Values one after the other along a dimension."""
+    """Values one after the other along a dimension; of stacks of arrays, the stack of each array's rows one after the other."""
+    stack = next((value for value in values if is_stack(value) and value.dim != dim), None)
+    if stack is not None and all(scalar_of(v) is not None or (is_stack(v) and v.dim == stack.dim) for v in values):
+        rows = range(stack.shape[stack.dim])
+        return _end_to_end([joined([sliced(v, stack.dim, i, 1) for v in values], dim) for i in rows], stack.dim)
+    return _end_to_end(values, dim)
+
+
+def _end_to_end(values: Sequence[Value], dim: int) -> Value:
     parts: list[Part] = []
     for value in values:
         own = value.parts if isinstance(value, Moved) and value.dim == dim else (Part(value.shape[dim], value, 0),)
@@ -244,8 +256,10 @@ def _cut(part: Part, dim: int, low: int, high: int) -> Part:
 
 def _is_sliced_below(value: Value, dim: int) -> TypeGuard[Moved]:
     """Whether a slice of moved rows is one of their sources: an earlier dimension is moved first, so that its shift is shared,
-    and of constants and of what has no frame along `dim` only the rows that are read are made."""
-    return isinstance(value, Moved) and (dim < value.dim or value.is_constant or _is_apart(value, dim))
+    of constants and of what has no frame along `dim` only the rows that are read are made, and a stack of arrays stays one."""
+    if not isinstance(value, Moved):
+        return False
+    return dim < value.dim or value.is_constant or is_stack(value) or _is_apart(value, dim)
 
 
 def has_no_frame(value: Value, dim: int) -> TypeGuard[Elementwise]:
@@ -268,6 +282,20 @@ def has_more(value: Value, dim: int) -> bool:
     """Whether a value has more rows along a dimension than each array that they come from."""
     found, rows = alignments(value, dim), value.shape[dim]
     return bool(found) and all(one.size < rows for one in found)
+
+
+def ends_and_rows(value: Value, dim: int) -> list[tuple[int, int]]:
+    """Of a value that has some rows more than an array along a dimension, where the first of them, as many rows as the array has,
+    and the last begin and stop. Of another value, and of one with more than half of the array's rows more, nothing."""
+    if not has_more(value, dim):
+        return []
+    rows, (size, offset, _) = (
+        value.shape[dim],
+        max(alignments(value, dim), key=lambda one: (one.size, one.weight, -one.offset)),
+    )
+    first = min(max(-offset, 0), rows - size)
+    cuts = [(0, first), (first, first + size), (first + size, rows)]
+    return [cut for cut in cuts if cut[0] < cut[1]] if 2 * max(first, rows - size - first) <= size else []
 
 
 def has_few(value: Value, dim: int) -> bool:
@@ -393,6 +421,20 @@ def _arrays_of(value: Value) -> frozenset[int]:
     return frozenset() if isinstance(value, Spread | Known) else frozenset((id(value),))
 
 
+def is_stack(value: Value) -> TypeGuard[Moved]:
+    """Whether a value is a few arrays of one row each, one behind the other, and scalars: ops on it are ops on each."""
+    if not isinstance(value, Moved) or not 1 < value.shape[value.dim] <= COMPONENTS:
+        return False
+    are_scalars = [scalar_of(part.source) is not None for part in value.parts]
+    are_rows = [part.source.shape[value.dim] == 1 for part in value.parts]
+    return all(map(operator.or_, are_scalars, are_rows)) and not all(are_scalars)
+
+
+def is_component(value: Moved, dim: int) -> bool:
+    """Whether a value is one row along a dimension of few: an array of its own, and what is computed of it has its shape."""
+    return value.shape[dim] == 1 and all(part.source.shape[dim] <= COMPONENTS for part in value.parts)
+
+
 class Alignment(NamedTuple):
     """Of some rows of a value: the size of the array that they come from, the row there of the value's first row, and a
     weight."""
@@ -419,6 +461,8 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
 
 
 def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
+    if isinstance(value, Moved) and value.dim == dim and (is_component(value, dim) or is_stack(value)):
+        return
     if isinstance(value, Moved) and value.dim == dim:
         found, rows, total, start = list[Alignment](), collections.Counter[frozenset[int]](), 0, 0
         for part in value.parts:

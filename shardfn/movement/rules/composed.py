@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from shardfn.movement.emit import Emitter
 from shardfn.movement.frames import frame_of
 from shardfn.movement.values import (
+    COMPONENTS,
     Elementwise,
     Lazy,
     Moved,
@@ -21,6 +22,8 @@ from shardfn.movement.values import (
     Squeezed,
     Value,
     has_no_frame,
+    is_stack,
+    joined,
     of_sources,
     scalar_of,
     sliced,
@@ -28,31 +31,51 @@ from shardfn.movement.values import (
     with_rows,
 )
 
-COMPONENTS = 8
-"""A dimension of so few rows is one of components."""
-
 
 def elementwise(
     bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter,
     safe: float | None = None,
 ) -> Value:  # fmt: skip
-    """An op on the elements of values. Of values that fit into no frame it is the same op on their parts; of values without a
-    dimension the op with it, and then without."""
+    """An op on the elements of values. Of stacks it is the op on each array of them; of values that fit into no frame the same
+    op on their parts; of values without a dimension the op with it, and then without."""
     for dim in itertools.chain.from_iterable(_squeezed_dims(o) for o in operands if np.shape(o)):
         with_it = (*shape[:dim], 1, *shape[dim:])
         rows = [_with_row(emitter, o, dim) if np.shape(o) else o for o in operands]
         return Squeezed(shape, dtype, elementwise(bind, rows, with_it, dtype, emitter, safe), dim)
+    scalars = [scalar_of(o) if np.shape(o) else o for o in operands]
+    if not any(scalar is None for scalar in scalars):
+        arrays = [
+            jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)
+        ]
+        return Spread(shape, dtype, bind(arrays), ())
     found = Elementwise(shape, dtype, bind, tuple(operands), safe)
-    if frame_of(found) is None and (apart := _on_parts(bind, operands, dtype, emitter, safe)) is not None:
+    if (apart := _on_components(found, emitter)) is not None:
+        return apart
+    if frame_of(found) is None and (apart := _on_parts(found, emitter)) is not None:
         return apart
     return found
 
 
-def _on_parts(
-    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], dtype: Any, emitter: Emitter, safe: float | None
-) -> Value | None:
-    """The op on each part of its operands, which have parts of the same rows, or no dimensions."""
-    moved = [o for o in operands if np.shape(o)]
+def _on_components(value: Elementwise, emitter: Emitter) -> Value | None:
+    """An op on each array of stacks; another operand has one row for all."""
+    stacks = [o for o in value.operands if is_stack(o)]
+    if not stacks:
+        return None
+    dim = stacks[0].dim
+    if not all(o.dim == dim if is_stack(o) else not np.shape(o) or _is_repeated(o, dim) for o in value.operands):
+        return None
+    starts = (itertools.accumulate((part.rows for part in o.parts), initial=0) for o in stacks)
+    return _cut(value, dim, itertools.pairwise(sorted({*itertools.chain.from_iterable(starts)})), emitter)
+
+
+def _is_repeated(value: Value, dim: int) -> bool:
+    """Whether all rows of a value along a dimension are one, which is broadcast."""
+    return isinstance(value, Spread) and (dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1)
+
+
+def _on_parts(value: Elementwise, emitter: Emitter) -> Value | None:
+    """An op on each part of its operands, which have parts of the same rows, or no dimensions."""
+    moved = [o for o in value.operands if np.shape(o)]
     if not moved or not all(isinstance(o, Moved) and o.dim == moved[0].dim and len(o.parts) > 1 for o in moved):
         return None
     forms = {tuple((p.rows, p.first, p.source.shape, scalar_of(p.source) is None) for p in o.parts) for o in moved}
@@ -60,21 +83,26 @@ def _on_parts(
         return None
     parts: list[Part] = []
     for i, part in enumerate(moved[0].parts):
-        sources = [o.parts[i].source if np.shape(o) else o for o in operands]
-        if scalar_of(part.source) is not None:
-            scalars = [scalar_of(s) if np.shape(s) else s for s in sources]
-            arrays = [
-                jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)
-            ]
-            parts.append(part._replace(source=Spread(part.source.shape, dtype, bind(arrays), ())))
+        same = next((j for j in range(i) if all(o.parts[j].source is o.parts[i].source for o in moved)), None)
+        if same is None:
+            sources = [o.parts[i].source if np.shape(o) else o for o in value.operands]
+            parts.append(part._replace(source=_of_operands(value, sources, part.source.shape, emitter)))
         else:
-            same = next((j for j in range(i) if all(o.parts[j].source is o.parts[i].source for o in moved)), None)
-            if same is None:
-                made = elementwise(bind, sources, part.source.shape, dtype, emitter, safe)
-            else:
-                made = parts[same].source
-            parts.append(part._replace(source=made))
-    return Moved(moved[0].shape, dtype, moved[0].dim, tuple(parts))
+            parts.append(part._replace(source=parts[same].source))
+    return Moved(value.shape, value.dtype, moved[0].dim, tuple(parts))
+
+
+def _cut(value: Elementwise, dim: int, cuts: Iterable[tuple[int, int]], emitter: Emitter) -> Value:
+    """An op on the rows that begin and stop at some places, one after the other."""
+    found = []
+    for start, stop in cuts:
+        own = [sliced(o, dim, start, stop - start) if np.shape(o) else o for o in value.operands]
+        found.append(_of_operands(value, own, with_rows(value.shape, dim, stop - start), emitter))
+    return joined(found, dim)
+
+
+def _of_operands(value: Elementwise, operands: Sequence[Value], shape: tuple[int, ...], emitter: Emitter) -> Value:
+    return elementwise(value.bind, operands, shape, value.dtype, emitter, value.safe)
 
 
 def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
@@ -84,8 +112,10 @@ def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> 
         return sliced(value, dim, first, rows)
     if not isinstance(value, Lazy):
         return emitter.row(value, dim, first)
-    if isinstance(value, Elementwise) and value.home is not None:
+    if not has_no_frame(value, dim):
         value = emitter.settled(value)
+    if not isinstance(value, Lazy):
+        return emitter.row(value, dim, first)
     if isinstance(value, Moved) and value.dim == dim:
         for part in value.parts:
             if first < part.rows:

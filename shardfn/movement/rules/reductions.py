@@ -12,9 +12,9 @@ from jax import lax
 
 from shardfn.movement.frames import Frame, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.composed import elementwise
+from shardfn.movement.rules.composed import elementwise, rows_of
 from shardfn.movement.rules.shapes import without
-from shardfn.movement.values import Elementwise, Moved, Value, alignments, has_more, joined, sliced, with_rows
+from shardfn.movement.values import Elementwise, Moved, Value, alignments, ends_and_rows, joined, sliced, with_rows
 
 
 def reduce_rule(
@@ -59,7 +59,7 @@ def _row_by_row(
     if len(few) != 1:
         return None
     call.emitter.shifted += 1
-    rows = (sliced(value, few[0], i, 1) for i in range(value.shape[few[0]]))
+    rows = (rows_of(call.emitter, value, few[0], i, 1) for i in range(value.shape[few[0]]))
     return _combined(call, [_reduced(identity, call, row, combine) for row in rows], combine)
 
 
@@ -88,23 +88,16 @@ def _with_ends(
     """A reduction of more rows than an array has, as of one with ghost cells: of those of the array, and of the ends. Along a
     dimension that is reduced they are combined, along another one they stand one after the other."""
     (value,) = call.operands
-    dims = [d for d in (*axes, *(d for d in range(len(value.shape)) if d not in axes)) if has_more(value, d)]
-    if not dims:
-        return None
-    dim = dims[0]
-    size, offset, _ = max(alignments(value, dim), key=lambda one: one.weight)
-    rows, first = value.shape[dim], min(max(-offset, 0), value.shape[dim] - size)
-    if rows - size > MOST_ROWS:
-        return None
-    call.emitter.shifted += 1
-    found = [
-        _reduced(identity, call, sliced(value, dim, start, stop - start), combine)
-        for start, stop in ((0, first), (first, first + size), (first + size, rows))
-        if start < stop
-    ]
-    if dim not in axes:
-        return joined(found, dim - sum(axis < dim for axis in axes))
-    return _combined(call, found, combine)
+    for dim in (*axes, *(d for d in range(len(value.shape)) if d not in axes)):
+        found = [
+            _reduced(identity, call, sliced(value, dim, start, stop - start), combine)
+            for start, stop in ends_and_rows(value, dim)
+        ]
+        if found:
+            call.emitter.shifted += 1
+            kept = dim - sum(axis < dim for axis in axes)
+            return _combined(call, found, combine) if dim in axes else joined(found, kept)
+    return None
 
 
 def least(dtype: Any) -> Any:
