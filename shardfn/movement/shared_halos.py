@@ -16,6 +16,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -74,6 +75,7 @@ def _evaluate(
 ) -> list[Any]:
     halos = _halos(jaxpr, shards)
     wanted = _wanted(jaxpr, halos)
+    lines = {halos[v][1]: eqn.source_info for eqn in reversed(jaxpr.eqns) for v in eqn.outvars if v in halos}
     env: dict[Any, Any] = {}
     strips: dict[tuple[Node, Halo], Any] = {}
 
@@ -84,7 +86,8 @@ def _evaluate(
         env.update(zip(variables, arrays, strict=True))
         for node, halo in (one for v in variables for one in wanted.get(v, ())):
             if node == halo.source:
-                strips[node, halo] = received(env[node.var], halo)
+                with _at(lines[halo]):
+                    strips[node, halo] = received(env[node.var], halo)
             else:
                 strips[node, halo] = on_strips(eqn, node, halo, read, strips)
 
@@ -97,11 +100,15 @@ def _evaluate(
 
     write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
-        source = eqn.source_info
-        names = source_info_util.current_name_stack() + source.name_stack
-        with source_info_util.user_context(source.traceback, name_stack=names):
+        with _at(eqn.source_info):
             write(eqn.outvars, outputs(eqn), eqn)
     return [read(v) for v in jaxpr.outvars]
+
+
+def _at(source: Any) -> AbstractContextManager[None]:
+    """What is made stands at a line of the user's program."""
+    names = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=names)
 
 
 # ---- which rotations share a halo

@@ -74,8 +74,20 @@ def operands_of(eqn: Any, node: Node) -> list[Node] | None:
     if name == "broadcast_in_dim":
         own = _dim_in_operand(eqn, node.dim)
         return [] if own is None else [Node(eqn.invars[0], own)]
+    if name == "squeeze":
+        return [Node(eqn.invars[0], _kept(eqn.params["dimensions"], eqn.invars[0])[node.dim])]
+    if name == "slice":
+        (operand,) = eqn.invars
+        return [Node(operand, node.dim)] if operand.aval.shape[node.dim] == node.var.aval.shape[node.dim] else None
+    if name == "concatenate":
+        return None if eqn.params["dimension"] == node.dim else [Node(v, node.dim) for v in eqn.invars]
     rotation = rotation_of(eqn)
     return None if rotation is None or rotation.dim == node.dim else [Node(rotation.operand, node.dim)]
+
+
+def _kept(dims: Sequence[int], operand: Any) -> list[int]:
+    """The dimensions of an operand but for some."""
+    return [d for d in range(len(operand.aval.shape)) if d not in dims]
 
 
 def _dim_in_operand(eqn: Any, dim: int) -> int | None:
@@ -105,6 +117,16 @@ def on_strips(
         if own:
             dims.insert(dims.index(dim) + 1, dim + 1)
         return lax.broadcast_in_dim(own[0] if own else read(eqn.invars[0]), shape, dims)
+    if name == "squeeze":
+        ((_, above),) = operands_of(eqn, node) or ()
+        return lax.squeeze(own[0], [_moved(d, above) for d in params["dimensions"]])
+    if name == "slice":
+        bounds = (params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape))
+        starts, limits, strides = ((*one[:dim], *both, *one[dim + 1 :]) for one, both in
+                                   zip(bounds, ((0, 0), (halo.shards, halo.rows), (1, 1)), strict=True))  # fmt: skip
+        return lax.slice(own[0], starts, limits, strides)
+    if name == "concatenate":
+        return lax.concatenate(own, _moved(params["dimension"], dim))
     rotation = rotation_of(eqn)
     assert rotation is not None
     return rotated(own[0], rotation.shift, _moved(rotation.dim, dim))
