@@ -34,6 +34,7 @@ from shardfn.movement.values import (
     alignments,
     form,
     is_known,
+    is_stack,
     mapped,
     scalar_of,
     sliced,
@@ -258,7 +259,7 @@ class Emitter:
         sources = [frame_of_source(frame, part, dim, start) for part, start in places]
         framed = [i for i, source in enumerate(sources) if source is not None and alignments(value, dim)]
         is_simple = bool(places) and all(part.rows == 1 or scalar_of(part.source) is not None for part in value.parts)
-        if not framed and not is_simple:
+        if (not framed and not is_simple) or (is_stack(value) and size == value.shape[dim]):
             if size != value.shape[dim]:
                 return _embedded(self._in_parts(value), frame)
             pieces = []
