@@ -20,6 +20,7 @@ from shardfn.movement.emit import Emitter
 from shardfn.movement.loops import scanned
 from shardfn.movement.rules import RULES, RULES_OF_MANY, Call
 from shardfn.movement.rules.elements import ELEMENTWISE
+from shardfn.movement.rules.windows import is_stencil
 from shardfn.movement.values import Known, Lazy, Spread, Stacked, Value, anew
 from shardfn.movement.winners import Winners
 
@@ -41,6 +42,8 @@ def may_move(jaxpr: Any, known: Collection[Any] = ()) -> bool:
     for eqn in jaxpr.eqns:
         name, fixed = eqn.primitive.name, [isinstance(v, core.Literal) or v in known for v in eqn.invars]
         if name in _MOVING or (name in _PLACES and all(fixed[slice(*_PLACES[name])])):
+            return True
+        if name == "conv_general_dilated" and is_stencil(eqn):
             return True
         for inside, leading in leading_inputs(eqn):
             if may_move(inside, [v for v, i in zip(inside.invars, leading, strict=False) if fixed[i]]):

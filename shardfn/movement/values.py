@@ -280,8 +280,8 @@ def _is_apart(value: Value, dim: int) -> bool:
 
 def has_more(value: Value, dim: int) -> bool:
     """Whether a value has more rows along a dimension than each array that they come from."""
-    found, rows = alignments(value, dim), value.shape[dim]
-    return bool(found) and all(one.size < rows for one in found)
+    found = alignments(value, dim)
+    return bool(found) and all(one.size < value.shape[dim] for one in found)
 
 
 def ends_and_rows(value: Value, dim: int) -> list[tuple[int, int]]:
@@ -316,6 +316,11 @@ def form(value: Value) -> Any:
 def scalar_of(value: Value) -> Any:
     """The scalar that a value repeats; None if it repeats none."""
     return value.operand if isinstance(value, Spread) and not np.shape(value.operand) else None
+
+
+def is_repeated(value: Value, dim: int) -> bool:
+    """Whether all rows of a value along a dimension are one, which is broadcast."""
+    return isinstance(value, Spread) and (dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1)
 
 
 def is_one_constant(one: Value, other: Value) -> bool:
@@ -418,6 +423,8 @@ def _arrays_of(value: Value) -> frozenset[int]:
     """The arrays, by `id`, that a value takes its rows from, constants apart."""
     if isinstance(value, Moved):
         return frozenset[int]().union(*(_arrays_of(part.source) for part in value.parts))
+    if isinstance(value, Spread) and np.shape(value.operand):
+        return _arrays_of(value.operand)
     return frozenset() if isinstance(value, Spread | Known) else frozenset((id(value),))
 
 
@@ -461,16 +468,19 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
 
 
 def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
-    if isinstance(value, Moved) and value.dim == dim and (is_component(value, dim) or is_stack(value)):
-        return
     if isinstance(value, Moved) and value.dim == dim:
+        if is_stack(value) or is_component(value, dim):
+            return
         found, rows, total, start = list[Alignment](), collections.Counter[frozenset[int]](), 0, 0
         for part in value.parts:
-            own = alignments(part.source, dim)
-            if not own and not isinstance(part.source, Spread | Known):
+            own, is_constant = (
+                alignments(part.source, dim),
+                isinstance(part.source, Known) or is_repeated(part.source, dim),
+            )
+            if not own and not is_constant:
                 own = (Alignment(part.source.shape[dim], 0, part.rows),)
             placed = [Alignment(one.size, one.offset + part.first - start, part.rows) for one in own]
-            counted = 0 if isinstance(part.source, Spread | Known) else part.rows
+            counted = 0 if is_constant else part.rows
             rows[_arrays_of(part.source)] += counted
             found, total, start = found + placed, total + counted, start + part.rows
         if rows and 2 * max(rows.values()) <= total and max(rows.values()) < value.shape[dim]:

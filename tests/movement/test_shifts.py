@@ -63,6 +63,16 @@ def faces(q):
     return q - 0.1 * (flux[1:] - flux[:-1])
 
 
+def convolved(u, mode="edge"):
+    """A Laplacian as a convolution of an image with ghost cells."""
+    kernel, p = jnp.array([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]]), jnp.pad(u, 1, mode=mode)
+    return lax.conv_general_dilated(p[None, None], kernel[None, None], (1, 1), "VALID")[0, 0]
+
+
+def pooled(u):
+    return lax.reduce_window(jnp.pad(u, 1, mode="edge"), -jnp.inf, lax.max, (3, 3), (1, 1), "VALID")
+
+
 def gradient_of(function):
     return jax.grad(lambda u: jnp.sum(jnp.sin(function(u)) * u))
 
@@ -83,6 +93,11 @@ HALOS = {
     "gradient of a zero-padded stencil": (gradient_of(padded), (8, 1), 4 * ROW),
     "gradient of a wrapped stencil": (gradient_of(lambda u: padded(u, "wrap")), (8, 1), 4 * ROW),
     "gradient of rows before the first": (gradient_of(lambda u: jnp.diff(u, axis=0, prepend=u[:1])), (8, 1), 2 * ROW),
+    "an image with ghost cells, convolved": (convolved, (8, 1), 2 * ROW),
+    "a wrapped image, convolved": (lambda u: convolved(u, "wrap"), (8, 1), 2 * ROW),
+    "an image convolved on two axes": (convolved, (2, 4), 2 * ROW // 4 + 2 * ROW // 2 + 2 * 8),
+    "an image with ghost cells, pooled": (pooled, (8, 1), 2 * ROW),
+    "the gradient of a convolution": (gradient_of(convolved), (8, 1), 4 * ROW),
     "red and black rows": (red_black, (8, 1), 4 * ROW),
     "a function with a derivative rule": (
         lambda u: u.at[1:-1].add(jax.nn.softplus(u[2:] - u[:-2])), (8, 1), 2 * ROW,

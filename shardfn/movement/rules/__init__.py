@@ -33,6 +33,7 @@ from shardfn.movement.rules.shapes import (
     transpose_rule,
     unstack,
 )
+from shardfn.movement.rules.windows import convolution_rule, greater, less, pooling_rule
 from shardfn.movement.values import Value
 
 __all__ = ["RULES", "RULES_OF_MANY", "Call"]
@@ -71,6 +72,10 @@ RULES: dict[str, Rule] = {
     ),
     "sort": functools.partial(along_rule, lambda p: (p["dimension"],), True),
     "dot_general": dot_rule,
+    "conv_general_dilated": convolution_rule,
+    "reduce_window_sum": functools.partial(pooling_rule, lambda dtype: 0, operator.add),
+    "reduce_window_max": functools.partial(pooling_rule, least, greater),
+    "reduce_window_min": functools.partial(pooling_rule, most, less),
     **dict.fromkeys(("argmax", "argmin"), functools.partial(along_rule, lambda p: p["axes"], False)),
 }
 """By primitive."""

@@ -22,6 +22,7 @@ from shardfn.movement.values import (
     Squeezed,
     Value,
     has_no_frame,
+    is_repeated,
     is_stack,
     joined,
     of_sources,
@@ -62,15 +63,10 @@ def _on_components(value: Elementwise, emitter: Emitter) -> Value | None:
     if not stacks:
         return None
     dim = stacks[0].dim
-    if not all(o.dim == dim if is_stack(o) else not np.shape(o) or _is_repeated(o, dim) for o in value.operands):
+    if not all(o.dim == dim if is_stack(o) else not np.shape(o) or is_repeated(o, dim) for o in value.operands):
         return None
     starts = (itertools.accumulate((part.rows for part in o.parts), initial=0) for o in stacks)
     return _cut(value, dim, itertools.pairwise(sorted({*itertools.chain.from_iterable(starts)})), emitter)
-
-
-def _is_repeated(value: Value, dim: int) -> bool:
-    """Whether all rows of a value along a dimension are one, which is broadcast."""
-    return isinstance(value, Spread) and (dim not in value.dims or value.operand.shape[value.dims.index(dim)] == 1)
 
 
 def _on_parts(value: Elementwise, emitter: Emitter) -> Value | None:

@@ -137,8 +137,19 @@ def _leaves_shards_empty(op: Op, partitioned: PartitionedProgram) -> bool:
 def moves_shards(partitioned: PartitionedProgram) -> bool:
     """Whether an op moves along a sharded dimension, or puts rows that were sharded into an array."""
     before, ops = before_resharding(partitioned.graph), partitioned.graph.ops
-    is_along = any(shards > 1 for op in ops for shards, _ in _along(op, partitioned, before))
-    return is_along or any(op.name == "scatter" and _puts_shards(op, partitioned, before) for op in ops)
+    return any(
+        any(shards > 1 for shards, _ in _along(op, partitioned, before))
+        or (op.name == "scatter" and _puts_shards(op, partitioned, before))
+        or (op.convolution is not None and _has_sharded_image(op, partitioned, before))
+        for op in ops
+    )
+
+
+def _has_sharded_image(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
+    """Whether the image of a convolution is sharded along a spatial dimension, maybe before it is resharded."""
+    assert op.convolution is not None
+    images = {op.inputs[0], before.get(op.inputs[0], op.inputs[0])}
+    return any(partitioned.shards(one)[d] > 1 for one in images for d in op.convolution.image)
 
 
 def _puts_shards(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
