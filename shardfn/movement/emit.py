@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend import source_info_util
 
 from shardfn.movement.frames import Frame, frame_of, frame_of_source, frame_of_whole, inside, is_near
+from shardfn.movement.mapped import mapped, transposed
 from shardfn.movement.rotation import farther
 from shardfn.movement.values import (
     Elementwise,
@@ -35,10 +36,8 @@ from shardfn.movement.values import (
     form,
     is_known,
     is_stack,
-    mapped,
     scalar_of,
     sliced,
-    transposed,
     with_rows,
 )
 

@@ -18,17 +18,8 @@ import numpy as np
 
 from shardfn.ir.rewrite import scan_counts
 from shardfn.movement.emit import DEEPEST, Emitter
-from shardfn.movement.values import (
-    Elementwise,
-    Lazy,
-    Spread,
-    Stacked,
-    Value,
-    alignments,
-    anew,
-    has_few,
-    scalar_of,
-)
+from shardfn.movement.mapped import anew
+from shardfn.movement.values import Elementwise, Lazy, Spread, Stacked, Value, alignments, has_few, scalar_of
 
 MOST_MORE = 2
 """Elements of the arrays that are stacked in the place of a value, to one of the value."""

@@ -18,10 +18,11 @@ from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner, is_identity, 
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
 from shardfn.movement.loops import scanned
+from shardfn.movement.mapped import anew
 from shardfn.movement.rules import RULES, RULES_OF_MANY, Call
 from shardfn.movement.rules.elements import ELEMENTWISE
 from shardfn.movement.rules.windows import is_stencil
-from shardfn.movement.values import Known, Lazy, Spread, Stacked, Value, anew
+from shardfn.movement.values import Known, Lazy, Spread, Stacked, Value
 from shardfn.movement.winners import Winners
 
 _PLACES = {"gather": (1, 2), "scatter": (1, 2), "scatter-add": (1, 2), "scatter-sub": (1, 2), "scatter-mul": (1, 2),

@@ -12,6 +12,7 @@ from jax import lax
 
 from shardfn.movement.emit import Emitter
 from shardfn.movement.frames import frame_of
+from shardfn.movement.mapped import transposed
 from shardfn.movement.values import (
     COMPONENTS,
     Elementwise,
@@ -28,7 +29,6 @@ from shardfn.movement.values import (
     of_sources,
     scalar_of,
     sliced,
-    transposed,
     with_rows,
 )
 

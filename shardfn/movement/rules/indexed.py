@@ -14,21 +14,11 @@ import numpy as np
 from jax import lax
 
 from shardfn.movement.frames import Frame
+from shardfn.movement.mapped import transposed
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.rules.composed import elementwise, expanded, moved_dim, squeezed
 from shardfn.movement.rules.rows import put, strided_rows_of
-from shardfn.movement.values import (
-    Elementwise,
-    Iota,
-    Known,
-    Lazy,
-    Moved,
-    Spread,
-    Value,
-    joined,
-    sliced,
-    transposed,
-)
+from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Moved, Spread, Value, joined, sliced
 
 
 def gather_rule(call: Call) -> Value | None:

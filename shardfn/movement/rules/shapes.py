@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.movement.emit import Emitter
+from shardfn.movement.mapped import transposed
 from shardfn.movement.rules.call import MOST_ROWS, Call
 from shardfn.movement.rules.composed import expanded, has_squeezed, rows_of, squeezed
 from shardfn.movement.values import (
@@ -20,7 +21,6 @@ from shardfn.movement.values import (
     Value,
     has_no_frame,
     joined,
-    transposed,
     with_rows,
 )
 
