@@ -96,3 +96,16 @@ def test_a_recomputed_sum_is_told_and_an_average_is_not(reduce):
         warnings.simplefilter("always")
         step(step.init(params, x), x)
     assert ["8 parts" in str(one.message) for one in told] == [True] * (reduce is jnp.sum)
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"), [({"mode": "data_parallel"}, "semi_auto"), ({"micro_batches": 2}, "micro_batches=1")]
+)
+def test_a_mean_with_a_mask_of_parts_is_told(options, fix):
+    def loss(p, x, mask):
+        return jnp.sum(mask * jnp.sum((x @ p["w"]) ** 2, -1)) / jnp.sum(mask)
+
+    params, x, mask = {"w": jnp.ones((4, 2))}, jnp.ones((16, 4)), jnp.ones(16).at[3:7].set(0.0)
+    step = train.step(loss, optax.sgd(0.1), **options)
+    with pytest.warns(UserWarning, match=f"a mean with weights or a mask, has another value; .*{fix}"):
+        step(step.init(params, x, mask), x, mask)

@@ -93,7 +93,7 @@ def _note(options: StepOptions) -> str:
 def _warn_of_sum(
     options: StepOptions, sync: GradientSync | None, loss: Loss, params: tuple[Any, Any], batch: tuple[Any, ...]
 ) -> None:
-    """Warn of a loss that adds the examples of its batch, where the step takes the mean of the losses of parts."""
+    """Warn of a loss that is no mean over its batch, or is not seen to be one, where the step takes the mean of parts' losses."""
     parts = options.micro_batches * (sync.count if sync is not None and sync.mean else 1)
     if parts == 1:
         return
@@ -111,6 +111,13 @@ def _warn_of_sum(
         warn(
             f"the loss is a sum over the batch, and the step takes the mean of the losses of {parts} parts of it: loss and "
             f"gradients are 1/{parts} of those on one device; fix: {other}end the loss with jnp.mean over the batch"
+        )
+    elif found is None:
+        other = "micro_batches=1" if options.micro_batches > 1 else "mode='semi_auto_parallel'"
+        warn(
+            f"nothing shows that the loss is a mean over the batch, and the step takes the mean of the losses of {parts} parts of "
+            "it: another loss, such as a mean with weights or a mask, has another value; fix: end the loss with jnp.mean over the "
+            f"batch, or compute it of the whole batch with {other}"
         )
 
 
