@@ -115,9 +115,9 @@ def _warn_of_sum(
     elif found is None:
         other = "micro_batches=1" if options.micro_batches > 1 else "mode='semi_auto_parallel'"
         warn(
-            f"nothing shows that the loss is a mean over the batch, and the step takes the mean of the losses of {parts} parts of "
-            "it: another loss, such as a mean with weights or a mask, has another value; fix: end the loss with jnp.mean over the "
-            f"batch, or compute it of the whole batch with {other}"
+            "nothing shows that the loss is a mean over the batch, and the step takes the mean of the losses of "
+            f"{parts} parts of it: another loss, such as a mean with weights or a mask, has another value; fix: end the loss "
+            f"with jnp.mean over the batch, or compute it of the whole batch with {other}"
         )
 
 
