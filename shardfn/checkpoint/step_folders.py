@@ -226,14 +226,30 @@ def _contents(step: pathlib.Path, held: Sequence[pathlib.Path]) -> contents.Cont
              fix=f"pass the folder of one of them, such as {held[0]}")  # fmt: skip
     known: dict[str, Any] = {}
     try:
-        told = json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))["custom_metadata"]
+        told = _step_metadata(step)["custom_metadata"]
         known = {"devices": int(told["devices"]), "processes": int(told["processes"])}
         given, total = bool(told["layout_given"]), told.get("layout_sha256")
         is_there = given or total or (step / LAYOUT_ITEM).is_dir()
         known["layout"] = contents.StoredLayout(step / LAYOUT_ITEM / LAYOUT, given, total) if is_there else None
-    except (OSError, ValueError, KeyError, TypeError):  # another program saved it
+    except (ValueError, KeyError, TypeError):  # another program saved it
         pass
     return dataclasses.replace(read_contents(held[0], is_ours="layout" in known), **known)
+
+
+def _step_metadata(step: pathlib.Path) -> Any:
+    """Orbax's description of a whole step; empty where it wrote none.
+
+    Raises:
+      CheckpointFileError: it is damaged.
+    """
+    try:
+        return json.loads(read_bytes(step / STEP_METADATA, MAX_BYTES))
+    except OSError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise CheckpointFileError(Problem(f"{step / STEP_METADATA} is damaged", why=str(error),
+                                          fix="restore another step: checkpoint.steps(path) lists them; or delete this file: the "
+                                              "arrays are read without it, as those of another program")) from None  # fmt: skip
 
 
 def read_stored_layout(layout: contents.StoredLayout) -> LayoutFile:

@@ -225,3 +225,15 @@ def test_a_layout_file_that_was_saved_without_a_checksum_must_be_readable(tmp_pa
     (tmp_path / "0" / "layout" / "layout.toml").write_text("garbage")
     with pytest.raises(CheckpointFileError, match=r"layout\.toml is damaged"):
         checkpoint.verify(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0" * 64, "[" * 100_000])
+def test_a_damaged_description_of_a_step_is_told_and_does_not_keep_the_arrays(tmp_path, text):
+    checkpoint.save(tmp_path, {"w": jnp.arange(8.0)})
+    told = tmp_path / "0" / "_CHECKPOINT_METADATA"
+    told.write_text(text)
+    for call in (checkpoint.verify, checkpoint.restore, checkpoint.inspect):
+        with pytest.raises(CheckpointFileError, match="_CHECKPOINT_METADATA is damaged.*"):
+            call(tmp_path)
+    told.unlink()
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, jax.devices()[0])["w"], jnp.arange(8.0))
