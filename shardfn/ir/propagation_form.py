@@ -15,7 +15,7 @@ from typing import Any
 from shardfn.ir.extra_rules import MISSING_RULES
 from shardfn.ir.mlir import MESH_NAME, NUMBER, attribute_names, ir, sdy, value_of
 from shardfn.ir.model import DimFactors, ShardingRule
-from shardfn.ir.op_attributes import constant_of
+from shardfn.ir.op_attributes import constant_of, op_line
 
 
 def to_xla_form(block: Any, arguments: set[Any]) -> None:
@@ -114,23 +114,29 @@ def _number(op: Any, known: Mapping[Any, int]) -> int | None:
     return found if abs(found) < 1 << element.width - 1 or element.width == 1 else None
 
 
-def inline(block: Any, functions: Mapping[str, Any]) -> None:
-    """Put the body of a function in the place of its only call."""
+def inline(block: Any, functions: Mapping[str, Any], lines: dict[Any, str] | None = None) -> None:
+    """Put the body of a function in the place of its only call. An op without a line of the user's gets that of the call."""
+    lines = {} if lines is None else lines
     for view in list(block.operations):
         op = view.operation
         for region in op.regions:
             for inner in region.blocks:
-                inline(inner, functions)
+                inline(inner, functions, lines)
         if op.name != "func.call":
             continue
         function = functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
         body = function.regions[0].blocks[0]
-        inline(body, functions)
+        inline(body, functions, lines)
         for argument, operand in zip(list(body.arguments), list(op.operands), strict=True):
             argument.replace_all_uses_with(operand)
         *inside, end = [v.operation for v in body.operations]
         for moved in inside:
             moved.move_before(op)
+            location = moved.location.attr
+            if location not in lines:
+                lines[location] = op_line(moved)
+            if not lines[location]:
+                moved.location = op.location
         for result, value in zip(list(op.results), list(end.operands), strict=True):
             result.replace_all_uses_with(value)
         op.erase()

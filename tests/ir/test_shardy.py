@@ -46,3 +46,13 @@ def test_shard_fourier_neural_operator_gives_value_and_gradient():
     found, expected = (f(x, weights, bypass) for f in (shard(jax.value_and_grad(loss, 2)), jax.value_and_grad(loss, 2)))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_an_op_inside_a_library_function_has_the_line_of_its_call():
+    def function(x):
+        y = x + 1
+        return jnp.fft.fft2(y)
+
+    plan = shard(function, ((8, 1),), device=jax.devices()).plan(jnp.ones((16, 16), "complex64"))
+    line = function.__code__.co_firstlineno + 2
+    assert [one.where.rpartition(":")[2] for one in plan.collectives] == [str(line)]
