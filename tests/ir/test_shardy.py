@@ -50,9 +50,8 @@ def test_shard_fourier_neural_operator_gives_value_and_gradient():
 
 def test_an_op_inside_a_library_function_has_the_line_of_its_call():
     def function(x):
-        y = x + 1
-        return jnp.fft.fft2(y)
+        return jnp.fft.fft2(x)
 
     plan = shard(function, ((8, 1),), device=jax.devices()).plan(jnp.ones((16, 16), "complex64"))
-    line = function.__code__.co_firstlineno + 2
+    line = function.__code__.co_firstlineno + 1
     assert [one.where.rpartition(":")[2] for one in plan.collectives] == [str(line)]
