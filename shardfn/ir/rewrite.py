@@ -153,7 +153,8 @@ def _is_uncounted(eqn: Any) -> bool:
 def _is_of_types(eqn: Any) -> bool:
     name = eqn.primitive.name
     is_same = name in ("reshape", "reduce_sum") and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return is_same or name in ("reshard", "mesh_cast", "pvary")
+    is_transpose = eqn.params.get("dimensions") is not None
+    return (is_same and not is_transpose) or name in ("reshard", "mesh_cast", "pvary")
 
 
 def is_identity(eqn: Any) -> bool:

@@ -258,7 +258,8 @@ class Emitter:
         sources = [frame_of_source(frame, part, dim, start) for part, start in places]
         framed = [i for i, source in enumerate(sources) if source is not None and alignments(value, dim)]
         is_simple = bool(places) and all(part.rows == 1 or scalar_of(part.source) is not None for part in value.parts)
-        if (not framed and not is_simple) or (is_stack(value) and size == value.shape[dim]):
+        is_whole_stack = is_stack(value) and size == value.shape[dim]  # a select would compute each array for all rows
+        if is_whole_stack or (not framed and not is_simple):
             if size != value.shape[dim]:
                 return _embedded(self._in_parts(value), frame)
             pieces = []

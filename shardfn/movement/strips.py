@@ -118,7 +118,7 @@ def on_strips(
             dims.insert(dims.index(dim) + 1, dim + 1)
         return lax.broadcast_in_dim(own[0] if own else read(eqn.invars[0]), shape, dims)
     if name == "squeeze":
-        ((_, above),) = operands_of(eqn, node) or ()
+        above = _kept(params["dimensions"], eqn.invars[0])[dim]
         return lax.squeeze(own[0], [_moved(d, above) for d in params["dimensions"]])
     if name == "slice":
         bounds = (params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape))

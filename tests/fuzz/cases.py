@@ -369,6 +369,7 @@ PROGRAMS = {
             "the gradient of the greatest of an element times a sum": "lax.top_k(v0, 1)[0]",
         }.items()
     },
+    "the gradient of a product along a square array": lines((8, 8), (1, 8), "jnp.prod(x0, axis=1)", devices=8),
     "the gradient of the greatest three, padded": lines(
         (8, 8), (2, 1), "jnp.pad(lax.top_k(x0 * jnp.sum(x0), 3)[0], ((0, 0), (1, 2)))", devices=8, checks=("outside",)
     ),

@@ -161,8 +161,8 @@ def reduction(d: Draw, x: Value) -> str:
     keep = d.one("", ", keepdims=True")
     if x.dtype == "bool":
         return f"jnp.{d.one('any', 'all', 'sum')}({x}, axis={axis}{keep})"
-    names = {"int32": ["sum", "max", "min", "prod"], "complex64": ["sum", "mean"],
-             "float32": ["sum", "sum", "max", "min", "mean", "var", "std", "ptp"]}[x.dtype]  # fmt: skip
+    names = {"int32": ["sum", "max", "min", "prod"], "complex64": ["sum", "mean", "prod"],
+             "float32": ["sum", "sum", "max", "min", "mean", "prod", "var", "std", "ptp"]}[x.dtype]  # fmt: skip
     return f"jnp.{d.one(*names)}({x}, axis={axis}{keep})"
 
 

@@ -383,3 +383,18 @@ def test_ghost_cells_along_a_dimension_that_stays_and_one_that_is_reduced(reduce
 
     x, y = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((20, 32), (14, 1))))
     np.testing.assert_allclose(with_shifts(function)(x, y), function(x, y), 1e-5, 1e-5)
+
+
+def test_a_product_beside_what_is_not_finite_has_a_finite_gradient():
+    x = jnp.ones((8, 8)).at[:, 0].set(jnp.inf)
+
+    def function(x):
+        return jnp.prod(jnp.pad(x[:, 1:], ((1, 1), (0, 0)), mode="edge"), axis=0).sum()
+
+    np.testing.assert_array_equal(jax.grad(with_shifts(function))(x), jax.grad(function)(x))
+
+
+@pytest.mark.parametrize("width, most", [(3, 200), (8, 500)])
+def test_ends_along_several_dimensions_are_reduced_in_a_few_ops(width, most):
+    made = jax.make_jaxpr(with_shifts(lambda x: jnp.max(jnp.pad(x, width, mode="wrap") ** 2)))(jnp.ones((16, 16, 16)))
+    assert len(made.eqns) < most

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -57,6 +59,18 @@ def elementwise(
     return found
 
 
+def combined(combine: Callable[[Any, Any], Any], values: Sequence[Value], dtype: Any, emitter: Emitter) -> Value:
+    """Values of one shape, combined one after the other."""
+
+    def bind(arrays: Sequence[Any]) -> Any:
+        return functools.reduce(combine, arrays)
+
+    shape = tuple(values[0].shape)
+    if not shape:
+        return bind([emitter.array(one) for one in values])
+    return elementwise(bind, values, shape, dtype, emitter, 0.5 if combine is operator.mul else None)
+
+
 def _on_components(value: Elementwise, emitter: Emitter) -> Value | None:
     """An op on each array of stacks; another operand has one row for all."""
     stacks = [o for o in value.operands if is_stack(o)]
@@ -66,7 +80,7 @@ def _on_components(value: Elementwise, emitter: Emitter) -> Value | None:
     if not all(o.dim == dim if is_stack(o) else not np.shape(o) or is_repeated(o, dim) for o in value.operands):
         return None
     starts = (itertools.accumulate((part.rows for part in o.parts), initial=0) for o in stacks)
-    return _cut(value, dim, itertools.pairwise(sorted({*itertools.chain.from_iterable(starts)})), emitter)
+    return _in_pieces(value, dim, itertools.pairwise(sorted({*itertools.chain.from_iterable(starts)})), emitter)
 
 
 def _on_parts(value: Elementwise, emitter: Emitter) -> Value | None:
@@ -88,7 +102,7 @@ def _on_parts(value: Elementwise, emitter: Emitter) -> Value | None:
     return Moved(value.shape, value.dtype, moved[0].dim, tuple(parts))
 
 
-def _cut(value: Elementwise, dim: int, cuts: Iterable[tuple[int, int]], emitter: Emitter) -> Value:
+def _in_pieces(value: Elementwise, dim: int, cuts: Iterable[tuple[int, int]], emitter: Emitter) -> Value:
     """An op on the rows that begin and stop at some places, one after the other."""
     found = []
     for start, stop in cuts:
@@ -106,9 +120,7 @@ def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> 
     own, and what is computed of it is computed in its shape."""
     if rows > 1 or not 1 < value.shape[dim] <= COMPONENTS:
         return sliced(value, dim, first, rows)
-    if not isinstance(value, Lazy):
-        return emitter.row(value, dim, first)
-    if not has_no_frame(value, dim):
+    if isinstance(value, Lazy) and not has_no_frame(value, dim):
         value = emitter.settled(value)
     if not isinstance(value, Lazy):
         return emitter.row(value, dim, first)

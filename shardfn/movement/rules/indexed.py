@@ -16,7 +16,7 @@ from jax import lax
 from shardfn.movement.frames import Frame
 from shardfn.movement.mapped import transposed
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.composed import elementwise, expanded, moved_dim, squeezed
+from shardfn.movement.rules.composed import combined, elementwise, expanded, moved_dim, squeezed
 from shardfn.movement.rules.rows import put, strided_rows_of
 from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Moved, Spread, Value, joined, sliced
 
@@ -96,9 +96,7 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
             return value
         for d in sorted(batch, reverse=True):
             updates = squeezed(call.emitter, settle(updates), d)
-        return _combined(
-            call, value, expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine
-        )
+        return _updated(call, value, expanded(call.emitter, updates, numbers.inserted_window_dims), kept[0][1], combine)
     if len(batch) != 1 or len(numbers.inserted_window_dims) != 1:
         return _put_grid(call, value, updates, index, batch, combine)
     (along,) = numbers.inserted_window_dims
@@ -108,14 +106,14 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
         stride = 0
     if len(kept) == len(starts) and stride and len(kept) > 1:
         if stride == 1:
-            return _combined(call, value, updates, kept[0][1], combine)
+            return _updated(call, value, updates, kept[0][1], combine)
         rows = {along: range(kept[0][1][along], kept[-1][1][along] + 1, stride)}
         if (found := _put_strided(call, value, updates, rows, combine)) is not None:
             return found
     if len(kept) > MOST_ROWS:
         return None
     for i, start in kept:
-        value = _combined(call, value, sliced(updates, along, i, 1), start, combine)
+        value = _updated(call, value, sliced(updates, along, i, 1), start, combine)
     return value
 
 
@@ -137,7 +135,7 @@ def _in_bounds(
     return found
 
 
-def _combined(
+def _updated(
     call: Call, value: Value, update: Value, starts: Sequence[int], combine: Callable[[Any, Any], Any] | None
 ) -> Value:
     """A value with `update` put in, or combined with what is there."""
@@ -146,10 +144,7 @@ def _combined(
         there = value
         for dim, (start, rows) in enumerate(zip(starts, update.shape, strict=True)):
             there = sliced(there, dim, start, rows)
-        safe = 0.5 if combine is operator.mul else None
-        update = elementwise(
-            lambda arrays: combine(*arrays), (there, update), tuple(update.shape), value.dtype, emitter, safe
-        )
+        update = combined(combine, (there, update), value.dtype, emitter)
         if isinstance(update, Elementwise) and not isinstance(value, Lazy):
             emitter.place(update, Frame(tuple(value.shape), tuple(starts)))  # it is computed where it is put
     return put(emitter, value, update, starts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax import lax
 
 from shardfn.movement.frames import Frame, frame_of
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.composed import elementwise, rows_of
+from shardfn.movement.rules.composed import combined, rows_of, squeezed
 from shardfn.movement.rules.shapes import without
 from shardfn.movement.values import Elementwise, Moved, Value, alignments, ends_and_rows, joined, sliced, with_rows
 
@@ -29,7 +28,7 @@ def reduce_rule(
     has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
     frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
     if frame is None and combine is not None:
-        found = _row_by_row(identity, call, axes, combine)
+        found = _row_by_row(call, axes, combine)
         return _with_ends(identity, call, axes, combine) if found is None else found
     if frame is None:
         return None
@@ -50,36 +49,20 @@ def _masked(call: Call, value: Value, frame: Frame, neutral: Any) -> Any:
     return found if mask is None else lax.select(mask, found, jnp.full(frame.shape, neutral, value.dtype))
 
 
-def _row_by_row(
-    identity: Callable[[Any], Any], call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]
-) -> Value | None:
-    """A reduction of a few rows of an array, such as those that an edge was repeated to: each is found on one device."""
+def _row_by_row(call: Call, axes: Sequence[int], combine: Callable[[Any, Any], Any]) -> Value | None:
+    """A reduction of a few rows of an array, such as those that an edge was repeated to, or components. Where nothing else is
+    reduced, the rows are what is combined."""
     (value,) = call.operands
     few = [d for d in axes if 1 < value.shape[d] <= MOST_ROWS and alignments(value, d)]
     if len(few) != 1:
         return None
     call.emitter.shifted += 1
-    rows = (rows_of(call.emitter, value, few[0], i, 1) for i in range(value.shape[few[0]]))
-    return _combined(call, [_reduced(identity, call, row, combine) for row in rows], combine)
-
-
-def _reduced(identity: Callable[[Any], Any], call: Call, value: Value, combine: Callable[[Any, Any], Any]) -> Value:
-    """The same reduction of some rows."""
-    own = dataclasses.replace(call, operands=(value,))
-    found = reduce_rule(identity, own, combine)
-    return call.bound(call.emitter.array(value)) if found is None else found
-
-
-def _combined(call: Call, values: Sequence[Value], combine: Callable[[Any, Any], Any]) -> Value:
-    """Results of rows as one; of an end alone, where another dimension has ends too, they have its shape."""
-
-    def combined(arrays: Sequence[Any]) -> Any:
-        return functools.reduce(combine, arrays)
-
-    shape = tuple(values[0].shape)
-    if not shape:
-        return combined([call.emitter.array(one) for one in values])
-    return elementwise(combined, values, shape, call.dtype, call.emitter)
+    rows = [rows_of(call.emitter, value, few[0], i, 1) for i in range(value.shape[few[0]])]
+    if axes == tuple(few):
+        found = [squeezed(call.emitter, row, few[0]) for row in rows]
+    else:
+        found = [call.bound(call.emitter.array(row)) for row in rows]
+    return combined(combine, found, call.dtype, call.emitter)
 
 
 def _with_ends(
@@ -89,14 +72,15 @@ def _with_ends(
     dimension that is reduced they are combined, along another one they stand one after the other."""
     (value,) = call.operands
     for dim in (*axes, *(d for d in range(len(value.shape)) if d not in axes)):
-        found = [
-            _reduced(identity, call, sliced(value, dim, start, stop - start), combine)
-            for start, stop in ends_and_rows(value, dim)
-        ]
+        found: list[Value] = []
+        for start, stop in ends_and_rows(value, dim):
+            own = dataclasses.replace(call, operands=(sliced(value, dim, start, stop - start),))
+            one = reduce_rule(identity, own, combine)
+            found.append(call.bound(call.emitter.array(own.operands[0])) if one is None else one)
         if found:
             call.emitter.shifted += 1
             kept = dim - sum(axis < dim for axis in axes)
-            return _combined(call, found, combine) if dim in axes else joined(found, kept)
+            return combined(combine, found, call.dtype, call.emitter) if dim in axes else joined(found, kept)
     return None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from shardfn.movement.rules.call import Call
-from shardfn.movement.rules.composed import elementwise
+from shardfn.movement.rules.composed import combined, elementwise
 from shardfn.movement.values import Spread, Value, joined, sliced, with_rows
 
 MOST_ELEMENTS = 49
@@ -70,9 +70,8 @@ def pooling_rule(identity: Callable[[Any], Any], combine: Callable[[Any, Any], A
         (before, after), far = p["padding"][dim], p["window_dilation"][dim]
         value = _padded(value, np.asarray(identity(value.dtype), value.dtype), dim, before, after)
         if sizes[dim] > 1:
-            shape = with_rows(value.shape, dim, call.shape[dim])
             rows = [sliced(value, dim, at * far, call.shape[dim]) for at in range(sizes[dim])]
-            value = elementwise(functools.partial(functools.reduce, combine), rows, shape, call.dtype, call.emitter)
+            value = combined(combine, rows, call.dtype, call.emitter)
     call.emitter.shifted += 1
     return value
 
