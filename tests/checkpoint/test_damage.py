@@ -233,7 +233,7 @@ def test_a_damaged_description_of_a_step_is_told_and_does_not_keep_the_arrays(tm
     told = tmp_path / "0" / "_CHECKPOINT_METADATA"
     told.write_text(text)
     for call in (checkpoint.verify, checkpoint.restore, checkpoint.inspect):
-        with pytest.raises(CheckpointFileError, match="_CHECKPOINT_METADATA is damaged.*"):
+        with pytest.raises(CheckpointFileError, match="_CHECKPOINT_METADATA is damaged"):
             call(tmp_path)
     told.unlink()
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, jax.devices()[0])["w"], jnp.arange(8.0))
