@@ -28,7 +28,7 @@ from jax import lax
 
 import shardfn
 from benchmarks import harness
-from benchmarks.peer_steps import stencils_by_hand
+from benchmarks.peer_steps import gas, stencils_by_hand
 from examples.gallery import stencils as gallery
 from shardfn.compiled.executable import read
 from shardfn.runtime.verify import compile_plan
@@ -296,6 +296,16 @@ def sobel_by_hand(x):
     return jnp.hypot(y, z)
 
 
+def convolved(u):
+    """Diffusion by a kernel on an image with ghost cells."""
+    kernel, p = jnp.array([[0.0, 0.2, 0], [0.2, 0.2, 0.2], [0, 0.2, 0]]), jnp.pad(u, 1, mode="edge")
+    return lax.conv(p[None, None], kernel[None, None], (1, 1), "VALID")[0, 0]
+
+
+def convolved_by_hand(u):
+    return 0.2 * (u + sum(beyond(u, by, dim) for by in (-1, 1) for dim in (0, 1)))
+
+
 def red_black(u):
     for first in (1, 2):
         mean = 0.5 * (u[first - 1 : -2 : 2] + u[first + 1 :: 2])
@@ -349,6 +359,15 @@ STENCILS: dict[str, Stencil] = {
     ),
     "sobel of a batch": Stencil(sobel, sobel_by_hand, (0, 2, 2, 0), (4, 256, 256, 4), (2, 4, 1, 1), corners=True),
     "moving average": Stencil(moving_average, moving_average_by_hand, (4, 0), (N * N // 4, 4)),
+    "a kernel, 2 x 4": Stencil(
+        loop(convolved), loop(convolved_by_hand), (2, 2), strategy=(2, 4), steps=STEPS, corners=True
+    ),
+    **{
+        f"a gas{name}": Stencil(
+            gas.written, lambda u: gas.by_hand(u, beyond), (0, 2, 2), (4, N // 2, N // 2), cut, gas.STEPS
+        )
+        for name, cut in (("", (1, 8, 1)), (", 2 x 4", (1, 2, 4)))
+    },
     "17 rows, wide halo": Stencil(box, box_by_hand, (16, 0)),
     "every second row": Stencil(halved, halved_by_hand, (1, 0)),
     "gradient of a variation": Stencil(jax.grad(variation), variation_gradient_by_hand, (2, 2)),

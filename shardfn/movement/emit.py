@@ -180,7 +180,7 @@ class Emitter:
             self.shifted += frame.shape != value.shape
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
-            return value.bind([self.array(operand) for operand in value.operands])
+            return value.written() if value.written else value.bind([self.array(operand) for operand in value.operands])
         assert isinstance(value, Moved)
         return self._in_parts(value)
 

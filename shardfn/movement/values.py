@@ -98,6 +98,8 @@ class Elementwise(Lazy):
         default_factory=dict, kw_only=True, repr=False
     )
     """Of a value that has no frame, the op on the rows that were asked for, by the first along each dimension and the shape."""
+    written: Callable[[], Any] | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    """What makes the array of a value that has no frame as the user wrote it, if not `bind`."""
     whole: tuple[Elementwise, tuple[int, ...]] | None = dataclasses.field(default=None, kw_only=True, repr=False)
     """The value that it has rows of, and the first along each dimension."""
 

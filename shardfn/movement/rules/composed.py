@@ -161,7 +161,10 @@ def _squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
         return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
     if has_no_frame(value, dim):
         own = [squeezed(emitter, o, dim) if np.shape(o) else o for o in value.operands]
-        return elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
+        found = elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
+        if value.written and isinstance(found, Elementwise):
+            found.written = lambda: lax.squeeze(emitter.array(value), (dim,))
+        return found
     if isinstance(value, Spread):
         dims = tuple(d - (d > dim) for d in value.dims if d != dim)
         operand = squeezed(emitter, value.operand, value.dims.index(dim)) if dim in value.dims else value.operand

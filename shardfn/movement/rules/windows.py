@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,29 +13,39 @@ from jax import lax
 
 from shardfn.movement.rules.call import Call
 from shardfn.movement.rules.composed import combined, elementwise
-from shardfn.movement.values import Spread, Value, joined, sliced, with_rows
+from shardfn.movement.values import Elementwise, Spread, Value, ends_and_rows, joined, sliced, with_rows
 
-MOST_ELEMENTS = 49
-"""Elements of a window that are shifted one by one."""
+LONGEST = 5
+"""Elements of a window along a dimension: each is a shift of its own."""
 
 
 def is_stencil(eqn: Any) -> bool:
-    """Whether an equation is a convolution of each feature by itself with a few elements: numbers on a grid, or depthwise."""
+    """Whether an equation is a convolution of numbers on a grid, or of each feature of a sequence by itself, with a few
+    elements."""
     p, (x, kernel) = eqn.params, (v.aval for v in eqn.invars)
     numbers, count = p["dimension_numbers"], p["feature_group_count"]
     features = x.shape[numbers.lhs_spec[1]], kernel.shape[numbers.rhs_spec[0]], p["batch_group_count"]
     is_dense = {*p["window_strides"], *p["lhs_dilation"]} == {1} and numbers.lhs_spec == numbers.out_spec
-    is_small = 0 < kernel.size <= MOST_ELEMENTS * count and 0 not in eqn.outvars[0].aval.shape
-    return features == (count, count, 1) and is_dense and is_small
+    spans = [kernel.shape[d] for d in numbers.rhs_spec[2:]]
+    is_small = all(1 <= span <= LONGEST for span in spans) and (count == 1 or len(spans) == 1)
+    dtypes = (x.dtype, kernel.dtype, eqn.outvars[0].aval.dtype)
+    is_plain = {*p["padding"]} and min(itertools.chain(*p["padding"])) >= 0 and all(map(_has_infinity, dtypes))
+    return features == (count, count, 1) and is_dense and is_small and is_plain and 0 not in eqn.outvars[0].aval.shape
 
 
 def convolution_rule(call: Call) -> Value | None:
     """A convolution of each feature by itself: the sum of shifted values, times the elements of the kernel."""
-    if not is_stencil(call.eqn):
-        return None
-    p, (value, kernel) = call.params, call.operands
-    numbers, kernel = p["dimension_numbers"], call.emitter.array(kernel)
+    p, (given, kernel) = call.params, call.operands
+    numbers, value = p["dimension_numbers"], given
     feature, *dims = numbers.lhs_spec[1:]
+    if not is_stencil(call.eqn) or any(_rows(value, d) > call.shape[d] for d in dims):
+        return None
+    kernel, exact = (
+        call.emitter.array(kernel),
+        jnp.promote_types(call.dtype, jnp.promote_types(value.dtype, kernel.dtype)),
+    )
+    if jnp.issubdtype(exact, jnp.floating):
+        exact = jnp.promote_types(exact, np.float32)
     for dim, (before, after) in zip(dims, p["padding"], strict=True):
         value = _padded(value, np.zeros((), value.dtype), dim, before, after)
     operands: list[Value] = []
@@ -45,28 +54,32 @@ def convolution_rule(call: Call) -> Value | None:
         for dim, of_kernel, at, far in zip(dims, numbers.rhs_spec[2:], place, p["rhs_dilation"], strict=True):
             own = sliced(own, dim, at * far, call.shape[dim])
             start[of_kernel], stop[of_kernel] = at, at + 1
-        weights = lax.slice(kernel, start, stop).ravel()
-        operands += own, Spread(call.shape, kernel.dtype, weights, (feature,)) if weights.size > 1 else weights[0]
-    exact = functools.reduce(jnp.promote_types, [value.dtype, kernel.dtype, call.dtype])
-    if jnp.issubdtype(exact, jnp.floating):
-        exact = jnp.promote_types(exact, np.float32)
+        weights = lax.convert_element_type(lax.slice(kernel, start, stop).ravel(), exact)  # its derivative is a sum
+        operands += own, Spread(call.shape, exact, weights, (feature,)) if weights.size > 1 else weights[0]
 
     def bind(arrays: Sequence[Any]) -> Any:
-        values, weights = ([lax.convert_element_type(x, exact) for x in arrays[i::2]] for i in (0, 1))
-        found = functools.reduce(lax.add, [x * weight for x, weight in zip(values, weights, strict=True)])
-        return lax.convert_element_type(found, call.dtype)
+        found = (
+            lax.convert_element_type(x, exact) * weight for x, weight in zip(arrays[::2], arrays[1::2], strict=True)
+        )
+        return lax.convert_element_type(functools.reduce(lax.add, found), call.dtype)
 
+    found = elementwise(bind, operands, call.shape, call.dtype, call.emitter, 0.5)
+    if isinstance(found, Elementwise):
+        found.written = lambda: call.bound(call.emitter.array(given), kernel)
     call.emitter.shifted += 1
-    return elementwise(bind, operands, call.shape, call.dtype, call.emitter, 0.5)
+    return found
 
 
 def pooling_rule(identity: Callable[[Any], Any], combine: Callable[[Any, Any], Any], call: Call) -> Value | None:
-    """The sum, the greatest or the least of each window, along one dimension after the other."""
+    """The sum, the greatest or the least of each window of a value with ghost cells, along one dimension after the other. XLA
+    computes it of an array."""
     p, (value,) = call.params, call.operands
-    sizes = p["window_dimensions"]
-    if {*p["window_strides"], *p["base_dilation"]} != {1} or math.prod(sizes) > MOST_ELEMENTS or 0 in call.shape:
+    sizes, dims = p["window_dimensions"], range(len(call.shape))
+    has_ghosts = any(ends_and_rows(value, d) for d in dims) and all(_rows(value, d) == call.shape[d] for d in dims)
+    is_dense = {*p["window_strides"], *p["base_dilation"]} == {1} and min(itertools.chain(*p["padding"])) >= 0
+    if not has_ghosts or not is_dense or max(sizes) > LONGEST or 0 in call.shape or not _has_infinity(value.dtype):
         return None
-    for dim in reversed(range(len(sizes))):  # so that of equal elements the first one in the window is taken
+    for dim in reversed(dims):  # so that of equal elements the first one in the window is taken
         (before, after), far = p["padding"][dim], p["window_dilation"][dim]
         value = _padded(value, np.asarray(identity(value.dtype), value.dtype), dim, before, after)
         if sizes[dim] > 1:
@@ -74,6 +87,15 @@ def pooling_rule(identity: Callable[[Any], Any], combine: Callable[[Any, Any], A
             value = combined(combine, rows, call.dtype, call.emitter)
     call.emitter.shifted += 1
     return value
+
+
+def _rows(value: Value, dim: int) -> int:
+    """The rows of the array of which a value has all rows, and maybe some more."""
+    return max((stop - start for start, stop in ends_and_rows(value, dim)), default=value.shape[dim])
+
+
+def _has_infinity(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8
 
 
 def greater(one: Any, other: Any) -> Any:
@@ -87,7 +109,6 @@ def less(one: Any, other: Any) -> Any:
 
 
 def _padded(value: Value, fill: np.ndarray, dim: int, before: int, after: int) -> Value:
-    """A value with rows of a number around it, or, where their numbers are negative, without some of its own."""
-    first, rows = max(-before, 0), value.shape[dim] + min(before, 0) + min(after, 0)
-    ends = [Spread(with_rows(value.shape, dim, max(n, 0)), value.dtype, fill, ()) for n in (before, after)]
-    return joined([one for one in (ends[0], sliced(value, dim, first, rows), ends[1]) if one.shape[dim]], dim)
+    """A value with rows of a number around it."""
+    ends = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
+    return joined([one for one in (ends[0], value, ends[1]) if one.shape[dim]], dim)

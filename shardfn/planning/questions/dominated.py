@@ -53,7 +53,7 @@ def _suspects(plan: Plan, programs: int) -> list[list[Decision]]:
             caused[i] += communication_bytes(partitioned, c) * c.trips
     given = [i for i, d in enumerate(plan.inputs) if d.source == "you"]
     groups = alike(
-        given, lambda i: (layer(plan.inputs[i].path), plan.inputs[i].shape, plan.inputs[i].strategy), least=2
+        given, lambda i: (layer(plan.inputs[i].path), plan.inputs[i].shape, plan.inputs[i].spec), least=2
     )
     ranked = sorted(((sum(caused[i] for i in same), same) for same in groups), key=lambda row: -row[0])
     if len(ranked) * MOST > programs:
