@@ -29,7 +29,7 @@ def is_stencil(eqn: Any) -> bool:
     spans = [kernel.shape[d] for d in numbers.rhs_spec[2:]]
     is_small = all(1 <= span <= LONGEST for span in spans) and (count == 1 or len(spans) == 1)
     dtypes = (x.dtype, kernel.dtype, eqn.outvars[0].aval.dtype)
-    is_plain = {*p["padding"]} and min(itertools.chain(*p["padding"])) >= 0 and all(map(_has_infinity, dtypes))
+    is_plain = all(n >= 0 for n in itertools.chain(*p["padding"])) and all(map(_has_infinity, dtypes))
     return features == (count, count, 1) and is_dense and is_small and is_plain and 0 not in eqn.outvars[0].aval.shape
 
 
@@ -76,7 +76,9 @@ def pooling_rule(identity: Callable[[Any], Any], combine: Callable[[Any, Any], A
     p, (value,) = call.params, call.operands
     sizes, dims = p["window_dimensions"], range(len(call.shape))
     has_ghosts = any(ends_and_rows(value, d) for d in dims) and all(_rows(value, d) == call.shape[d] for d in dims)
-    is_dense = {*p["window_strides"], *p["base_dilation"]} == {1} and min(itertools.chain(*p["padding"])) >= 0
+    is_dense = {*p["window_strides"], *p["base_dilation"]} == {1} and all(
+        n >= 0 for n in itertools.chain(*p["padding"])
+    )
     if not has_ghosts or not is_dense or max(sizes) > LONGEST or 0 in call.shape or not _has_infinity(value.dtype):
         return None
     for dim in reversed(dims):  # so that of equal elements the first one in the window is taken

@@ -52,9 +52,7 @@ def _suspects(plan: Plan, programs: int) -> list[list[Decision]]:
         for i in {i for i, _ in dims}:
             caused[i] += communication_bytes(partitioned, c) * c.trips
     given = [i for i, d in enumerate(plan.inputs) if d.source == "you"]
-    groups = alike(
-        given, lambda i: (layer(plan.inputs[i].path), plan.inputs[i].shape, plan.inputs[i].spec), least=2
-    )
+    groups = alike(given, lambda i: (layer(plan.inputs[i].path), plan.inputs[i].shape, plan.inputs[i].spec), least=2)
     ranked = sorted(((sum(caused[i] for i in same), same) for same in groups), key=lambda row: -row[0])
     if len(ranked) * MOST > programs:
         ranked = [row for row in ranked if row[0] >= max(1, SHARE * plan.cost.bytes_sent)][:programs]
