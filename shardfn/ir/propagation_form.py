@@ -115,7 +115,7 @@ def _number(op: Any, known: Mapping[Any, int]) -> int | None:
 
 
 def inline(block: Any, functions: Mapping[str, Any], lines: dict[Any, str] | None = None) -> None:
-    """Put the body of a function in the place of its only call. An op without a line of the user's gets that of the call."""
+    """Put the body of a function in the place of its only call. An op without a line of the user's gets that of the call too."""
     lines = {} if lines is None else lines
     for view in list(block.operations):
         op = view.operation
@@ -136,7 +136,7 @@ def inline(block: Any, functions: Mapping[str, Any], lines: dict[Any, str] | Non
             if location not in lines:
                 lines[location] = op_line(moved)
             if not lines[location]:
-                moved.location = op.location
+                moved.location = ir.Location.callsite(moved.location, [op.location])
         for result, value in zip(list(op.results), list(end.operands), strict=True):
             result.replace_all_uses_with(value)
         op.erase()
