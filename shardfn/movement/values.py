@@ -291,10 +291,8 @@ def ends_and_rows(value: Value, dim: int) -> list[tuple[int, int]]:
     and the last begin and stop. Of another value, and of one with more than half of the array's rows more, nothing."""
     if not has_more(value, dim):
         return []
-    rows, (size, offset, _) = (
-        value.shape[dim],
-        max(alignments(value, dim), key=lambda one: (one.size, one.weight, -one.offset)),
-    )
+    rows = value.shape[dim]
+    size, offset, _ = max(alignments(value, dim), key=lambda one: (one.size, one.weight, -one.offset))
     first = min(max(-offset, 0), rows - size)
     cuts = [(0, first), (first, first + size), (first + size, rows)]
     return [cut for cut in cuts if cut[0] < cut[1]] if 2 * max(first, rows - size - first) <= size else []
@@ -395,10 +393,8 @@ def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
             return
         found, rows, total, start = list[Alignment](), collections.Counter[frozenset[int]](), 0, 0
         for part in value.parts:
-            own, is_constant = (
-                alignments(part.source, dim),
-                isinstance(part.source, Known) or is_repeated(part.source, dim),
-            )
+            own = alignments(part.source, dim)
+            is_constant = isinstance(part.source, Known) or is_repeated(part.source, dim)
             if not own and not is_constant:
                 own = (Alignment(part.source.shape[dim], 0, part.rows),)
             placed = [Alignment(one.size, one.offset + part.first - start, part.rows) for one in own]

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from shardfn.ir.rewrite import bind_one
 from shardfn.movement.emit import Emitter
 from shardfn.movement.values import Value
@@ -44,3 +46,8 @@ class Call:
 
 Rule = Callable[[Call], Value | None]
 """The value of an equation's result; None if the primitive is bound to arrays as it stands."""
+
+
+def has_infinity(dtype: Any) -> bool:
+    """Whether the greatest and the least of numbers of a dtype have an identity: floats of 8 bits may have no infinity."""
+    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8

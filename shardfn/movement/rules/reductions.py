@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardfn.movement.frames import Frame, frame_of
-from shardfn.movement.rules.call import MOST_ROWS, Call
+from shardfn.movement.rules.call import MOST_ROWS, Call, has_infinity
 from shardfn.movement.rules.composed import combined, rows_of, squeezed
 from shardfn.movement.rules.shapes import without
 from shardfn.movement.values import Elementwise, Moved, Value, alignments, ends_and_rows, joined, sliced, with_rows
@@ -25,8 +25,7 @@ def reduce_rule(
     axes = tuple(call.params["axes"])
     if all(value.shape[d] == 1 for d in axes):
         return without(call.emitter, value, axes)
-    has_infinity = not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits > 8
-    frame = frame_of(value) if has_infinity and isinstance(value, Moved | Elementwise) else None
+    frame = frame_of(value) if has_infinity(value.dtype) and isinstance(value, Moved | Elementwise) else None
     if frame is None and combine is not None:
         found = _row_by_row(call, axes, combine)
         return _with_ends(identity, call, axes, combine) if found is None else found

@@ -91,11 +91,12 @@ def pad_rule(call: Call) -> Value | None:
         if interior:
             value = _interior(call.emitter, value, fill, dim, interior + 1)
             high -= interior
-        value = _padded(call.emitter, value, fill, dim, low, high)
+        value = padded(value, fill, dim, low, high)
     return value
 
 
-def _padded(emitter: Emitter, value: Value, fill: Any, dim: int, low: int, high: int) -> Value:
+def padded(value: Value, fill: Any, dim: int, low: int, high: int) -> Value:
+    """A value with rows of a scalar before and behind it; of a negative number, without as many of its own."""
     rows = value.shape[dim]
     first, last = max(-low, 0), rows - max(-high, 0)
     before, after = max(low, 0), max(high, 0)

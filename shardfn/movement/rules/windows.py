@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardfn.movement.rules.call import Call
+from shardfn.movement.rules.call import Call, has_infinity
 from shardfn.movement.rules.composed import combined, elementwise
-from shardfn.movement.values import Elementwise, Spread, Value, ends_and_rows, joined, sliced, with_rows
+from shardfn.movement.rules.rows import padded
+from shardfn.movement.values import Elementwise, Spread, Value, ends_and_rows, sliced
 
 LONGEST = 5
 """Elements of a window along a dimension: each is a shift of its own."""
@@ -29,7 +30,7 @@ def is_stencil(eqn: Any) -> bool:
     spans = [kernel.shape[d] for d in numbers.rhs_spec[2:]]
     is_small = all(1 <= span <= LONGEST for span in spans) and (count == 1 or len(spans) == 1)
     dtypes = (x.dtype, kernel.dtype, eqn.outvars[0].aval.dtype)
-    is_plain = all(n >= 0 for n in itertools.chain(*p["padding"])) and all(map(_has_infinity, dtypes))
+    is_plain = all(n >= 0 for n in itertools.chain(*p["padding"])) and all(map(has_infinity, dtypes))
     return features == (count, count, 1) and is_dense and is_small and is_plain and 0 not in eqn.outvars[0].aval.shape
 
 
@@ -47,7 +48,7 @@ def convolution_rule(call: Call) -> Value | None:
     if jnp.issubdtype(exact, jnp.floating):
         exact = jnp.promote_types(exact, np.float32)
     for dim, (before, after) in zip(dims, p["padding"], strict=True):
-        value = _padded(value, np.zeros((), value.dtype), dim, before, after)
+        value = padded(value, np.zeros((), value.dtype), dim, before, after)
     operands: list[Value] = []
     for place in itertools.product(*(range(kernel.shape[d]) for d in numbers.rhs_spec[2:])):
         own, start, stop = value, [0] * kernel.ndim, [*kernel.shape]
@@ -79,11 +80,11 @@ def pooling_rule(identity: Callable[[Any], Any], combine: Callable[[Any, Any], A
     is_dense = {*p["window_strides"], *p["base_dilation"]} == {1} and all(
         n >= 0 for n in itertools.chain(*p["padding"])
     )
-    if not has_ghosts or not is_dense or max(sizes) > LONGEST or 0 in call.shape or not _has_infinity(value.dtype):
+    if not has_ghosts or not is_dense or max(sizes) > LONGEST or 0 in call.shape or not has_infinity(value.dtype):
         return None
     for dim in reversed(dims):  # so that of equal elements the first one in the window is taken
         (before, after), far = p["padding"][dim], p["window_dilation"][dim]
-        value = _padded(value, np.asarray(identity(value.dtype), value.dtype), dim, before, after)
+        value = padded(value, np.asarray(identity(value.dtype), value.dtype), dim, before, after)
         if sizes[dim] > 1:
             rows = [sliced(value, dim, at * far, call.shape[dim]) for at in range(sizes[dim])]
             value = combined(combine, rows, call.dtype, call.emitter)
@@ -96,10 +97,6 @@ def _rows(value: Value, dim: int) -> int:
     return max((stop - start for start, stop in ends_and_rows(value, dim)), default=value.shape[dim])
 
 
-def _has_infinity(dtype: Any) -> bool:
-    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8
-
-
 def greater(one: Any, other: Any) -> Any:
     """The greater of two, or a NaN; of equal ones the first, which has the gradient."""
     return lax.select((one >= other) | (one != one), one, other)
@@ -108,9 +105,3 @@ def greater(one: Any, other: Any) -> Any:
 def less(one: Any, other: Any) -> Any:
     """The lesser of two, or a NaN; of equal ones the first, which has the gradient."""
     return lax.select((one <= other) | (one != one), one, other)
-
-
-def _padded(value: Value, fill: np.ndarray, dim: int, before: int, after: int) -> Value:
-    """A value with rows of a number around it."""
-    ends = [Spread(with_rows(value.shape, dim, n), value.dtype, fill, ()) for n in (before, after)]
-    return joined([one for one in (ends[0], value, ends[1]) if one.shape[dim]], dim)
