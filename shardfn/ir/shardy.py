@@ -51,8 +51,8 @@ RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
 FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
-_PRIMITIVE = re.compile(r'(?<=/)[^"/]*(?=")|(?<=^loc\(")[^"/]*(?=")')
-"""The name of the primitive in a location."""
+_PRIMITIVE = re.compile(r'(?<=["/])[^"/]*(?=")')
+"""The name of the primitive in a location: the end of its first path."""
 
 _INNER = re.compile(INNER_AXIS + r"(\d+)")
 
