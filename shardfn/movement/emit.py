@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 
+from shardfn.movement.components import FEW, MOST
 from shardfn.movement.frames import Frame, frame_of, frame_of_source, frame_of_whole, inside, is_near
 from shardfn.movement.mapped import mapped, transposed
 from shardfn.movement.rotation import farther
@@ -60,9 +61,10 @@ class Emitter:
     """Emits arrays. `shifted` counts the arrays that it made by shifts and selects, in place of the user's ops.
 
     `known` are the shifts of each array along each dimension that an earlier trace of the same program has `wanted`; arrays have
-    numbers in the order of their first shifts.
+    numbers in the order of their first shifts. `grids` are the sizes of dimensions whose rows are no components (`components`).
     """
 
+    grids: Collection[int] = ()
     shifted: int = 0
     known: Mapping[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict, repr=False)
     wanted: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict, repr=False)
@@ -72,6 +74,10 @@ class Emitter:
     made: dict[Key, tuple[Value, Any]] = dataclasses.field(default_factory=dict, repr=False)
     """The arrays that were made in the jaxpr that is traced now, each beside the value that it was made of: a value that is kept
     shares its `id` with no other."""
+
+    def has_components(self, rows: int) -> bool:
+        """Whether a dimension of so many rows is one of components."""
+        return 1 < rows <= FEW or (1 < rows <= MOST and rows not in self.grids)
 
     @contextlib.contextmanager
     def inside_trace(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding
 
 from shardfn.ir.rewrite import OPEN, RebindRules, bind_one, inner, is_identity, leading_inputs
+from shardfn.movement.components import grids_of
 from shardfn.movement.constants import LARGEST, folded
 from shardfn.movement.emit import Emitter
 from shardfn.movement.loops import scanned
@@ -79,7 +80,7 @@ def shifts_of(closed: Any) -> Shifts | None:
     """What `with_shifts` shifts in a closed jaxpr; None if it has no static movement to be written as shifts and selects."""
     if not may_move(closed.jaxpr):
         return None
-    emitter = Emitter()
+    emitter = Emitter(grids_of(closed.jaxpr))
     args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
     made = jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(
         *args
@@ -110,7 +111,7 @@ def with_shifts(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
-        emitter = Emitter(known=(shifts_of(closed) if shifts is None else shifts) or {})
+        emitter = Emitter(grids_of(closed.jaxpr), known=(shifts_of(closed) if shifts is None else shifts) or {})
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
         flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
@@ -129,8 +130,14 @@ def _evaluate(
 
 
 def _values(
-    emitter: Emitter, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], rules: RebindRules
+    emitter: Emitter,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Value],
+    rules: RebindRules,
+    call: Any = None,
 ) -> list[Value]:
+    """The values of a jaxpr's results; `call` is where it is called from inside another one."""
     env: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_constant, consts), *args], strict=True))
 
     def read(v: Any) -> Value:
@@ -139,13 +146,19 @@ def _values(
     winners = Winners(lambda v: _known(read(v)))
     for written in jaxpr.eqns:
         eqn = winners.asked_of_operands(written)
-        source = eqn.source_info
+        source = eqn.source_info if call is None else _source(eqn, call)
         names = source_info_util.current_name_stack() + source.name_stack
         with source_info_util.user_context(source.traceback, name_stack=names):
             found = _results(emitter, eqn, [read(v) for v in eqn.invars], rules)
             _at_line(found, source.replace(name_stack=names))
         env.update(zip(eqn.outvars, found, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _source(eqn: Any, call: Any) -> Any:
+    """Where an equation inside a call stands: in a function of JAX, which has no line of the user's, at the line of the call."""
+    source = eqn.source_info
+    return source if source_info_util.summarize(source) else source.replace(traceback=call.traceback)
 
 
 def _at_line(values: Sequence[Value], source: Any) -> None:
@@ -194,7 +207,7 @@ def _results(emitter: Emitter, eqn: Any, operands: list[Value], rules: RebindRul
                 return [emitter.bounded(found)]
     if name == "closed_call" or (name in ("jit", "pjit") and _is_plain(eqn)):
         closed = eqn.params["call_jaxpr" if name == "closed_call" else "jaxpr"]
-        return _values(emitter, closed.jaxpr, closed.consts, operands, rules)
+        return _values(emitter, closed.jaxpr, closed.consts, operands, rules, source_info_util.current())
     inside = leading_inputs(eqn)
     captured = {i for _, own in inside for i in own if isinstance(operands[i], Known) and name not in ("jit", "pjit")}
     moves = name in OPEN and any(

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
-COMPONENTS = 8
-"""A dimension of so few rows is one of components."""
+from shardfn.movement.components import MOST
 
 Value = Any
 """A JAX array, or one of the classes here: each has a `shape` and a `dtype`."""
@@ -350,16 +349,19 @@ def _arrays_of(value: Value) -> frozenset[int]:
 
 def is_stack(value: Value) -> TypeGuard[Moved]:
     """Whether a value is a few arrays of one row each, one behind the other, and scalars: ops on it are ops on each."""
-    if not isinstance(value, Moved) or not 1 < value.shape[value.dim] <= COMPONENTS:
+    if not isinstance(value, Moved) or not 1 < value.shape[value.dim] <= MOST:
         return False
     are_scalars = [scalar_of(part.source) is not None for part in value.parts]
     are_rows = [part.source.shape[value.dim] == 1 for part in value.parts]
     return all(map(operator.or_, are_scalars, are_rows)) and not all(are_scalars)
 
 
-def is_component(value: Moved, dim: int) -> bool:
-    """Whether a value is one row along a dimension of few: an array of its own, and what is computed of it has its shape."""
-    return value.shape[dim] == 1 and all(part.source.shape[dim] <= COMPONENTS for part in value.parts)
+def is_stack_of_many(value: Value, arrays: int) -> bool:
+    """Whether a value is one row each of more than `MOST` arrays that are no rows of one: an array of its own, as each of
+    them would be computed for all rows in a frame of all."""
+    if not isinstance(value, Moved) or not MOST < arrays == value.shape[value.dim]:
+        return False
+    return len({id(part.source) for part in value.parts}) > 1
 
 
 class Alignment(NamedTuple):
@@ -389,7 +391,7 @@ def alignments(value: Value, dim: int) -> tuple[Alignment, ...]:
 
 def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
     if isinstance(value, Moved) and value.dim == dim:
-        if is_stack(value) or is_component(value, dim):
+        if is_stack(value):
             return
         found, rows, total, start = list[Alignment](), collections.Counter[frozenset[int]](), 0, 0
         for part in value.parts:

@@ -16,7 +16,6 @@ from shardfn.movement.emit import Emitter
 from shardfn.movement.frames import frame_of
 from shardfn.movement.mapped import transposed
 from shardfn.movement.values import (
-    COMPONENTS,
     Elementwise,
     Lazy,
     Moved,
@@ -116,9 +115,9 @@ def _of_operands(value: Elementwise, operands: Sequence[Value], shape: tuple[int
 
 
 def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
-    """`rows` rows of a value from `first` on. A component, one row along a dimension of at most `COMPONENTS`, is an array of its
-    own, and what is computed of it is computed in its shape."""
-    if rows > 1 or not 1 < value.shape[dim] <= COMPONENTS:
+    """`rows` rows of a value from `first` on. A component, one row of a dimension of them, is an array of its own, and what is
+    computed of it is computed in its shape."""
+    if rows > 1 or not emitter.has_components(value.shape[dim]):
         return sliced(value, dim, first, rows)
     if isinstance(value, Lazy) and not has_no_frame(value, dim):
         value = emitter.settled(value)

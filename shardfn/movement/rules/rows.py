@@ -22,6 +22,7 @@ from shardfn.movement.values import (
     Spread,
     Value,
     is_one_constant,
+    is_stack_of_many,
     joined,
     sliced,
     with_rows,
@@ -78,6 +79,7 @@ def strided_rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: 
     if isinstance(part.source, Elementwise) or part.source.shape[dim] % stride:
         return None
     group, lane = divmod(part.first, stride)
+    emitter.shifted += part.source is not value  # the rows in between are not moved
     return sliced(emitter.lane(emitter.array(part.source), dim, stride, lane), dim, group, rows)
 
 
@@ -140,6 +142,8 @@ def concatenate_rule(call: Call) -> Value | None:
     if len(values) == 1:
         return values[0]
     found = joined(values, dim)
+    if is_stack_of_many(found, len(values)):
+        return None
     if isinstance(found, Moved) and len(found.parts) == 2:
         (end, start) = found.parts
         is_whole = end.first == start.rows and end.first + end.rows == found.shape[dim] == end.source.shape[dim]

@@ -20,6 +20,7 @@ from shardfn.movement.values import (
     Squeezed,
     Value,
     has_no_frame,
+    is_stack_of_many,
     joined,
     with_rows,
 )
@@ -80,7 +81,8 @@ def stack_rule(call: Call) -> Value | None:
     if not any(isinstance(o, Lazy) for o in call.operands) or 0 in call.shape:
         return None
     dim = call.params["axis"]
-    return joined([expanded(call.emitter, o, (dim,)) for o in call.operands], dim)
+    found = joined([expanded(call.emitter, o, (dim,)) for o in call.operands], dim)
+    return None if is_stack_of_many(found, len(call.operands)) else found
 
 
 def unstack(call: Call) -> list[Value] | None:
