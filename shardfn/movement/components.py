@@ -1,4 +1,4 @@
-"""Dimensions of components: fields, species, directions of a lattice. What is computed of one of their rows is an array of its own.
+"""Dimensions of components: fields, species, directions. What is computed of one of their rows is an array of its own.
 
 The rows of other dimensions, those of grids, have neighbours, and are computed in the frame of all.
 """

@@ -37,6 +37,7 @@ from shardfn.movement.values import (
     form,
     is_known,
     is_stack,
+    of_sources,
     scalar_of,
     sliced,
     with_rows,
@@ -100,7 +101,11 @@ class Emitter:
         return value.own
 
     def bounded(self, value: Value) -> Value:
-        """A value that is not too deep or of too many parts to be walked."""
+        """A value that is not too deep or of too many parts to be walked; of a stack each array."""
+        if is_stack(value):
+            parts = of_sources(value.parts, self.bounded)
+            is_same = all(new.source is old.source for new, old in zip(parts, value.parts, strict=True))
+            return value if is_same else Moved(value.shape, value.dtype, value.dim, parts)
         for bound in (lambda: value, lambda: self.on_settled([value])[0], lambda: self.settled(value)):
             found = bound()
             if not isinstance(found, Lazy) or (found.depth <= DEEPEST and found.parts_in_all <= MOST_PARTS):
@@ -186,7 +191,9 @@ class Emitter:
             self.shifted += frame.shape != value.shape
             return _cropped(self.place(value, frame), frame, value.shape)
         if isinstance(value, Elementwise):
-            return value.written() if value.written else value.bind([self.array(operand) for operand in value.operands])
+            return (
+                value.written() if value.written else value.op.bind([self.array(operand) for operand in value.operands])
+            )
         assert isinstance(value, Moved)
         return self._in_parts(value)
 
@@ -227,9 +234,10 @@ class Emitter:
                 operands = [self.place(o, frame) if np.shape(o) else self.array(o) for o in value.operands]
                 if any(alignments(value, d) for d in range(len(value.shape))):
                     value.home = frame
-                if value.safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
-                    return value.bind(operands)
-                return guarded(value.bind, value.safe)(self.inside(value, frame), *operands)
+                bind, safe, _ = value.op
+                if safe is None or frame.shape == value.shape or not jnp.issubdtype(value.dtype, jnp.inexact):
+                    return bind(operands)
+                return guarded(bind, safe)(self.inside(value, frame), *operands)
             found = value.placed[value.home]
             for dim, (first, rows) in enumerate(zip(value.home.offset, value.shape, strict=True)):
                 found = sliced(found, dim, first, rows)

@@ -19,7 +19,7 @@ import numpy as np
 from shardfn.ir.rewrite import scan_counts
 from shardfn.movement.emit import DEEPEST, Emitter
 from shardfn.movement.mapped import anew
-from shardfn.movement.values import Elementwise, Lazy, Spread, Stacked, Value, alignments, has_few, scalar_of
+from shardfn.movement.values import Elementwise, Lazy, Op, Spread, Stacked, Value, alignments, has_few, scalar_of
 
 MOST_MORE = 2
 """Elements of the arrays that are stacked in the place of a value, to one of the value."""
@@ -116,9 +116,8 @@ def _arrays(values: Sequence[Value], outer: Collection[int]) -> dict[int, Any]:
 
 
 def on_stacks(
-    emitter: Emitter, bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any,
-    safe: float | None,
-) -> Stacked | None:  # fmt: skip
+    emitter: Emitter, op: Op, operands: Sequence[Value], shape: tuple[int, ...], dtype: Any
+) -> Stacked | None:
     """An op on the elements of what a loop stacked: the stack of what the op makes in each turn. None where it is too deep."""
     own, arrays = list[Value](), dict[int, Any]()
     for operand in operands:
@@ -133,7 +132,7 @@ def on_stacks(
             turn = jax.ShapeDtypeStruct(shape[1:], operand.dtype)
             own.append(turn)
             arrays[id(turn)] = emitter.array(operand)
-    value = Elementwise(shape[1:], dtype, bind, tuple(own), safe)
+    value = Elementwise(shape[1:], dtype, op, tuple(own))
     if len(shape) == 1 or value.depth > DEEPEST:
         return None
     made = _together(emitter, [value], arrays, shape[0])

@@ -18,6 +18,7 @@ from shardfn.movement.values import (
     Squeezed,
     Value,
     constant,
+    elementwise,
     joined,
     sliced,
 )
@@ -54,7 +55,7 @@ def _mapped(value: Value, change: Callable[[Value], Value | None], is_anew: bool
         if isinstance(found, Moved) and len(found.parts) == len(value.parts):
             found.is_rotation = value.is_rotation
     elif isinstance(value, Elementwise):
-        found = Elementwise(value.shape, value.dtype, value.bind, tuple(new), value.safe)
+        found = elementwise(value.shape, value.dtype, value.op, new)
     elif isinstance(value, Spread):
         found = Spread(value.shape, value.dtype, new[0], value.dims)
     elif isinstance(value, Squeezed):
@@ -99,5 +100,5 @@ def _transposed(value: Value, order: Sequence[int], of_array: Callable[..., Any]
         return Spread(shape, value.dtype, operand, tuple(sorted(dims)))
     if value.home is not None:
         return of_array(value, order)
-    operands = (transposed(o, order, of_array, seen) if np.shape(o) else o for o in value.operands)
-    return Elementwise(shape, value.dtype, value.bind, tuple(operands), value.safe)
+    operands = [transposed(o, order, of_array, seen) if np.shape(o) else o for o in value.operands]
+    return elementwise(shape, value.dtype, value.op, operands)

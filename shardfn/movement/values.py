@@ -85,20 +85,29 @@ class Moved(Lazy):
         return [part.source for part in self.parts]
 
 
-@dataclasses.dataclass(eq=False)
-class Elementwise(Lazy):
-    """An op on the elements of operands of its shape, or of no dimensions. `bind` makes it of arrays of any one shape."""
+class Op(NamedTuple):
+    """An op on elements."""
 
     bind: Callable[[Sequence[Any]], Any]
-    operands: tuple[Value, ...]
+    """Makes it of arrays of any one shape, or of no dimensions."""
     safe: float | None = None
     """Operands at which its derivative is finite; None if it is so at all."""
+    adds_gradients: bool = False
+    """Whether it adds parts of a gradient. Those that are zero are left out, as JAX leaves out those that it knows to be zero."""
+
+
+@dataclasses.dataclass(eq=False)
+class Elementwise(Lazy):
+    """An op on the elements of operands of its shape, or of no dimensions."""
+
+    op: Op
+    operands: tuple[Value, ...]
     rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = dataclasses.field(
         default_factory=dict, kw_only=True, repr=False
     )
     """Of a value that has no frame, the op on the rows that were asked for, by the first along each dimension and the shape."""
     written: Callable[[], Any] | None = dataclasses.field(default=None, kw_only=True, repr=False)
-    """What makes the array of a value that has no frame as the user wrote it, if not `bind`."""
+    """What makes the array of a value that has no frame as the user wrote it, if not its op."""
     whole: tuple[Elementwise, tuple[int, ...]] | None = dataclasses.field(default=None, kw_only=True, repr=False)
     """The value that it has rows of, and the first along each dimension."""
 
@@ -159,6 +168,21 @@ class Stacked(Lazy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.is_constant = False
+
+
+def elementwise(shape: tuple[int, ...], dtype: Any, op: Op, operands: Sequence[Value]) -> Value:
+    """An op on elements; of parts of a gradient only one of which is not zero, that part."""
+    if op.adds_gradients:
+        kept = [o for o in operands if not is_zero(o)] or operands[:1]
+        if len(kept) == 1 and np.shape(kept[0]) == shape:
+            return kept[0]
+    return Elementwise(shape, dtype, op, tuple(operands))
+
+
+def is_zero(value: Value) -> bool:
+    """Whether a value repeats the number zero."""
+    scalar = scalar_of(value) if np.shape(value) else value
+    return scalar is not None and is_known(scalar) and not np.any(scalar)
 
 
 def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
@@ -233,9 +257,10 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         place = with_rows(place, dim, place[dim] + first)
         if (place, shape) not in whole.rows:
             own = tuple(sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
-            whole.rows[place, shape] = Elementwise(
-                shape, value.dtype, value.bind, own, value.safe, source=value.source, whole=(whole, place)
-            )
+            made = elementwise(shape, value.dtype, value.op, own)
+            if isinstance(made, Elementwise) and made.whole is None:
+                made.source, made.whole = value.source, (whole, place)
+            whole.rows[place, shape] = made
         return whole.rows[place, shape]
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
 

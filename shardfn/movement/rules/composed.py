@@ -19,10 +19,12 @@ from shardfn.movement.values import (
     Elementwise,
     Lazy,
     Moved,
+    Op,
     Part,
     Spread,
     Squeezed,
     Value,
+    elementwise,
     has_no_frame,
     is_repeated,
     is_stack,
@@ -34,23 +36,22 @@ from shardfn.movement.values import (
 )
 
 
-def elementwise(
-    bind: Callable[[Sequence[Any]], Any], operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter,
-    safe: float | None = None,
-) -> Value:  # fmt: skip
+def on_elements(op: Op, operands: Sequence[Value], shape: tuple[int, ...], dtype: Any, emitter: Emitter) -> Value:
     """An op on the elements of values. Of stacks it is the op on each array of them; of values that fit into no frame the same
     op on their parts; of values without a dimension the op with it, and then without."""
     for dim in itertools.chain.from_iterable(_squeezed_dims(o) for o in operands if np.shape(o)):
         with_it = (*shape[:dim], 1, *shape[dim:])
         rows = [_with_row(emitter, o, dim) if np.shape(o) else o for o in operands]
-        return Squeezed(shape, dtype, elementwise(bind, rows, with_it, dtype, emitter, safe), dim)
+        return Squeezed(shape, dtype, on_elements(op, rows, with_it, dtype, emitter), dim)
+    found = elementwise(shape, dtype, op, operands)
+    if not isinstance(found, Elementwise) or any(found is o for o in operands):
+        return found
     scalars = [scalar_of(o) if np.shape(o) else o for o in operands]
     if not any(scalar is None for scalar in scalars):
         arrays = [
             jnp.asarray(emitter.array(x), getattr(o, "dtype", None)) for x, o in zip(scalars, operands, strict=True)
         ]
-        return Spread(shape, dtype, bind(arrays), ())
-    found = Elementwise(shape, dtype, bind, tuple(operands), safe)
+        return Spread(shape, dtype, op.bind(arrays), ())
     if (apart := _on_components(found, emitter)) is not None:
         return apart
     if frame_of(found) is None and (apart := _on_parts(found, emitter)) is not None:
@@ -67,7 +68,7 @@ def combined(combine: Callable[[Any, Any], Any], values: Sequence[Value], dtype:
     shape = tuple(values[0].shape)
     if not shape:
         return bind([emitter.array(one) for one in values])
-    return elementwise(bind, values, shape, dtype, emitter, 0.5 if combine is operator.mul else None)
+    return on_elements(Op(bind, 0.5 if combine is operator.mul else None), values, shape, dtype, emitter)
 
 
 def _on_components(value: Elementwise, emitter: Emitter) -> Value | None:
@@ -111,7 +112,7 @@ def _in_pieces(value: Elementwise, dim: int, cuts: Iterable[tuple[int, int]], em
 
 
 def _of_operands(value: Elementwise, operands: Sequence[Value], shape: tuple[int, ...], emitter: Emitter) -> Value:
-    return elementwise(value.bind, operands, shape, value.dtype, emitter, value.safe)
+    return on_elements(value.op, operands, shape, value.dtype, emitter)
 
 
 def rows_of(emitter: Emitter, value: Value, dim: int, first: int, rows: int) -> Value:
@@ -160,7 +161,7 @@ def _squeezed(emitter: Emitter, value: Value, dim: int) -> Value:
         return Squeezed(shape, value.dtype, found, last) if isinstance(found, Lazy) else lax.squeeze(found, (last,))
     if has_no_frame(value, dim):
         own = [squeezed(emitter, o, dim) if np.shape(o) else o for o in value.operands]
-        found = elementwise(value.bind, own, shape, value.dtype, emitter, value.safe)
+        found = on_elements(value.op, own, shape, value.dtype, emitter)
         if value.written and isinstance(found, Elementwise):
             found.written = lambda: lax.squeeze(emitter.array(value), (dim,))
         return found

@@ -14,8 +14,8 @@ from jax.extend import core
 from shardfn.ir.rewrite import bind_one
 from shardfn.movement.loops import on_stacks
 from shardfn.movement.rules.call import Call
-from shardfn.movement.rules.composed import elementwise, has_squeezed
-from shardfn.movement.values import Lazy, Spread, Stacked, Value, alignments
+from shardfn.movement.rules.composed import has_squeezed, on_elements
+from shardfn.movement.values import Lazy, Op, Spread, Stacked, Value, alignments
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -42,7 +42,7 @@ def elementwise_rule(call: Call) -> Value | None:
     name = call.eqn.primitive.name
     is_scaled = name == "mul" and any(isinstance(v, core.Literal) for v in call.eqn.invars)
     is_finite = is_scaled or (name in _FINITE and not (name == "abs" and jnp.iscomplexobj(call.operands[0])))
-    return _elementwise(call, call.bound, None if is_finite else 2.0 if name == "acosh" else 0.5)
+    return _elementwise(call, call.bound, None if is_finite else 2.0 if name == "acosh" else 0.5, name == "add_any")
 
 
 def custom_jvp_rule(call: Call) -> Value | None:
@@ -57,7 +57,9 @@ def custom_jvp_rule(call: Call) -> Value | None:
     return _elementwise(call, bound, 0.5)
 
 
-def _elementwise(call: Call, bound: Callable[..., Any], safe: float | None) -> Value | None:
+def _elementwise(
+    call: Call, bound: Callable[..., Any], safe: float | None, adds_gradients: bool = False
+) -> Value | None:
     if {len(np.shape(o)) for o in call.operands} - {0} != {len(call.shape)}:
         return None
     operands = [_repeated(o, call.shape) for o in call.operands]
@@ -65,11 +67,12 @@ def _elementwise(call: Call, bound: Callable[..., Any], safe: float | None) -> V
     def bind(arrays: Sequence[Any]) -> Any:
         return bound(*arrays)
 
+    op = Op(bind, safe, adds_gradients)
     if any(isinstance(o, Stacked) for o in operands):
-        return on_stacks(call.emitter, bind, operands, call.shape, call.dtype, safe)
+        return on_stacks(call.emitter, op, operands, call.shape, call.dtype)
     if not any(map(_is_moved, operands)) and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
         return None
-    return elementwise(bind, operands, call.shape, call.dtype, call.emitter, safe)
+    return on_elements(op, operands, call.shape, call.dtype, call.emitter)
 
 
 def _repeated(value: Value, shape: tuple[int, ...]) -> Value:
@@ -87,11 +90,11 @@ Function = Callable[[tuple[int, ...], Sequence[Any]], Any]
 """Takes a shape and arrays of it, or scalars; returns an array of it."""
 
 
-def on_elements(eqn: Any) -> Function | None:
+def of_elements(eqn: Any) -> Function | None:
     """What an equation makes of arrays of any one shape; None if it may combine elements.
 
     >>> (eqn,) = jax.make_jaxpr(jax.nn.relu)(jnp.zeros(3)).jaxpr.eqns
-    >>> on_elements(eqn)((1, 2), [jnp.array([[-1.0, 2.0]])])
+    >>> of_elements(eqn)((1, 2), [jnp.array([[-1.0, 2.0]])])
     Array([[0., 2.]], dtype=float32)
     """
     name, operands = eqn.primitive.name, eqn.invars
@@ -140,7 +143,7 @@ def _with_rule(eqn: Any, is_asked: bool = False) -> Function | None:
 def _program(closed: Any) -> Function | None:
     """The same of a jaxpr."""
     jaxpr = closed.jaxpr
-    functions = [function for eqn in jaxpr.eqns if (function := on_elements(eqn)) is not None]
+    functions = [function for eqn in jaxpr.eqns if (function := of_elements(eqn)) is not None]
     if len(functions) < len(jaxpr.eqns) or len(jaxpr.outvars) > 1 or any(map(np.shape, closed.consts)):
         return None
 

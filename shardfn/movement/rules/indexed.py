@@ -16,9 +16,9 @@ from jax import lax
 from shardfn.movement.frames import Frame
 from shardfn.movement.mapped import transposed
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.composed import combined, elementwise, expanded, moved_dim, squeezed
+from shardfn.movement.rules.composed import combined, expanded, moved_dim, on_elements, squeezed
 from shardfn.movement.rules.rows import put, strided_rows_of
-from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Moved, Spread, Value, joined, sliced
+from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Moved, Op, Spread, Value, joined, sliced
 
 
 def gather_rule(call: Call) -> Value | None:
@@ -260,4 +260,4 @@ def _put_strided(
 
     emitter.shifted += 1
     lanes = [Iota(shape, np.dtype(np.int32), dim) for dim in rows]
-    return elementwise(put, (value, own, *lanes), shape, value.dtype, emitter, 0.5)
+    return on_elements(Op(put, 0.5), (value, own, *lanes), shape, value.dtype, emitter)

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 from shardfn.movement.rules.call import Call, has_infinity
-from shardfn.movement.rules.composed import combined, elementwise
+from shardfn.movement.rules.composed import combined, on_elements
 from shardfn.movement.rules.rows import padded
-from shardfn.movement.values import Elementwise, Spread, Value, ends_and_rows, sliced
+from shardfn.movement.values import Elementwise, Op, Spread, Value, ends_and_rows, sliced
 
 LONGEST = 5
 """Elements of a window along a dimension: each is a shift of its own."""
@@ -64,7 +64,7 @@ def convolution_rule(call: Call) -> Value | None:
         )
         return lax.convert_element_type(functools.reduce(lax.add, found), call.dtype)
 
-    found = elementwise(bind, operands, call.shape, call.dtype, call.emitter, 0.5)
+    found = on_elements(Op(bind, 0.5), operands, call.shape, call.dtype, call.emitter)
     if isinstance(found, Elementwise):
         found.written = lambda: call.bound(call.emitter.array(given), kernel)
     call.emitter.shifted += 1
