@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -180,7 +179,9 @@ def elementwise(shape: tuple[int, ...], dtype: Any, op: Op, operands: Sequence[V
 
 
 def is_zero(value: Value) -> bool:
-    """Whether a value repeats the number zero."""
+    """Whether all elements of a value are the number zero, which the program does not compute."""
+    if isinstance(value, Moved | Squeezed) or (isinstance(value, Spread) and np.shape(value.operand)):
+        return all(map(is_zero, value.below()))
     scalar = scalar_of(value) if np.shape(value) else value
     return scalar is not None and is_known(scalar) and not np.any(scalar)
 
@@ -373,12 +374,12 @@ def _arrays_of(value: Value) -> frozenset[int]:
 
 
 def is_stack(value: Value) -> TypeGuard[Moved]:
-    """Whether a value is a few arrays of one row each, one behind the other, and scalars: ops on it are ops on each."""
+    """Whether a value is a few arrays of one row each, one behind the other, and scalars: ops on it are ops on each. A row of
+    an array, which has a place there, is none."""
     if not isinstance(value, Moved) or not 1 < value.shape[value.dim] <= MOST:
         return False
-    are_scalars = [scalar_of(part.source) is not None for part in value.parts]
-    are_rows = [part.source.shape[value.dim] == 1 for part in value.parts]
-    return all(map(operator.or_, are_scalars, are_rows)) and not all(are_scalars)
+    sources = [part.source for part in value.parts if scalar_of(part.source) is None]
+    return bool(sources) and all(o.shape[value.dim] == 1 and not alignments(o, value.dim) for o in sources)
 
 
 def is_stack_of_many(value: Value, arrays: int) -> bool:

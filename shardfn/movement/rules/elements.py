@@ -15,7 +15,7 @@ from shardfn.ir.rewrite import bind_one
 from shardfn.movement.loops import on_stacks
 from shardfn.movement.rules.call import Call
 from shardfn.movement.rules.composed import has_squeezed, on_elements
-from shardfn.movement.values import Lazy, Op, Spread, Stacked, Value, alignments
+from shardfn.movement.values import Lazy, Op, Spread, Stacked, Value, alignments, is_zero
 
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
@@ -70,7 +70,8 @@ def _elementwise(
     op = Op(bind, safe, adds_gradients)
     if any(isinstance(o, Stacked) for o in operands):
         return on_stacks(call.emitter, op, operands, call.shape, call.dtype)
-    if not any(map(_is_moved, operands)) and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
+    is_moved = any(map(_is_moved, operands)) or (adds_gradients and any(map(is_zero, operands)))
+    if not is_moved and any(not isinstance(o, Lazy) and np.shape(o) for o in operands):
         return None
     return on_elements(op, operands, call.shape, call.dtype, call.emitter)
 
