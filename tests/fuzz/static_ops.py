@@ -73,6 +73,24 @@ def stack(d: Draw, x: Value) -> str:
     return f"jnp.stack([{x}, {d.other(x)}], {d.int(0, x.rank)})"
 
 
+@op(1, EVERY, ranks=(2, 3), is_static=True)
+def components(d: Draw, x: Value) -> str:
+    """Rows along a dimension, each moved by itself, and put together again."""
+    rows, index, dim = x.shape[0], d.one("x[k]", "x[k : k + 1]"), d.int(1, x.rank - 1)
+    if rows > 24:
+        raise NoFit
+    axis = dim - (index == "x[k]")
+    moved = d.one(f"jnp.roll({index}, k % 3 - 1, {axis})", f"{index}.at[{':, ' * axis}k % 2].set({d.number(x)})")
+    whole = f"(lambda x: jnp.{'stack' if index == 'x[k]' else 'concatenate'}([{moved} for k in range({rows})]))({x})"
+    at_k = f"p[(k, *[slice(None)] * {dim - 1}, slice(k % 3, k % 3 + {x.shape[dim]}))]"
+    pads = [(1, 1) if i == dim else (0, 0) for i in range(x.rank)]
+    pulled = (
+        f"(lambda p: jnp.stack([{at_k} for k in range({rows})]))(jnp.pad({x}, {pads}, mode={d.one('wrap', 'edge')!r}))"
+    )
+    updated = f"{x}.at[{d.int(0, rows - 1)}].set(jnp.roll({x}[{d.int(0, rows - 1)}], {d.one(1, -1)}, {dim - 1}))"
+    return d.one(whole, whole, pulled, updated)
+
+
 @op(1, EVERY, is_static=True)
 def interleave(d: Draw, x: Value) -> str:
     axis = d.axis(x)
