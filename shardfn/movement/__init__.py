@@ -11,11 +11,11 @@ slice, a pad or a scatter whose result has uneven shards it does neither.
 are known, arrays that come from one array share its halo (`shared_halos`).
 """
 
-from shardfn.movement.rewrite import is_still, shifts_of, with_shifts
+from shardfn.movement.rewrite import is_still, shifted, with_shifts
 from shardfn.movement.rotation import Turn, is_rotation, rotated, turns, with_rotations_back
 from shardfn.movement.shared_halos import Shards, shares_halos, with_shared_halos
 
 __all__ = [
-    "Shards", "Turn", "is_rotation", "is_still", "rotated", "shares_halos", "shifts_of", "turns", "with_rotations_back",
+    "Shards", "Turn", "is_rotation", "is_still", "rotated", "shares_halos", "shifted", "turns", "with_rotations_back",
     "with_shared_halos", "with_shifts",
 ]  # fmt: skip

@@ -80,6 +80,11 @@ class Emitter:
         """Whether a dimension of so many rows is one of components."""
         return 1 < rows <= FEW or (1 < rows <= MOST and rows not in self.grids)
 
+    @property
+    def is_moved_again(self) -> bool:
+        """Whether an array is moved by several numbers of rows one way: those shifts share rows."""
+        return any(len({abs(s) for s in one if s * sign > 0}) > 1 for one in self.wanted.values() for sign in (1, -1))
+
     @contextlib.contextmanager
     def inside_trace(self) -> Iterator[None]:
         """Arrays of a trace inside are made in it, and not used outside."""

@@ -72,20 +72,26 @@ def is_still(jaxpr: Any) -> bool:
     return True
 
 
-Shifts = Mapping[tuple[int, int], set[int]]
-"""The shifts of each array along each dimension; arrays have numbers in the order of their first shifts."""
-
-
-def shifts_of(closed: Any) -> Shifts | None:
-    """What `with_shifts` shifts in a closed jaxpr; None if it has no static movement to be written as shifts and selects."""
+def shifted(closed: Any) -> Any:
+    """A closed jaxpr with its static movement as shifts and selects; None if it has none."""
     if not may_move(closed.jaxpr):
         return None
-    emitter = Emitter(grids_of(closed.jaxpr))
+    emitter = _emitter(closed)
+    made = _emitted(emitter, closed)
+    if not emitter.shifted and may_move(made.jaxpr):
+        return None
+    return _emitted(_emitter(closed, emitter.wanted), closed) if emitter.is_moved_again else made
+
+
+def _emitter(closed: Any, known: Mapping[tuple[int, int], set[int]] | None = None) -> Emitter:
+    return Emitter(grids_of(closed.jaxpr), known=known or {})
+
+
+def _emitted(emitter: Emitter, closed: Any) -> Any:
     args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
-    made = jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(
+    return jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(
         *args
     )
-    return emitter.wanted if emitter.shifted or not may_move(made.jaxpr) else None
 
 
 def _rules(emitter: Emitter) -> RebindRules:
@@ -93,15 +99,12 @@ def _rules(emitter: Emitter) -> RebindRules:
                        functools.partial(_evaluate, emitter), (Known,))  # fmt: skip
 
 
-def with_shifts(
-    function: Callable[..., Any], static_argnums: tuple[int, ...] = (), shifts: Shifts | None = None
-) -> Callable[..., Any]:
+def with_shifts(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
     """`function` with its static movement as shifts and selects.
 
     Args:
       function: the function, of positional arguments.
       static_argnums: as in `jax.jit`.
-      shifts: those of the function's trace (`shifts_of`), if they are known already.
 
     >>> import jax.numpy as jnp
     >>> with_shifts(lambda x: x.at[1:].add(x[:-1]))(jnp.arange(4))
@@ -111,7 +114,10 @@ def with_shifts(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
-        emitter = Emitter(grids_of(closed.jaxpr), known=(shifts_of(closed) if shifts is None else shifts) or {})
+        first = _emitter(closed)
+        if may_move(closed.jaxpr):
+            _emitted(first, closed)
+        emitter = _emitter(closed, first.wanted)
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
         flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)

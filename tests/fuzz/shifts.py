@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.movement import shifts_of, with_shifts
+from shardfn.movement import shifted, with_shifts
 from tests.fuzz.programs import draw_program
 
 LONG = {"float32": "float64", "complex64": "complex128"}
@@ -43,7 +43,7 @@ def differs(seed: int) -> str | None:
         try:
             source, function, args = drawn(seed)
             closed = jax.make_jaxpr(function)(*args)
-            if shifts_of(closed) is None:
+            if shifted(closed) is None:
                 return None
             want = jax.jit(function)(*args)
         except (TypeError, ValueError, NotImplementedError, IndexError):  # it does not run as it is

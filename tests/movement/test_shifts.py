@@ -8,7 +8,7 @@ from jax import lax
 
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.movement import shifts_of, with_shifts
+from shardfn.movement import shifted, with_shifts
 from shardfn.planning.answers import planner
 from shardfn.runtime.verify import compile_plan
 
@@ -371,7 +371,7 @@ UNTOUCHED = {
 
 @pytest.mark.parametrize("function", UNTOUCHED.values(), ids=UNTOUCHED)
 def test_program_without_neighbours_stays_as_it_is(function):
-    assert shifts_of(jax.make_jaxpr(function)(jnp.ones((16, 16)))) is None
+    assert shifted(jax.make_jaxpr(function)(jnp.ones((16, 16)))) is None
 
 
 EXTREMA = {

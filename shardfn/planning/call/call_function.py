@@ -27,7 +27,7 @@ from shardfn.frontend.static_leaves import hide_static, holds_static, restore_st
 from shardfn.frontend.trace import Traced, TracedJaxpr, lower, trace_jaxpr
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.ir.model import Axes, InnerSpec
-from shardfn.movement import Shards, shifts_of, with_shared_halos, with_shifts
+from shardfn.movement import Shards, shifted, with_shared_halos, with_shifts
 from shardfn.planning.call.first_trace import replayed
 from shardfn.planning.inside import constrain_inner, constrain_tags
 from shardfn.planning.layout_rules import LayoutRule
@@ -123,20 +123,23 @@ class CallFunction:
     def with_shifts(self, traced: TracedJaxpr) -> CallFunction:
         """The function with its static movement as shifts, if it has any; `traced` is what `as_jaxpr` returned."""
         with without_types(self.ambient, self.callee.name):
-            shifts = shifts_of(traced.stage.jaxpr)
-        if shifts is None:
+            closed = shifted(traced.stage.jaxpr)
+        if closed is None:
             return dataclasses.replace(self, unshifted=None)
-        return dataclasses.replace(self, unshifted=None, shifted=with_shifts(self.base, self.call.statics, shifts))
+        function = with_shifts(self.base, self.call.statics)
+        if self.ambient is None:
+            function = replayed(function, traced, self.call.values, self.call.statics, closed)
+        return dataclasses.replace(self, unshifted=None, shifted=function)
 
     def with_shared_halos(self, shards: Shards) -> CallFunction:
         """The function with its movement as shifts that share halos (`with_shared_halos`)."""
-        shifted = self.shifted or with_shifts(self.base, self.call.statics)
-        return dataclasses.replace(self, shifted=shifted, halo_shards=shards)
+        function = self.shifted or with_shifts(self.base, self.call.statics)
+        return dataclasses.replace(self, shifted=function, halo_shards=shards)
 
     def of(self, pure: Callable[..., Any]) -> CallFunction:
         """The same call, of another function with the same program."""
-        shifted = None if self.shifted is None else with_shifts(pure, self.call.statics)
-        return dataclasses.replace(self, pure=pure, replay=None, shifted=shifted)
+        function = None if self.shifted is None else with_shifts(pure, self.call.statics)
+        return dataclasses.replace(self, pure=pure, replay=None, shifted=function)
 
     def lowered(self, traced: TracedJaxpr, platform: str) -> Traced:
         """What `as_jaxpr` returned, lowered for a platform."""

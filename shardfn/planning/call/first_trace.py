@@ -27,7 +27,7 @@ def settings() -> Any:
 
 
 def replayed(
-    pure: Callable[..., Any], traced: TracedJaxpr, values: Sequence[Any], statics: Sequence[int]
+    pure: Callable[..., Any], traced: TracedJaxpr, values: Sequence[Any], statics: Sequence[int], closed: Any = None
 ) -> Callable[..., Any]:
     """`pure`, which runs the equations of its first trace where a trace of it would give the same.
 
@@ -39,8 +39,9 @@ def replayed(
       traced: its trace.
       values: what it was traced with.
       statics: positions of static values.
+      closed: what is run in the place of the trace.
     """
-    closed, expected = traced.stage.jaxpr, signature(values, statics)
+    closed, expected = closed or traced.stage.jaxpr, signature(values, statics)
     weak = [getattr(aval, "weak_type", None) for aval in closed.in_avals]
     if closed.effects or traced.is_rewritten or None in weak:
         return pure
