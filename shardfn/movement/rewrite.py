@@ -76,22 +76,24 @@ def shifted(closed: Any) -> Any:
     """A closed jaxpr with its static movement as shifts and selects; None if it has none."""
     if not may_move(closed.jaxpr):
         return None
+    args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
     emitter = _emitter(closed)
-    made = _emitted(emitter, closed)
+    made = _emitted(emitter, closed, args)
     if not emitter.shifted and may_move(made.jaxpr):
         return None
-    return _emitted(_emitter(closed, emitter.wanted), closed) if emitter.is_moved_again else made
+    return _emitted(_emitter(closed, emitter.wanted), closed, args) if emitter.is_moved_again else made
 
 
 def _emitter(closed: Any, known: Mapping[tuple[int, int], set[int]] | None = None) -> Emitter:
     return Emitter(grids_of(closed.jaxpr), known=known or {})
 
 
-def _emitted(emitter: Emitter, closed: Any) -> Any:
-    args = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in closed.in_avals]
-    return jax.make_jaxpr(lambda *flat: _evaluate(emitter, closed.jaxpr, closed.consts, flat, _rules(emitter), 0))(
-        *args
-    )
+def _emitted(emitter: Emitter, closed: Any, args: Sequence[Any]) -> Any:
+    return jax.make_jaxpr(functools.partial(_results_of, emitter, closed))(*args)
+
+
+def _results_of(emitter: Emitter, closed: Any, *args: Any) -> list[Any]:
+    return _evaluate(emitter, closed.jaxpr, closed.consts, args, _rules(emitter), 0)
 
 
 def _rules(emitter: Emitter) -> RebindRules:
@@ -114,13 +116,12 @@ def with_shifts(function: Callable[..., Any], static_argnums: tuple[int, ...] = 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
+        flat = tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static_argnums])
         first = _emitter(closed)
         if may_move(closed.jaxpr):
-            _emitted(first, closed)
-        emitter = _emitter(closed, first.wanted)
-        dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-        flat = _evaluate(emitter, closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), _rules(emitter), 0)
-        return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
+            _emitted(first, closed, flat)
+        results = _results_of(_emitter(closed, first.wanted), closed, *flat)
+        return tree_util.tree_unflatten(tree_util.tree_structure(shape), results)
 
     return run
 

@@ -16,7 +16,7 @@ from jax import lax
 from shardfn.movement.frames import Frame
 from shardfn.movement.mapped import transposed
 from shardfn.movement.rules.call import MOST_ROWS, Call
-from shardfn.movement.rules.composed import combined, expanded, moved_dim, on_elements, squeezed
+from shardfn.movement.rules.composed import combined, expanded, moved_dim, on_elements, rows_of, squeezed
 from shardfn.movement.rules.rows import put, strided_rows_of
 from shardfn.movement.values import Elementwise, Iota, Known, Lazy, Moved, Op, Spread, Value, joined, sliced
 
@@ -45,7 +45,7 @@ def gather_rule(call: Call) -> Value | None:
     elif stride:
         found = strided_rows_of(call.emitter, value, dim, rows[0], len(rows), stride)
     if found is None and len(rows) <= MOST_ROWS:
-        found = joined([sliced(value, dim, row, 1) for row in rows], dim)
+        found = joined([rows_of(call.emitter, value, dim, row, 1) for row in rows], dim)
     return None if found is None else moved_dim(call.emitter, found, dim, batch[0])
 
 
@@ -58,7 +58,7 @@ def _window(call: Call, value: Value, place: Sequence[int]) -> Value | None:
         return None
     found = value
     for d, (first, rows) in enumerate(zip(kept[0][1], sizes, strict=True)):
-        found = sliced(found, d, first, rows)
+        found = rows_of(call.emitter, found, d, first, rows)
     for d in sorted(numbers.collapsed_slice_dims, reverse=True):
         found = squeezed(call.emitter, found, d)
     return found
@@ -113,7 +113,7 @@ def scatter_rule(combine: Callable[[Any, Any], Any] | None, call: Call) -> Value
     if len(kept) > MOST_ROWS:
         return None
     for i, start in kept:
-        value = _updated(call, value, sliced(updates, along, i, 1), start, combine)
+        value = _updated(call, value, rows_of(call.emitter, updates, along, i, 1), start, combine)
     return value
 
 

@@ -176,7 +176,7 @@ def dynamic_slice_rule(call: Call) -> Value | None:
     for dim, (place, size) in enumerate(zip(places, sizes, strict=True)):
         if place is None:
             return None
-        value = sliced(value, dim, min(max(place, 0), value.shape[dim] - size), size)
+        value = rows_of(call.emitter, value, dim, min(max(place, 0), value.shape[dim] - size), size)
     return value
 
 
