@@ -422,7 +422,7 @@ def _alignments(value: Lazy, dim: int) -> Iterator[Alignment]:
         found, rows, total, start = list[Alignment](), collections.Counter[frozenset[int]](), 0, 0
         for part in value.parts:
             own = alignments(part.source, dim)
-            is_constant = isinstance(part.source, Known) or is_repeated(part.source, dim)
+            is_constant = is_repeated(part.source, dim) or (isinstance(part.source, Lazy) and part.source.is_constant)
             if not own and not is_constant:
                 own = (Alignment(part.source.shape[dim], 0, part.rows),)
             placed = [Alignment(one.size, one.offset + part.first - start, part.rows) for one in own]

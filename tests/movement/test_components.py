@@ -111,3 +111,28 @@ def test_a_part_of_a_gradient_that_is_zero_is_left_out():
     made = jax.make_jaxpr(with_shifts(jax.grad(function)))(u)
     assert not [eqn for eqn in made.eqns if eqn.primitive.name == "add_any"]
     np.testing.assert_allclose(with_shifts(jax.grad(function))(u), jax.grad(function)(u), 1e-6)
+
+
+def test_the_gradient_of_a_step_with_an_obstacle_in_a_loop_sends_two_halos():
+    """The mask is made in the loop, of constants."""
+
+    def step(_, f):
+        inside = jnp.zeros(f.shape[1:], bool).at[10:20, 5:9].set(True)
+        moved = jnp.stack([jnp.roll(f[k], move[1:], (0, 1)) for k, move in enumerate(PLANE)])
+        return jnp.where(inside, moved[::-1], jnp.sin(moved))
+
+    slope = jax.grad(lambda f: jnp.sin(jax.lax.fori_loop(0, 3, step, f)).sum())
+    f = 1 + jax.random.uniform(jax.random.key(0), (9, 32, 24))
+    sharded = shardfn.shard(slope, ((1, 8, 1),), ((1, 8, 1),))
+    assert sharded.plan(f).cost.bytes_sent == 2 * 3 * 6 * 24 * 4  # ways, steps, directions across
+    np.testing.assert_allclose(sharded(f), jax.jit(slope)(f), 1e-4, 1e-4)
+
+
+def test_a_row_at_an_index_that_moves_sends_that_row():
+    def function(f):
+        return jnp.sin(f.at[0].set(jnp.roll(f[-1], 1, 0))).sum()
+
+    f = jnp.arange(9.0 * 32 * 24).reshape(9, 32, 24)
+    sharded = shardfn.shard(jax.grad(function), ((1, 8, 1),), ((1, 8, 1),))
+    assert sharded.plan(f).cost.bytes_sent == 2 * 24 * 4
+    np.testing.assert_allclose(sharded(f), jax.grad(function)(f), 1e-5, 1e-5)
