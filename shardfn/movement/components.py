@@ -5,10 +5,10 @@ The rows of other dimensions, those of grids, have neighbours, and are computed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
 from typing import Any
 
-from shardfn.ir.rewrite import inner
+from shardfn.ir.rewrite import equations
 
 FEW = 8
 """A dimension of so few rows is one of components, whatever the program does with them."""
@@ -26,24 +26,27 @@ def grids_of(jaxpr: Any) -> frozenset[int]:
     >>> sorted(grids_of(jax.make_jaxpr(moved)(jnp.ones((9, 100))).jaxpr))
     [99, 100]
     """
-    return frozenset(_sizes(jaxpr))
-
-
-def _sizes(jaxpr: Any) -> Iterator[int]:
-    for eqn in jaxpr.eqns:
+    moved, reversed_, alone = set(), set(), collections.defaultdict(set)
+    for _, eqn, _ in equations(jaxpr):
         name, params = eqn.primitive.name, eqn.params
         if name in _OF_ROWS:
             arrays = [v.aval.shape for v in (*eqn.invars, *eqn.outvars) if v.aval.shape]
             for sizes in zip(*arrays, strict=True):
                 if any(1 < rows < max(sizes) for rows in sizes):
-                    yield from (rows for rows in sizes if rows > 1)
+                    moved.update(rows for rows in sizes if rows > 1)
         elif name == "rev":
-            yield from (eqn.outvars[0].aval.shape[dim] for dim in params["dimensions"])
+            reversed_.update(eqn.outvars[0].aval.shape[dim] for dim in params["dimensions"])
         elif name.startswith("reduce_window"):
             sizes = zip(eqn.invars[0].aval.shape, params["window_dimensions"], strict=True)
-            yield from (size for size, rows in sizes if rows > 1)
-        for one in inner(eqn):
-            yield from _sizes(one)
+            moved.update(size for size, rows in sizes if rows > 1)
+        if name == "slice":
+            limits = zip(eqn.invars[0].aval.shape, params["start_indices"], params["limit_indices"], strict=True)
+            for size, first, end in limits:
+                if end - first == 1:
+                    alone[size].add(first)
+    # Components are turned round by `f[::-1]` too: directions of a lattice. Each of their rows is taken alone.
+    one_by_one = {size for size, rows in alone.items() if len(rows) == size}
+    return frozenset(moved | (reversed_ - one_by_one))
 
 
 _OF_ROWS = frozenset({"slice", "pad", "concatenate", "split", "dynamic_slice", "dynamic_update_slice"})
