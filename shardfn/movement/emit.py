@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
 
 from shardfn.movement.components import FEW, MOST
@@ -422,10 +423,16 @@ def guarded(bind: Callable[[Sequence[Any]], Any], safe: float) -> Callable[..., 
             lax.select(inside, x, jnp.full_like(x, safe)) if np.shape(x) and jnp.issubdtype(x.dtype, jnp.inexact) else x
             for x in operands
         ]
-        tangent = jax.jvp(lambda *xs: bind(xs), near, list(tangents[1:]))[1]
+        moving = {i: t for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)}
+
+        def of_moving(*xs: Any) -> Any:
+            own = dict(zip(moving, xs, strict=True))
+            return bind([own.get(i, x) for i, x in enumerate(near)])
+
+        tangent = jax.jvp(of_moving, tuple(near[i] for i in moving), tuple(moving.values()))[1]
         return op(*primals), lax.select(inside, tangent, jnp.zeros_like(tangent))
 
-    op.defjvp(derivative)
+    op.defjvp(derivative, symbolic_zeros=True)
     return op
 
 

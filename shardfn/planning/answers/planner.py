@@ -32,6 +32,7 @@ from shardfn.planning.meshes import PlanMesh, device_mesh
 from shardfn.planning.plan import FIX, Plan, changed, later
 from shardfn.planning.workarounds import (
     WrongOp,
+    in_program,
     movements_of_equation,
     refuse_reshardings,
     workaround_note,
@@ -316,12 +317,12 @@ def is_correct(posed: PosedCall, candidate: SearchCandidate | Answer) -> bool:
 def _wrong_ops(
     posed: PosedCall, partitioned: PartitionedProgram, known: tuple[WrongOp, ...] = ()
 ) -> tuple[WrongOp, ...]:
-    """`wrong_ops`, of movement only what the traced function has: JAX lowers other ops to slices and pads too."""
+    """`wrong_ops`, as the traced function has them."""
     found = wrong_ops(partitioned, known, posed.call.function.has_residuals)
     if not any(w.movement for w in found):
         return found
     own = {movement for _, eqn, _ in equations(posed.call.traced.jaxpr) for movement in movements_of_equation(eqn)}
-    return tuple(w for w in found if w.movement is None or w.movement in own)
+    return tuple(one for w in found for one in in_program(w, own))
 
 
 def correct_answer(posed: PosedCall, answer: Answer) -> Answer:

@@ -111,6 +111,24 @@ def wrong_ops(
     return tuple(found)
 
 
+def in_program(wrong: WrongOp, own: Collection[Movement]) -> list[WrongOp]:
+    """What a program has of a wrong op; `own` are the movements of its equations. A rotation may be slices and a concatenation.
+
+    >>> rotation, halves = Movement("rotate", ((8,),), (8,)), Movement("concatenate", ((3,), (5,)), (8,))
+    >>> [one] = in_program(WrongOp("", "movement", movement=rotation, dims=((0,), (0,))), [halves])
+    >>> one.movement == halves, one.dims
+    (True, ((0,), (0,), (0,)))
+    """
+    moved, dims = wrong.movement, wrong.dims
+    if moved is None or moved in own:
+        return [wrong]
+    if wrong.kind != "movement" or moved.op != "rotate":  # JAX lowers other ops to slices and pads too
+        return []
+    slices = [m for m in own if m.op == "slice" and m.operands == moved.operands]
+    joined = [m for m in own if m.op == "concatenate" and m.result == moved.result]
+    return [wrong._replace(movement=m, dims=dims[:1] * (len(m.operands) + 1)) for m in (*slices, *joined)]
+
+
 def _may_end(partitioned: PartitionedProgram) -> list[tuple[Spec, Spec]]:
     """The shardings before and after each resharding on a mesh of several axes; none before JAX 0.12, which none ends."""
     if IS_BEFORE_JAX_0_12 or len(partitioned.axes) == 1:
