@@ -42,12 +42,12 @@
 """
 
 from shardfn.planning.workarounds.notes import workaround_note
-from shardfn.planning.workarounds.rewrites import replicate_wrong_ops
+from shardfn.planning.workarounds.rewrites import replicate_wrong_ops, rotations_apart
 from shardfn.planning.workarounds.uneven_movement import before_resharding, movements_of_equation, moves_shards
 from shardfn.planning.workarounds.windows import has_windows, separate_windows, windows_clash
 from shardfn.planning.workarounds.wrong_ops import WrongOp, in_program, refuse_reshardings, wrong_ops
 
 __all__ = [
     "WrongOp", "before_resharding", "has_windows", "in_program", "movements_of_equation", "moves_shards", "refuse_reshardings",
-    "replicate_wrong_ops", "separate_windows", "windows_clash", "workaround_note", "wrong_ops",
+    "replicate_wrong_ops", "rotations_apart", "separate_windows", "windows_clash", "workaround_note", "wrong_ops",
 ]  # fmt: skip

@@ -96,6 +96,22 @@ def replicate_wrong_ops(
     return rebind(function, lambda eqn, number: is_rotation(eqn) or bool(kinds_of(eqn)), bind, static_argnums, refuse)
 
 
+def rotations_apart(
+    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`function` for a place inside another program, whose shardings may spread into it: each array that it rotates is a value
+    of its own there. On a mesh of several axes XLA may take the resharded rows of a rotation for those of the whole array, which
+    does not compile."""
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(inputs[0]))
+        with inserted():
+            own = jax.lax.with_sharding_constraint(inputs[0], NamedSharding(mesh, spec))
+        return bind_one(eqn, [own, *inputs[1:]])
+
+    return rebind(function, lambda eqn, number: is_rotation(eqn), bind, static_argnums)
+
+
 def _clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The inputs of a `dynamic_slice` or `dynamic_update_slice` with its place within the array."""
     count = len(inputs) - np.ndim(inputs[0])
