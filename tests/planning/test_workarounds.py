@@ -844,3 +844,15 @@ def test_windows_that_leave_the_last_rows_unread_have_sharded_results(rows, size
     np.testing.assert_allclose(sharded(x), pooled(x), rtol=1e-6)
     derivative = jax.jit(jax.grad(lambda x: jnp.sin(sharded(x)).sum()))
     np.testing.assert_allclose(derivative(x), jax.grad(lambda x: jnp.sin(pooled(x)).sum())(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [15, 1, 4])
+def test_a_rotation_that_is_written_as_slices_is_resharded_for_it(rows):
+    def function(x):
+        return x - jnp.concatenate([x[rows:], x[:rows]])
+
+    x = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
+    sharded = shardfn.shard(function, ((4, 1),), ((1, 2),), device=jax.devices()[:4])
+    np.testing.assert_array_equal(sharded(x), function(x))
+    got, want = (jax.grad(lambda x: jnp.sin(one(x)).sum()) for one in (sharded, function))  # noqa: B023
+    np.testing.assert_allclose(jax.jit(got)(x), want(x), 1e-5, 1e-5)

@@ -349,3 +349,20 @@ def test_a_rule_that_refuses_gradients_of_some_arguments_is_asked_for_the_others
     for places in (0, (0, 1)):
         want, got = (jax.grad(lambda *xs, f=f: jnp.sin(f(*xs)).sum(), places)(x, jnp.cos(x)) for f in (f, sharded))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), got, want)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_rotations_are_resharded_for_what_is_around_them(devices):
+    """The results are sharded along columns, by an axis that shards rows too."""
+    x = jnp.sin(jnp.arange(128.0)).reshape(16, 8)
+    sharded = shardfn.shard(lambda x: jnp.gradient(x, axis=0), ((devices, 1),), ((1, devices // 2),),
+                            device=jax.devices()[:devices])  # fmt: skip
+    got = jax.jit(jax.grad(lambda x: jnp.sin(sharded(x)).sum()))(x)
+    np.testing.assert_allclose(got, jax.grad(lambda x: jnp.sin(jnp.gradient(x, axis=0)).sum())(x), 1e-5, 1e-5)
+
+
+def test_what_does_not_move_leaves_no_residuals():
+    """JAX divides by the spacing, a constant: nothing of the way is kept for its gradient."""
+    sharded = shardfn.shard(lambda x: jnp.gradient(x, axis=0), ((8, 1),))
+    made = jax.make_jaxpr(jax.linearize(sharded, jnp.ones((16, 8)))[1])(jnp.ones((16, 8)))
+    assert not [c for c in made.consts if c.dtype == jnp.float32]
