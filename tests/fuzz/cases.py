@@ -405,6 +405,18 @@ PROGRAMS = {
         3,
         ("inside",),
     ),
+    "the only element set, left to the search, beside a mirrored concatenation": Pack(
+        (
+            Program(
+                (Input("x0", (2,), "float32", (2,)),),
+                (Step("v0", "jnp.concatenate([x0, x0[:0:-1]], 0)", "concatenate"),),
+                ("v0",),
+            ),
+            Program((Input("x1", (1,), "bool", None),), (Step("v1", "x1.at[0].set(True)", "at_element"),), ("v1",)),
+        ),
+        2,
+        ("values",),
+    ),
 }
 """Programs that may end the process, which are judged in another one; and those that are easier to read as lines."""
 

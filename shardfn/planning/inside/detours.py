@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 
 from shardfn.ir.model import Graph, Spec, axes_of
@@ -74,9 +75,9 @@ def alltoalls_left(left: Sequence[Detour]) -> list[str]:
 
 
 def along(value: Any, path: Iterable[Spec | None], mesh: PlanMesh) -> Any:
-    """An array under sharding constraints, one after the other; a spec of None or of another rank is left out."""
+    """An array under sharding constraints, one after the other; a spec of None, of a scalar or of another rank is left out."""
     for spec in path:
-        if spec is not None and len(spec) == value.ndim:
+        if spec and len(spec) == np.ndim(value):
             # The module's operand may be a broadcast of the equation's.
             dims = tuple(dim if n > 1 else () for n, dim in zip(value.shape, spec, strict=True))
             value = jax.lax.with_sharding_constraint(value, mesh.sharding(dims))
