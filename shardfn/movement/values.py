@@ -21,7 +21,10 @@ from typing import Any, NamedTuple, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.movement.components import MOST
+from shardfn.movement.components import FEW, MOST
+
+MOST_READ = 4
+"""Parts of an op's rows that are computed on their own: at both ends, for readers of one row and of more."""
 
 Value = Any
 """A JAX array, or one of the classes here: each has a `shape` and a `dtype`."""
@@ -257,6 +260,8 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
         whole, place = value.whole or (value, (0,) * len(shape))
         place = with_rows(place, dim, place[dim] + first)
         if (place, shape) not in whole.rows:
+            if _is_read_in_many_parts(whole, dim, rows):
+                return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
             own = tuple(sliced(o, dim, first, rows) if np.shape(o) else o for o in value.operands)
             made = elementwise(shape, value.dtype, value.op, own)
             if isinstance(made, Elementwise) and made.whole is None:
@@ -264,6 +269,15 @@ def sliced(value: Value, dim: int, first: int, rows: int) -> Value:
             whole.rows[place, shape] = made
         return whole.rows[place, shape]
     return Moved(shape, value.dtype, dim, (Part(rows, value, first),))
+
+
+def _is_read_in_many_parts(value: Elementwise, dim: int, rows: int) -> bool:
+    """Whether a value is computed once for all who read at most half of its rows: they are many, as in a tree of halves of
+    halves, where each op would be done again for each leaf. Not so components, constants, and arrays with rows around them."""
+    size = value.shape[dim]
+    if size <= FEW or 2 * rows > size or value.is_constant or any(has_more(value, d) for d in range(len(value.shape))):
+        return False
+    return sum(2 * shape[dim] <= size for _, shape in value.rows) >= MOST_READ
 
 
 def of_sources(parts: Sequence[Part], change: Callable[[Value], Value]) -> tuple[Part, ...]:

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import shardfn
-from shardfn.ir.rewrite import inner
+from shardfn.ir.rewrite import equations, inner
 from shardfn.movement import with_shifts
 
 N = 64
@@ -398,3 +398,16 @@ def test_a_product_beside_what_is_not_finite_has_a_finite_gradient():
 def test_ends_along_several_dimensions_are_reduced_in_a_few_ops(width, most):
     made = jax.make_jaxpr(with_shifts(lambda x: jnp.max(jnp.pad(x, width, mode="wrap") ** 2)))(jnp.ones((16, 16, 16)))
     assert len(made.eqns) < most
+
+
+@pytest.mark.parametrize("columns", [8, 64])
+def test_a_tree_of_halves_is_computed_once(columns):
+    """JAX writes the derivative of a product as a tree of products of halves."""
+
+    def slope(x):
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda x: jnp.sin(jnp.prod(x)))(x)).sum())(x)
+
+    x = 1 + jnp.arange(24.0 * columns).reshape(24, columns) / (24**2 * columns**2)
+    written, made = (jax.make_jaxpr(one)(x).jaxpr for one in (slope, with_shifts(slope)))
+    assert len(list(equations(made))) < 12 * len(list(equations(written)))
+    np.testing.assert_allclose(with_shifts(slope)(x), jax.jit(slope)(x), 2e-4, 1e-5)
