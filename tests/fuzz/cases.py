@@ -405,6 +405,26 @@ PROGRAMS = {
         3,
         ("inside",),
     ),
+    "an update by an earlier part of a row, mapped over one column": Pack(
+        (
+            Program(
+                (Input("x0", (4, 1), "float32", (1, 1)),),
+                (
+                    Step("v0", "jnp.pad(x0, ((0, 0), (0, 1)), mode='minimum')", "pad_statistic"),
+                    Step("v1", "v0[:0:-1, :-2:-1]", "slice"),
+                    Step(
+                        "v2",
+                        "jax.vmap(lambda u: lax.dynamic_update_slice_in_dim(u, u[0:-1], jnp.argmax(jnp.ravel(u).real[:1]), 0),"
+                        " in_axes=1, out_axes=1)(v1)",
+                        "vmap",
+                    ),
+                ),
+                ("v2",),
+            ),
+        ),
+        2,
+        ("values",),
+    ),
     "the only element set, left to the search, beside a mirrored concatenation": Pack(
         (
             Program(

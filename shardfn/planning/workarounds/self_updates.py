@@ -78,7 +78,8 @@ def selected_scatter(eqn: Any, inputs: Sequence[Any]) -> Any:
     numbers, mode = eqn.params["dimension_numbers"], lax.GatherScatterMode.from_any(eqn.params["mode"])
     places = dict(zip(numbers.scatter_dims_to_operand_dims, index.reshape(-1), strict=True))
     windows = iter(update.shape[d] for d in numbers.update_window_dims)
-    rows = [1 if d in numbers.inserted_window_dims else next(windows) for d in range(array.ndim)]
+    alone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}  # one window: a batch of one
+    rows = [1 if d in alone else next(windows) for d in range(array.ndim)]
     update, last = update.reshape(rows), [n - own for n, own in zip(array.shape, rows, strict=True)]
     starts = [places.get(d, 0) for d in range(array.ndim)]
     clamped = [
