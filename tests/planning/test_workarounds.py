@@ -856,3 +856,12 @@ def test_a_rotation_that_is_written_as_slices_is_resharded_for_it(rows):
     np.testing.assert_array_equal(sharded(x), function(x))
     got, want = (jax.grad(lambda x: jnp.sin(one(x)).sum()) for one in (sharded, function))  # noqa: B023
     np.testing.assert_allclose(jax.jit(got)(x), want(x), 1e-5, 1e-5)
+
+
+def test_rotations_that_are_written_in_two_ways_are_resharded_for_it():
+    def function(x):
+        return x * jnp.concatenate([x[3:], x[:3]]) + jnp.roll(x, 1, 1)
+
+    x = jnp.sin(jnp.arange(256.0)).reshape(8, 4, 8)
+    sharded = shardfn.shard(function, ((8, 1, 1),), ((1, 2, 2),))
+    np.testing.assert_allclose(sharded(x), function(x), 1e-6, 1e-6)

@@ -120,13 +120,19 @@ def in_program(wrong: WrongOp, own: Collection[Movement]) -> list[WrongOp]:
     (True, ((0,), (0,), (0,)))
     """
     moved, dims = wrong.movement, wrong.dims
-    if moved is None or moved in own:
-        return [wrong]
-    if wrong.kind != "movement" or moved.op != "rotate":  # JAX lowers other ops to slices and pads too
-        return []
+    found = [wrong] if moved is None or moved in own else []  # JAX lowers other ops to slices and pads too
+    if moved is None or wrong.kind != "movement" or moved.op != "rotate":
+        return found
     slices = [m for m in own if m.op == "slice" and m.operands == moved.operands]
     joined = [m for m in own if m.op == "concatenate" and m.result == moved.result]
-    return [wrong._replace(movement=m, dims=dims[:1] * (len(m.operands) + 1)) for m in (*slices, *joined)]
+    halves = [m for m in (*slices, *joined) if _differs_along(m, dims[0])]
+    return [*found, *(wrong._replace(movement=m, dims=dims[:1] * (len(m.operands) + 1)) for m in halves)]
+
+
+def _differs_along(movement: Movement, dims: Collection[int]) -> bool:
+    """Whether what is moved and the result have the same sizes along all other dimensions."""
+    sizes = enumerate(zip(*movement.operands, movement.result, strict=True))
+    return all(len({*own}) == 1 for d, own in sizes if d not in dims)
 
 
 def _may_end(partitioned: PartitionedProgram) -> list[tuple[Spec, Spec]]:
