@@ -185,8 +185,8 @@ def is_zero(value: Value) -> bool:
     """Whether all elements of a value are the number zero, which the program does not compute."""
     if isinstance(value, Moved | Squeezed) or (isinstance(value, Spread) and np.shape(value.operand)):
         return all(map(is_zero, value.below()))
-    scalar = scalar_of(value) if np.shape(value) else value
-    return scalar is not None and is_known(scalar) and not np.any(scalar)
+    scalar: Any = scalar_of(value) if np.shape(value) else value
+    return scalar is not None and is_known(scalar) and not np.asarray(scalar).any()
 
 
 def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
