@@ -29,12 +29,10 @@ from shardfn.frontend.strategy import short
 from shardfn.frontend.trace_errors import explained_by_arguments
 from shardfn.frontend.user_errors import begin_in_function
 from shardfn.ir.model import mesh_sizes
-from shardfn.movement import is_still
 from shardfn.planning.call import CallFunction, OtherCall, TracedCall, closed_over_arguments, pure_function
 from shardfn.planning.inside import apply_constraints
 from shardfn.planning.meshes import PlanMesh, expresses
 from shardfn.planning.plan import Plan, answered_call, code_of_plan, shardings_on
-from shardfn.planning.workarounds import rotations_apart
 from shardfn.runtime.plan_derivatives import with_planned_derivatives
 from shardfn.runtime.processes import as_global, is_local_input, own_copy, spans_processes
 
@@ -166,8 +164,6 @@ def _constrained(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable
 def _differentiable(plan: Plan, function: CallFunction, mesh: PlanMesh) -> Callable[..., Any]:
     """The function of a call with the constraints of a plan. Derivatives that are taken from outside are planned too."""
     run = _constrained(plan, function, mesh)
-    if len(mesh.mesh.shape) > 1 and not is_still(answered_call(plan).posed.call.traced.jaxpr):
-        run = functools.wraps(run)(rotations_apart(run, mesh.mesh, function.call.statics))
     return with_planned_derivatives(plan, function, mesh, run, lambda own: _for_calls(own, nested=True)[0])
 
 

@@ -26,6 +26,7 @@ from shardfn.planning.answers import plan_search_answer, search
 from shardfn.planning.call import CallFunction, pose
 from shardfn.planning.meshes import PlanMesh
 from shardfn.planning.plan import Plan, answered_call, shardings_on
+from shardfn.planning.workarounds import rotations_apart
 from shardfn.runtime.derivatives import Derived, Flat, Shardings, differentiable
 
 
@@ -44,6 +45,8 @@ def with_planned_derivatives(
     planned, shared = answered_call(plan).posed.call, _shared_mesh(plan)
     if plan.hardware.count == 1 or (is_still(planned.traced.jaxpr) and not may_end_process(shared.mesh.shape.values())):
         return run
+    if len(mesh.mesh.shape) > 1:
+        run = functools.wraps(run)(rotations_apart(run, mesh.mesh, function.call.statics))
     own_derivatives = with_rotations_back(run, function.call.statics)
     if _keeps_own_derivatives(plan):
         return functools.wraps(run)(own_derivatives)

@@ -104,10 +104,7 @@ def rotations_apart(
     does not compile."""
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
-        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(inputs[0]))
-        with inserted():
-            own = jax.lax.with_sharding_constraint(inputs[0], NamedSharding(mesh, spec))
-        return bind_one(eqn, [own, *inputs[1:]])
+        return bind_one(eqn, [_constrained(mesh, inputs[0]), *inputs[1:]])
 
     return rebind(function, lambda eqn, number: is_rotation(eqn), bind, static_argnums)
 
@@ -123,8 +120,11 @@ def _clamped(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _unsharded(mesh: Any, x: Any, dims: Sequence[int]) -> Any:
     """An array with a constraint that unshards some of its dimensions; a scalar as it is."""
-    if not dims or not np.ndim(x):
-        return x
+    return _constrained(mesh, x, dims) if dims and np.ndim(x) else x
+
+
+def _constrained(mesh: Any, x: Any, dims: Sequence[int] = ()) -> Any:
+    """An array as another value, with a constraint that leaves its sharding open but for dimensions that are unsharded."""
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     for dim in dims:
         spec[dim] = None

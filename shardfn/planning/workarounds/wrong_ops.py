@@ -125,11 +125,11 @@ def in_program(wrong: WrongOp, own: Collection[Movement]) -> list[WrongOp]:
         return found
     slices = [m for m in own if m.op == "slice" and m.operands == moved.operands]
     joined = [m for m in own if m.op == "concatenate" and m.result == moved.result]
-    halves = [m for m in (*slices, *joined) if _differs_along(m, dims[0])]
+    halves = [m for m in (*slices, *joined) if _differs_only_along(m, dims[0])]
     return [*found, *(wrong._replace(movement=m, dims=dims[:1] * (len(m.operands) + 1)) for m in halves)]
 
 
-def _differs_along(movement: Movement, dims: Collection[int]) -> bool:
+def _differs_only_along(movement: Movement, dims: Collection[int]) -> bool:
     """Whether what is moved and the result have the same sizes along all other dimensions."""
     sizes = enumerate(zip(*movement.operands, movement.result, strict=True))
     return all(len({*own}) == 1 for d, own in sizes if d not in dims)
