@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem results peers bench drift lint format docs notebooks dist clean
+.PHONY: help demo demo-cluster test slow processes ray tpu gpu ecosystem results peers bench drift lint format docs notebooks wheel dist clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -92,6 +92,9 @@ docs: $(VENV)/.has-docs  ## the documentation, in docs/_build/html
 
 notebooks: $(VENV)/.has-test  ## run every notebook of examples/
 	$(DEVICES) $(PY) -m pytest --nbmake $(or $(sort $(wildcard examples/notebooks/*.ipynb)),$(error examples/ has no notebooks))
+
+wheel: $(VENV)/.has-test  ## the wheel, in an empty environment of its own, runs the demo
+	$(DEVICES) $(PY) -m pytest -m slow tests/test_wheel.py $(PYTEST_ARGS)
 
 dist: $(VENV)/.has-dist  ## a wheel, in dist/
 	rm -rf dist
