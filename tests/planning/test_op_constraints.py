@@ -273,3 +273,22 @@ def test_a_constraint_on_a_gather_that_fills_holds_what_its_equation_returns():
     assert {kind: k["predicted"]["bytes_sent"] for kind, k in kinds.items()} == {
         kind: k["compiled"]["bytes_sent"] for kind, k in kinds.items()
     }
+
+
+@pytest.mark.parametrize(("count", "held"), [(16, 1), (17, 0), (24, 0)])
+def test_a_concatenation_that_jax_writes_as_a_tree_is_not_held(count, held):
+    traced = trace(lambda *rows: jnp.concatenate(rows), [X[:1]] * count, (), "cpu")
+    assert len(anchors(traced.jaxpr, traced.graph)) == held
+
+
+def test_a_search_beside_a_concatenation_of_many_arrays():
+    def function(x, u):
+        rows = jnp.stack([x[k].at[k % 1].set(1.5) for k in range(24)])  # of one row: the index is clipped
+        return jnp.pad(rows, ((0, 0), (0, 1))), jnp.split(jnp.pad(u, ((1, 1), (1, 2)), mode="minimum"), [7])[1]
+
+    x, u = X[:1, :2], X[:8, :4]
+    sharded = shardfn.shard(
+        function, ((1, 1), (shardfn.AUTO, shardfn.AUTO)), ((3, 1), (3, 1)), device=jax.devices()[:3]
+    )
+    for got, want in zip(sharded(x, u), jax.jit(function)(x, u), strict=True):
+        np.testing.assert_array_equal(got, want)

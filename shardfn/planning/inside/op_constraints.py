@@ -44,14 +44,13 @@ def anchors(jaxpr: Any, graph: Graph, kinds: Kinds = CONSTRAINABLE) -> dict[int,
     """For each op of these kinds, by its index in `graph.ops`, the number of its equation (`rewrite.equations`).
 
     Equations become ops in program order, and JAX inserts ops of its own. An equation is matched where only one assignment
-    of all equations to ops exists: of all kinds together, or else kind by kind.
+    of all equations to ops exists: of all kinds together, or else kind by kind. One that becomes a tree of ops, such as a
+    concatenation of many arrays, is left out: no op has all its operands.
     """
-    kind_of = _kind_of(kinds)
-    rows = [
-        row
-        for number, eqn, is_reached in equations(jaxpr)
-        for row in _ops_of_equation(number, eqn, is_reached, kind_of)
-    ]
+    kind_of, rows, operands = _kind_of(kinds), list[tuple[int | None, _Seen]](), dict[int, int]()
+    for number, eqn, is_reached in equations(jaxpr):
+        rows += _ops_of_equation(number, eqn, is_reached, kind_of)
+        operands[number] = len(eqn.invars) if kind_of.get(eqn.primitive.name) == "concatenate" else 0
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
            if op.name in kinds and op.site >= 0 and _is_matched(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
     for left_out in ((), RESHAPING_KINDS):
@@ -59,11 +58,12 @@ def anchors(jaxpr: Any, graph: Graph, kinds: Kinds = CONSTRAINABLE) -> dict[int,
             [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
         )
         if found is not None:
-            return found
-    found = {}
-    for kind in kinds:
-        found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}
-    return found
+            break
+    else:
+        found = {}
+        for kind in kinds:
+            found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}
+    return {op: number for op, number in found.items() if len(graph.ops[op].inputs) >= operands[number]}
 
 
 def _matched(rows: Sequence[tuple[int | None, _Seen]], ops: Sequence[tuple[int, _Seen]]) -> dict[int, int] | None:
