@@ -123,51 +123,46 @@ def cost_of_plan(posed: PosedCall, answer: Answer) -> Cost:
     return _guarded(posed, answer).cost
 
 
-def _forms(posed: PosedCall, answer: Answer) -> list[AnsweredCall]:
+def _in_its_form(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
     """The call as the user wrote it, if with its shardings nothing moves along sharded dimensions, else with `movement`'s shifts;
-    and the answer for it. After shifts that are no halos, as it is written too."""
+    and the answer for it."""
     layout = posed.call.layout
-    is_of_shifts = layout is not None and any(constraint.shifts for constraint in layout.constraints)
-    written = None
     if posed.call.function.unshifted is not None:
-        written = AnsweredCall(posed, with_given_constraints(posed, answer))
-        if not is_of_shifts and not moves(_partitioned(written)):
-            return [written]
-        posed = pose_shifted(posed)
-        answer = in_other_form(written.posed, posed, written.answer)
-    own = AnsweredCall(posed, answer)
+        given = with_given_constraints(posed, answer)
+        is_of_shifts = layout is not None and any(constraint.shifts for constraint in layout.constraints)
+        if not is_of_shifts and not moves(posed.problem.partitioned_of(given)):
+            return posed, given
+        shifted = pose_shifted(posed)
+        posed, answer = shifted, in_other_form(posed, shifted, given)
+        if not is_of_shifts:
+            return posed, answer
     if not is_shifted(posed.call):
-        return [own]
-    if written is None or is_of_shifts:
-        given, plain = with_given_constraints(posed, answer), as_written(posed)
-        written = AnsweredCall(plain, with_given_constraints(plain, in_other_form(posed, plain, given)))
-        if not moves(_partitioned(written)):
-            return [written]
-    return [own] if is_of_shifts or _are_halos(_partitioned(own), _partitioned(written)) else [own, written]
+        return posed, answer
+    written, same = _as_written(posed, answer)
+    return (posed, answer) if moves(written.problem.partitioned_of(same)) else (written, same)
 
 
-def _partitioned(answered: AnsweredCall) -> PartitionedProgram:
-    """The partitioned program of an answer with the constraints of the user."""
-    posed = answered.posed
-    return posed.problem.partitioned_of(with_given_constraints(posed, answered.answer))
+def _as_written(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer]:
+    """A call of shifts as the user wrote it, and the answer for it."""
+    written = as_written(posed)
+    same = in_other_form(posed, written, with_given_constraints(posed, answer))
+    return written, with_given_constraints(written, same)
 
 
-def _are_halos(shifted: PartitionedProgram, written: PartitionedProgram) -> bool:
-    """Whether the shifts of a program send, each once, no more than it takes to gather its arguments, or no more in all than XLA
-    would send for the program as it is written."""
+def _are_halos(posed: PosedCall, shifted: PartitionedProgram) -> bool:
+    """Whether the shifts of a call send, each once, no more than gathering its arguments would; or its layout file has them."""
+    layout = posed.call.layout
+    if not is_shifted(posed.call) or (layout is not None and any(one.shifts for one in layout.constraints)):
+        return True
     gathered = sum(shifted.local_bytes(v) * (math.prod(shifted.shards(v)) - 1) for v in shifted.graph.inputs)
-    once = (communication_bytes(shifted, c) for c in shifted.communications if c.kind == "collective-permute")
-    return sum(once) <= gathered or _bytes_sent(shifted) <= _bytes_sent(written)
-
-
-def _bytes_sent(partitioned: PartitionedProgram) -> int:
-    return sum(communication_bytes(partitioned, c) * c.trips for c in partitioned.communications)
+    sent = (communication_bytes(shifted, c) for c in shifted.communications if c.kind == "collective-permute")
+    return sum(sent) <= gathered
 
 
 def _with_shared_halos(posed: PosedCall, answer: Answer) -> tuple[PosedCall, Answer] | None:
     """The call, and an answer of it, with one halo for rotations of arrays that come from one array; None if there are none."""
     function = posed.call.function
-    shards = rotated(_partitioned(AnsweredCall(posed, answer)))
+    shards = rotated(posed.problem.partitioned_of(with_given_constraints(posed, answer)))
     if not shards or (function.inner and not function.shifted):  # the shardings inside have numbers of its ops
         return None
     before = posed.call.traced if function.shifted else function.with_shared_halos({}).as_jaxpr()
@@ -215,22 +210,23 @@ class _Guarded:
 
 
 def _guarded(posed: PosedCall, answer: Answer) -> _Guarded:
-    """An answer of a call in the form in which it is compiled: with shared halos, or with whole arrays in the place of shifts,
-    where this costs less.
+    """An answer of a call in the form in which it is compiled: with shared halos where this costs less, and without shifts where
+    they are no halos and cost more.
 
     At level 0 communication alone decides that: the ops on elements are the same.
     """
-    own, *others = (_with_all_workarounds(form.posed, form.answer) for form in _forms(posed, answer))
-    if shared := _with_shared_halos(own.unguarded.posed, own.unguarded.answer):
-        others.append(_with_all_workarounds(*shared))
-    if not others:  # nothing is judged in a first call before somebody asks
-        return own
 
-    def key(one: _Guarded) -> tuple[object, ...]:
+    def key(one: _Guarded) -> tuple[object, ...]:  # nothing is judged in a first call before somebody asks
         is_refused, rank = one.rank()
         return is_refused, *((rank.over, one.cost.communication_s) if posed.problem.level == COMMUNICATION else rank)
 
-    return min(own, *others, key=key)
+    found = _with_all_workarounds(*_in_its_form(posed, answer))
+    shifted = found.unguarded.posed, found.unguarded.answer
+    if shared := _with_shared_halos(*shifted):
+        found = min(found, _with_all_workarounds(*shared), key=key)
+    if not _are_halos(found.posed, _compiled_program(found.posed, found.answer)):
+        found = min(found, _with_all_workarounds(*_as_written(*shifted)), key=key)
+    return found
 
 
 def _with_all_workarounds(posed: PosedCall, answer: Answer) -> _Guarded:
