@@ -16,6 +16,12 @@ class DimensionGroups:
 
     of: tuple[tuple[int, ...], ...]
     count: int
+    places: tuple[int, ...]
+    """For each group the first one that has the same rows in other places: movement, such as a slice or an update, ties none."""
+
+    def placed(self, value: int) -> tuple[int, ...]:
+        """For each dimension of a value its group in `places`."""
+        return tuple([self.places[group] for group in self.of[value]])
 
     def members(self, values: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
         """For each group that meets `values`: its (position in `values`, dim) pairs, in order."""
@@ -30,7 +36,7 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
     """Tie the dimensions that a program treats as one.
 
     Two dimensions are tied where a factor of a sharding rule stands alone in both and their sizes agree. A dimension of
-    several factors (`b*t` after a reshape) is tied through its major one. Factors that need replication tie nothing.
+    several factors (`b*t` after a reshape) is tied through its major one. Factors that need replication tie only `places`.
     Values that hold the same array (loop carries, branches) are tied dimension by dimension, and so are an array and its
     shard in a `shard_map`.
     """
@@ -50,7 +56,8 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
         if a != b:
             parent[max(a, b)] = min(a, b)
 
-    known: dict[int, list[tuple[int, int, int, int]]] = {}
+    known: dict[int, list[tuple[int, int, int, int, bool]]] = {}
+    moved: list[tuple[int, int]] = []
     for op in graph.ops:
         if op.rule is None:
             continue
@@ -58,16 +65,21 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
         if parts is None:
             parts = known[id(op.rule)] = list(_parts(op.rule))
         seen: dict[int, int] = {}
+        begun: dict[int, int] = {}
         inputs, outputs, operands = op.inputs, op.outputs, len(op.rule.operands)
-        for position, dim, factor, alone in parts:
+        for position, dim, factor, alone, is_replicated in parts:
             values, at = (inputs, position) if position < operands else (outputs, position - operands)
             if at >= len(values):
                 continue
             size = graph.values[values[at]].shape[dim]
-            if size == 1 or (alone and size != alone):
-                continue  # a slice or a pad: not the same dim any more
+            if size == 1:
+                continue
             here = first[values[at]] + dim
-            tie(seen.setdefault(factor, here), here)
+            is_moved = is_replicated or (alone and size != alone)  # a slice or a pad: not the same dim any more
+            if begun.setdefault(factor, here) != here and (is_moved or factor not in seen):
+                moved.append((begun[factor], here))
+            if not is_moved:
+                tie(seen.setdefault(factor, here), here)
     for a, b in (*graph.ties, *graph.manual):
         for dim in range(min(len(graph.values[a].shape), len(graph.values[b].shape))):
             tie(first[a] + dim, first[b] + dim)
@@ -80,7 +92,11 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
     of = tuple(
         tuple(numbers[find(first[v] + d)] for d in range(len(value.shape))) for v, value in enumerate(graph.values)
     )
-    return DimensionGroups(of, len(numbers))
+    for i, j in moved:
+        tie(i, j)
+    least: dict[int, int] = {}
+    places = tuple([least.setdefault(find(i), number) for i, number in numbers.items()])
+    return DimensionGroups(of, len(numbers), places)
 
 
 def shared_elements(
@@ -118,13 +134,14 @@ def corresponding(rule: ShardingRule, source: DimFactors, target: DimFactors) ->
     return {dim: (at[factor], rule.sizes[factor]) for dim, factor in _leading(source, rule.sizes) if factor in at}
 
 
-def _parts(rule: ShardingRule) -> Iterator[tuple[int, int, int, int]]:
-    """(operand or result, dim, its major factor, the factor's size where it stands alone, else 0) of what a rule ties."""
+def _parts(rule: ShardingRule) -> Iterator[tuple[int, int, int, int, bool]]:
+    """(operand or result, dim, its major factor, the factor's size where it stands alone, else 0, whether it needs replication)
+    of what a rule ties."""
     for position, dims in enumerate((*rule.operands, *rule.results)):
         for dim, factor in _leading(dims, rule.sizes):
             alone = len(dims[dim]) == 1
-            if factor not in rule.replicated and (alone or factor not in rule.permuted):
-                yield position, dim, factor, rule.sizes[factor] if alone else 0
+            if alone or factor not in rule.permuted | rule.replicated:
+                yield position, dim, factor, rule.sizes[factor] if alone else 0, factor in rule.replicated
 
 
 def _leading(dims: DimFactors, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

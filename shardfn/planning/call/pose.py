@@ -282,24 +282,25 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
     before = len(problems)
     strategies = [check(leaf, count, problems) for leaf in leaves]
     values, marked = (*call.traced.inputs, *call.traced.outputs), inner_values(call)
-    tied = [groups.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
-    inner = [(e.leaf, e.leaf.entry, groups.of[marked[e.number]]) for e in call.inner if is_inferred(e, marked)]
+    tied = [groups.placed(v)[: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
+    inner = [(e.leaf, e.leaf.entry, groups.placed(marked[e.number])) for e in call.inner if is_inferred(e, marked)]
     leaves = (*leaves, *(leaf for leaf, _, _ in inner))
     strategies += [strategy for _, strategy, _ in inner]
     tied += [own for _, _, own in inner]
+    met = [groups.placed(v) for v in range(len(groups.of))]
     sizes = [math.prod(v.shape) for v in call.traced.graph.values]
     mesh, used, tag_axes = call.hardware.mesh, call.hardware.devices, _tag_axes(call)
     if mesh is not None or tag_axes or any(map(names_axes, leaves)):
         instead = _without_mesh(call) if mesh is not None else ""
         mesh = mesh if mesh is not None or not tag_axes else abstract_mesh(tag_axes)
-        placed = place_named(leaves, strategies, count, mesh, problems, used, tied, groups.of, sizes, instead)
+        placed = place_named(leaves, strategies, count, mesh, problems, used, tied, met, sizes, instead)
         if tag_axes and placed.axes and placed.axes != tag_axes:
             problems.append(_other_mesh(call, tag_axes, placed.axes))
         return placed
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
     calls = operands_of_calls([e for e in call.inner if is_inferred(e, marked)], len(values))
-    return place(leaves, strategies, tied, count, problems, groups.of, sizes, calls)
+    return place(leaves, strategies, tied, count, problems, met, sizes, calls)
 
 
 def _tag_axes(call: TracedCall) -> Axes:
