@@ -2,9 +2,9 @@
 
 Strategies of one dimension group share mesh axes: if one array is sharded 4 ways and another 2 ways, the second uses the
 major part of the first's axes. Each group gets its own axes, row-major, in order of first appearance. Devices that are left
-over form a last axis. Rows that a slice, a pad or an update moves are one group here, as a plan of shifts keeps them on their
-devices. Two groups share axes only if the devices are too few for both; the groups that meet on the least
-data share first. Dimensions of one array never share an axis.
+over form a last axis. Rows that a slice, a pad or an update moves are one group here: a plan of shifts keeps most of them on
+their devices. Two groups share axes only if the devices are too few for both; the groups that meet on the least data share
+first. Dimensions of one array never share an axis.
 """
 
 from __future__ import annotations
