@@ -141,11 +141,11 @@ def _growth(value: Any, of_twice: Any) -> float:
     return 1.0 if a == b else b / a if a else math.inf
 
 
-def _literals(one: FlatEquation, kinds: str = "f") -> list[float]:
-    """The numbers that stand in an equation and in the programs inside it, of dtypes of these kinds."""
+def _literals(one: FlatEquation, kinds: str = "f") -> list[str]:
+    """The numbers that stand in an equation and in the programs inside it, of dtypes of these kinds; as text, as NaN is none."""
     found = [v for v in one.inputs if isinstance(v, core.Literal)]
     found += [v for body in inner(one.eqn) for v in _inside(body)]
-    return [float(v.val) for v in found if getattr(getattr(v.aval, "dtype", None), "kind", " ") in kinds]
+    return [repr(float(v.val)) for v in found if getattr(getattr(v.aval, "dtype", None), "kind", " ") in kinds]
 
 
 def _inside(jaxpr: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ MEANS = {
     "divided by the size": lambda p, x: jnp.sum(each(p, x)) / jnp.float32(len(x)),
     "of a vmap": lambda p, x: jnp.mean(jax.vmap(lambda row: jnp.sum((row @ p) ** 2))(x)),
     "of examples, then of columns": lambda p, x: jnp.mean(jnp.mean((x @ p) ** 2, 0)),
+    "of variances, which have a NaN": lambda p, x: jnp.mean(jnp.var(x @ p, 1)),
     "with dropout": lambda p, x: jnp.mean(each(p, x) * jax.random.bernoulli(KEY, 0.5, (len(x),)) / 0.5),
 }
 UNKNOWN = {
