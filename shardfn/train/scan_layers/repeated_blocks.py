@@ -277,4 +277,6 @@ def _wiring(flat: FlatJaxpr, start: int, period: int, count: int) -> Wiring | No
 
 
 def _same_literal(a: Any, b: Any) -> bool:
-    return a is b or (str(a.aval) == str(b.aval) and bool(np.all(np.asarray(a.val) == np.asarray(b.val))))
+    return a is b or (
+        str(a.aval) == str(b.aval) and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+    )  # NaN is NaN
