@@ -277,6 +277,5 @@ def _wiring(flat: FlatJaxpr, start: int, period: int, count: int) -> Wiring | No
 
 
 def _same_literal(a: Any, b: Any) -> bool:
-    return a is b or (
-        str(a.aval) == str(b.aval) and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
-    )  # NaN is NaN
+    """Whether two literals are the same bit by bit: NaN is NaN."""
+    return str(a.aval) == str(b.aval) and np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
