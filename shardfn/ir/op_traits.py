@@ -155,7 +155,7 @@ OP_TRAITS = {
         *map(_elementwise, ("abs", "ceil", "floor", "maximum", "minimum", "round_nearest_even", "round_nearest_afz",
                             "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign")),
         *(_elementwise(name, in_cpu_library=False) for name in (
-            "and", "clamp", "compare", "complex", "imag", "is_finite", "not", "or", "real", "select", "xor")),
+            "and", "clamp", "compare", "complex", "imag", "is_finite", "not", "or", "real", "reduce_precision", "select", "xor")),
         _elementwise("square", is_added=True),
         # Ours: adds up the parts of a split-K matmul, inside its reader.
         dataclasses.replace(_elementwise("add_parts"), has_own_time=False),

@@ -207,3 +207,10 @@ def test_operands_of_a_matmul_of_the_highest_precision_are_gathered_as_they_are(
         return shardfn.plan(chain, *args, in_strategy=((8, 1), (8, 1)), device="tpu-v5e:8").cost.bytes_sent
 
     assert sent("highest") == 2 * sent("default") > 0
+
+
+def test_a_rounding_to_fewer_bits_is_an_op_on_elements():
+    """`jax.checkpoint` with a policy rounds what it keeps in bfloat16."""
+    shape = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    plan = shardfn.plan(lambda x: jax.lax.reduce_precision(x, 8, 7), shape, in_strategy=((8,),), device="h100:8")
+    assert plan.cost.unmodelled_ops == () and plan.cost.bytes_sent == 0 and plan.cost.time_s > 0
