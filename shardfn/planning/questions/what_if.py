@@ -25,7 +25,7 @@ from shardfn.frontend.paths import (
     unmirrored,
 )
 from shardfn.frontend.strategy import Leaf, short
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Spec, axes_of
 from shardfn.ir.specs import strategy_of
 from shardfn.planning.answers import plan_search_answer, search, with_completed_entries, without_workarounds
 from shardfn.planning.call import place_call
@@ -186,11 +186,12 @@ def glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
 
 
 def _evaluation_order(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
-    """Sort key: the runner-up first, then replicated, then the most shards over the fewest dimensions."""
+    """Sort key: the runner-up first, then replicated, then over the same mesh axes, then the most shards over the fewest dimensions."""
     strategy = strategy_of(spec, plan.axes)
     return (
         not planned.runner_up.startswith(f"{strategy}:"),
         any(spec),
+        {*axes_of(spec)} != {*axes_of(planned.spec)},
         -math.prod(strategy),
         sum(n > 1 for n in strategy),
         tuple(-n for n in strategy),
