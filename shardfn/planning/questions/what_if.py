@@ -186,7 +186,7 @@ def glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
 
 
 def _evaluation_order(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
-    """Sort key: the runner-up first, then replicated, then over the same mesh axes, then the most shards over the fewest dimensions."""
+    """Sort key: the runner-up, then replicated, then over the same mesh axes, then the most shards over the fewest dimensions."""
     strategy = strategy_of(spec, plan.axes)
     return (
         not planned.runner_up.startswith(f"{strategy}:"),
