@@ -231,6 +231,20 @@ PROGRAMS = {
     "an image resized to its own size": lines((48, 12), (1, 1), "jax.image.resize(x0, (48, 12), 'cubic')"),
     "a cumulative sum of exponentials": lines((24,), (4,), "lax.cumlogsumexp(x0, 0)", devices=4),
     "a cumulative product of two rows a shard": lines((4,), (2,), "lax.cumprod(jnp.cos(x0), 0)"),
+    "the greatest at places of a column": Pack(
+        (
+            Program(
+                (Input("x0", (2, 12), "int32", (2, 2)),),
+                (Step("v0", "x0[:, 0]", "element"), Step("v1", "v0.at[abs(v0) % 1].max(0)", "at_indices")),
+                ("v1",),
+            ),
+            Program(
+                (Input("x1", (12, 8), "float32", (1, 1)),), (Step("v2", "x1.at[::-1].set(1.5)", "at_slice"),), ("v2",)
+            ),
+        ),
+        4,
+        ("values",),
+    ),
     "an associative scan of two rows a shard": lines((4,), (2,), "lax.associative_scan(jnp.maximum, x0, axis=0)"),
     "padded by means, then cropped by a pad": lines(
         (2, 2), (2, 1), "jnp.pad(x0.T, ((1, 0), (2, 0)), mode='mean')", "lax.pad(v0, 2.0, [(0, 0, 0), (0, -1, 0)])"

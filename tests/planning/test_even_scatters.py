@@ -98,3 +98,38 @@ def test_scatter_at_unsigned_places_into_more_rows_than_int32_counts_needs_int64
         plan(2**31)
     with jax.enable_x64(True):
         assert plan(2**31).diagnostics
+
+
+@pytest.mark.parametrize("strategy", [(2, 2), (1, 2), (1, 4)])
+@pytest.mark.parametrize("coordinates", [1, 2])
+@pytest.mark.parametrize("kind", ["add", "max", "set", "get"])
+def test_places_that_are_columns_of_a_sharded_array_equal_unsharded(kind, coordinates, strategy):
+    def placed(x, i, u):
+        at = x.at[tuple(i[:, c] for c in range(coordinates))]
+        return at.get() * u if kind == "get" else getattr(at, kind)(u)
+
+    x = jnp.asarray(RNG.normal(size=(4,) * coordinates), jnp.float32)
+    i = jnp.asarray(np.stack([RNG.permutation(4) for _ in range(12)], 1), jnp.int32)
+    u = jnp.asarray(RNG.normal(size=4), jnp.float32)
+    entries, four = ((2, *(1,) * (coordinates - 1)), strategy, (1,)), jax.devices()[:4]
+    sharded = shardfn.shard(placed, entries, device=four)
+    _same(jax.jit(placed)(x, i, u), sharded(x, i, u))
+    gradient = lambda f: jax.grad(lambda x, u: jnp.sum(jnp.sin(f(x, i, u))), (0, 1))  # noqa: E731
+    _same(gradient(placed)(x, u), jax.jit(gradient(sharded))(x, u))
+    inside = shardfn.shard(gradient(placed), (entries[0], (1,)), device=four)
+    _same(gradient(placed)(x, u), inside(x, u))
+
+
+@pytest.mark.parametrize("kind", ["scatter_add", "scatter_max", "scatter", "gather"])
+def test_places_that_are_rows_of_a_sharded_array_equal_unsharded(kind):
+    def placed(x, i, u):
+        i = i[:, :2]
+        if kind == "gather":
+            return lax.gather(x, i, lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1), mode="clip") * u
+        return getattr(lax, kind)(x, i, u, lax.ScatterDimensionNumbers((), (0, 1), (0, 1)))
+
+    x, u = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 4), (4,)))
+    i = jnp.asarray(np.stack([RNG.permutation(4) for _ in range(12)], 1), jnp.int32)
+    sharded = shardfn.shard(placed, ((2, 1), (1, 2), (1,)), device=jax.devices()[:4])
+    _same(jax.jit(placed)(x, i, u), sharded(x, i, u))
+    assert any("coordinates" in note for note in sharded.plan(x, i, u).diagnostics)

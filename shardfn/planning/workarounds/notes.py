@@ -55,6 +55,9 @@ _NOTES = {
         "wrong values or does not compile"
     ),
     "scatter": "shardfn pads the updates at {} to even shards: XLA combines the padding of uneven shards with row 0",
+    "places": (
+        "shardfn gathers the coordinates of the places at {}: if they are sharded, XLA computes wrong values or does not compile"
+    ),
     "movement": (
         "shardfn gathers the dimensions along which elements move at {}: their shards are uneven, and XLA may compute wrong "
         "values. To avoid it, use sizes that the number of shards divides, or apply the op that reads these rows to all rows"

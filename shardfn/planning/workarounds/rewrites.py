@@ -26,9 +26,10 @@ def replicate_wrong_ops(
     function: Callable[..., Any], mesh: Any, wrong: Sequence[WrongOp], static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
-    grouped convolutions, the transformed ones of Fourier transforms, the reduced ones of reductions without an all-reduce, and
-    the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards, updates of one window and
-    rotations of what is rotated a barrier, dynamic slices a clamped place, and updates that read their own array become selects.
+    grouped convolutions, the transformed ones of Fourier transforms, the reduced ones of reductions without an all-reduce, the
+    coordinates of places, and the padded ones of the pads among `wrong`. Scatters that combine get updates of even shards,
+    updates of one window and rotations of what is rotated a barrier, dynamic slices a clamped place, and updates that read their
+    own array become selects.
 
     Args:
       function: the function.
@@ -65,6 +66,8 @@ def replicate_wrong_ops(
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         own = kinds_of(eqn)
         dims = gathered_dims(eqn, moved) if "movement" in own else _gathered(eqn, own)
+        if "places" in own:
+            dims = [dims[0], {*dims[1], inputs[1].ndim - 1}, *dims[2:]]
         if "bounds" in own:
             inputs = _clamped(eqn, inputs)
         if "update" in own and "movement" not in own:
@@ -223,6 +226,7 @@ _IS_ONE: dict[str, Callable[[Any], Any]] = {
     "padding": _padded,
     "scatter": lambda eqn: eqn.primitive.name in NEUTRAL,
     "update": _updates_window,
+    "places": lambda eqn: eqn.primitive.name in ("gather", "scatter", *NEUTRAL),
     "reduction": _reduced,
     "product": lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
 }

@@ -12,7 +12,7 @@ from shardfn.ir.model import Graph, Op, Spec, axes_of, axis_size
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.movement import Turn
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
-from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple
+from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple, splits_places
 from shardfn.planning.workarounds.nested_movement import nested_concatenations
 from shardfn.planning.workarounds.self_updates import reads_its_array
 from shardfn.planning.workarounds.uneven_movement import (
@@ -34,9 +34,9 @@ REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a windowed op with
     two results (a `pair`), a Fourier `transform` (or its `layout`, if nothing is gathered), a matmul (`product`), a
-    `reduction`, a `padding`, a `scatter`, an `update`, a dynamic slice (`bounds`), an update that reads its own array (`self`), a
-    rotation or a concatenation that reads another one (`nested`) or a `movement`; or a resharding (`reshard`), which has no
-    workaround."""
+    `reduction`, a `padding`, a `scatter`, a gather or scatter whose `places` are sharded, an `update`, a dynamic slice
+    (`bounds`), an update that reads its own array (`self`), a rotation or a concatenation that reads another one (`nested`) or a
+    `movement`; or a resharding (`reshard`), which has no workaround."""
 
     where: str
     kind: str = "window"
@@ -90,6 +90,8 @@ def wrong_ops(
             multiple = rows_multiple(op, partitioned, moved_from)
             if multiple > 1 or is_unsigned(op, partitioned):
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
+        if op.name in ("gather", "scatter") and splits_places(op, partitioned, moved_from):
+            found.setdefault(WrongOp(op.where, "places"))
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, moved_from, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
         if op.name in AT_PLACES and _forgets_bounds(op, moved_to, partitioned):
