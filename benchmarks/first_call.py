@@ -2,7 +2,8 @@
 
 A forward pass of an MLP, a GPT-2 and a ResNet through `shard`, and a training step with AdamW of each through `train.step`:
 `init` and the first step. Beside each stands the same by hand, `jax.jit` with the same shardings. Every call is the first one
-of a process of its own; the two ways take turns. The arrays are on the devices, and imports are done, before the clock starts.
+of a process of its own; the two ways take turns. The arrays are on the devices, imports are done, and their garbage is collected,
+before the clock starts: a full collection takes as long as an MLP compiles, and would fall to one of the two ways.
 Seconds are those of the processor, all threads together: on a busy machine the clock on the wall says little.
 Run: python benchmarks/first_call.py [--only NAME ...] [--rounds N] [--platform cpu] [--json OUT]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -72,6 +74,7 @@ def forward(name: str, way: str) -> float:
     jax.block_until_ready((params, x))
     out = jax.eval_shape(model.forward, params, x)
     entries = (jax.tree.map(lambda a: (1,) * a.ndim, params), (8, *(1,) * (x.ndim - 1)))
+    gc.collect()
     start = time.process_time()
     if way == "jit":
         ins = jax.tree.map(lambda a: a.sharding, (params, x))
@@ -86,6 +89,7 @@ def step(name: str, layout: str, way: str) -> float:
     """Seconds of `init` and the first training step; by hand both are `jax.jit` with shardings."""
     model = models(name)
     jax.block_until_ready(model.batch)
+    gc.collect()
     start = time.process_time()
     if way == "shardfn":
         options: dict[str, Any] = {"mode": "data_parallel"}
