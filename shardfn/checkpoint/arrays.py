@@ -193,8 +193,9 @@ def _read(folder: pathlib.Path, want: ArrayRead, store: Any) -> list[np.ndarray]
 def as_dtype(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Values as another dtype. TensorStore's own casts between `float8_e8m0fnu` and other floats are wrong.
 
-    >>> as_dtype(np.ones(1, jnp.float8_e8m0fnu), jnp.float8_e4m3fn)
-    array([1], dtype='float8_e4m3fn')
+    >>> made = as_dtype(np.ones(1, jnp.float8_e8m0fnu), jnp.float8_e4m3fn)
+    >>> made.dtype.name, made.tolist()
+    ('float8_e4m3fn', [1.0])
     """
     try:
         return values.astype(dtype, copy=False)
