@@ -46,20 +46,14 @@ def rows_multiple(op: Op, partitioned: PartitionedProgram, before: Mapping[int, 
         return 1
     has_updates = op.name == "scatter"
     rows = (op.inputs[2], op.rule.operands[2]) if has_updates else (op.outputs[0], op.rule.results[0])
-    index, of_rows = ({factor for dim in dims for factor in dim} for dims in (op.rule.operands[1], rows[1]))
+    of_index, of_rows = ({factor for dim in dims for factor in dim} for dims in (op.rule.operands[1], rows[1]))
+    shared = of_index & of_rows
     found = [1]
     for value, dims in ((op.inputs[1], op.rule.operands[1]), rows):
         for one in {value, before.get(value, value)}:
             each = zip(dims, partitioned.graph.values[one].shape, partitioned.shards(one), strict=True)
-            found += [shards for of, size, shards in each if size % shards and of and (index & of_rows).issuperset(of)]
+            found += [shards for of, size, shards in each if size % shards and shared.issuperset(of)]
     return math.lcm(*found)
-
-
-def splits_places(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
-    """Whether the index of a gather or scatter is sharded along its last dimension, the coordinates of a place, as a column of a
-    sharded array is. XLA then combines shards with neutral elements of another axis, or does not compile."""
-    own = op.inputs[1]
-    return any(partitioned.shards(value)[-1] > 1 for value in {own, before.get(own, own)})
 
 
 def is_unsigned(op: Op, partitioned: PartitionedProgram) -> bool:

@@ -12,7 +12,7 @@ from shardfn.ir.model import Graph, Op, Spec, axes_of, axis_size
 from shardfn.ir.partitioned import PartitionedProgram
 from shardfn.movement import Turn
 from shardfn.partition.xla_bugs import ends_process, is_miscompiled
-from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple, splits_places
+from shardfn.planning.workarounds.even_scatters import is_unsigned, rows_multiple
 from shardfn.planning.workarounds.nested_movement import nested_concatenations
 from shardfn.planning.workarounds.self_updates import reads_its_array
 from shardfn.planning.workarounds.uneven_movement import (
@@ -90,7 +90,7 @@ def wrong_ops(
             multiple = rows_multiple(op, partitioned, moved_from)
             if multiple > 1 or is_unsigned(op, partitioned):
                 found.setdefault(WrongOp(op.where, "scatter", multiple))
-        if op.name in ("gather", "scatter") and splits_places(op, partitioned, moved_from):
+        if op.name in ("gather", "scatter") and _splits_places(op, partitioned, moved_from):
             found.setdefault(WrongOp(op.where, "places"))
         if op.name == "scatter" and op.rule is not None and _updates_slice(op, moved_from, partitioned):
             found.setdefault(WrongOp(op.where, "update"))
@@ -172,6 +172,13 @@ def _crops_between(op: Op, partitioned: PartitionedProgram) -> bool:
         w.operand == 0 and w.spacing > 1 and w.low > 0 and partitioned.specs[op.outputs[0]][w.out_dim]
         for w in op.window_dims
     )
+
+
+def _splits_places(op: Op, partitioned: PartitionedProgram, before: Mapping[int, int]) -> bool:
+    """Whether the index of a gather or scatter is sharded along its last dimension, the coordinates of a place, as a column of a
+    sharded array is. XLA then combines shards with neutral elements of another axis, or does not compile."""
+    own = op.inputs[1]
+    return any(partitioned.shards(value)[-1] > 1 for value in {own, before.get(own, own)})
 
 
 def _updates_slice(op: Op, before: Mapping[int, int], partitioned: PartitionedProgram) -> bool:
